@@ -1,0 +1,170 @@
+"""Start train.py on a layout, follow it while it runs, and strike it down in the middle of a save.
+
+Every wait has a deadline, a failure shows the tail of what the processes printed, and no process outlives its `with`:
+
+    with Run(phase, Path("demo-out"), horizon=100, every=10) as run:
+        while run.alive():
+            for record in run.new_records(): ...
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+Record = dict[str, Any]
+TRAIN = Path(__file__).with_name("train.py")
+
+
+class Failed(Exception):
+    """A run that ended badly, or did not say anything for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One launch: which root it continues, on which layout, up to which step. `name` names its files."""
+
+    name: str
+    root: Path
+    dp: int
+    tp: int
+    until: int
+
+    @property
+    def layout(self) -> str:
+        parts = [f"FSDP2 x{self.dp}"] * (self.dp > 1) + [f"TP x{self.tp}"] * (self.tp > 1)
+        return ", ".join(parts) or "none"
+
+
+def command(phase: Phase) -> list[str]:
+    """How the script is started: plain Python for one process, torchrun for several."""
+    num_processes = phase.dp * phase.tp
+    if num_processes == 1:
+        return [sys.executable, str(TRAIN)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3"]
+    return [*torchrun, f"--nproc-per-node={num_processes}", str(TRAIN), f"--tp={phase.tp}"]
+
+
+def environment() -> dict[str, str]:
+    """One thread per process, no CUDA, and restarts that work (torch 2.13 with gloo needs the last one)."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+class Run:
+    """The processes of one phase. Their losses are followed in `<name>.jsonl`, their output is kept in `<name>.out`."""
+
+    def __init__(self, phase: Phase, out: Path, *, horizon: int, every: int, silence_s: float = 120) -> None:
+        self.phase, self.silence_s = phase, silence_s
+        self.log, self.output, self.witness = (out / f"{phase.name}.{end}" for end in ("jsonl", "out", "witness.jsonl"))
+        options = {"root": phase.root, "steps": phase.until, "horizon": horizon, "every": every, "keep": horizon}
+        options |= {"log-file": self.log, "witness": self.witness}
+        self.command = command(phase) + [f"--{name}={value}" for name, value in options.items()]
+        self.records: list[Record] = []
+
+    def __enter__(self) -> Self:
+        self.log.touch()
+        self.follower = self.log.open()
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                self.command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.heard = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End whatever still runs. torchrun gives its workers sessions of their own, so it is asked first to end them."""
+        self.follower.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(40)  # torchrun itself allows its workers 30 s
+            for pid in {self.process.pid, *self.pids()}:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+            self.process.wait(10)
+
+    def alive(self) -> bool:
+        """False once the run has ended well; raises Failed if it ended badly or has been silent for too long."""
+        code = self.process.poll()
+        if code is None and time.monotonic() - self.heard > self.silence_s:
+            raise Failed(f"{self.phase.name}: nothing heard for {self.silence_s:.0f} s\n{self.tail()}")
+        if code:
+            raise Failed(f"{self.phase.name}: exit status {code}\n{self.tail()}")
+        return code is None
+
+    def new_records(self) -> list[Record]:
+        """What train.py has logged since the last call; a line that is not yet whole waits for the next."""
+        new = []
+        while (at := self.follower.tell(), line := self.follower.readline())[1].endswith("\n"):
+            new.append(json.loads(line))
+        self.follower.seek(at)
+        if new:
+            self.heard = time.monotonic()
+            self.records += new
+        return new
+
+    def starts(self) -> list[Record]:
+        """One record per (re)start of the ranks."""
+        return [record for record in self.records if record["event"] == "start"]
+
+    def pids(self) -> list[int]:
+        """Process ids by rank, as of the newest start."""
+        return self.starts()[-1]["pids"] if self.starts() else []
+
+    def losses(self) -> list[tuple[int, float]]:
+        """(step, loss) in the order of the log; steps that were done again appear again."""
+        return [(record["step"], record["loss"]) for record in self.records if record["event"] == "step"]
+
+    def witnessed(self, event: str) -> Record:
+        """Digests of the state as torch itself gathered it: at the newest "restored", or at the "end"."""
+        records = [json.loads(line) for line in self.witness.read_text().splitlines()]
+        return [record for record in records if record["event"] == event][-1]
+
+    def tail(self, num_lines: int = 30) -> str:
+        lines = self.output.read_text(errors="replace").splitlines()[-num_lines:]
+        return "\n".join([f"the last lines of {self.output}:", *lines])
+
+
+def half_saved(root: Path) -> tuple[int, list[int]] | None:
+    """A step that is being written, with no manifest yet, and the ranks whose images are already in place."""
+    for step in sorted(root.glob("steps/*"), reverse=True):
+        with suppress(OSError):  # a directory may come and go while it is looked at
+            if any(step.iterdir()) and not (step / "manifest.json").exists():
+                return int(step.name), [int(image.name[1:6]) for image in step.glob("*/r?????.safetensors")]
+    return None
+
+
+@dataclass(slots=True)
+class Assassin:
+    """Kills one rank, once, as soon as a save is seen half done at a step after `patience`.
+
+    It prefers a rank that has not finished its part; when all have, rank 0, which would commit the step.
+    """
+
+    root: Path
+    patience: int
+    step: int | None = None
+    rank: int | None = None
+
+    def look(self, pids: list[int]) -> bool:
+        """Whether it struck just now. Cheap enough to be called every millisecond."""
+        seen = half_saved(self.root) if pids and self.step is None else None
+        if seen is None or seen[0] < self.patience:
+            return False
+        self.step, done = seen
+        self.rank = max(set(range(len(pids))) - set(done), default=0)
+        os.kill(pids[self.rank], signal.SIGKILL)
+        return True

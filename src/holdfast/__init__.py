@@ -1,0 +1,87 @@
+"""holdfast: checkpoints that survive anything and load on any parallelism.
+
+    ckpt = holdfast.Checkpointer("runs/gpt", {"model": model, "optim": optimizer},
+                                 every=holdfast.Every(durable=1000), keep=holdfast.Keep(last=3))
+    step = ckpt.restore()
+    while step < total:
+        ...; optimizer.step(); step += 1
+        ckpt.step(step)
+    ckpt.close()
+
+Names are loaded when first used, so that tools which only look never import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from holdfast.version import __version__
+
+if TYPE_CHECKING:
+    from holdfast import errors, events
+    from holdfast.checkpoint.committing import Keep
+    from holdfast.checkpoint.opened import Checkpoint
+    from holdfast.checkpointer import Checkpointer, Every, HoldfastWarning, load, save
+    from holdfast.durable import Save
+    from holdfast.errors import HoldfastError
+    from holdfast.layout import Box
+    from holdfast.looking import open, steps
+    from holdfast.state.rng import Rng
+
+_HOME = {
+    "Box": "holdfast.layout",
+    "Checkpoint": "holdfast.checkpoint.opened",
+    "Checkpointer": "holdfast.checkpointer",
+    "Every": "holdfast.checkpointer",
+    "HoldfastError": "holdfast.errors",
+    "HoldfastWarning": "holdfast.checkpointer",
+    "Keep": "holdfast.checkpoint.committing",
+    "Rng": "holdfast.state.rng",
+    "Save": "holdfast.durable",
+    "errors": "holdfast",
+    "events": "holdfast",
+    "load": "holdfast.checkpointer",
+    "open": "holdfast.looking",
+    "save": "holdfast.checkpointer",
+    "steps": "holdfast.looking",
+}
+
+__all__ = [
+    "Box",
+    "Checkpoint",
+    "Checkpointer",
+    "Every",
+    "HoldfastError",
+    "HoldfastWarning",
+    "Keep",
+    "Rng",
+    "Save",
+    "__version__",
+    "errors",
+    "events",
+    "load",
+    "open",
+    "save",
+    "steps",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    if home == "holdfast":
+        return importlib.import_module(f"holdfast.{name}")
+    try:
+        return getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise ModuleNotFoundError(
+                f"holdfast.{name} needs PyTorch: pip install 'holdfast[torch]'", name="torch"
+            ) from error
+        raise
+
+
+def __dir__() -> list[str]:
+    return __all__

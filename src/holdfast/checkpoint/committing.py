@@ -1,0 +1,251 @@
+"""Committing, claiming, pruning: the writes that decide what exists.
+
+Invariants (docs/format.md states them for other implementations):
+
+* *must*: every byte that a manifest names is durable before the manifest is written;
+* *must*: a file that a manifest names is never written again and never deleted before the manifest;
+* *must*: a run whose claim is not the newest commits nothing;
+* *should*: files that no manifest names are deleted (a crash leaves them; the next save sweeps them).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoint.names import committed, manifest_key, read_manifest, step_prefix
+from holdfast.errors import (
+    Exists,
+    HoldfastError,
+    NotFound,
+    UsageError,
+)
+from holdfast.events import emit
+from holdfast.format.manifest import Manifest, encode
+from holdfast.store import Store
+
+_CLAIM = re.compile(r"claims/(\d{10})\.json")
+_IMAGE = re.compile(r"steps/(\d{10})/(\d{4,})-(\d{6})/[^/]+")
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Who took a root: enough to tell whether that process is still there."""
+
+    run: int
+    host: str
+    boot: str
+    pid: int
+    started: str
+    job: str
+    created: str
+
+    def alive_elsewhere(self) -> bool:
+        """Whether the claimant runs on this host now and is not this process."""
+        if self.boot != boot_id() or self.pid == os.getpid():
+            return False
+        return process_start(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"run {self.run} (host {self.host}, pid {self.pid}, since {self.created})"
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which steps stay: the newest `last`, and every step that is a multiple of `every`.
+
+    None keeps all.  The newest step stays in any case.
+    """
+
+    last: int | None = None
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UsageError(f"Keep({name}={value!r}): must be a positive number or None")
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def process_start(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot: tells a process from a later one of its pid."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rsplit(")", 1)[1].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def claim(store: Store) -> Claim:
+    """Take a root: the next run number, for this process.
+
+    UsageError if the process that holds it is alive on this host.  A run on another host cannot be
+    seen; it finds itself superseded at its next commit.
+    """
+    while True:
+        held = newest_claim(store)
+        if held is not None and held.alive_elsewhere():
+            raise UsageError(
+                f"{store.url} is in use by {held}",
+                hint="stop that run, or give this one a root of its own",
+            )
+        floor = max([s.run for s in committed(store)], default=0)
+        run = max(held.run if held else 0, floor) + 1
+        mine = Claim(
+            run=run,
+            host=socket.gethostname(),
+            boot=boot_id(),
+            pid=os.getpid(),
+            started=process_start(os.getpid()) or "",
+            job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+        try:
+            store.put(f"claims/{run:010d}.json", msgspec.json.encode(mine), if_absent=True)
+        except Exists:
+            continue
+        if held is not None:
+            store.delete(f"claims/{held.run:010d}.json")
+        return mine
+
+
+def newest_claim(store: Store) -> Claim | None:
+    for key in reversed(store.list("claims/")):
+        match = _CLAIM.fullmatch(key)
+        if match is None:
+            continue
+        try:
+            return msgspec.json.decode(store.get(key), type=Claim)
+        except NotFound:
+            continue
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            return Claim(int(match[1]), "?", "?", 0, "?", "", "?")
+    return None
+
+
+def check_claim(store: Store, mine: Claim) -> None:
+    """UsageError if another run has taken the root since."""
+    held = newest_claim(store)
+    if held is not None and held.run != mine.run:
+        raise UsageError(
+            f"{store.url} was taken over by {held}; this is run {mine.run}, which commits no more",
+            hint="two runs must not write to one root; stop one of them",
+        )
+
+
+def release(store: Store, mine: Claim) -> None:
+    """A closed run holds its root no more.  Its number stays taken through its manifests."""
+    held = newest_claim(store)
+    if held is not None and held.run == mine.run:
+        gone = msgspec.structs.replace(mine, pid=0, started="closed")
+        store.put(f"claims/{mine.run:010d}.json", msgspec.json.encode(gone))
+
+
+def commit(store: Store, manifest: Manifest, mine: Claim | None = None) -> None:
+    """Make a step exist.  Everything that the manifest names must be durable already."""
+    if mine is not None:
+        check_claim(store, mine)
+    store.put(manifest_key(manifest.step), encode(manifest))
+
+
+def discard(store: Store, step: int, attempt: str) -> None:
+    """Delete one attempt's files, unless the step's manifest names them."""
+    try:
+        if read_manifest(store, step).attempt == attempt:
+            return
+    except NotFound:
+        pass
+    except HoldfastError:
+        return  # an unreadable manifest may name them
+    for key in store.list(f"{step_prefix(step)}{attempt}/"):
+        store.delete(key)
+
+
+def prune(store: Store, keep: Keep) -> list[int]:
+    """Delete what `keep` does not keep; returns the steps deleted.
+
+    A damaged newest step does not count: the newest good step always stays.
+    """
+    saved = committed(store)
+    if keep.last is None and keep.every is None or not saved:
+        return []
+    good = [s for s in saved if s.run >= 0]
+    stay = {s.step for s in good[-(keep.last or 1) :]}
+    stay |= {s.step for s in good if keep.every and s.step % keep.every == 0}
+    stay |= {s.step for s in saved if s.run < 0}
+    if not any(_sound(store, step) for step in stay):
+        stay |= set(next(([s.step] for s in reversed(good) if _sound(store, s.step)), []))
+    gone = [s.step for s in saved if s.step not in stay]
+    for step in gone:
+        delete_step(store, step)
+        emit("pruned", step=step)
+    return gone
+
+
+def _sound(store: Store, step: int) -> bool:
+    """Whether a step's manifest is readable and every file has its length."""
+    try:
+        manifest = read_manifest(store, step)
+        prefix = step_prefix(step)
+        return all(store.size(prefix + f.path) == f.bytes for f in manifest.files)
+    except HoldfastError:
+        return False
+
+
+def delete_step(store: Store, step: int) -> None:
+    """The manifest first: from then on the step does not exist, whatever stops us."""
+    store.delete(manifest_key(step))
+    for key in store.list(step_prefix(step)):
+        store.delete(key)
+
+
+def sweep(store: Store, mine: Claim, busy: set[str]) -> list[str]:
+    """Delete attempts of this and older runs that no manifest names; `busy` attempts stay."""
+    orphans: dict[int, dict[str, list[str]]] = {}
+    for key in store.list("steps/"):
+        match = _IMAGE.fullmatch(key)
+        if match and int(match[2]) <= mine.run:
+            attempt = f"{match[2]}-{match[3]}"
+            if attempt not in busy:
+                orphans.setdefault(int(match[1]), {}).setdefault(attempt, []).append(key)
+    gone = []
+    for step, attempts in orphans.items():
+        try:
+            named = read_manifest(store, step).attempt
+        except NotFound:
+            named = None
+        except HoldfastError:
+            continue
+        for attempt, keys in attempts.items():
+            if attempt != named:
+                for key in keys:
+                    store.delete(key)
+                gone.append(attempt)
+    return gone
+
+
+__all__ = [
+    "Claim",
+    "Keep",
+    "claim",
+    "commit",
+    "delete_step",
+    "discard",
+    "newest_claim",
+    "prune",
+    "release",
+    "sweep",
+]

@@ -1,0 +1,102 @@
+"""Keys of a root: where a step's manifest and images lie, and which steps there are.
+
+```
+steps/0000001000/manifest.json                       the commit
+steps/0000001000/<run>-<attempt>/r00003.safetensors  images of one try of one save
+claims/0000000007.json                               run 7 took the root
+```
+A step exists if and only if its manifest does.  Steps are ordered by (run, step): a run that went back
+to step 50 and saved step 60 has made the older run's step 100 history, not the newest state.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from holdfast.errors import Corrupt, FormatError, NotFound, NotRecoverable, StoreError, UsageError
+from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head
+from holdfast.store import Store
+
+_MANIFEST = re.compile(r"steps/(\d{10})/manifest\.json")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Saved:
+    """A committed step; ordered oldest to newest."""
+
+    run: int
+    step: int
+
+
+def step_prefix(step: int) -> str:
+    if not 0 <= step < 10**10:
+        raise UsageError(f"step {step} is not in 0..9999999999")
+    return f"steps/{step:010d}/"
+
+
+def manifest_key(step: int) -> str:
+    return step_prefix(step) + "manifest.json"
+
+
+def committed(store: Store) -> list[Saved]:
+    """Every committed step, oldest to newest.  One whose manifest's head is damaged counts as the
+    oldest of all: it is not proved."""
+    found = []
+    for key in store.list("steps/"):
+        match = _MANIFEST.fullmatch(key)
+        if match is None:
+            continue
+        try:
+            found.append(_head(store, key, int(match[1])))
+        except NotFound:
+            continue  # deleted since it was listed
+    return sorted(found)
+
+
+def _head(store: Store, key: str, step: int) -> Saved:
+    data = bytearray(HEAD_BYTES)
+    try:
+        store.read(key, 0, memoryview(data))
+        stated, run = decode_head(bytes(data), key)
+    except (FormatError, Corrupt):
+        return Saved(-1, step)
+    return Saved(run if stated == step else -1, step)
+
+
+def read_manifest(store: Store, step: int) -> Manifest:
+    """The manifest of a step.  NotFound with what there is; Corrupt or FormatError if unsound."""
+    key = manifest_key(step)
+    try:
+        manifest = decode(store.get(key), key)
+    except NotFound:
+        have = [s.step for s in committed(store)]
+        raise NotFound(
+            f"no step {step} in {store.url}",
+            step=step,
+            key=key,
+            hint=f"steps there: {describe(have)}",
+        ) from None
+    except (FormatError, StoreError) as error:
+        error.step = step
+        raise
+    if manifest.step != step:
+        raise Corrupt(f"manifest is of step {manifest.step}, not {step}", key=key, step=step)
+    return manifest
+
+
+def newest(store: Store) -> int:
+    """The newest committed step.  NotRecoverable if there is none."""
+    saved = committed(store)
+    if not saved:
+        raise NotRecoverable(
+            f"no checkpoint in {store.url}", hint="check the path; `holdfast ls` lists steps"
+        )
+    return saved[-1].step
+
+
+def describe(steps: list[int], most: int = 10) -> str:
+    """Steps for a message: the last few."""
+    steps = sorted(steps)
+    text = ", ".join(map(str, steps[-most:]))
+    return ("..., " if len(steps) > most else "") + (text or "none")

@@ -1,0 +1,203 @@
+"""An opened step: names, shapes, values, extras.  Torch-free.
+
+    with holdfast.open("runs/gpt") as c:
+        c.step, c.names(), c.read("model.wte.weight", ((0, 10), None))
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.checkpoint.names import describe, newest, read_manifest, step_prefix
+from holdfast.checkpoint.reading import RAW, Array, ArrayTarget, Files, Want, read_alone
+from holdfast.codec.digest import num_chunks
+from holdfast.errors import Corrupt, FormatError, UsageError
+from holdfast.format.dtypes import DTYPES, numpy_dtype
+from holdfast.format.extras import decode
+from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.layout import Box, Sharding, whole
+from holdfast.near import near
+from holdfast.store import Store, open_store
+
+Range = slice | tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What the manifest says of one tensor.  `shape` is the whole tensor's; dtype by torch's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    state: str
+    replica: str
+    sharding: Sharding
+    bytes: int
+
+
+class Checkpoint:
+    """One committed step of a root.  Reads on demand; nothing is cached but digest tables."""
+
+    def __init__(self, store: Store, manifest: Manifest, *, verify: bool = True) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.files = Files(store, step_prefix(manifest.step), manifest, verify=verify)
+
+    @staticmethod
+    def open(url: str, step: int | None = None, *, verify: bool = True) -> Checkpoint:
+        """Open step `step`, or the newest.  NotFound or NotRecoverable if there is none."""
+        store = open_store(url)
+        manifest = read_manifest(store, newest(store) if step is None else step)
+        return Checkpoint(store, manifest, verify=verify)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is held open; for `with` and symmetry."""
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.store.url} step {self.step}, {len(self.names())} tensors>"
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def mesh(self) -> str:
+        return str(self.manifest.layout)
+
+    def names(self) -> list[str]:
+        """All tensors, in the order in which they were saved; then further names of tied ones."""
+        return [t.name for t in self.manifest.tensors] + list(self.manifest.aliases)
+
+    def index(self, name: str) -> int:
+        """Number of a tensor in the manifest; UsageError with near misses for an unknown name."""
+        found = self.manifest.by_name.get(self.manifest.aliases.get(name, name))
+        if found is None:
+            raise UsageError(f"no tensor {name!r} in step {self.step}", hint=near(name, self.names()))
+        return found
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, dtype and sharding of a tensor."""
+        index = self.index(name)
+        t = self.manifest.tensors[index]
+        sharding = self.manifest.placement.table.shardings[t.sharding]
+        size = whole(t.shape).size * DTYPES[t.dtype].bytes
+        return TensorInfo(name, t.dtype, t.shape, t.state, t.replica, sharding, size)
+
+    def read(self, name: str, box: Sequence[Range] | Box | None = None) -> Array:
+        """A tensor, or the part of it that `box` says, as a new array of its own dtype.
+
+        `box` gives (start, stop), a slice or None per dim.  Blocks while it reads; verified.
+        """
+        index = self.index(name)
+        t = self.manifest.tensors[index]
+        wanted = to_box(box, t.shape, name)
+        values = np.empty(wanted.shape, numpy_dtype(t.dtype))
+        raw = values.view(RAW[values.dtype.itemsize])
+        read_alone(self.files, [Want(index, wanted, ArrayTarget(raw))])
+        return values
+
+    @cached_property
+    def extras(self) -> dict[str, Any]:
+        """Non-tensor state that all ranks share, by key, in plain Python (tensors as arrays)."""
+        return {k: decode(v, plain_tensor) for k, v in self.manifest.extras.items()}
+
+    @cached_property
+    def object_tensors(self) -> set[str]:
+        """Tensors that belong to the state_dict of an object: extras refer to them by name."""
+        found: set[str] = set()
+
+        def walk(tree: Any) -> None:
+            if isinstance(tree, dict):
+                if len(tree) == 1 and isinstance(tree.get("$at"), str):
+                    found.add(tree["$at"])
+                for v in tree.values():
+                    walk(v)
+            elif isinstance(tree, list):
+                for v in tree:
+                    walk(v)
+
+        walk(self.manifest.extras)
+        return found
+
+    def rank_extras(self, rank: int) -> dict[str, Any]:
+        """Encoded extras that were saved by one rank for itself (RNG, data loader)."""
+        file = self.manifest.file_of.get(rank)
+        return self.file_extras(file) if file is not None else {}
+
+    def file_extras(self, file: FileEntry) -> dict[str, Any]:
+        """As `rank_extras`, by file.  Verified."""
+        if file.extras == file.table:
+            return {}
+        size = self.manifest.chunk_bytes
+        first, stop = file.extras // size, num_chunks(file.table, size)
+        a, b = self.files.span(file, first, stop)
+        view = self.files.chunks(file, first, stop, memoryview(bytearray(b - a)))
+        try:
+            found = msgspec.json.decode(bytes(view[file.extras - a :]), type=dict[str, Any])
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+            raise FormatError(f"malformed extras: {error}", key=self.files.key(file)) from None
+        return found
+
+
+def plain_tensor(tag: str, body: Any) -> Any:
+    """Extras that refer to tensors, in plain Python: small ones as arrays, large ones by name."""
+    match tag:
+        case "$tensor":
+            dtype, shape, data = body
+            return np.frombuffer(b64decode(data), numpy_dtype(dtype)).reshape(shape)
+        case "$at":
+            return body
+        case "$object":
+            return decode(body, plain_tensor)
+        case "$optimizer":
+            groups = [
+                {"params": g["params"], **decode(g["hyper"], plain_tensor)} for g in body["groups"]
+            ]
+            states = {p: decode(s, plain_tensor) for p, s in body["state"].items()}
+            return {"param_groups": groups, "state": states}
+    raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+
+def to_box(box: Sequence[Range] | Box | None, shape: tuple[int, ...], name: str) -> Box:
+    """A Box from what a user may write; UsageError if it does not lie in `shape`."""
+    if box is None:
+        return whole(shape)
+    if not isinstance(box, Box):
+        ranges = [_range(r, n) for r, n in zip(box, shape)]
+        if len(box) != len(shape):
+            raise UsageError(f"{name!r} has {len(shape)} dims {shape}, the box {len(box)}")
+        box = Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
+    inside = all(0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape))
+    if len(box.start) != len(shape) or not inside:
+        raise UsageError(f"box {box} does not lie in {name!r} of shape {shape}")
+    return box
+
+
+def _range(r: Range, n: int) -> tuple[int, int]:
+    if r is None:
+        return 0, n
+    if isinstance(r, slice):
+        start, stop, step = r.indices(n)
+        if step != 1:
+            raise UsageError(f"slice {r}: only step 1 can be read")
+        return start, max(stop, start)
+    return r
+
+
+__all__ = ["Checkpoint", "TensorInfo", "describe", "to_box"]

@@ -1,0 +1,397 @@
+"""Reading together: chunks that several ranks need are read by one of them and passed on.
+
+A cut along another dim touches every chunk of a tensor, and a replicated tensor is wanted whole by all;
+if each rank read for itself, the store would be read once per rank.  Instead:
+
+1. each rank tells, for each file, the chunks that it needs to the file's coordinator (files are dealt to
+   ranks in turn, so no rank sees everything);
+2. the coordinator gives each chunk to one of the ranks that need it, evenly, and tells these readers;
+3. each reader tells the others in which of its rounds their chunks come.
+   Chunks that one rank alone needs it reads alone, straight into place where it can.
+4. Round by round, each rank reads and verifies its next chunks into its window (shared memory on a
+   host; another host's ranks get the bytes sent), all agree that the round is there, and each places
+   what it needs from all windows, while the next round is being read.
+
+Two windows per rank bound the memory; `agree` carries a failure of any rank to all of them.
+The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk instead of per file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.reading import (
+    BLOCK_CHUNKS,
+    THREADS,
+    Block,
+    Files,
+    Interval,
+    RowIndex,
+    Want,
+    group_rows,
+    in_threads,
+    needs,
+    plan_blocks,
+    plan_rows,
+    run_blocks,
+)
+from holdfast.errors import Corrupt, HoldfastError, RankErrors
+from holdfast.format.manifest import FileEntry
+
+WINDOW_BYTES = 16 << 20
+
+Ints = NDArray[np.int64]
+
+
+class Window(Protocol):
+    """Memory of this rank that the ranks of its host can read."""
+
+    mine: memoryview
+    theirs: dict[int, memoryview]
+    """Windows of other ranks on this host; a rank that is not here must be sent its bytes."""
+
+    def close(self) -> None: ...
+
+
+class Peers(Protocol):
+    """The ranks that load together; every method is collective and has a deadline."""
+
+    rank: int
+    size: int
+
+    def exchange(self, payloads: list[bytes]) -> list[bytes]:
+        """Send `payloads[r]` to each rank r; returns what each sent to this one."""
+
+    def window(self, size: int) -> Window:
+        """Memory that is shared within the host."""
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What each rank says when a round is read: its error, if it has one."""
+
+    message: str | None = None
+    key: str | None = None
+    start: int | None = None
+    stop: int | None = None
+    expected: str | None = None
+    found: str | None = None
+    corrupt: bool = False
+
+
+def report_of(error: BaseException | None) -> bytes:
+    """An error as bytes for the other ranks; empty for none."""
+    if error is None:
+        return b""
+    if isinstance(error, Corrupt):
+        report = _Report(
+            error.message, error.key, error.start, error.stop, error.expected, error.found, True
+        )
+    else:
+        report = _Report(f"{type(error).__name__}: {error}")
+    return msgspec.msgpack.encode(report)
+
+
+def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
+    """Raise on every rank if any rank has an error: Corrupt if one is, else RankErrors."""
+    answers = peers.exchange([report_of(error)] * peers.size)
+    reports = {r: msgspec.msgpack.decode(a, type=_Report) for r, a in enumerate(answers) if a}
+    if not reports:
+        return
+    for rank, one in reports.items():
+        if one.corrupt:
+            raise Corrupt(
+                one.message or "",
+                key=one.key,
+                start=one.start,
+                stop=one.stop,
+                expected=one.expected,
+                found=one.found,
+                rank=rank,
+                step=step,
+            ) from error
+    raise RankErrors(
+        "load", {r: x.message or "" for r, x in reports.items()}, step=step
+    ) from error
+
+
+@dataclass
+class Deal:
+    """What one rank reads for others and gets from others; chunks as (file, first, stop, ...)."""
+
+    alone: dict[int, list[Interval]] = field(default_factory=dict)
+    read: list[tuple[int, int, int]] = field(default_factory=list)
+    """Runs that this rank reads for several, in the order in which it does."""
+    to: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(file, first, stop, recipient): who needs which of them."""
+    get: dict[int, list[tuple[int, int, int, int]]] = field(default_factory=dict)
+    """By reader: (file, first, stop, position of first among all chunks that the reader reads)."""
+
+
+def assign(claims: list[tuple[int, int, int]], load: dict[int, int]) -> Iterator[
+    tuple[int, int, int, tuple[int, ...]]
+]:
+    """Give each chunk to one of the ranks that claim it.
+
+    From (rank, first, stop) to (first, stop, reader, all that need it); `load` counts the chunks that
+    each rank reads so far and is kept even.
+    """
+    edges = sorted({e for _, a, b in claims for e in (a, b)})
+    starts: dict[int, list[tuple[int, int]]] = {}
+    for rank, a, b in claims:
+        starts.setdefault(a, []).append((rank, b))
+    active: dict[int, int] = {}
+    for a, b in zip(edges, edges[1:]):
+        for rank, until in starts.get(a, ()):
+            active[rank] = max(until, active.get(rank, 0))
+        active = {r: until for r, until in active.items() if until > a}
+        if not active:
+            continue
+        needers = tuple(sorted(active))
+        order = sorted(needers, key=lambda r: (load.get(r, 0), r))
+        for i, reader in enumerate(order):
+            lo, hi = (a + (b - a) * k // len(order) for k in (i, i + 1))
+            if hi > lo:
+                load[reader] = load.get(reader, 0) + hi - lo
+                yield lo, hi, reader, needers
+
+
+def _pack(rows: list[tuple[int, ...]]) -> bytes:
+    return np.array(rows, np.int64).tobytes()
+
+
+def _unpack(data: bytes, width: int) -> list[tuple[int, ...]]:
+    return [tuple(r) for r in np.frombuffer(data, np.int64).reshape(-1, width).tolist()]
+
+
+def deal(peers: Peers, needed: dict[int, list[Interval]]) -> Deal:
+    """Agree who reads what.  `needed`: chunks by file number."""
+    out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
+    for file, intervals in needed.items():
+        out[file % peers.size] += [(file, a, b) for a, b in intervals]
+    claims: dict[int, list[tuple[int, int, int]]] = {}
+    for rank, data in enumerate(peers.exchange([_pack(rows) for rows in out])):
+        for file, a, b in _unpack(data, 3):
+            claims.setdefault(file, []).append((rank, a, b))
+    return _spread(peers, _orders(peers, claims))
+
+
+def _orders(
+    peers: Peers, claims: dict[int, list[tuple[int, int, int]]]
+) -> list[tuple[int, int, int, int]]:
+    """As coordinator decide; as reader learn: (file, first, stop, recipient), own copies included."""
+    load: dict[int, int] = {}
+    out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
+    for file in sorted(claims):
+        for a, b, reader, needers in assign(claims[file], load):
+            out[reader] += [(file, a, b, rank) for rank in needers]
+    answers = peers.exchange([_pack(rows) for rows in out])
+    return sorted(r for data in answers for r in _unpack(data, 4))  # type: ignore[misc]
+
+
+def _spread(peers: Peers, orders: list[tuple[int, int, int, int]]) -> Deal:
+    """Number the shared chunks that this rank reads and tell each recipient where its own come."""
+    result = Deal()
+    runs: dict[tuple[int, int, int], list[int]] = {}
+    for file, a, b, rank in orders:
+        runs.setdefault((file, a, b), []).append(rank)
+    out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
+    position = 0
+    for (file, a, b), ranks in runs.items():
+        if ranks == [peers.rank]:
+            result.alone.setdefault(file, []).append((a, b))
+            continue
+        result.read.append((file, a, b))
+        for rank in ranks:
+            out[rank].append((file, a, b, position))
+            result.to.append((file, a, b, rank))
+        position += b - a
+    for reader, data in enumerate(peers.exchange([_pack(rows) for rows in out])):
+        if data:
+            result.get[reader] = _unpack(data, 4)  # type: ignore[assignment]
+    return result
+
+
+def _round_runs(
+    runs: list[tuple[int, int, int, int]], number: int, per_round: int
+) -> list[tuple[int, int, int, int]]:
+    """The parts of runs whose positions fall into a round: (file, first, stop, slot in window)."""
+    lo, hi = number * per_round, (number + 1) * per_round
+    out = []
+    for file, a, b, position in runs:
+        first, stop = max(position, lo), min(position + b - a, hi)
+        if first < stop:
+            out.append((file, a + first - position, a + stop - position, first - lo))
+    return out
+
+
+@dataclass
+class Rounds:
+    """The exchange of shared chunks, round after round."""
+
+    files: Files
+    by_number: list[FileEntry]
+    indexes: dict[str, RowIndex]
+    deal: Deal
+    peers: Peers
+    threads: int
+
+    def run(self) -> None:
+        size = self.files.manifest.chunk_bytes
+        rounds = self._plan(size)
+        if not rounds:
+            return
+        mine = [(f, a, b, p) for (f, a, b), p in zip(self.deal.read, _positions(self.deal.read))]
+        window = self.peers.window(2 * self.per_round * size)
+        try:
+            self.remote = {r for r in range(self.peers.size) if r not in window.theirs}
+            self.remote -= {self.peers.rank}
+            answers = self.peers.exchange([bytes([bool(self.remote)])] * self.peers.size)
+            self.any_remote = any(a != b"\0" for a in answers)
+            self._all(window, mine, size, rounds)
+        finally:
+            window.close()
+
+    def _plan(self, size: int) -> int:
+        """Agree on chunks per round and the number of rounds."""
+        most = max(1, WINDOW_BYTES // size)
+        total = sum(b - a for _, a, b in self.deal.read)
+        answers = self.peers.exchange([total.to_bytes(8, "little")] * self.peers.size)
+        self.per_round = most
+        longest = max(int.from_bytes(a, "little") for a in answers)
+        return -(-longest // most)
+
+    def _all(
+        self, window: Window, mine: list[tuple[int, int, int, int]], size: int, rounds: int
+    ) -> None:
+        step = self.files.manifest.step
+        with ThreadPoolExecutor(1, "holdfast-ahead") as ahead:
+            reading = ahead.submit(self._read, window, mine, 0, size)
+            for number in range(rounds):
+                error = reading.exception()
+                agree(self.peers, error, step)
+                if number + 1 < rounds:
+                    reading = ahead.submit(self._read, window, mine, number + 1, size)
+                self._place(window, mine, number, size)
+
+    def _half(self, view: memoryview, number: int, size: int) -> memoryview:
+        half = self.per_round * size
+        return view[(number % 2) * half : (number % 2 + 1) * half]
+
+    def _read(
+        self, window: Window, mine: list[tuple[int, int, int, int]], number: int, size: int
+    ) -> None:
+        half = self._half(window.mine, number, size)
+        blocks = [
+            (self.by_number[file], first, min(first + BLOCK_CHUNKS, b), slot + first - a)
+            for file, a, b, slot in _round_runs(mine, number, self.per_round)
+            for first in range(a, b, BLOCK_CHUNKS)
+        ]
+
+        def one(block: tuple[FileEntry, int, int, int]) -> None:
+            file, first, stop, slot = block
+            self.files.chunks(file, first, stop, half[slot * size :])
+
+        in_threads(one, blocks, self.threads)
+
+    def _place(
+        self, window: Window, mine: list[tuple[int, int, int, int]], number: int, size: int
+    ) -> None:
+        work = []
+        for reader, runs in self.deal.get.items():
+            view = window.mine if reader == self.peers.rank else window.theirs.get(reader)
+            if view is not None:
+                half = self._half(view, number, size)
+                work += [(r, half) for r in _round_runs(runs, number, self.per_round)]
+        in_threads(lambda item: self._copy(*item, size), work, self.threads)
+        if self.any_remote:
+            self._send(window, number, size)
+
+    def _copy(self, run: tuple[int, int, int, int], half: memoryview, size: int) -> None:
+        file, first, stop, slot = run
+        entry = self.by_number[file]
+        a, b = self.files.span(entry, first, stop)
+        self._put(entry, half[slot * size : slot * size + b - a], a)
+
+    def _put(self, entry: FileEntry, view: memoryview, at: int) -> None:
+        for row in self.indexes[entry.path].touching(at, at + len(view)):
+            row.place(view, at)
+
+    def _send(self, window: Window, number: int, size: int) -> None:
+        """Bytes for and from ranks whose memory cannot be seen from here."""
+        half = self._half(window.mine, number, size)
+        positions = dict(zip(self.deal.read, _positions(self.deal.read)))
+        out: list[list[memoryview]] = [[] for _ in range(self.peers.size)]
+        for file, a, b, rank in self.deal.to:
+            if rank in self.remote:
+                run = [(file, a, b, positions[file, a, b])]
+                for f, first, stop, slot in _round_runs(run, number, self.per_round):
+                    lo, hi = self.files.span(self.by_number[f], first, stop)
+                    out[rank].append(half[slot * size : slot * size + hi - lo])
+        answers = self.peers.exchange([b"".join(parts) for parts in out])
+        for reader in self.remote:
+            view, at = memoryview(answers[reader]), 0
+            for f, first, stop, _ in _round_runs(
+                self.deal.get.get(reader, []), number, self.per_round
+            ):
+                lo, hi = self.files.span(self.by_number[f], first, stop)
+                self._put(self.by_number[f], view[at : at + hi - lo], lo)
+                at += hi - lo
+
+
+def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
+    out, at = [], 0
+    for _, a, b in runs:
+        out.append(at)
+        at += b - a
+    return out
+
+
+def read_together(
+    files: Files, wants: list[Want], peers: Peers | None, threads: int = THREADS
+) -> None:
+    """Fill every rank's wants; the store is read about once for all.  Collective.
+
+    Any rank's failure is raised on every rank, after which targets are partly overwritten.
+    """
+    size = files.manifest.chunk_bytes
+    by_number = sorted(files.manifest.files, key=lambda f: f.path)
+    number_of = {f.path: i for i, f in enumerate(by_number)}
+    error: BaseException | None = None
+    indexes: dict[str, RowIndex] = {}
+    try:
+        indexes = group_rows(plan_rows(files.manifest, wants))
+    except HoldfastError as failed:
+        error = failed
+    if peers is None or peers.size == 1:
+        if error is not None:
+            raise error
+        run_blocks(files, _alone(files, indexes, needs(indexes, size), size), indexes, threads)
+        return
+    needed = {number_of[path]: runs for path, runs in needs(indexes, size).items()}
+    dealt = deal(peers, needed)
+    alone = {by_number[n].path: sorted(runs) for n, runs in dealt.alone.items()}
+    if error is None:
+        try:
+            run_blocks(files, _alone(files, indexes, alone, size), indexes, threads)
+        except Exception as failed:
+            error = failed
+    agree(peers, error, files.manifest.step)
+    Rounds(files, by_number, indexes, dealt, peers, threads).run()
+    agree(peers, None, files.manifest.step)
+
+
+def _alone(
+    files: Files, indexes: dict[str, RowIndex], needed: dict[str, list[Interval]], size: int
+) -> list[Block]:
+    by_path = {f.path: f for f in files.manifest.files}
+    blocks = []
+    for path, intervals in needed.items():
+        blocks += plan_blocks(by_path[path], intervals, indexes[path], size)
+    return blocks

@@ -1,0 +1,411 @@
+"""The one object that a training script holds: `Checkpointer`; and one save or load by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.checkpoint.committing import Claim, Keep, claim, newest_claim, release, sweep
+from holdfast.checkpoint.names import committed, manifest_key
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.durable import Durable, Save
+from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
+from holdfast.events import emit, span
+from holdfast.format.manifest import decode
+from holdfast.group import Group
+from holdfast.layout import Mesh
+from holdfast.recovery import newest_good
+from holdfast.state.live import State, check_keys, collect
+from holdfast.state.restore import RULES, Options, restore
+from holdfast.state.rng import Rng
+from holdfast.store import MemoryStore, Store, open_store
+
+
+class HoldfastWarning(UserWarning):
+    """A save failed, or a damaged step was passed over; training goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often each tier acts, in steps.  None: only when asked."""
+
+    durable: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.durable is not None and (not isinstance(self.durable, int) or self.durable < 1):
+            raise UsageError(f"Every(durable={self.durable!r}): must be a positive number or None")
+
+
+class Checkpointer:
+    """Keeps a training run's state; made once, on every rank, with the same arguments.
+
+    `root` is a path; `state` a dict of modules (or lists of pipeline stages), optimizers, objects with
+    `state_dict`/`load_state_dict`, and nested dicts of tensors and plain values.  Plain values are read
+    from the dict at each save and put back into it by `restore`.  The random number generators
+    are included under the key `rng`, unless the state has one.
+
+    `every`: how often `step` saves.  `keep`: which steps stay.  `when_busy`: whether a due save waits
+    for the one in flight (`"queue"`) or is left out (`"skip"`).  `on_error`: whether a failed save is
+    reported by a warning or raised, at the next call.  `on_resize`: by key, what becomes of state that
+    differs between ranks when their number changes (`same`, `rank0`, `redistribute`, `fresh`).
+    `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
+    and stop within that many seconds.  `deadline_s` bounds every wait.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        state: State,
+        *,
+        every: Every | None = None,
+        keep: Keep | None = None,
+        when_busy: Literal["queue", "skip"] = "skip",
+        on_error: Literal["warn", "raise"] = "warn",
+        on_resize: dict[str, str] | None = None,
+        mesh: Any = None,
+        sigterm_s: float | None = None,
+        deadline_s: float = 600.0,
+    ) -> None:
+        check_keys(state)
+        _check_choice("when_busy", when_busy, ("queue", "skip"))
+        _check_choice("on_error", on_error, ("warn", "raise"))
+        for rule in (on_resize or {}).values():
+            _check_choice("on_resize", rule, tuple(RULES.split(", ")))
+        self.state = state
+        self.every = every or Every()
+        self.when_busy = when_busy
+        self.on_error = on_error
+        self.on_resize = on_resize or {}
+        self._rng = {} if "rng" in state else {"rng": Rng()}
+        self._saves: list[Save] = []
+        self._group = Group(deadline_s)
+        self._store = open_shared(root, self._group)
+        self._claim = _claim_together(self._store, self._group)
+        self._durable = Durable(
+            self._store,
+            self._group,
+            claim=self._claim,
+            run=self._claim.run,
+            keep=keep,
+            mesh=named_mesh(mesh),
+            deadline_s=deadline_s,
+        )
+        self._closed = False
+        self._stop = _Stop(self._group, sigterm_s) if sigterm_s is not None else None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _everything(self) -> State:
+        return {**self.state, **self._rng}
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def step(self, step: int) -> None:
+        """Call after each optimizer step, with its number: saves if one is due.  Returns at once."""
+        self._report()
+        if self._stop is not None and self._stop.now(step):
+            self._save_and_stop(step)
+        every = self.every.durable
+        if every is not None and step % every == 0:
+            self._begin(step, must=self.when_busy == "queue")
+
+    def save(self, step: int) -> Save:
+        """Save durably now, whatever is due; waits for a save in flight.  Returns a handle."""
+        self._report()
+        return self._begin(step, must=True)
+
+    def _begin(self, step: int, *, must: bool) -> Save:
+        self._check_open()
+        with span("save.call", step=step):
+            live = collect(self._everything())
+            for key, rule in self.on_resize.items():
+                if key in live.extras:
+                    live.rules[key] = rule
+            save = self._durable.begin(live, step, must=must)
+        self._saves.append(save)
+        return save
+
+    def _report(self) -> None:
+        """Tell the user of saves that have failed since the last call."""
+        done = [s for s in self._saves if s.done()]
+        self._saves = [s for s in self._saves if not s.done()]
+        for save in done:
+            if save.skipped:
+                warnings.warn(
+                    f"the save of step {save.step} was left out: one was in flight",
+                    HoldfastWarning,
+                    stacklevel=3,
+                )
+            if save.error is not None and self.on_error == "raise":
+                raise save.error
+            if save.error is not None:
+                warnings.warn(str(save.error), HoldfastWarning, stacklevel=3)
+
+    def _save_and_stop(self, step: int) -> None:
+        assert self._stop is not None
+        emit("stopping", step=step)
+        try:
+            self._begin(step, must=True).wait(self._stop.left())
+        finally:
+            self.close()
+        raise SystemExit(128 + signal.SIGTERM)
+
+    # -- restoring --------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> int:
+        """Put the newest good step (or step `step`) into the live state; 0 if there is none.
+
+        Works on any layout.  A damaged step is passed over with a warning; NotRecoverable says why if
+        there are only damaged ones.  Collective; blocks.
+        """
+        self._check_open()
+        self.wait()
+        options = Options(cast=cast, strict=strict, on_resize=self.on_resize)
+        candidates = _candidates(self._store, self._group, step)
+        state = self._everything()
+
+        def attempt(candidate: int) -> None:
+            _load(self._store, self._group, candidate, state, options)
+
+        def passed_over(candidate: int, error: HoldfastError) -> None:
+            emit("restore.passed_over", step=candidate, error=str(error))
+            warnings.warn(
+                f"step {candidate} cannot be used: {error}", HoldfastWarning, stacklevel=4
+            )
+
+        with span("restore") as fields:
+            if step is not None:
+                attempt(step)
+                found = step
+            else:
+                found = newest_good(candidates, attempt, passed_over)
+            fields["step"] = found
+        for key in self.state:
+            self.state[key] = state[key]
+        return found
+
+    # -- ending -----------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for every save under way; failures are reported as `on_error` says."""
+        for save in list(self._saves):
+            try:
+                save.wait(timeout)
+            except HoldfastError:
+                pass  # reported just below
+        self._report()
+
+    def close(self) -> None:
+        """Wait for what is pending and end.  Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._durable.close()
+        finally:
+            if self._stop is not None:
+                self._stop.close()
+            if self._group.rank == 0:
+                try:
+                    release(self._store, self._claim)
+                except HoldfastError as error:
+                    emit("release.failed", error=str(error))
+            self._group.close()
+        self._report()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this Checkpointer is closed", hint="make a new one")
+
+
+def save(
+    url: str | os.PathLike[str], state: State, *, step: int, deadline_s: float = 600.0
+) -> None:
+    """Save once, and wait until it is durable.  Collective; RankErrors if it failed anywhere."""
+    check_keys(state)
+    group = Group(deadline_s)
+    store = open_shared(url, group)
+    run, attempt = msgspec.json.decode(group.broadcast(_once(store) if group.rank == 0 else None))
+    durable = Durable(
+        store, group, claim=None, run=run, attempt=attempt, deadline_s=deadline_s
+    )
+    try:
+        durable.begin(collect(state), step, must=True).wait()
+    finally:
+        durable.close()
+        group.close()
+
+
+def _once(store: Store) -> bytes:
+    held = newest_claim(store)
+    run = max([held.run if held else 0, *(s.run for s in committed(store))])
+    return msgspec.json.encode((run, f"once-{uuid.uuid4().hex[:12]}"))
+
+
+def load(
+    url: str | os.PathLike[str],
+    state: State,
+    step: int | None = None,
+    *,
+    only: str | Sequence[str] | None = None,
+    cast: bool = False,
+    strict: bool = True,
+    on_resize: dict[str, str] | None = None,
+    verify: bool = True,
+    deadline_s: float = 600.0,
+) -> int:
+    """Load step `step` (or the newest) into the live objects of `state`; returns its number.
+
+    Only what `state` names is loaded: `{"model": model}` loads weights alone.  `only`: patterns of
+    tensor names (`model.h.0.*`).  `cast`: convert dtypes.  Collective; blocks.  NotRecoverable if
+    there is no step.
+    """
+    patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
+    options = Options(patterns, cast, strict, on_resize or {})
+    group = Group(deadline_s)
+    try:
+        store = open_shared(url, group)
+        candidates = _candidates(store, group, step)
+        if not candidates:
+            raise NotRecoverable(
+                f"no checkpoint in {store.url}", hint="check the path; `holdfast ls` lists steps"
+            )
+        _load(store, group, candidates[0], state, options, verify=verify)
+        return candidates[0]
+    finally:
+        group.close()
+
+
+def _load(
+    store: Store, group: Group, step: int, state: State, options: Options, *, verify: bool = True
+) -> None:
+    """One step, the same manifest on every rank; read again if it was replaced meanwhile."""
+    for _ in range(3):
+        manifest = decode(_manifest_bytes(store, group, step), manifest_key(step))
+        try:
+            restore(Checkpoint(store, manifest, verify=verify), state, group, options)
+            return
+        except NotFound:
+            again = decode(_manifest_bytes(store, group, step), manifest_key(step))
+            if again.attempt == manifest.attempt:
+                raise
+
+
+def _manifest_bytes(store: Store, group: Group, step: int) -> bytes:
+    """Rank 0 reads it for all: ranks may see a file system differently."""
+    data, failed = b"", b""
+    if group.rank == 0:
+        try:
+            data = store.get(manifest_key(step))
+        except HoldfastError as error:
+            failed = str(error).encode()
+    answer = group.broadcast(b"\1" + failed if failed else b"\0" + data)
+    if answer[:1] == b"\1":
+        raise NotFound(answer[1:].decode(), step=step)
+    return answer[1:]
+
+
+def _candidates(store: Store, group: Group, step: int | None) -> list[int]:
+    """Steps to try, newest first, as rank 0 sees them."""
+    if step is not None:
+        return [step]
+    data = None
+    if group.rank == 0:
+        data = msgspec.json.encode([s.step for s in reversed(committed(store))])
+    return msgspec.json.decode(group.broadcast(data), type=list[int])
+
+
+def _claim_together(store: Store, group: Group) -> Claim:
+    """Rank 0 takes the root for all."""
+    answer = b""
+    if group.rank == 0:
+        try:
+            mine = claim(store)
+            sweep(store, mine, set())
+            answer = b"\0" + msgspec.json.encode(mine)
+        except HoldfastError as error:
+            answer = b"\1" + str(error).encode()
+    answer = group.broadcast(answer)
+    if answer[:1] == b"\1":
+        raise UsageError(answer[1:].decode())
+    return msgspec.json.decode(answer[1:], type=Claim)
+
+
+def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
+    """Open a store that all ranks reach."""
+    store = open_store(os.fspath(url))
+    if group.size > 1 and isinstance(store, MemoryStore):
+        raise UsageError(f"{store.url} is in the memory of one process; {group.size} ranks need a path")
+    return store
+
+
+def named_mesh(mesh: Any) -> Mesh | None:
+    """A DeviceMesh over all ranks as names and sizes."""
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names
+    if not names:
+        raise UsageError("mesh: a DeviceMesh with mesh_dim_names is needed")
+    return Mesh(tuple(zip(names, mesh.mesh.shape)))
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+
+
+class _Stop:
+    """SIGTERM on any rank becomes one step at which all ranks save and stop.
+
+    The rank that was told posts the next step's number; every rank that completes that step has by
+    then exchanged gradients with the poster, so it finds the post and stops at the same step.
+    """
+
+    def __init__(self, group: Group, grace_s: float) -> None:
+        self._group = group
+        self._grace_s = grace_s
+        self._told_at: float | None = None
+        self._posted = False
+        self._old = signal.signal(signal.SIGTERM, self._told)
+
+    def _told(self, *_: Any) -> None:
+        self._told_at = self._told_at or time.monotonic()
+
+    def now(self, step: int) -> bool:
+        """Whether this is the step to stop at."""
+        found = self._group.peek("stop")
+        if found is None and self._told_at is not None and not self._posted:
+            self._posted = True
+            at = step if self._group.size == 1 else step + 1
+            self._group.post("stop", str(at).encode())
+            found = str(at).encode()
+        return found is not None and step >= int(found)
+
+    def left(self) -> float:
+        """Seconds of grace that are left."""
+        since = time.monotonic() - self._told_at if self._told_at else 0.0
+        return max(self._grace_s - since, 1.0)
+
+    def close(self) -> None:
+        signal.signal(signal.SIGTERM, self._old)

@@ -1,0 +1,1 @@
+"""Codecs over bytes.  Pure."""

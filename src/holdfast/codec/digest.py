@@ -1,0 +1,47 @@
+"""Digests: XXH3-64 of every chunk of a file, in a table at the file's end.
+
+A file is divided into chunks of `CHUNK_BYTES` from byte 0 on, up to the table; the table holds one
+little-endian u64 per chunk; the manifest holds the digest of the table.  So any chunk can be verified
+by reading that chunk and the (tiny) table, and a flipped bit is found with its range.
+XXH3 finds damage, not malice: who can write the store can also write its digests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+ALGORITHM = "xxh3_64"
+CHUNK_BYTES = 256 << 10
+
+Digests = NDArray[np.uint64]
+
+
+def digest(data: bytes | bytearray | memoryview) -> int:
+    """XXH3-64 of some bytes; releases the interpreter for large ones."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def hexdigest(data: bytes | bytearray | memoryview) -> str:
+    """`digest` as 16 hex digits, as manifests hold it."""
+    return f"{digest(data):016x}"
+
+
+def num_chunks(data_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """How many chunks cover `data_bytes`; the last may be shorter."""
+    return -(-data_bytes // chunk_bytes)
+
+
+def digest_chunks(data: memoryview, into: Digests, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Digest consecutive chunks of `data` (which begins on a chunk) into `into`, in order."""
+    for i in range(num_chunks(len(data), chunk_bytes)):
+        into[i] = xxhash.xxh3_64_intdigest(data[i * chunk_bytes : (i + 1) * chunk_bytes])
+
+
+def first_difference(data: memoryview, expected: Digests, chunk_bytes: int) -> int | None:
+    """Index of the first chunk whose digest is not the expected one, None if all agree."""
+    for i, want in enumerate(expected.tolist()):
+        if xxhash.xxh3_64_intdigest(data[i * chunk_bytes : (i + 1) * chunk_bytes]) != want:
+            return i
+    return None

@@ -1,0 +1,523 @@
+"""The durable tier: one save from the call to the commit, off the training thread.
+
+```
+training thread   call: name, place, encode extras, set buffers aside ──► next step ──► hook waits
+capture thread          agree with all ranks ──► copy into the image ──────────────────┘
+persist thread                                     digest and write ──► report ──► commit
+```
+*Agree*: every rank posts the digest of its description and of each extra; rank 0 answers which extras are
+common and whether a new plan is needed.  *Commit*: every rank posts its file or its error; rank 0 writes
+the manifest only if all have succeeded and its claim on the root still stands.
+A failed save leaves no manifest, its files are deleted, and the next save starts afresh.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast.checkpoint.committing import Claim, Keep, commit, discard, prune, sweep
+from holdfast.checkpoint.names import step_prefix
+from holdfast.checkpoint.reading import in_threads
+from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
+from holdfast.errors import Deadline, HoldfastError, RankErrors, RuleError, UsageError
+from holdfast.events import count, emit, span
+from holdfast.format.image import ALIGN, Image, plan_image
+from holdfast.format.manifest import VERSION, FileEntry, Manifest
+from holdfast.group import Group
+from holdfast.layout import Mesh, Placement
+from holdfast.state.agreed import Agreement, describe, merge
+from holdfast.state.live import Live
+from holdfast.state.snapshot import (
+    Copies,
+    Memory,
+    Window,
+    copy_steadily,
+    fingerprint,
+    pin,
+    set_aside,
+    versions,
+)
+from holdfast.store import Store
+from holdfast.version import __version__
+
+WRITE_BYTES = 8 << 20
+WRITE_THREADS = 2
+
+
+class Save:
+    """A save under way.  `wait` raises what went wrong; `skipped` tells that another was in flight."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.skipped = False
+        self._future: Future[bool] = Future()
+
+    def done(self) -> bool:
+        """Whether it is committed, failed or skipped."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the step is committed.  Raises the failure, or TimeoutError."""
+        self._future.result(timeout)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The failure of a save that is done; None if it succeeded or is still under way."""
+        return self._future.exception() if self._future.done() else None
+
+
+class _Ready(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says before a save."""
+
+    step: int
+    busy: bool
+    description: str
+    agreement: str
+    extras: dict[str, tuple[str, str]]
+    """key: (digest, rule)"""
+
+
+class _Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 answers."""
+
+    go: bool
+    describe: list[int]
+    """Ranks that shall post their description: a new plan is needed."""
+    per_rank: dict[str, str | None]
+    send: dict[str, list[int]]
+    """Extras of which these ranks shall send their version."""
+
+
+class _Written(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says after a save."""
+
+    error: str | None
+    file: FileEntry | None
+    extras: dict[str, Any]
+
+
+class _Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What becomes of it."""
+
+    errors: dict[int, str]
+
+
+@dataclass
+class _Plan:
+    """An agreement and what follows from it for this rank."""
+
+    agreement: Agreement
+    digest: str
+    placement: Placement
+    image: Image | None = None
+    copies: Copies | None = None
+    fingerprint: Any = None
+
+
+@dataclass
+class _Job:
+    """One save on this rank."""
+
+    number: int
+    step: int
+    live: Live
+    save: Save
+    window: Window
+    versions: list[int]
+    busy: bool
+    description: bytes
+    holds_image: bool = False
+    verdict: _Verdict | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+
+class Durable:
+    """Saves to a store.  Every method is collective: all ranks call it in the same order."""
+
+    def __init__(
+        self,
+        store: Store,
+        group: Group,
+        *,
+        claim: Claim | None,
+        run: int,
+        attempt: str | None = None,
+        keep: Keep | None = None,
+        mesh: Mesh | None = None,
+        deadline_s: float = 600.0,
+    ) -> None:
+        self.store = store
+        self.group = group
+        self.claim = claim
+        self.run = run
+        self.attempt = attempt
+        self.keep = keep or Keep()
+        self.mesh = mesh
+        self.deadline_s = deadline_s
+        self._number = 0
+        self._memory = Memory()
+        self._aside: dict[str, torch.Tensor] = {}
+        self._plan: _Plan | None = None
+        self._known: dict[str, bytes] = {}
+        self._free = threading.Event()
+        self._free.set()
+        self._capture = ThreadPoolExecutor(1, "holdfast-capture")
+        self._persist = ThreadPoolExecutor(1, "holdfast-persist")
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def begin(self, live: Live, step: int, *, must: bool) -> Save:
+        """Start a save of what `live` describes.  `must`: wait for the one in flight, do not skip.
+
+        Blocks for what the next forward pass may change; the rest is copied until the next
+        optimizer step.
+        """
+        step_prefix(step)
+        self._number += 1
+        save = Save(step)
+        busy = not must and not self._free.is_set()
+        if not busy:
+            self._settle()
+            set_aside(live, self._aside)
+        job = _Job(
+            self._number, step, live, save, Window(step), versions(live), busy, describe(live)
+        )
+        self._capture.submit(self._guarded, self._do_capture, job)
+        return save
+
+    def _settle(self) -> None:
+        """Wait for earlier captures: the buffers set aside for the last snapshot must have gone into its image."""
+        self._capture.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._capture.shutdown()
+        self._persist.shutdown()
+
+    # -- capture thread ---------------------------------------------------------------------------
+
+    def _guarded(self, work: Any, job: _Job) -> None:
+        try:
+            work(job)
+        except BaseException as error:
+            job.window.done()
+            self._release(job)
+            if not job.save.done():
+                self._finish(job, error)
+
+    def _release(self, job: _Job) -> None:
+        """The image may be filled again."""
+        if job.holds_image:
+            job.holds_image = False
+            self._free.set()
+
+    def _finish(self, job: _Job, error: BaseException | None) -> None:
+        if error is None:
+            took = time.perf_counter() - job.started
+            emit("save.committed", step=job.step, seconds=round(took, 3))
+            job.save._future.set_result(True)
+        else:
+            if isinstance(error, HoldfastError) and error.step is None:
+                error.step = job.step
+            emit("save.failed", step=job.step, error=str(error))
+            job.save._future.set_exception(error)
+
+    def _do_capture(self, job: _Job) -> None:
+        if not job.busy:
+            self._take(job)
+        verdict = self._agree(job)
+        if not verdict.go:
+            self._skip(job)
+            return
+        job.verdict = verdict
+        if verdict.describe:
+            self._make_plan(job, verdict.describe)
+        image = self._lay_out(job)
+        assert self._plan is not None and self._plan.copies is not None
+        copy_steadily(self._plan.copies, job.live, job.versions, job.step)
+        job.window.done()
+        self._persist.submit(self._guarded, self._do_persist(image), job)
+
+    def _take(self, job: _Job) -> None:
+        """Wait for the image: the save before may still be writing it."""
+        if not self._free.wait(self.deadline_s):
+            raise Deadline(f"the save before did not end within {self.deadline_s:g} s")
+        self._free.clear()
+        job.holds_image = True
+
+    def _skip(self, job: _Job) -> None:
+        self._release(job)
+        job.window.done()
+        job.save.skipped = True
+        emit("save.skipped", step=job.step)
+        job.save._future.set_result(False)
+
+    def _agree(self, job: _Job) -> _Verdict:
+        extras = {
+            k: (hexdigest(msgspec.json.encode(v)), job.live.rules.get(k, ""))
+            for k, v in job.live.extras.items()
+        }
+        held = self._plan.digest if self._plan else ""
+        ready = _Ready(job.step, job.busy, hexdigest(job.description), held, extras)
+        answer = self.group.ask(
+            f"agree/{job.number}", msgspec.msgpack.encode(ready), self._judge, self.deadline_s
+        )
+        return msgspec.msgpack.decode(answer, type=_Verdict)
+
+    def _judge(self, answers: list[bytes]) -> bytes:
+        """Rank 0: may this save go on, and how?"""
+        ready = [msgspec.msgpack.decode(a, type=_Ready) for a in answers]
+        for rank, r in enumerate(ready):
+            if r.step != ready[0].step:
+                raise UsageError(f"rank {rank} saves step {r.step}, rank 0 step {ready[0].step}")
+        if any(r.busy for r in ready):
+            return msgspec.msgpack.encode(_Verdict(False, [], {}, {}))
+        kinds = [r.description for r in ready]
+        describing: list[int] = []
+        if kinds != getattr(self, "_kinds", None) or len({r.agreement for r in ready}) != 1:
+            describing = [kinds.index(k) for k in dict.fromkeys(kinds)]
+            self._kinds = kinds
+        per_rank, send = sort_extras(ready)
+        return msgspec.msgpack.encode(_Verdict(True, describing, per_rank, send))
+
+    def _make_plan(self, job: _Job, describing: list[int]) -> None:
+        key = f"plan/{job.number}"
+        if self.group.rank in describing:
+            self.group.post(f"{key}/{self.group.rank}", job.description)
+        data = self.group.ask(key, b"", lambda _: self._merge(key, describing), self.deadline_s)
+        agreement = msgspec.msgpack.decode(data, type=Agreement)
+        self._plan = new_plan(agreement, hexdigest(data), self.run)
+
+    def _merge(self, key: str, describing: list[int]) -> bytes:
+        docs = [
+            self.group.wait(f"{key}/{rank}", f"rank {rank}", self.deadline_s)
+            for rank in describing
+        ]
+        order = {self._kinds[rank]: i for i, rank in enumerate(describing)}
+        agreement = merge(docs, [order[k] for k in self._kinds], self.mesh)
+        return msgspec.msgpack.encode(agreement)
+
+    def _lay_out(self, job: _Job) -> Image:
+        """The image for this save: the last one, if nothing that it depends on has changed."""
+        plan, verdict = self._plan, job.verdict
+        assert plan is not None and verdict is not None
+        own = {k: v for k, v in job.live.extras.items() if k in verdict.per_rank}
+        data = msgspec.json.encode(own) if own else b""
+        image = plan.image
+        if image is None or len(data) > image.extras_bytes:
+            room = -(-len(data) * 5 // 4 // ALIGN) * ALIGN if data else 0
+            pieces = plan.placement.pieces(self.group.rank)
+            image = plan.image = plan_image(plan.agreement.tensors, pieces, extras_bytes=room)
+            plan.copies = None
+        old = len(self._memory.view)
+        memory = self._memory.reserve(-(-image.total_bytes // ALIGN) * ALIGN)
+        if len(memory) != old:
+            pin(memory)
+            plan.copies = None
+        mark = fingerprint(job.live)
+        if plan.copies is None or mark != plan.fingerprint:
+            plan.copies = Copies.plan(
+                image, plan.agreement.tensors, job.live, self._aside, memory
+            )
+            plan.fingerprint = mark
+        memory[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
+        return image
+
+    # -- persist thread ---------------------------------------------------------------------------
+
+    def _do_persist(self, image: Image) -> Any:
+        return lambda job: self._write_and_commit(job, image)
+
+    def _write_and_commit(self, job: _Job, image: Image) -> None:
+        assert job.verdict is not None and self._plan is not None
+        error: HoldfastError | None = None
+        file = None
+        attempt = self.attempt or f"{self.run:04d}-{job.number:06d}"
+        try:
+            with span("persist", step=job.step, bytes=image.total_bytes):
+                file = self._write(job, image, attempt)
+        except Exception as failed:
+            error = failed if isinstance(failed, HoldfastError) else HoldfastError(repr(failed))
+        mine = self.group.rank
+        extras = {k: job.live.extras[k] for k, ranks in job.verdict.send.items() if mine in ranks}
+        written = _Written(None if error is None else _text(error), file, extras)
+        try:
+            answer = self.group.ask(
+                f"commit/{job.number}",
+                msgspec.msgpack.encode(written),
+                lambda answers: self._decide(job, attempt, answers),
+                self.deadline_s,
+            )
+        finally:
+            self._release(job)
+        outcome = msgspec.msgpack.decode(answer, type=_Outcome)
+        if outcome.errors:
+            self._discard(job.step, attempt)
+            raise RankErrors(f"save of step {job.step}", outcome.errors, step=job.step) from error
+        self._finish(job, None)
+        if mine == 0:
+            self._tidy()
+
+    def _write(self, job: _Job, image: Image, attempt: str) -> FileEntry | None:
+        if not image.pieces.total_bytes and not image.extras_bytes:
+            return None
+        memory = self._memory.view
+        table = np.empty(num_chunks(image.table_start), "<u8")
+        path = f"{attempt}/r{self.group.rank:05d}.safetensors"
+        writer = self.store.create(step_prefix(job.step) + path, image.total_bytes)
+        try:
+            last = image.table_start // WRITE_BYTES * WRITE_BYTES
+
+            def one(start: int) -> None:
+                stop = min(start + WRITE_BYTES, image.table_start)
+                view = memory[start:stop]
+                first = start // CHUNK_BYTES
+                digest_chunks(view, table[first : first + num_chunks(len(view))])
+                if start < last:
+                    writer.write(start, view)
+
+            in_threads(one, list(range(0, image.table_start, WRITE_BYTES)), WRITE_THREADS)
+            memory[image.table_start : image.total_bytes] = table.tobytes()
+            writer.write(last, memory[last : image.total_bytes])
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        count("written.bytes", image.total_bytes)
+        return FileEntry(
+            self.group.rank,
+            path,
+            image.total_bytes,
+            image.data_start,
+            image.extras_start,
+            image.table_start,
+            hexdigest(table.tobytes()),
+        )
+
+    def _decide(self, job: _Job, attempt: str, answers: list[bytes]) -> bytes:
+        """Rank 0: commit if every rank has written."""
+        written = [msgspec.msgpack.decode(a, type=_Written) for a in answers]
+        errors = {r: w.error for r, w in enumerate(written) if w.error is not None}
+        if not errors:
+            try:
+                manifest = self._manifest(job, attempt, written)
+                commit(self.store, manifest, self.claim)
+            except HoldfastError as error:
+                errors = {0: f"commit: {_text(error)}"}
+        return msgspec.msgpack.encode(_Outcome(errors))
+
+    def _manifest(self, job: _Job, attempt: str, written: list[_Written]) -> Manifest:
+        assert self._plan is not None and job.verdict is not None
+        plan = self._plan.agreement
+        extras = {k: v for k, v in job.live.extras.items() if k not in job.verdict.per_rank}
+        for key, ranks in job.verdict.send.items():
+            versions_ = [extras[key]] if key in extras else []
+            versions_ += [written[r].extras[key] for r in ranks if r != 0]
+            extras[key] = merge_extras(key, versions_)
+        return Manifest(
+            holdfast=VERSION,
+            step=job.step,
+            run=self.run,
+            attempt=attempt,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            software={"holdfast": __version__, "torch": str(torch.__version__)},
+            mesh=plan.mesh,
+            chunk_bytes=CHUNK_BYTES,
+            algorithm=ALGORITHM,
+            shardings=plan.shardings,
+            tensors=plan.tensors,
+            aliases=plan.aliases,
+            files=tuple(w.file for w in written if w.file is not None),
+            extras=extras,
+            per_rank=job.verdict.per_rank,  # type: ignore[arg-type]
+        )
+
+    def _discard(self, step: int, attempt: str) -> None:
+        """Best effort: what stays behind is swept after the next save that succeeds."""
+        try:
+            if self.group.rank == 0:
+                discard(self.store, step, attempt)
+        except HoldfastError as error:
+            emit("discard.failed", step=step, error=str(error))
+
+    def _tidy(self) -> None:
+        try:
+            with span("tidy"):
+                prune(self.store, self.keep)
+                if self.claim is not None:
+                    sweep(self.store, self.claim, {f"{self.run:04d}-{self._number:06d}"})
+        except HoldfastError as error:
+            emit("tidy.failed", error=str(error))
+
+
+def _text(error: HoldfastError) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def new_plan(agreement: Agreement, digest: str, run: int) -> _Plan:
+    """The closed form of where everything goes, from an agreement."""
+    shell = Manifest(
+        VERSION, 0, run, "", "", {}, agreement.mesh, CHUNK_BYTES, ALGORITHM,
+        agreement.shardings, agreement.tensors, agreement.aliases, (), {}, {},
+    )  # fmt: skip
+    return _Plan(agreement, digest, shell.placement)
+
+
+def sort_extras(
+    ready: list[_Ready],
+) -> tuple[dict[str, str | None], dict[str, list[int]]]:
+    """Which extras each rank keeps for itself (with the rule), and which ranks send common ones."""
+    per_rank: dict[str, str | None] = {}
+    send: dict[str, list[int]] = {}
+    for key in dict.fromkeys(k for r in ready for k in r.extras):
+        holders = [rank for rank, r in enumerate(ready) if key in r.extras]
+        rule = ready[holders[0]].extras[key][1]
+        first: dict[str, int] = {}
+        for rank in holders:
+            first.setdefault(ready[rank].extras[key][0], rank)
+        if rule == "same" and len(first) > 1:
+            raise RuleError(
+                f"{key!r} is declared to be the same on all ranks, but ranks "
+                f"{sorted(first.values())[:4]} differ",
+                hint="declare rank0, redistribute or fresh instead (on_resize)",
+            )
+        if rule in ("redistribute", "fresh", "ask"):
+            per_rank[key] = None if rule == "ask" else rule
+        elif rule == "rank0" or len(first) == 1:
+            send[key] = [] if holders[0] == 0 else holders[:1]
+        elif key in ready[0].extras and _optimizer_like(key, ready):
+            send[key] = sorted(first.values())
+        else:
+            per_rank[key] = None
+    return per_rank, {k: v for k, v in send.items() if v}
+
+
+def _optimizer_like(key: str, ready: list[_Ready]) -> bool:
+    return ready[0].extras[key][1] == "merge"
+
+
+def merge_extras(key: str, versions_: list[Any]) -> Any:
+    """One from the versions of several ranks: parameter groups and states of pipeline stages."""
+    if len(versions_) == 1:
+        return versions_[0]
+    groups: list[Any] = []
+    states: dict[str, Any] = {}
+    for one in versions_:
+        body = one["$optimizer"]
+        states |= body["state"]
+        for number, group in enumerate(body["groups"]):
+            same = [g for g in groups if (g["number"], g["hyper"]) == (number, group["hyper"])]
+            if same:
+                known = set(same[0]["params"])
+                same[0]["params"] += [p for p in group["params"] if p not in known]
+            else:
+                groups.append({"number": number, **group, "params": list(group["params"])})
+    return {"$optimizer": {"groups": groups, "state": states}}

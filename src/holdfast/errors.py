@@ -1,0 +1,164 @@
+"""The exception tree.  Every error that leaves holdfast is one of these.
+
+```
+HoldfastError
+├── UsageError (also ValueError)     the call cannot be meant as written
+│   ├── RuleError                    a rule for mapping state is missing or contradicts
+│   ├── LayoutError                  a tensor's cut over the ranks cannot be described
+│   └── StateMismatch                checkpoint and live state differ: all names, not the first
+├── FormatError                      bytes that are not a holdfast checkpoint
+│   ├── Corrupt                      bytes that were one: file, range, expected, found
+│   └── UnsupportedVersion
+├── StoreError                       .retryable
+│   ├── NotFound  Exists  Unavailable  OutOfSpace
+├── AgentError                       a peer did not do its part
+│   └── Deadline                     ... in time: names who did not answer
+├── NotRecoverable                   why each candidate step could not be used
+└── RankErrors                       errors by rank
+```
+
+A message says what failed, where, what was expected and found, and what to do next (`hint`).
+All of them survive pickling, because they travel between processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class HoldfastError(Exception):
+    """Base of all errors; carries the step, store key, rank and a hint where they are known."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        key: str | None = None,
+        rank: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.step = step
+        self.key = key
+        self.rank = rank
+        self.hint = hint
+
+    def __str__(self) -> str:
+        where = [
+            f"{name} {value}"
+            for name, value in (("step", self.step), ("file", self.key), ("rank", self.rank))
+            if value is not None and str(value) not in self.message
+        ]
+        text = self.message + (f" ({', '.join(where)})" if where else "")
+        return text + (f"\n  hint: {self.hint}" if self.hint else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(
+    kind: type[HoldfastError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> HoldfastError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class UsageError(HoldfastError, ValueError):
+    """The call cannot be meant as written."""
+
+
+class RuleError(UsageError):
+    """A value cannot be mapped to the new world size by the rules given."""
+
+
+class LayoutError(UsageError):
+    """A tensor's cut over the ranks cannot be described or does not cover the tensor."""
+
+
+class StateMismatch(UsageError):
+    """The checkpoint and the live state differ; `problems` lists every difference."""
+
+    def __init__(self, message: str, problems: tuple[str, ...] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.problems = problems
+
+
+class FormatError(HoldfastError):
+    """The bytes are not a holdfast checkpoint, or break its rules."""
+
+
+class Corrupt(FormatError):
+    """Bytes differ from what was written: `key`, byte range `start..stop`, `expected`, `found`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        start: int | None = None,
+        stop: int | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        **where: Any,
+    ) -> None:
+        super().__init__(message, **where)
+        self.start = start
+        self.stop = stop
+        self.expected = expected
+        self.found = found
+
+
+class UnsupportedVersion(FormatError):
+    """A newer holdfast wrote this."""
+
+
+class StoreError(HoldfastError):
+    """Storage said no.  `retryable`: the same call may succeed later."""
+
+    retryable = False
+
+
+class NotFound(StoreError):
+    """No object of that key."""
+
+
+class Exists(StoreError):
+    """put-if-absent found an object of that key."""
+
+
+class Unavailable(StoreError):
+    """Storage failed in a way that may pass (I/O error, timeout)."""
+
+    retryable = True
+
+
+class OutOfSpace(StoreError):
+    """The store is full or over quota."""
+
+
+class AgentError(HoldfastError):
+    """Another process of the job did not do its part."""
+
+
+class Deadline(AgentError):
+    """A wait ran out; the message names who did not answer."""
+
+
+class NotRecoverable(HoldfastError):
+    """No step could be restored; `reasons` maps each candidate step to why."""
+
+    def __init__(self, message: str, reasons: dict[int, str] | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.reasons = reasons or {}
+
+
+class RankErrors(HoldfastError):
+    """Errors by rank, the same on every rank."""
+
+    def __init__(self, what: str, errors: dict[int, str], **where: Any) -> None:
+        lines = [f"  rank {rank}: {text}" for rank, text in sorted(errors.items())]
+        super().__init__("\n".join([f"{what} failed on {len(errors)} rank(s)", *lines]), **where)
+        self.errors = errors

@@ -1,0 +1,134 @@
+"""The image: a rank's share of a step, laid out once as the bytes of a safetensors file.
+
+```
+0         8            data               extras        table          end
+| u64 len | JSON header | piece | piece ... | rank extras | digest table |
+```
+The header is known before the first byte of data, because shapes are.  It is padded with spaces so
+that data begins on a 4096-byte boundary.  Pieces lie back to back in the order of `Placement.pieces`.
+The rank's extras (JSON, padded with spaces) and the digest table are tensors of the file too, so any
+safetensors reader finds a file without holes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from holdfast.codec.digest import CHUNK_BYTES, num_chunks
+from holdfast.errors import FormatError
+from holdfast.format.dtypes import dtype_of
+from holdfast.format.manifest import FileEntry, Manifest, TensorEntry
+from holdfast.layout import Box, Pieces
+
+ALIGN = 4096
+EXTRAS_NAME = "holdfast.extras"
+TABLE_NAME = "holdfast.digests"
+MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """Where everything lies in a rank's file.  `header` is bytes `0..data`."""
+
+    header: bytes
+    pieces: Pieces
+    extras_start: int
+    table_start: int
+    total_bytes: int
+
+    @property
+    def data_start(self) -> int:
+        return len(self.header)
+
+    @property
+    def extras_bytes(self) -> int:
+        return self.table_start - self.extras_start
+
+
+def plan_image(
+    tensors: tuple[TensorEntry, ...],
+    pieces: Pieces,
+    *,
+    extras_bytes: int = 0,
+    chunk_bytes: int = CHUNK_BYTES,
+    strip: str = "",
+) -> Image:
+    """Lay an image out; `strip` is a prefix that tensor names lose in the header."""
+    entries = piece_entries(tensors, pieces, strip)
+    size = pieces.total_bytes
+    longest = size + extras_bytes + 2 * ALIGN + 256 * (len(entries) + 4)
+    data_start = 0
+    for _ in range(3):  # the table's size depends on the header's, whose size hardly depends on it
+        table_start = (data_start or longest) + size + extras_bytes
+        header = _header(entries, size, extras_bytes, 8 * num_chunks(table_start, chunk_bytes))
+        if len(header) == data_start:
+            break
+        data_start = len(header)
+    table_start = data_start + size + extras_bytes
+    table_bytes = 8 * num_chunks(table_start, chunk_bytes)
+    header = _header(entries, size, extras_bytes, table_bytes)
+    assert len(header) == data_start
+    return Image(header, pieces, data_start + size, table_start, table_start + table_bytes)
+
+
+def piece_entries(
+    tensors: tuple[TensorEntry, ...], pieces: Pieces, strip: str = ""
+) -> list[tuple[str, str, str, int, int]]:
+    """(name, stored dtype, shape as JSON, start, stop) of each piece, as the header states it.
+
+    A piece that is a whole tensor has its name; a part has `name@start:stop,...`.
+    """
+    out = []
+    columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
+    for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
+        t = tensors[index]
+        dtype = dtype_of(t.dtype)
+        n = len(t.shape)
+        start, stop = start[:n], stop[:n]
+        shape = [b - a for a, b in zip(start, stop)] + [dtype.extra] * (dtype.extra > 1)
+        name = t.name.removeprefix(strip)
+        if any(start) or tuple(stop) != t.shape:
+            name = f"{name}@{Box(start, stop)}"
+        out.append((name, dtype.stored, str(shape).replace(" ", ""), offset, offset + size))
+    return out
+
+
+def _header(
+    entries: list[tuple[str, str, str, int, int]], size: int, extras_bytes: int, table_bytes: int
+) -> bytes:
+    rows = ['"__metadata__":{"format":"pt","holdfast":"1"}']
+    rows += [
+        f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{a},{b}]}}'
+        for name, dtype, shape, a, b in entries
+    ]
+    for name, bytes_ in ((EXTRAS_NAME, extras_bytes), (TABLE_NAME, table_bytes)):
+        if bytes_:
+            rows.append(
+                f'"{name}":{{"dtype":"U8","shape":[{bytes_}],"data_offsets":[{size},{size + bytes_}]}}'
+            )
+            size += bytes_
+    text = ("{" + ",".join(rows) + "}").encode()
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    if len(text) > MAX_HEADER_BYTES:
+        raise FormatError(f"image header of {len(text)} bytes; at most {MAX_HEADER_BYTES}")
+    return len(text).to_bytes(8, "little") + text
+
+
+def image_of(manifest: Manifest, file: FileEntry) -> Image:
+    """The image that a file must be, from the manifest alone; FormatError if sizes disagree."""
+    image = plan_image(
+        manifest.tensors,
+        manifest.placement.pieces(file.rank),
+        extras_bytes=file.table - file.extras,
+        chunk_bytes=manifest.chunk_bytes,
+        strip=file.strip,
+    )
+    planned = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
+    stated = (file.data, file.extras, file.table, file.bytes)
+    if planned != stated:
+        raise FormatError(
+            f"manifest states offsets {stated}; its shardings give {planned}", key=file.path
+        )
+    return image

@@ -1,0 +1,290 @@
+"""The manifest: one JSON file whose existence is the commit.
+
+It states what the step holds (tensors, extras), how every tensor is cut over the mesh, and which files
+hold the bytes, with the digest of each file's digest table.  It says nothing rank by rank that follows
+from the shardings, so it stays small: 60,000 tensors on 4,096 ranks take about 9 MB.
+
+The first bytes are always `{"holdfast":1,"step":N,"run":R,` (readers that only list steps need no
+more) and the last ones `,"digest":"<XXH3-64 of everything before this comma>"}`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.codec.digest import ALGORITHM, hexdigest
+from holdfast.errors import Corrupt, FormatError, HoldfastError, UnsupportedVersion
+from holdfast.format.dtypes import DTYPES, dtype_of
+from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table
+
+VERSION = 1
+MAX_BYTES = 1 << 30
+MAX_DIMS = 64
+
+Replica = Literal["replicated", "unique", "averaged"]
+Resize = Literal["same", "rank0", "redistribute", "fresh"]
+
+
+class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A part of the manifest; unknown fields are refused."""
+
+
+class CutEntry(_Struct):
+    dim: int
+    axes: tuple[str, ...]
+
+
+class FragmentEntry(_Struct):
+    rank: int
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
+class ShardingEntry(_Struct):
+    """See `holdfast.layout.sharding.Sharding`."""
+
+    cuts: tuple[CutEntry, ...] = ()
+    on: dict[str, tuple[int, ...]] = {}
+    held: tuple[FragmentEntry, ...] | None = None
+
+
+class TensorEntry(_Struct):
+    """A logical tensor.  `state`: `param`, `buffer`, `tensor`, or an optimizer state's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: int = 0
+    state: str = "tensor"
+    replica: Replica = "replicated"
+
+
+class FileEntry(_Struct):
+    """A rank's image: `data` is where tensors begin, `extras` where the rank's extras do,
+    `table` where the digest table does, `digest` that of the table's bytes."""
+
+    rank: int
+    path: str
+    bytes: int
+    data: int
+    extras: int
+    table: int
+    digest: str
+    strip: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """All that a reader needs besides the bytes; field order is file order."""
+
+    holdfast: int
+    step: int
+    run: int
+    attempt: str
+    created: str
+    software: dict[str, str]
+    mesh: tuple[tuple[str, int], ...]
+    chunk_bytes: int
+    algorithm: str
+    shardings: tuple[ShardingEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: dict[str, str]
+    files: tuple[FileEntry, ...]
+    extras: dict[str, Any]
+    per_rank: dict[str, Resize | None]
+
+    @cached_property
+    def layout(self) -> Mesh:
+        return Mesh(self.mesh)
+
+    @cached_property
+    def by_name(self) -> dict[str, int]:
+        return {t.name: i for i, t in enumerate(self.tensors)}
+
+    @cached_property
+    def file_of(self) -> dict[int, FileEntry]:
+        return {f.rank: f for f in self.files}
+
+    @cached_property
+    def placement(self) -> Placement:
+        table = Table.build(
+            [t.name for t in self.tensors],
+            [t.shape for t in self.tensors],
+            [DTYPES[t.dtype].bytes for t in self.tensors],
+            tuple(to_sharding(s) for s in self.shardings),
+            [t.sharding for t in self.tensors],
+        )
+        return Placement(self.layout, table)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(f.bytes for f in self.files)
+
+
+def to_sharding(entry: ShardingEntry) -> Sharding:
+    held = entry.held and tuple((f.rank, Box(f.start, f.stop)) for f in entry.held)
+    cuts = tuple(Cut(c.dim, c.axes) for c in entry.cuts)
+    return Sharding(cuts, tuple(sorted(entry.on.items())), held)
+
+
+def from_sharding(sharding: Sharding) -> ShardingEntry:
+    held = sharding.held and tuple(FragmentEntry(r, b.start, b.stop) for r, b in sharding.held)
+    cuts = tuple(CutEntry(c.dim, c.axes) for c in sharding.cuts)
+    return ShardingEntry(cuts, dict(sharding.on), held)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Canonical bytes, sealed with their digest."""
+    body = msgspec.json.encode(manifest)[:-1]
+    return body + f',"digest":"{hexdigest(body)}"}}'.encode()
+
+
+_HEAD = re.compile(rb'\{"holdfast":(\d{1,9}),"step":(\d{1,18}),"run":(\d{1,9}),')
+_SEAL = re.compile(rb',"digest":"([0-9a-f]{16})"\}\s*\Z')
+HEAD_BYTES = 80
+
+
+def decode_head(data: bytes, key: str) -> tuple[int, int]:
+    """(step, run) from the first `HEAD_BYTES` bytes of a manifest."""
+    head = _HEAD.match(data)
+    if not head:
+        raise FormatError("not a holdfast manifest", key=key)
+    version, step, run = map(int, head.groups())
+    if version != VERSION:
+        raise UnsupportedVersion(
+            f"format version {version}; this holdfast reads version {VERSION}",
+            key=key,
+            hint="install the holdfast that wrote it, or a newer one",
+        )
+    return step, run
+
+
+def decode(data: bytes, key: str) -> Manifest:
+    """Parse and check a manifest.  Corrupt, UnsupportedVersion or FormatError if it is not sound."""
+    if len(data) > MAX_BYTES:
+        raise FormatError(f"manifest of {len(data)} bytes; at most {MAX_BYTES}", key=key)
+    decode_head(data, key)
+    seal = _SEAL.search(data, max(len(data) - 64, 0))
+    if not seal:
+        raise Corrupt("manifest is cut short: its seal is missing", key=key, start=0, stop=len(data))
+    body = data[: seal.start()]
+    if (found := hexdigest(body)) != seal[1].decode():
+        raise Corrupt(
+            f"manifest differs from what was written: digest {found}, expected {seal[1].decode()}",
+            key=key,
+            start=0,
+            stop=seal.start(),
+            expected=seal[1].decode(),
+            found=found,
+        )
+    try:
+        manifest = msgspec.json.decode(body + b"}", type=Manifest)
+        _check(manifest)
+    except HoldfastError as error:
+        error.key = error.key or key
+        raise
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise FormatError(f"malformed manifest: {error}", key=key) from None
+    return manifest
+
+
+def _check(m: Manifest) -> None:
+    """Everything that later code relies on: no index, size, path or box may surprise it."""
+    _require(m.step >= 0 and m.run >= 0, "negative step or run")
+    _require(m.algorithm == ALGORITHM, f"unknown digest algorithm {m.algorithm!r}")
+    _require(m.chunk_bytes > 0 and m.chunk_bytes % 4096 == 0, f"chunk_bytes {m.chunk_bytes}")
+    _require(len(m.mesh) <= MAX_DIMS and all(n > 0 for _, n in m.mesh), f"mesh {m.mesh}")
+    _require(m.layout.world <= 1 << 24, f"mesh {m.mesh} has too many ranks")
+    _require(len(m.layout.sizes) == len(m.mesh), f"mesh {m.mesh} names an axis twice")
+    for sharding in m.shardings:
+        _check_sharding(sharding, m)
+    _check_tensors(m)
+    _check_files(m)
+    for alias, name in m.aliases.items():
+        _require(name in m.by_name and alias not in m.by_name, f"alias {alias!r} of {name!r}")
+
+
+def _check_sharding(s: ShardingEntry, m: Manifest) -> None:
+    sizes = m.layout.sizes
+    cut = [a for c in s.cuts for a in c.axes]
+    _require(len(cut) == len(set(cut)), "a sharding cuts over one axis twice")
+    _require(all(a in sizes for a in [*cut, *s.on]), f"sharding over an unknown axis: {cut}")
+    _require(not set(cut) & set(s.on), "a sharding both cuts over an axis and restricts it")
+    _require(all(0 <= c.dim < MAX_DIMS for c in s.cuts), "a sharding cuts an impossible dim")
+    for axis, coords in s.on.items():
+        good = list(coords) == sorted(set(coords)) and all(0 <= c < sizes[axis] for c in coords)
+        _require(good and bool(coords), f"coordinates {coords} on axis {axis!r}")
+    _require(s.held is None or not (s.cuts or s.on), "a sharding is both listed and regular")
+
+
+def _check_tensors(m: Manifest) -> None:
+    _require(len(m.by_name) == len(m.tensors), "two tensors have one name")
+    dims = [max([c.dim for c in s.cuts], default=-1) for s in m.shardings]
+    boxes = {
+        i: [Box(f.start, f.stop) for f in s.held]
+        for i, s in enumerate(m.shardings)
+        if s.held is not None
+    }
+    total = 0
+    for t in m.tensors:
+        _require(t.dtype in DTYPES, f"{t.name!r}: unknown dtype {t.dtype!r}")
+        _require(0 <= t.sharding < len(m.shardings), f"{t.name!r}: no sharding {t.sharding}")
+        _require(len(t.shape) <= MAX_DIMS, f"{t.name!r}: {len(t.shape)} dims")
+        _require(dims[t.sharding] < len(t.shape), f"{t.name!r}: cut along a dim that it lacks")
+        size = dtype_of(t.dtype).bytes
+        for n in t.shape:
+            _require(0 <= n < 1 << 60, f"{t.name!r}: shape {t.shape}")
+            size *= max(n, 1)
+        total += size
+        _require(total < 1 << 60, f"{t.name!r}: shape {t.shape} is too large")
+        if t.sharding in boxes:
+            _check_held(t, boxes[t.sharding])
+
+
+def _check_held(t: TensorEntry, boxes: list[Box]) -> None:
+    """Listed fragments lie inside the tensor, do not overlap, and so cover it if sizes add up."""
+    for box in boxes:
+        inside = len(box.start) == len(box.stop) == len(t.shape) and all(
+            0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, t.shape)
+        )
+        _require(inside, f"{t.name!r}: fragment {box} is not inside {t.shape}")
+    full = 1
+    for n in t.shape:
+        full *= n
+    _require(sum(b.size for b in boxes) == full, f"{t.name!r}: fragments do not cover {t.shape}")
+    _require(not overlapping(boxes), f"{t.name!r}: fragments overlap")
+
+
+def overlapping(boxes: list[Box]) -> bool:
+    """Whether any two boxes share an element: a sweep along dim 0."""
+    active: list[Box] = []
+    for box in sorted((b for b in boxes if b.size), key=lambda b: b.start):
+        active = [a for a in active if not a.stop or a.stop[0] > box.start[0]]
+        if any(a & box for a in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _check_files(m: Manifest) -> None:
+    _require(len(m.file_of) == len(m.files), "two files of one rank")
+    for f in m.files:
+        parts = f.path.split("/")
+        safe = all(p not in ("", ".", "..") for p in parts) and not set("\\\0") & set(f.path)
+        _require(safe, f"file path {f.path!r} leaves the step's folder")
+        _require(0 <= f.rank < m.layout.world, f"{f.path}: rank {f.rank}")
+        chunks = -(-f.table // m.chunk_bytes)
+        ordered = 8 <= f.data <= f.extras <= f.table < f.bytes < 1 << 60
+        _require(ordered and f.bytes == f.table + 8 * chunks, f"{f.path}: offsets do not add up")
+        _require(bool(re.fullmatch("[0-9a-f]{16}", f.digest)), f"{f.path}: digest {f.digest!r}")
+    _require(len({f.path for f in m.files}) == len(m.files), "two files of one path")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise FormatError(f"malformed manifest: {message}")
+
+

@@ -1,0 +1,25 @@
+"""The layout algebra: boxes, meshes, shardings, and where every element lies.  Pure."""
+
+from holdfast.layout.box import Box, flat_range, row_major, whole
+from holdfast.layout.mesh import Axis, Mesh, common_mesh
+from holdfast.layout.pieces import Located, Pieces, Placement, Table
+from holdfast.layout.sharding import Cut, Sharding, chunk, part_of, parts_of
+
+__all__ = [
+    "Axis",
+    "Box",
+    "Cut",
+    "Located",
+    "Mesh",
+    "Pieces",
+    "Placement",
+    "Sharding",
+    "Table",
+    "chunk",
+    "common_mesh",
+    "flat_range",
+    "part_of",
+    "parts_of",
+    "row_major",
+    "whole",
+]

@@ -1,0 +1,88 @@
+"""Boxes: half-open hyper-rectangles of a logical tensor.
+
+A `Box` says which elements are meant, never where they are stored.  Everything that holds part of a
+tensor (a rank's shard, a piece of a file, a range that a reader asks for) names its part by a box,
+and resharding is the intersection of boxes.
+
+    >>> Box((0, 2), (4, 6)) & Box((2, 0), (8, 4))
+    Box(start=(2, 2), stop=(4, 4))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """`start[d] <= index[d] < stop[d]` for every dim d; a 0-dim tensor is `Box((), ())`."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def __and__(self, other: Box) -> Box | None:
+        """The common part, None if there is none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop)) else None
+
+    def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """Slices that pick this box out of an array whose element 0 lies at `origin`."""
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, origin))
+
+    def __str__(self) -> str:
+        return ",".join(f"{a}:{b}" for a, b in zip(self.start, self.stop))
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box of all elements of a tensor of that shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous array of that shape."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The boxes that make up elements `start..stop` of a row-major array, in order.
+
+    At most `2 * ndim - 1` boxes: partial rows at both ends of each dim and one block between.
+    """
+    if not shape:
+        return [Box((), ())] if start < stop else []
+    strides = row_major(shape)
+    boxes: list[Box] = []
+
+    def cover(prefix: tuple[int, ...], begin: int, end: int) -> None:
+        if begin >= end:
+            return
+        dim = len(prefix)
+        if dim == len(shape):
+            boxes.append(Box(prefix, tuple(i + 1 for i in prefix)))
+            return
+        base = sum(i * s for i, s in zip(prefix, strides))
+        unit = strides[dim]
+        first, last = -(-(begin - base) // unit), (end - base) // unit
+        if first > last:  # both ends fall inside one row
+            cover((*prefix, last), begin, end)
+            return
+        cover((*prefix, first - 1), begin, base + first * unit)
+        if first < last:
+            tail = shape[dim + 1 :]
+            ones = tuple(i + 1 for i in prefix)
+            boxes.append(Box((*prefix, first, *(0 for _ in tail)), (*ones, last, *tail)))
+        cover((*prefix, last), base + last * unit, end)
+
+    cover((), start, stop)
+    return boxes

@@ -1,0 +1,422 @@
+"""Who writes which bytes, and where they then lie: in closed form, for one rank at a time.
+
+Tensors with one sharding and one dtype size form a *class*.  Ranks with the same coordinates on the
+cut axes hold the same part of every tensor of the class; they are its replicas and share the work:
+their parts, one tensor after the other, make one long string of bytes, which is divided evenly among
+them.  A division inside a large tensor falls on a row; a small tensor is never divided.  A rank's
+*pieces* are its share of every class, class after class (wide dtypes first, so that elements stay
+aligned), and pieces lie back to back in its image.  Hence the offset of any element in any rank's
+image follows from the shardings alone: no list of ranks x tensors exists anywhere, and `locate`
+answers for one reader in time proportional to what the reader wants.
+
+    >>> table = Table.of([("w", (8, 4), 4, Sharding((Cut(0, ("dp",)),)))])
+    >>> placement = Placement(Mesh((("dp", 2),)), table)
+    >>> placement.pieces(1).start.tolist(), placement.pieces(1).bytes.tolist()
+    ([[4, 0]], [64])
+
+Everything is in numpy arrays with one row per piece: 60,000 tensors on 4,096 ranks are planned in a
+fraction of a second (bench/plan_scale.py).  Tensors of fewer dims are padded with trailing ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.layout.mesh import Mesh
+from holdfast.layout.sharding import Sharding, part_of, parts_of
+
+Ints = NDArray[np.int64]
+
+SMALL_BYTES = 1 << 20
+"""Tensors whose part is smaller are written by one replica, whole."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The tensors of a checkpoint as arrays: shape padded to one rank, item size, class."""
+
+    names: tuple[str, ...]
+    ndim: Ints
+    shape: Ints
+    itemsize: Ints
+    shardings: tuple[Sharding, ...]
+    sharding: Ints
+
+    @staticmethod
+    def of(rows: Iterable[tuple[str, tuple[int, ...], int, Sharding]]) -> Table:
+        """From (name, shape, item size in bytes, sharding) per tensor."""
+        rows = list(rows)
+        shardings = tuple(dict.fromkeys(r[3] for r in rows))
+        index = {s: i for i, s in enumerate(shardings)}
+        return Table.build(
+            [r[0] for r in rows],
+            [r[1] for r in rows],
+            [r[2] for r in rows],
+            shardings,
+            [index[r[3]] for r in rows],
+        )
+
+    @staticmethod
+    def build(
+        names: list[str],
+        shapes: list[tuple[int, ...]],
+        itemsizes: list[int],
+        shardings: tuple[Sharding, ...],
+        sharding: list[int],
+    ) -> Table:
+        ndim = np.array([len(s) for s in shapes], np.int64)
+        width = max([1, *(len(s) for s in shapes)])
+        shape = np.ones((len(names), width), np.int64)
+        for n in set(ndim.tolist()) - {0}:
+            rows = np.flatnonzero(ndim == n)
+            shape[rows, :n] = [shapes[i] for i in rows]
+        return Table(
+            tuple(names),
+            ndim,
+            shape,
+            np.array(itemsizes, np.int64),
+            shardings,
+            np.array(sharding, np.int64),
+        )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A rank's pieces in image order; row i: tensor, box (padded), byte offset, bytes."""
+
+    tensor: Ints
+    start: Ints
+    stop: Ints
+    offset: Ints
+    bytes: Ints
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.bytes.sum())
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where wanted boxes lie; row i: which want, whose image, the piece, the common box."""
+
+    want: Ints
+    rank: Ints
+    offset: Ints
+    piece_start: Ints
+    piece_stop: Ints
+    start: Ints
+    stop: Ints
+
+
+@dataclass(frozen=True)
+class _Class:
+    """The tensors that share a sharding and an item size."""
+
+    tensors: Ints
+    sharding: Sharding
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """What the replicas at one place of the cut axes hold of a class, and how they divide it."""
+
+    start: Ints
+    stop: Ints
+    row_dim: Ints
+    row_bytes: Ints
+    ends: Ints
+    """`ends[i]..ends[i + 1]`: bytes of tensor i in the string of all parts."""
+    bounds: Ints
+    """`bounds[j]..bounds[j + 1]`: share of replica j."""
+
+
+@dataclass
+class Placement:
+    """The closed form for one mesh and table.  Caches what it has computed; not thread-safe."""
+
+    mesh: Mesh
+    table: Table
+    _cells: dict[tuple[int, int], _Cells] = field(default_factory=dict)
+    _bases: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        keys = self.table.sharding * 64 + self.table.itemsize
+        order = {}
+        for key in dict.fromkeys(keys.tolist()):
+            order[key] = (-(key % 64), len(order))
+        self._classes = []
+        self._class_of = np.zeros(len(keys), np.int64)
+        self._index = np.zeros(len(keys), np.int64)
+        for number, key in enumerate(sorted(order, key=order.__getitem__)):
+            rows = np.flatnonzero(keys == key)
+            self._class_of[rows] = number
+            self._index[rows] = np.arange(len(rows))
+            sharding = self.table.shardings[int(self.table.sharding[rows[0]])]
+            self._classes.append(_Class(rows, sharding, key % 64))
+
+    # -- one rank's image ---------------------------------------------------------------------
+
+    def pieces(self, rank: int) -> Pieces:
+        """What `rank` writes, in image order."""
+        parts = [self._pieces_of(number, rank) for number in range(len(self._classes))]
+        columns = [np.concatenate(c) for c in zip(*(p for p in parts if p is not None))]
+        if not columns:
+            none = np.zeros((0, self.table.shape.shape[1]), np.int64)
+            return Pieces(none[:, 0], none, none, none[:, 0], none[:, 0])
+        tensor, start, stop, size = columns
+        keep = size > 0
+        size = size[keep]
+        return Pieces(tensor[keep], start[keep], stop[keep], np.cumsum(size) - size, size)
+
+    def _pieces_of(self, number: int, rank: int) -> tuple[Ints, Ints, Ints, Ints] | None:
+        one = self._classes[number]
+        if one.sharding.held is not None:
+            return self._listed(number, rank)
+        place = self._place(one.sharding, rank)
+        if place is None:
+            return None
+        cells = self._at(number, place[0])
+        lo, hi = cells.bounds[place[1]], cells.bounds[place[1] + 1]
+        first = max(int(np.searchsorted(cells.ends, lo, "right")) - 1, 0)
+        last = int(np.searchsorted(cells.ends, hi, "left"))
+        rows = np.arange(first, max(last, first))
+        start, stop = _rows_between(cells, rows, lo, hi)
+        size = np.prod(stop - start, axis=1) * one.itemsize
+        return one.tensors[rows], start, stop, size
+
+    def _listed(self, number: int, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
+        one = self._classes[number]
+        boxes = [box for holder, box in one.sharding.held or () if holder == rank]
+        width = self.table.shape.shape[1]
+        start = np.zeros((len(boxes), width), np.int64)
+        stop = np.ones((len(boxes), width), np.int64)
+        for i, box in enumerate(boxes):
+            start[i, : len(box.start)] = box.start
+            stop[i, : len(box.stop)] = box.stop
+        count = len(one.tensors)
+        start, stop = np.tile(start, (count, 1)), np.tile(stop, (count, 1))
+        size = np.prod(stop - start, axis=1) * one.itemsize
+        return np.repeat(one.tensors, len(boxes)), start, stop, size
+
+    def _place(self, sharding: Sharding, rank: int) -> tuple[int, int] | None:
+        """(which part over all cuts, which replica of it) of a rank; None if it has no part."""
+        if not 0 <= rank < self.mesh.world:
+            return None
+        part = 0
+        for cut in sharding.cuts:
+            part = part * parts_of(self.mesh, cut.axes) + part_of(self.mesh, rank, cut.axes)
+        replica = 0
+        for axis, coords in self._replica_axes(sharding):
+            at = self.mesh.coordinate(rank, axis)
+            if at not in coords:
+                return None
+            replica = replica * len(coords) + coords.index(at)
+        return part, replica
+
+    def _replica_axes(self, sharding: Sharding) -> list[tuple[str, tuple[int, ...]]]:
+        cut = {axis for c in sharding.cuts for axis in c.axes}
+        on = dict(sharding.on)
+        return [
+            (name, on.get(name, tuple(range(size))))
+            for name, size in self.mesh.axes
+            if name not in cut
+        ]
+
+    def holders(self, sharding: Sharding, part: int) -> Ints:
+        """Ranks that hold a part (numbered over all cuts), in replica order."""
+        base = 0
+        for cut in reversed(sharding.cuts):
+            for axis in reversed(cut.axes):
+                part, at = divmod(part, self.mesh.sizes[axis])
+                base += at * self.mesh.strides[axis]
+        ranks = np.array([base], np.int64)
+        for axis, coords in self._replica_axes(sharding):
+            steps = np.array(coords, np.int64) * self.mesh.strides[axis]
+            ranks = (ranks[:, None] + steps[None, :]).reshape(-1)
+        return ranks
+
+    def _at(self, number: int, part: int) -> _Cells:
+        found = self._cells.get((number, part))
+        if found is None:
+            found = self._cells[number, part] = self._make_cells(self._classes[number], part)
+        return found
+
+    def _make_cells(self, one: _Class, part: int) -> _Cells:
+        stop = self.table.shape[one.tensors].copy()
+        start = np.zeros_like(stop)
+        parts = [parts_of(self.mesh, c.axes) for c in one.sharding.cuts]
+        for i, cut in enumerate(one.sharding.cuts):
+            at = part // prod(parts[i + 1 :]) % parts[i]
+            lo, hi = start[:, cut.dim].copy(), stop[:, cut.dim].copy()
+            step = -(-(hi - lo) // parts[i])
+            start[:, cut.dim] = np.minimum(lo + at * step, hi)
+            stop[:, cut.dim] = np.minimum(lo + (at + 1) * step, hi)
+        extent = stop - start
+        size = np.prod(extent, axis=1) * one.itemsize
+        row_dim = np.argmax(extent > 1, axis=1)
+        rows = np.maximum(np.take_along_axis(extent, row_dim[:, None], 1)[:, 0], 1)
+        row_bytes = np.maximum(size // rows, 1)
+        ends = np.concatenate([[0], np.cumsum(size)])
+        replicas = prod(len(c) for _, c in self._replica_axes(one.sharding))
+        bounds = _divide(ends, size, row_bytes, replicas)
+        return _Cells(start, stop, row_dim, row_bytes, ends, bounds)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def locate(self, tensor: Ints, start: Ints, stop: Ints) -> Located:
+        """Where box `start[i]..stop[i]` (padded with 0..1) of tensor `tensor[i]` lies, for all i.
+
+        Empty boxes yield no rows.  Offsets count from the first piece of the image of `rank`.
+        """
+        found = []
+        busy = np.all(stop > start, axis=1)
+        for number in np.unique(self._class_of[tensor[busy]]).tolist():
+            rows = np.flatnonzero(busy & (self._class_of[tensor] == number))
+            listed = self._classes[number].sharding.held is not None
+            find = self._locate_listed if listed else self._locate_regular
+            found.append(find(number, rows, tensor[rows], start[rows], stop[rows]))
+        if not found:
+            none = np.zeros((0, self.table.shape.shape[1]), np.int64)
+            return Located(none[:, 0], none[:, 0], none[:, 0], none, none, none, none)
+        columns = [np.concatenate(c) for c in zip(*found)]
+        return Located(*columns)
+
+    def _locate_regular(
+        self, number: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
+    ) -> tuple[Ints, ...]:
+        one = self._classes[number]
+        rows, part = self._parts_touched(one.sharding, tensor, start, stop)
+        out = []
+        for place in np.unique(part).tolist():
+            mine = rows[part == place]
+            out.append(
+                self._within_cells(number, place, want[mine], tensor[mine], start[mine], stop[mine])
+            )
+        return tuple(np.concatenate(c) for c in zip(*out))
+
+    def _parts_touched(
+        self, sharding: Sharding, tensor: Ints, start: Ints, stop: Ints
+    ) -> tuple[Ints, Ints]:
+        """(want row, part) for every part that a want touches: nested cuts, each expanded."""
+        rows = np.arange(len(tensor))
+        part = np.zeros(len(tensor), np.int64)
+        lo = np.zeros_like(start)
+        hi = self.table.shape[tensor].copy()
+        for cut in sharding.cuts:
+            d, parts = cut.dim, parts_of(self.mesh, cut.axes)
+            step = np.maximum(-(-(hi[:, d] - lo[:, d]) // parts), 1)
+            first = (np.maximum(start[rows, d], lo[:, d]) - lo[:, d]) // step
+            last = (np.minimum(stop[rows, d], hi[:, d]) - 1 - lo[:, d]) // step
+            source, at = _expand(first, last)
+            rows, step = rows[source], step[source]
+            part = part[source] * parts + at
+            lo, hi = lo[source], hi[source]
+            low = lo[:, d].copy()
+            lo[:, d] = low + at * step
+            hi[:, d] = np.minimum(low + (at + 1) * step, hi[:, d])
+        return rows, part
+
+    def _within_cells(
+        self, number: int, part: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
+    ) -> tuple[Ints, ...]:
+        """Which replicas wrote the wanted rows of one part, and at what offset."""
+        cells = self._at(number, part)
+        index = self._index[tensor]
+        dim = cells.row_dim[index]
+        each = np.arange(len(index))
+        base, unit, at = cells.start[index, dim], cells.row_bytes[index], cells.ends[index]
+        lo = at + (np.maximum(start[each, dim], base) - base) * unit
+        hi = at + (np.minimum(stop[each, dim], cells.stop[index, dim]) - base) * unit
+        first = np.searchsorted(cells.bounds, lo, "right") - 1
+        last = np.searchsorted(cells.bounds, hi, "left") - 1
+        source, replica = _expand(first, last)
+        ranks = self.holders(self._classes[number].sharding, part)[replica]
+        from_, to = cells.bounds[replica], cells.bounds[replica + 1]
+        piece_start, piece_stop = _rows_between(cells, index[source], from_, to)
+        begin = np.maximum(cells.ends[index[source]], from_)
+        bases = np.array([self._base(int(r), number) for r in ranks.tolist()], np.int64)
+        lower = np.maximum(start[source], piece_start)
+        upper = np.minimum(stop[source], piece_stop)
+        keep = np.all(upper > lower, axis=1)
+        columns = (want[source], ranks, bases + begin - from_, piece_start, piece_stop, lower, upper)
+        return tuple(c[keep] for c in columns)
+
+    def _locate_listed(
+        self, number: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
+    ) -> tuple[Ints, ...]:
+        out = []
+        for rank in sorted({r for r, _ in self._classes[number].sharding.held or ()}):
+            owner, low, high, size = self._listed(number, rank)
+            offset = np.cumsum(size) - size + self._base(rank, number)
+            source, piece = np.nonzero(tensor[:, None] == owner[None, :])
+            lower = np.maximum(start[source], low[piece])
+            upper = np.minimum(stop[source], high[piece])
+            keep = np.all(upper > lower, axis=1)
+            s, p = source[keep], piece[keep]
+            ranks = np.full(len(s), rank, np.int64)
+            out.append(
+                (want[s], ranks, offset[p], low[p], high[p], lower[keep], upper[keep])
+            )
+        return tuple(np.concatenate(c) for c in zip(*out))
+
+    def _base(self, rank: int, number: int) -> int:
+        """Where class `number` begins in a rank's image."""
+        bases = self._bases.get(rank)
+        if bases is None:
+            bases, at = {}, 0
+            for other, one in enumerate(self._classes):
+                size = self._share_bytes(other, one, rank)
+                bases[other] = (at, size)
+                at += size
+            self._bases[rank] = bases
+        return bases[number][0]
+
+    def _share_bytes(self, number: int, one: _Class, rank: int) -> int:
+        if one.sharding.held is not None:
+            return int(self._listed(number, rank)[3].sum())
+        place = self._place(one.sharding, rank)
+        if place is None:
+            return 0
+        bounds = self._at(number, place[0]).bounds
+        return int(bounds[place[1] + 1] - bounds[place[1]])
+
+
+def _expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """For every i and every k in first[i]..last[i] inclusive: (i, k)."""
+    count = np.maximum(last - first + 1, 0)
+    source = np.repeat(np.arange(len(count)), count)
+    nth = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+    return source, first[source] + nth
+
+
+def _divide(ends: Ints, size: Ints, row_bytes: Ints, replicas: int) -> Ints:
+    """Divide the string evenly among replicas, on rows of large tensors, never in small ones."""
+    total = int(ends[-1])
+    ideal = np.array([total * j // replicas for j in range(replicas + 1)], np.int64)
+    if replicas == 1 or total == 0:
+        return ideal
+    inner = ideal[1:-1]
+    at = np.clip(np.searchsorted(ends, inner, "right") - 1, 0, len(size) - 1)
+    unit = np.where(size[at] < SMALL_BYTES, np.maximum(size[at], 1), row_bytes[at])
+    snapped = ends[at] + (inner - ends[at] + unit // 2) // unit * unit
+    ideal[1:-1] = np.minimum(snapped, ends[at + 1])
+    return ideal
+
+
+def _rows_between(cells: _Cells, index: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """The boxes of tensors `index` that lie in bytes `lo..hi` of the string."""
+    start, stop = cells.start[index].copy(), cells.stop[index].copy()
+    dim, unit, at = cells.row_dim[index], cells.row_bytes[index], cells.ends[index]
+    each = np.arange(len(index))
+    base, top = start[each, dim], stop[each, dim]
+    rows_lo = np.maximum(lo - at, 0) // unit
+    rows_hi = np.maximum(hi - at, 0) // unit
+    start[each, dim] = np.minimum(base + rows_lo, top)
+    stop[each, dim] = np.minimum(base + rows_hi, top)
+    return start, stop

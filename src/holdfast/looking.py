@@ -1,0 +1,22 @@
+"""Looking at checkpoints without torch: `holdfast.open` and `holdfast.steps`."""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.store import open_store
+
+
+def open(url: str | os.PathLike[str], step: int | None = None, *, verify: bool = True) -> Checkpoint:
+    """Open step `step`, or the newest, of a root for reading.
+
+    `verify=False` leaves digests unchecked.  NotFound or NotRecoverable if there is no such step.
+    """
+    return Checkpoint.open(os.fspath(url), step, verify=verify)
+
+
+def steps(url: str | os.PathLike[str]) -> list[int]:
+    """All committed steps, ascending; empty if there are none."""
+    return sorted(s.step for s in committed(open_store(os.fspath(url))))

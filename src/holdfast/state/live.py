@@ -1,0 +1,317 @@
+"""The live state of a run, named and placed.
+
+A user hands over a dict: modules, lists of pipeline stages, optimizers, anything with `state_dict` and
+`load_state_dict`, nested dicts of tensors and plain values.  `collect` turns it into named tensors
+(`<key>.<fully qualified name>`) and extras (the rest, by key).  Frameworks differ only here, in where
+the names and the placements come from.
+
+*Steady* tensors change inside `optimizer.step()` alone and may be copied in the background until then;
+the others (buffers, tensors that the user handed over himself) are copied at once.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.errors import UsageError
+from holdfast.format import extras
+from holdfast.state.placed import Placed, place
+
+State = dict[str, Any]
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+INLINE_BYTES = 64 << 10
+"""Tensors inside the state_dict of an object that are no larger go into the extras."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A tensor of the run as this rank holds it."""
+
+    name: str
+    state: str
+    placed: Placed
+    steady: bool
+
+
+@dataclass
+class Live:
+    """Everything that this rank holds, at one moment."""
+
+    tensors: dict[str, LiveTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)
+    rules: dict[str, str] = field(default_factory=dict)
+    """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
+
+    def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
+        if name in self.tensors:
+            if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():
+                return
+            raise UsageError(f"two different tensors are named {name!r}")
+        self.tensors[name] = LiveTensor(name, state, place(tensor, name), steady)
+
+
+def is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def is_loader(value: Any) -> bool:
+    """Whether an object yields data: then its position means nothing on other ranks."""
+    return hasattr(value, "__iter__") and hasattr(value, "state_dict")
+
+
+def stages(value: Any) -> list[nn.Module] | None:
+    """The modules of a module or of a list of pipeline stages; None for anything else."""
+    if isinstance(value, nn.Module):
+        return [value]
+    if isinstance(value, (list, tuple, nn.ModuleList)) and value:
+        if all(isinstance(v, nn.Module) for v in value):
+            return list(value)
+    return None
+
+
+def collect(state: State) -> Live:
+    """Name and place everything.  Shares memory with the live tensors; encodes the extras."""
+    check_keys(state)
+    live = Live(keys=set(state))
+    for key, value in state.items():
+        modules = stages(value)
+        if modules is not None:
+            for module in modules:
+                _add_module(live, key, module)
+        elif isinstance(value, Optimizer):
+            _add_optimizer(live, key, value, param_names(state))
+        elif is_stateful(value):
+            rule = getattr(value, "on_resize", None) or ("ask" if is_loader(value) else None)
+            if rule:
+                live.rules[key] = rule
+            live.extras[key] = _encode(live, key, value.state_dict(), inline=True)
+        elif isinstance(value, torch.Tensor):
+            live.add(key, "tensor", value, steady=False)
+        else:
+            live.extras[key] = _encode(live, key, value, inline=False)
+    return live
+
+
+def check_keys(state: State) -> None:
+    if not isinstance(state, dict) or not state:
+        raise UsageError(
+            "state must be a dict such as {'model': model, 'optim': optimizer}, "
+            f"not {type(state).__name__}"
+        )
+    for key in state:
+        if not isinstance(key, str) or not key or "." in key or "/" in key or key[0] == "$":
+            raise UsageError(f"key {key!r} of the state must be a name without '.', '/' or '$'")
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module under DDP and torch.compile."""
+    while True:
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):
+            module = module._orig_mod
+        else:
+            return module
+
+
+def clean(name: str) -> str:
+    """A fully qualified name without the components that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Sharded parameters under their own names; tied ones appear under each name."""
+    module = unwrap(module)
+    for part in module.modules():
+        if hasattr(part, "reshard") and hasattr(part, "unshard"):  # FSDP2: not left gathered
+            part.reshard()
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if "_flat_param" in name:
+            raise UsageError(
+                "FullyShardedDataParallel (FSDP1) flattens parameters and is not supported",
+                hint="use torch.distributed.fsdp.fully_shard",
+            )
+        yield clean(name), p
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent buffers."""
+    for prefix, part in unwrap(module).named_modules(remove_duplicate=False):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield clean(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with state of their own (`get_extra_state`)."""
+    for prefix, part in unwrap(module).named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield clean(f"{prefix}._extra_state" if prefix else "_extra_state"), part
+
+
+def _add_module(live: Live, key: str, module: nn.Module) -> None:
+    first: dict[int, str] = {}
+    for kind, pairs in (("param", named_parameters(module)), ("buffer", named_buffers(module))):
+        for name, tensor in pairs:
+            full = f"{key}.{name}"
+            known = first.setdefault(id(tensor), full)
+            if known != full:
+                live.aliases[full] = known
+            else:
+                live.add(full, kind, tensor, steady=kind == "param")
+    for name, part in extra_states(module):
+        live.extras[f"{key}.{name}"] = _encode(
+            live, f"{key}.{name}", part.get_extra_state(), inline=True
+        )
+
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+def param_names(state: State) -> dict[int, str]:
+    """Fully qualified names of all parameters of all modules, by object.
+
+    A name carries its module's key only where two modules of the state share a parameter name.
+    """
+    found: dict[int, tuple[str, str]] = {}
+    keys: dict[str, set[str]] = {}
+    for key, value in state.items():
+        for module in stages(value) or ():
+            for name, p in named_parameters(module):
+                found.setdefault(id(p), (key, name))
+                keys.setdefault(name, set()).add(key)
+    return {
+        i: name if len(keys[name]) == 1 else f"{key}.{name}" for i, (key, name) in found.items()
+    }
+
+
+def optimizer_params(
+    key: str, optimizer: Optimizer, names: dict[int, str]
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """(name, parameter) of each group; names from the state's modules, else by position."""
+    return [
+        [
+            (names.get(id(p), f"group{g}.{i}"), p)
+            for i, p in enumerate(group["params"])
+        ]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def hyper(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _add_optimizer(live: Live, key: str, optimizer: Optimizer, names: dict[int, str]) -> None:
+    groups: list[Any] = []
+    others: dict[str, Any] = {}
+    for group, pairs in zip(optimizer.param_groups, optimizer_params(key, optimizer, names)):
+        groups.append(
+            {
+                "params": [name for name, _ in pairs],
+                "hyper": _encode(live, key, hyper(group), inline=True),
+            }
+        )
+        for name, p in pairs:
+            plain = {}
+            for state, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor):
+                    add_state(live, f"{key}.{name}", str(state), p, value)
+                else:
+                    plain[str(state)] = _encode(live, f"{key}.{name}.{state}", value, inline=True)
+            if plain:
+                others[name] = plain
+    live.extras[key] = {"$optimizer": {"groups": groups, "state": others}}
+    live.rules[key] = "merge"
+
+
+def add_state(live: Live, prefix: str, state: str, p: torch.Tensor, value: torch.Tensor) -> None:
+    """One tensor of a parameter's optimizer state."""
+    name = f"{prefix}.{state}"
+    if name in live.tensors:
+        raise UsageError(f"two different tensors are named {name!r}")
+    live.tensors[name] = LiveTensor(name, state, place_state(p, value, name), True)
+
+
+def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
+    """Like `place`, but a plain tensor of the shape of a sharded parameter's local part lies as it."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(p, DTensor) and not isinstance(value, DTensor) and value.ndim:
+        like = place(p, name)
+        if like.box.shape != like.shape:
+            if tuple(value.shape) != like.box.shape:
+                raise UsageError(
+                    f"{name!r}: a plain tensor of shape {tuple(value.shape)} beside a sharded "
+                    f"parameter of shape {like.shape} (here {like.box.shape}): "
+                    "which part of what it is cannot be known",
+                    hint="let the optimizer keep this state as a DTensor",
+                )
+            return Placed(value.detach(), like.shape, like.box, like.cuts)
+    return place(value, name)
+
+
+# -- the rest -------------------------------------------------------------------------------------
+
+
+def _encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
+    """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline."""
+
+    def on_other(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            name = f"{key}.{path}"
+            if inline and leaf.numel() * leaf.element_size() <= INLINE_BYTES:
+                return inline_tensor(leaf)
+            live.add(name, "tensor", leaf, steady=False)
+            return {"$at": name}
+        if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):
+            return {"$object": _encode(live, f"{key}.{path}", leaf.state_dict(), inline=True)}
+        if isinstance(leaf, torch.Size):
+            return {"$tuple": list(leaf)}
+        raise UsageError(
+            f"{key}.{path}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be saved",
+            hint="give it state_dict()/load_state_dict(), hand modules and optimizers over as "
+            "values of the state itself, or reduce it to numbers, strings, lists, dicts or tensors",
+        )
+
+    if isinstance(value, torch.Size):
+        value = tuple(value)
+    return extras.encode(value, on_other)
+
+
+def inline_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """A small tensor as JSON: dtype, shape, bytes."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    plain = tensor.detach().cpu().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"$tensor": [dtype, list(tensor.shape), base64.b64encode(data).decode()]}
+
+
+def outline_tensor(body: Any) -> torch.Tensor:
+    """The inverse of `inline_tensor`, on the CPU."""
+    dtype, shape, data = body
+    raw = bytearray(base64.b64decode(data))
+    if not raw:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(raw, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+
+

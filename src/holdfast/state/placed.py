@@ -1,0 +1,113 @@
+"""Where a live tensor lies: from a torch tensor or DTensor to a box and cuts.
+
+A DTensor says by placements how its mesh's dims cut it.  Mesh dims become `Axis`es (ranks a stride apart),
+because each rank sees only its own slice of a sub-mesh; the common mesh is found when all ranks plan
+together.  `_StridedShard` means: this mesh dim cuts *after* the later ones on the same dim (FSDP2 over
+tensor parallelism), so it moves behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import LayoutError
+from holdfast.layout import Axis, Box, chunk, whole
+
+AxisCut = tuple[int, Axis]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A rank's part of a tensor.  `cuts` is None where no regular mesh describes the ranks."""
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+    cuts: tuple[AxisCut, ...] | None = ()
+
+    @property
+    def dtype(self) -> str:
+        return str(self.local.dtype).removeprefix("torch.")
+
+
+def place(tensor: torch.Tensor, name: str) -> Placed:
+    """Describe a tensor.  Shares memory with it.  LayoutError for what has no place."""
+    if isinstance(tensor, DTensor):
+        return _place_dtensor(tensor, name)
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise LayoutError(f"{name!r}: a {tensor.layout} tensor cannot be saved; make it dense")
+    shape = tuple(tensor.shape)
+    return Placed(tensor.detach(), shape, whole(shape))
+
+
+def _place_dtensor(tensor: DTensor, name: str) -> Placed:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape = tuple(tensor.shape)
+    with torch.no_grad():
+        local = tensor.detach().to_local()
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise LayoutError(f"{name!r}: this rank is not in the tensor's mesh {mesh}")
+    if any(p.is_partial() for p in placements):
+        raise LayoutError(
+            f"{name!r}: placement {placements} is a pending reduction",
+            hint="redistribute it to Replicate() or Shard() before saving",
+        )
+    box = whole(shape)
+    order = shard_order(placements, tuple(mesh.shape))
+    for mesh_dim, dim in order:
+        box = chunk(box, dim, coordinate[mesh_dim], mesh.size(mesh_dim))
+    if box.shape != tuple(local.shape):
+        raise LayoutError(
+            f"{name!r}: {placements} over {mesh} should leave {box.shape} here, "
+            f"but the local tensor is {tuple(local.shape)}",
+            hint="only cuts as torch.chunk makes them are known",
+        )
+    axes = mesh_axes(mesh)
+    cuts = None if axes is None else tuple((dim, axes[m]) for m, dim in order)
+    return Placed(local, shape, box, cuts)
+
+
+def shard_order(placements: Any, sizes: Any) -> list[tuple[int, int]]:
+    """(mesh dim, tensor dim) of every cut, in the order in which they apply.
+
+    Mesh dims apply from first to last, but a strided one waits until later cuts of its dim have
+    made `split_factor` parts.
+    """
+    order: list[tuple[int, int]] = []
+    for mesh_dim in reversed(range(len(placements))):
+        p = placements[mesh_dim]
+        if p.is_replicate():
+            continue
+        factor, at = getattr(p, "split_factor", 1), 0
+        while factor > 1 and at < len(order):
+            if order[at][1] == p.dim:
+                factor //= sizes[order[at][0]]
+            at += 1
+        order.insert(at, (mesh_dim, p.dim))
+    return order
+
+
+def mesh_axes(mesh: Any) -> list[Axis] | None:
+    """An Axis per mesh dim, or None if ranks do not lie at regular distances."""
+    ranks = mesh.mesh
+    names = mesh.mesh_dim_names or (None,) * ranks.ndim
+    base = int(ranks.reshape(-1)[0])
+    axes = []
+    for dim, name in enumerate(names):
+        line = ranks.select(dim, 1) - ranks.select(dim, 0) if ranks.size(dim) > 1 else None
+        stride = 1 if line is None else int(line.reshape(-1)[0])
+        axes.append(Axis(stride, ranks.size(dim), name))
+    index = torch.arange(prod(ranks.shape)).reshape(ranks.shape)
+    expected = torch.full_like(index, base)
+    for dim, axis in enumerate(axes):
+        shape = [1] * ranks.ndim
+        shape[dim] = axis.size
+        expected = expected + torch.arange(axis.size).reshape(shape) * axis.stride
+    regular = all(a.stride > 0 for a in axes) and bool((expected == ranks).all())
+    return axes if regular else None

@@ -1,0 +1,37 @@
+"""The random number generators of this process: python, numpy, torch on the CPU and on devices."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Rng:
+    """All generators as one stateful object; a `Checkpointer` adds one under the key `rng`.
+
+    Every rank's generators are its own.  On another number of ranks they stay as the script seeded
+    them (`fresh`): copying rank 0's to all would make dropout masks and noise repeat.
+    """
+
+    on_resize = "fresh"
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, *rest = np.random.get_state()
+        found: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": [kind, np.asarray(keys), *rest],
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["cuda"] = torch.cuda.get_rng_state()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(tuple(state["numpy"]))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])

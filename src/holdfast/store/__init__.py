@@ -1,0 +1,58 @@
+"""Where checkpoints live: `Store` is what holdfast asks of storage, the rest are answers to it.
+
+    open_store("/scratch/run")            a directory
+    open_store("file:///scratch/run")     the same
+    open_store("memory://name")           this process's memory, shared by name
+
+`holdfast.testing.StoreTests` tells whether another answer is a right one.
+"""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import unquote_to_bytes
+
+from holdfast.errors import UsageError
+from holdfast.near import near
+from holdfast.store.base import Store, Writer
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+
+__all__ = ["LocalStore", "MemoryStore", "Store", "Writer", "open_store"]
+
+_OBJECT_STORAGE = ("s3", "gs", "az")
+_SCHEMES = ("file", "memory", *_OBJECT_STORAGE)
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """The store at a path or URL.  Touches nothing: the first write makes what is missing."""
+    text = os.fspath(url)
+    scheme, separator, rest = text.partition("://")
+    if not separator or "/" in scheme:
+        if not text:
+            raise UsageError("cannot open a store at an empty path", hint="'.' is this directory")
+        return LocalStore(text)
+    if scheme == "file":
+        return LocalStore(_file_path(text, rest))
+    if scheme == "memory":
+        return MemoryStore(rest)
+    raise _unknown_scheme(text, scheme)
+
+
+def _file_path(url: str, rest: str) -> str:
+    path = rest.removeprefix("localhost")
+    if not path.startswith("/"):
+        raise UsageError(
+            f"cannot open '{url}': it names a host", hint=f"file:///{rest} has three /"
+        )
+    return os.fsdecode(unquote_to_bytes(path))
+
+
+def _unknown_scheme(url: str, scheme: str) -> UsageError:
+    works = "what works now is a path, file:// and memory://"
+    if scheme in _OBJECT_STORAGE:
+        later = "object storage comes with a later release"
+        return UsageError(f"cannot open '{url}': {later}; {works}", hint="use a shared file system")
+    return UsageError(
+        f"cannot open '{url}': unknown scheme '{scheme}'; {works}", hint=near(scheme, _SCHEMES)
+    )

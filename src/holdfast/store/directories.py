@@ -1,0 +1,78 @@
+"""Directories that come and go with the objects in them.
+
+Keys know no directories, so they are made when the first object needs one and removed with the
+last.  Several processes do both at once: whoever finds that a directory has just vanished makes it
+again, and whoever cannot remove one leaves it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+from holdfast.store.oserrors import REFUSED
+
+
+def fsync_directory(path: str) -> None:
+    """Make the names in a directory durable; one that is gone has none left."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in REFUSED:  # some network file systems: names are durable at once
+            raise
+    finally:
+        os.close(fd)
+
+
+def fsync_directories(path: str, root: str) -> None:
+    """Make the names in `path`, and of all directories from there up to `root`, durable.
+
+    All of them, not only those made by this process: another may have made one a moment ago and
+    died before it was durable.  An fsync of an unchanged directory costs next to nothing.
+    """
+    fsync_directory(path)
+    while path != root:
+        path = os.path.dirname(path)
+        fsync_directory(path)
+
+
+def make_directory(path: str) -> None:
+    """Make a directory, durable, and those above it that are missing.
+
+    FileNotFoundError if one above was removed in the meantime: try again.
+    """
+    parent = os.path.dirname(path)
+    with suppress(FileExistsError):
+        try:
+            os.mkdir(path)
+        except FileNotFoundError:
+            make_directory(parent)
+            os.mkdir(path)
+        fsync_directory(parent)
+
+
+def remove_empty_directories(path: str, root: str) -> None:
+    """Remove `path` and the directories above it, up to but not `root`, while they are empty."""
+    with suppress(OSError):  # not empty, or another process is doing the same: both fine
+        while path != root:
+            os.rmdir(path)
+            path = os.path.dirname(path)
+
+
+def walk(directory: str) -> Iterator[str]:
+    """Paths of all files below `directory`; what vanishes meanwhile is left out."""
+    try:
+        with os.scandir(directory) as scan:
+            entries = list(scan)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from walk(entry.path)
+        elif entry.is_file():
+            yield entry.path

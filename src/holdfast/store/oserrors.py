@@ -1,0 +1,66 @@
+"""The one border where what the operating system says becomes what a store says.
+
+    with translated("put", key, path):
+        os.link(temp, path)           # EEXIST -> Exists, ENOSPC -> OutOfSpace, EIO -> Unavailable
+
+Every message carries the operation, the full path and the cause.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.errors import Exists, NotFound, OutOfSpace, StoreError, Unavailable
+
+REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""How a file system says that it does not know a flag or a call."""
+
+_PASSING = (
+    "EIO ESTALE ETIMEDOUT EAGAIN EINTR EBUSY ENOLCK ENOMEM EMFILE ENFILE EREMOTEIO ECONNRESET "
+    "ECONNREFUSED ENETDOWN ENETUNREACH EHOSTDOWN EHOSTUNREACH ENOTCONN ESHUTDOWN"
+)
+_FORBIDDEN = "may this user write there, is the mount read-only, does it know hard links?"
+_NESTED = "a key cannot also be the directory of other keys"
+_HINTS = {
+    errno.ENOSPC: "free space, or prune old steps",
+    errno.EDQUOT: "raise the quota, or prune old steps",
+    errno.EROFS: _FORBIDDEN,
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.ENOTSUP: _FORBIDDEN,
+    errno.ENOTDIR: _NESTED,
+    errno.EISDIR: _NESTED,
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENAMETOOLONG: "file systems allow 255 bytes between two slashes",
+}
+
+
+def _error_kinds() -> dict[int, type[StoreError]]:
+    passing = [getattr(errno, name) for name in _PASSING.split() if hasattr(errno, name)]
+    kinds: dict[int, type[StoreError]] = dict.fromkeys(passing, Unavailable)
+    kinds |= {errno.ENOSPC: OutOfSpace, errno.EDQUOT: OutOfSpace}
+    return kinds | {errno.ENOENT: NotFound, errno.EEXIST: Exists}
+
+
+_KINDS = _error_kinds()
+
+
+@contextmanager
+def translated(op: str, key: str, path: str) -> Iterator[None]:
+    """The one border where an `OSError` becomes a `StoreError`."""
+    try:
+        yield
+    except OSError as error:
+        raise _store_error(op, key, path, error) from error
+
+
+def _store_error(op: str, key: str, path: str, error: OSError) -> StoreError:
+    code = error.errno or 0
+    kind = _KINDS.get(code, StoreError)
+    if op in ("get", "read", "size") and code in (errno.ENOTDIR, errno.EISDIR):
+        kind = NotFound
+    cause = f"{error.strerror or error} ({errno.errorcode.get(code, code)})"
+    hint = _HINTS.get(code) if kind is not NotFound else None
+    return kind(f"cannot {op} '{path}': {cause}", key=key or None, hint=hint)

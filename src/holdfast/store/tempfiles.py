@@ -1,0 +1,240 @@
+"""Files that appear whole and stay: what a store on a file system is made of.
+
+An object is written under a temporary name in the directory it will live in, made durable, and
+only then given its own name:
+
+    temp = open_temp(directory)            # .tmp-<host>-<pid>-<random>
+    temp.write(0, view)
+    temp.publish(final, root, replace=False)
+    temp.discard()                         # always; after publish there is nothing left to do
+
+The order must hold (else data loss): bytes reach the disk, the name appears, the name reaches the
+disk.  A name that must be new is made by link(2), which is atomic on NFS too and fails if the name
+is taken.  A reply to link or rename can be lost on a network and the call repeated, so after an
+error we look whether the name is ours: then the call did succeed.
+
+A process that dies leaves its temporary files.  Nobody ever lists them; `sweep` removes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import socket
+from contextlib import suppress
+
+from holdfast.store.contract import BLOCK_BYTES
+from holdfast.store.directories import fsync_directories, make_directory, walk
+from holdfast.store.oserrors import REFUSED, translated
+
+BOUNCE_BYTES = 1 << 20
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # no such thing on macOS
+
+_TEMP_NAME = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d{1,9})-[0-9a-f]{16}")
+
+
+def host() -> str:
+    """Names the machine and, since containers may share its name, the space of process ids."""
+    space = 0
+    with suppress(OSError):
+        space = os.stat("/proc/self/ns/pid").st_ino
+    return f"{socket.gethostname().replace('/', '_')}.{space}"
+
+
+def temp_name() -> str:
+    """A file name that no other process has, and that tells whose it is."""
+    return f".tmp-{host()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def sweep(root: str | os.PathLike[str]) -> list[str]:
+    """Remove temporary files below `root` whose process is dead; returns their paths.
+
+    Only those of this host can be judged and are touched.  Safe at any time, next to writers.
+    """
+    top = os.path.abspath(root)
+    with translated("sweep", "", top):
+        stale = [path for path in walk(top) if _is_stale(os.path.basename(path))]
+        for path in stale:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+    return stale
+
+
+def _is_stale(name: str) -> bool:
+    match = _TEMP_NAME.fullmatch(name)
+    return match is not None and match["host"] == host() and not _is_alive(int(match["pid"]))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # not ours to signal, so it lives
+        return True
+    return True
+
+
+def open_temp(directory: str, *, direct: bool = False) -> TempFile:
+    """Begin a file in `directory`, which is made if missing.
+
+    `direct` asks for O_DIRECT; `TempFile.direct` says whether the file system gave it.  Another
+    process may delete the last object of the directory, and with it the directory, between our
+    mkdir and open; then we try again.
+    """
+    for _ in range(100):
+        path = os.path.join(directory, temp_name())
+        with suppress(FileNotFoundError):
+            make_directory(directory)
+            return _open_new(path, direct=direct and bool(O_DIRECT))
+    raise OSError(errno.EBUSY, "the directory cannot be made, or vanishes each time", directory)
+
+
+def _open_new(path: str, *, direct: bool) -> TempFile:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    if direct:
+        try:
+            return TempFile(path, os.open(path, flags | O_DIRECT, 0o666), direct=True)
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise
+        with suppress(FileNotFoundError):  # Linux may make the file before it refuses the flag
+            os.unlink(path)
+    return TempFile(path, os.open(path, flags, 0o666), direct=False)
+
+
+class TempFile:
+    """A file under a temporary name; owned by one caller, who must `discard` it in the end.
+
+    With `direct`, every byte goes past the page cache, so that cached and direct writes never meet
+    on a page: what is not aligned in memory is copied through an aligned buffer, and the last block
+    is padded (`truncate` cuts it).  Should the file system refuse after all, O_DIRECT is taken off
+    the descriptor and the write repeated.  `write` alone may be called from several threads.
+    """
+
+    def __init__(self, path: str, fd: int, *, direct: bool) -> None:
+        self.path = path
+        self.direct = direct
+        self._fd = fd
+        self._identity: os.stat_result | None = None
+
+    def reserve(self, size: int) -> None:
+        """Claim space for `size` bytes, if the file system can, so that a full disk shows now."""
+        if size:
+            _fallocate(self._fd, -(-size // BLOCK_BYTES) * BLOCK_BYTES)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write all of `view` at `offset`, a multiple of 4096; may write zeros up to the next."""
+        if not self.direct:
+            return self._write_all(offset, view)
+        aligned = len(view) // BLOCK_BYTES * BLOCK_BYTES if _is_aligned(view) else 0
+        self._write_all(offset, view[:aligned])
+        for start in range(aligned, len(view), BOUNCE_BYTES):
+            self._write_all(offset + start, _aligned_copy(view[start : start + BOUNCE_BYTES]))
+
+    def truncate(self, size: int) -> None:
+        """Cut the padding, or what was reserved and not written."""
+        os.ftruncate(self._fd, size)
+
+    def publish(self, final: str, root: str, *, replace: bool) -> None:
+        """Make the bytes durable, then the name `final` appear, then the name durable.
+
+        Without `replace` a name that is taken is a FileExistsError; it is durable by then, so that
+        whoever is told so can rely on it.
+        """
+        os.fsync(self._fd)
+        self._identity = os.fstat(self._fd)
+        self._close()  # NFS keeps a file that is unlinked while open, under another name
+        directory = os.path.dirname(final)
+        try:
+            self._rename(final, replace=replace)
+        except FileExistsError:
+            fsync_directories(directory, root)
+            raise
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        fsync_directories(directory, root)
+
+    def is_at(self, path: str) -> bool:
+        """Whether `path` names this file."""
+        with suppress(OSError):
+            return self._identity is not None and os.path.samestat(self._identity, os.stat(path))
+        return False
+
+    def discard(self) -> None:
+        """Close the file and remove its temporary name, if they are still there; never raises."""
+        with suppress(OSError):
+            self._close()
+        with suppress(OSError):
+            os.unlink(self.path)
+
+    def _rename(self, final: str, *, replace: bool) -> None:
+        try:
+            (os.replace if replace else os.link)(self.path, final)
+        except OSError:
+            if not self.is_at(final):
+                raise
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _write_all(self, offset: int, view: memoryview) -> None:
+        while view:
+            done = self._write_some(offset, view)
+            offset += done
+            view = view[done:]
+
+    def _write_some(self, offset: int, view: memoryview) -> int:
+        direct = self.direct
+        try:
+            done = os.pwrite(self._fd, view, offset)
+        except OSError as error:
+            if not (direct and error.errno in REFUSED):
+                raise
+            self._leave_direct()
+            return 0
+        if not done:
+            raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
+        return done
+
+    def _leave_direct(self) -> None:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~O_DIRECT)
+        self.direct = False  # after F_SETFL: a thread that reads False writes without the flag
+
+
+def _is_aligned(view: memoryview) -> bool:
+    if view.readonly or not view:  # ctypes tells no address of read-only memory
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % BLOCK_BYTES == 0
+
+
+def _aligned_copy(view: memoryview) -> memoryview:
+    buffer = mmap.mmap(-1, -(-len(view) // BLOCK_BYTES) * BLOCK_BYTES)  # starts at a page, zeroed
+    buffer[: len(view)] = view
+    return memoryview(buffer)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _fallocate(fd: int, size: int) -> None:
+    """fallocate(2) itself: where it is not supported (NFS 3), posix_fallocate(3) would write a byte
+    into every block instead.
+    """
+    call = getattr(_libc, "fallocate", None)
+    if call is None:
+        return
+    code = errno.EINTR
+    while code == errno.EINTR:
+        failed = call(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size))
+        code = ctypes.get_errno() if failed else 0
+    if code and code not in REFUSED:
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,218 @@
+"""Stores around a store: one that dies, one that fails, one that is slow, one that counts.
+
+    store = StopAfter(MemoryStore("a"), 3)
+    with suppress(Stopped):
+        save(store)                        # dies at its third change
+    verify(store.inner)                    # what a restarted job finds
+
+Each is a whole store by `Store`'s rules, so they nest.  All they add sits in one function per class:
+what happens around a call of the inner store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar, final
+
+from holdfast.store.base import Bytes, Store, Writer
+
+T = TypeVar("T")
+
+CHANGES: Final = frozenset({"put", "create", "write", "finish", "delete"})
+"""The operations that change what a store holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call of a store or writer: `name` is the method, `num_bytes` what it was to move."""
+
+    name: str
+    key: str
+    num_bytes: int = 0
+
+
+class Wrapper(ABC):
+    """A store whose every call, and every call of its writers, goes through `around`."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.url = inner.url
+
+    @abstractmethod
+    def around(self, operation: Operation, call: Callable[[], T]) -> T:
+        """Do `call()`, or not, or something before and after it."""
+
+    @final
+    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
+        """`Store.put`."""
+        self.around(
+            Operation("put", key, memoryview(data).nbytes),
+            lambda: self.inner.put(key, data, if_absent=if_absent),
+        )
+
+    @final
+    def create(self, key: str, size: int) -> Writer:
+        """`Store.create`."""
+        writer = self.around(Operation("create", key), lambda: self.inner.create(key, size))
+        return WrappedWriter(self, key, writer)
+
+    @final
+    def get(self, key: str) -> bytes:
+        """`Store.get`."""
+        return self.around(Operation("get", key), lambda: self.inner.get(key))
+
+    @final
+    def read(self, key: str, offset: int, into: memoryview) -> None:
+        """`Store.read`."""
+        operation = Operation("read", key, into.nbytes)
+        self.around(operation, lambda: self.inner.read(key, offset, into))
+
+    @final
+    def size(self, key: str) -> int:
+        """`Store.size`."""
+        return self.around(Operation("size", key), lambda: self.inner.size(key))
+
+    @final
+    def list(self, prefix: str = "") -> list[str]:
+        """`Store.list`."""
+        return self.around(Operation("list", prefix), lambda: self.inner.list(prefix))
+
+    @final
+    def delete(self, key: str) -> None:
+        """`Store.delete`."""
+        self.around(Operation("delete", key), lambda: self.inner.delete(key))
+
+
+@final
+class WrappedWriter:
+    """The writer of a `Wrapper`."""
+
+    def __init__(self, store: Wrapper, key: str, inner: Writer) -> None:
+        self.block_bytes = inner.block_bytes
+        self._store = store
+        self._key = key
+        self._inner = inner
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """`Writer.write`."""
+        operation = Operation("write", self._key, memoryview(data).nbytes)
+        self._store.around(operation, lambda: self._inner.write(offset, data))
+
+    def finish(self) -> None:
+        """`Writer.finish`."""
+        self._store.around(Operation("finish", self._key), self._inner.finish)
+
+    def abort(self) -> None:
+        """`Writer.abort`."""
+        self._store.around(Operation("abort", self._key), self._inner.abort)
+
+
+class Stopped(BaseException):
+    """The process is dead from here on; not an `Exception`, so that nobody handles it."""
+
+
+@final
+class StopAfter(Wrapper):
+    """Dies at its `n`-th change (put, create, write, finish, delete; counted from 1).
+
+    That one does not take effect, or does if `torn`: then the process died between the effect and
+    the return.  From there on every call raises `Stopped` and nothing takes effect, `abort`
+    included, since the dead clean up nothing.  `n=None` never dies, and so counts a whole run:
+
+        whole = StopAfter(MemoryStore("whole"), None)
+        save(whole)
+        for n in range(1, len(whole.operations) + 1): ...
+    """
+
+    def __init__(self, inner: Store, n: int | None, *, torn: bool = False) -> None:
+        super().__init__(inner)
+        self.n = n
+        self.torn = torn
+        self.operations: list[Operation] = []
+        """The changes that took effect, in order."""
+        self._num_changes = 0
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def around(self, operation: Operation, call: Callable[[], T]) -> T:
+        """Let the call through while alive."""
+        last = self._is_last(operation)
+        if last and not self.torn:
+            raise Stopped(f"before {operation}")
+        result = call()
+        if operation.name in CHANGES:
+            with self._lock:
+                self.operations.append(operation)
+        if last:
+            raise Stopped(f"after {operation}")
+        return result
+
+    def _is_last(self, operation: Operation) -> bool:
+        with self._lock:
+            if self._stopped:
+                raise Stopped(f"before {operation}")
+            self._num_changes += operation.name in CHANGES
+            self._stopped = self._num_changes == self.n
+            return self._stopped
+
+
+@final
+class Faulty(Wrapper):
+    """Raises whatever `fail(op, key)` returns, instead of doing the call; None lets it pass.
+
+    `op` is the name of the method.  `fail` is called from the threads that use the store.
+    """
+
+    def __init__(self, inner: Store, fail: Callable[[str, str], Exception | None]) -> None:
+        super().__init__(inner)
+        self.fail = fail
+
+    def around(self, operation: Operation, call: Callable[[], T]) -> T:
+        """Ask `fail` first."""
+        error = self.fail(operation.name, operation.key)
+        if error is not None:
+            raise error
+        return call()
+
+
+@final
+class Slow(Wrapper):
+    """Waits `seconds` before every call, as a far or busy store does."""
+
+    def __init__(self, inner: Store, seconds: float) -> None:
+        super().__init__(inner)
+        self.seconds = seconds
+
+    def around(self, operation: Operation, call: Callable[[], T]) -> T:
+        """Wait first."""
+        time.sleep(self.seconds)
+        return call()
+
+
+@final
+class Counting(Wrapper):
+    """Counts the calls of each operation, and the bytes of those that succeeded."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.calls: Counter[str] = Counter()
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._lock = threading.Lock()
+
+    def around(self, operation: Operation, call: Callable[[], T]) -> T:
+        """Count before and after."""
+        with self._lock:
+            self.calls[operation.name] += 1
+        result = call()
+        with self._lock:
+            if operation.name in ("put", "write"):
+                self.bytes_written += operation.num_bytes
+            else:
+                self.bytes_read += len(result) if isinstance(result, bytes) else operation.num_bytes
+        return result

@@ -1,0 +1,100 @@
+"""The examples must run as they are printed: the model, the data, the training script, and the demo's own judgement."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+torch = pytest.importorskip("torch")
+
+import compare  # noqa: E402  they lie in examples/
+import gpt  # noqa: E402
+import launch  # noqa: E402
+import text  # noqa: E402
+
+SMALL = gpt.Shape(dim=32, hidden=48, num_layers=1, num_heads=4, num_kv_heads=2, context=16)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_share_the_same_global_batches(num_ranks: int) -> None:
+    options = {"batch": 8, "context": 16, "seed": 3, "limit_bytes": 10_000}
+    alone = text.Loader(**options)
+    shared = [text.Loader(**options, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    for _ in range(3):
+        inputs, targets = next(alone)
+        parts = [next(loader) for loader in shared]
+        assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
+        assert torch.equal(torch.cat([part[1] for part in parts]), targets)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_the_loader_goes_on_from_its_state() -> None:
+    first, second = (text.Loader(batch=4, context=16, seed=0, limit_bytes=10_000) for _ in range(2))
+    next(first), next(first)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert all(torch.equal(a, b) for a, b in zip(next(first), next(second)))
+
+
+def test_a_chunk_of_the_fused_qkv_is_whole_groups() -> None:
+    """Attention over each half of the rows, side by side, is attention over all: what tensor parallelism relies on."""
+    whole = gpt.Attention(SMALL)
+    whole.proj = torch.nn.Identity()
+    x, angles = torch.randn(2, 16, SMALL.dim), gpt.rotary_angles(16, whole.head_dim)
+    halves = []
+    for rows in whole.qkv.weight.detach().chunk(2):
+        half = gpt.Attention(SMALL)
+        half.proj = torch.nn.Identity()
+        half.qkv.weight = torch.nn.Parameter(rows)
+        halves.append(half(x, angles))
+    torch.testing.assert_close(torch.cat(halves, dim=-1), whole(x, angles))
+
+
+def test_the_plan_names_only_modules_that_exist() -> None:
+    modules = dict(gpt.build(shape=SMALL).named_modules())
+    assert all(pattern.replace("*", "0") in modules for pattern in gpt.tensor_parallel_plan())
+
+
+def test_no_position_sees_the_future() -> None:
+    model = gpt.build(shape=SMALL)
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 256
+    assert torch.equal(model(tokens)[0, :10], model(changed)[0, :10])
+
+
+def test_a_verdict_finds_what_differs_and_what_is_missing() -> None:
+    verdict = compare.Verdict("")
+    verdict.expect_equal("x", {"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 0, "d": 4})
+    assert verdict.problems == ["x: b differs", "x: c is on one side only", "x: d is on one side only"]
+
+
+def test_half_saved_is_a_step_with_an_attempt_and_no_manifest(tmp_path: Path) -> None:
+    assert launch.half_saved(tmp_path) is None
+    attempt = tmp_path / "steps/0000000020/0001-000002"
+    attempt.mkdir(parents=True)
+    (attempt / "r00001.safetensors").touch()
+    (attempt / ".tmp-r00000").touch()
+    assert launch.half_saved(tmp_path) == (20, [1])
+    (tmp_path / "steps/0000000020/manifest.json").touch()
+    assert launch.half_saved(tmp_path) is None
+
+
+def train(tmp_path: Path, name: str, steps: int) -> list[tuple[int, float]]:
+    """Run train.py in one process on root `name`; the (step, loss) pairs of this run alone."""
+    log = tmp_path / f"{name}-{steps}.jsonl"
+    options = ["--horizon=6", "--every=2", "--batch=2", "--dropout=0.1", f"--steps={steps}"]
+    command = [sys.executable, str(EXAMPLES / "train.py"), f"--root={tmp_path / name}", f"--log-file={log}", *options]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [(r["step"], r["loss"]) for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "step"]
+
+
+def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path) -> None:
+    """With dropout, so that the random number generators count as well."""
+    assert train(tmp_path, "parts", 4) + train(tmp_path, "parts", 6) == train(tmp_path, "whole", 6)
