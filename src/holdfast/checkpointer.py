@@ -24,7 +24,7 @@ from holdfast.format.manifest import decode
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.recovery import newest_good
-from holdfast.state.live import State, check_keys, collect
+from holdfast.state.live import Live, State, check_keys, collect
 from holdfast.state.restore import RULES, Options, restore
 from holdfast.state.rng import Rng
 from holdfast.store import MemoryStore, Store, open_store
@@ -100,13 +100,17 @@ class Checkpointer:
             deadline_s=deadline_s,
         )
         self._closed = False
+        self._prepared = False
         self._stop = _Stop(self._group, sigterm_s) if sigterm_s is not None else None
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -123,6 +127,9 @@ class Checkpointer:
         every = self.every.durable
         if every is not None and step % every == 0:
             self._begin(step, must=self.when_busy == "queue")
+        elif every is not None and not self._prepared:
+            self._durable.prepare(self._collect())
+        self._prepared = True
 
     def save(self, step: int) -> Save:
         """Save durably now, whatever is due; waits for a save in flight.  Returns a handle."""
@@ -132,13 +139,16 @@ class Checkpointer:
     def _begin(self, step: int, *, must: bool) -> Save:
         self._check_open()
         with span("save.call", step=step):
-            live = collect(self._everything())
-            for key, rule in self.on_resize.items():
-                if key in live.extras:
-                    live.rules[key] = rule
-            save = self._durable.begin(live, step, must=must)
+            save = self._durable.begin(self._collect(), step, must=must)
         self._saves.append(save)
         return save
+
+    def _collect(self) -> Live:
+        live = collect(self._everything())
+        for key, rule in self.on_resize.items():
+            if key in live.extras:
+                live.rules[key] = rule
+        return live
 
     def _report(self) -> None:
         """Tell the user of saves that have failed since the last call."""
@@ -247,9 +257,7 @@ def save(
     group = Group(deadline_s)
     store = open_shared(url, group)
     run, attempt = msgspec.json.decode(group.broadcast(_once(store) if group.rank == 0 else None))
-    durable = Durable(
-        store, group, claim=None, run=run, attempt=attempt, deadline_s=deadline_s
-    )
+    durable = Durable(store, group, claim=None, run=run, attempt=attempt, deadline_s=deadline_s)
     try:
         durable.begin(collect(state), step, must=True).wait()
     finally:
@@ -342,7 +350,7 @@ def _claim_together(store: Store, group: Group) -> Claim:
     if group.rank == 0:
         try:
             mine = claim(store)
-            sweep(store, mine, set())
+            sweep(store, mine, 0)
             answer = b"\0" + msgspec.json.encode(mine)
         except HoldfastError as error:
             answer = b"\1" + str(error).encode()
@@ -356,7 +364,9 @@ def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
     """Open a store that all ranks reach."""
     store = open_store(os.fspath(url))
     if group.size > 1 and isinstance(store, MemoryStore):
-        raise UsageError(f"{store.url} is in the memory of one process; {group.size} ranks need a path")
+        raise UsageError(
+            f"{store.url} is in the memory of one process; {group.size} ranks need a path"
+        )
     return store
 
 

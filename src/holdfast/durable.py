@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,15 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.checkpoint.committing import Claim, Keep, commit, discard, prune, sweep
+from holdfast.checkpoint.committing import (
+    Claim,
+    Keep,
+    attempt_of,
+    commit,
+    discard,
+    prune,
+    sweep,
+)
 from holdfast.checkpoint.names import step_prefix
 from holdfast.checkpoint.reading import in_threads
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
@@ -36,16 +46,20 @@ from holdfast.layout import Mesh, Placement
 from holdfast.state.agreed import Agreement, describe, merge
 from holdfast.state.live import Live
 from holdfast.state.snapshot import (
+    MAX_RETAKES,
     Copies,
+    Filling,
     Memory,
+    Refilled,
     Window,
     copy_steadily,
     fingerprint,
     pin,
     set_aside,
+    touch,
     versions,
 )
-from holdfast.store import Store
+from holdfast.store import Store, Writer
 from holdfast.version import __version__
 
 WRITE_BYTES = 8 << 20
@@ -65,8 +79,15 @@ class Save:
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the step is committed.  Raises the failure, or TimeoutError."""
-        self._future.result(timeout)
+        """Block until the step is committed.  Raises the failure, or Deadline after `timeout` s."""
+        try:
+            self._future.result(timeout)
+        except (FutureTimeout, TimeoutError):
+            if self._future.done():
+                raise
+            raise Deadline(
+                f"the save of step {self.step} is not done after {timeout:g} s", step=self.step
+            ) from None
 
     @property
     def error(self) -> BaseException | None:
@@ -130,11 +151,19 @@ class _Job:
     step: int
     live: Live
     save: Save
-    window: Window
+    window: Window | None
     versions: list[int]
     busy: bool
-    description: bytes
+    description: bytes = b""
     holds_image: bool = False
+    replaced: str | None = None
+    """On rank 0: the attempt that the step had before."""
+
+    def close_window(self) -> None:
+        """The next optimizer step may go ahead."""
+        if self.window is not None:
+            self.window.done()
+
     verdict: _Verdict | None = None
     started: float = field(default_factory=time.perf_counter)
 
@@ -166,11 +195,13 @@ class Durable:
         self._memory = Memory()
         self._aside: dict[str, torch.Tensor] = {}
         self._plan: _Plan | None = None
-        self._known: dict[str, bytes] = {}
+        self._kinds: list[str] | None = None
+        """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
         self._free = threading.Event()
         self._free.set()
         self._capture = ThreadPoolExecutor(1, "holdfast-capture")
         self._persist = ThreadPoolExecutor(1, "holdfast-persist")
+        self._tidying = ThreadPoolExecutor(1, "holdfast-tidy")
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -187,20 +218,27 @@ class Durable:
         if not busy:
             self._settle()
             set_aside(live, self._aside)
-        job = _Job(
-            self._number, step, live, save, Window(step), versions(live), busy, describe(live)
-        )
+        job = _Job(self._number, step, live, save, Window(step), versions(live), busy)
         self._capture.submit(self._guarded, self._do_capture, job)
         return save
 
+    def prepare(self, live: Live) -> None:
+        """Plan a save of what `live` describes and have the memory for it ready.  Returns at once."""
+        self._number += 1
+        self._settle()
+        set_aside(live, self._aside)
+        job = _Job(self._number, 0, live, Save(0), None, [], False)
+        self._capture.submit(self._guarded, self._do_capture, job)
+
     def _settle(self) -> None:
-        """Wait for earlier captures: the buffers set aside for the last snapshot must have gone into its image."""
+        """Wait for earlier captures: what was set aside for them must have gone into the image."""
         self._capture.submit(lambda: None).result()
 
     def close(self) -> None:
         """Wait for what is under way."""
         self._capture.shutdown()
         self._persist.shutdown()
+        self._tidying.shutdown()
 
     # -- capture thread ---------------------------------------------------------------------------
 
@@ -208,7 +246,7 @@ class Durable:
         try:
             work(job)
         except BaseException as error:
-            job.window.done()
+            job.close_window()
             self._release(job)
             if not job.save.done():
                 self._finish(job, error)
@@ -231,6 +269,7 @@ class Durable:
             job.save._future.set_exception(error)
 
     def _do_capture(self, job: _Job) -> None:
+        job.description = describe(job.live)
         if not job.busy:
             self._take(job)
         verdict = self._agree(job)
@@ -241,10 +280,26 @@ class Durable:
         if verdict.describe:
             self._make_plan(job, verdict.describe)
         image = self._lay_out(job)
-        assert self._plan is not None and self._plan.copies is not None
-        copy_steadily(self._plan.copies, job.live, job.versions, job.step)
-        job.window.done()
-        self._persist.submit(self._guarded, self._do_persist(image), job)
+        if job.window is None:
+            self._release(job)
+            return
+        filling = Filling()
+        self._persist.submit(self._guarded, self._persister(image, filling), job)
+        self._fill(job, image, filling)
+
+    def _fill(self, job: _Job, image: Image, filling: Filling) -> None:
+        """Copy the live tensors into the image; a failure is the writer's to report."""
+        try:
+            assert self._plan is not None and self._plan.copies is not None
+            retakes = MAX_RETAKES if self.group.size == 1 else 0
+            copy_steadily(
+                self._plan.copies, job.live, job.versions, filling, step=job.step, retakes=retakes
+            )
+            filling.advance(image.table_start)
+            filling.complete()
+        except BaseException as error:
+            filling.fail(error)
+        job.close_window()
 
     def _take(self, job: _Job) -> None:
         """Wait for the image: the save before may still be writing it."""
@@ -255,7 +310,7 @@ class Durable:
 
     def _skip(self, job: _Job) -> None:
         self._release(job)
-        job.window.done()
+        job.close_window()
         job.save.skipped = True
         emit("save.skipped", step=job.step)
         job.save._future.set_result(False)
@@ -282,7 +337,7 @@ class Durable:
             return msgspec.msgpack.encode(_Verdict(False, [], {}, {}))
         kinds = [r.description for r in ready]
         describing: list[int] = []
-        if kinds != getattr(self, "_kinds", None) or len({r.agreement for r in ready}) != 1:
+        if kinds != self._kinds or len({r.agreement for r in ready}) != 1:
             describing = [kinds.index(k) for k in dict.fromkeys(kinds)]
             self._kinds = kinds
         per_rank, send = sort_extras(ready)
@@ -298,11 +353,12 @@ class Durable:
 
     def _merge(self, key: str, describing: list[int]) -> bytes:
         docs = [
-            self.group.wait(f"{key}/{rank}", f"rank {rank}", self.deadline_s)
-            for rank in describing
+            self.group.wait(f"{key}/{rank}", f"rank {rank}", self.deadline_s) for rank in describing
         ]
-        order = {self._kinds[rank]: i for i, rank in enumerate(describing)}
-        agreement = merge(docs, [order[k] for k in self._kinds], self.mesh)
+        kinds, self._kinds = self._kinds or [], None  # a merge that fails must be tried again
+        order = {kinds[rank]: i for i, rank in enumerate(describing)}
+        agreement = merge(docs, [order[k] for k in kinds], self.mesh)
+        self._kinds = kinds
         return msgspec.msgpack.encode(agreement)
 
     def _lay_out(self, job: _Job) -> Image:
@@ -320,30 +376,30 @@ class Durable:
         old = len(self._memory.view)
         memory = self._memory.reserve(-(-image.total_bytes // ALIGN) * ALIGN)
         if len(memory) != old:
+            if job.window is None:
+                touch(memory)
             pin(memory)
             plan.copies = None
         mark = fingerprint(job.live)
         if plan.copies is None or mark != plan.fingerprint:
-            plan.copies = Copies.plan(
-                image, plan.agreement.tensors, job.live, self._aside, memory
-            )
+            plan.copies = Copies.plan(image, plan.agreement.tensors, job.live, self._aside, memory)
             plan.fingerprint = mark
         memory[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
         return image
 
     # -- persist thread ---------------------------------------------------------------------------
 
-    def _do_persist(self, image: Image) -> Any:
-        return lambda job: self._write_and_commit(job, image)
+    def _persister(self, image: Image, filling: Filling) -> Callable[[_Job], None]:
+        return lambda job: self._write_and_commit(job, image, filling)
 
-    def _write_and_commit(self, job: _Job, image: Image) -> None:
+    def _write_and_commit(self, job: _Job, image: Image, filling: Filling) -> None:
         assert job.verdict is not None and self._plan is not None
         error: HoldfastError | None = None
         file = None
         attempt = self.attempt or f"{self.run:04d}-{job.number:06d}"
         try:
             with span("persist", step=job.step, bytes=image.total_bytes):
-                file = self._write(job, image, attempt)
+                file = self._write(job, image, filling, attempt)
         except Exception as failed:
             error = failed if isinstance(failed, HoldfastError) else HoldfastError(repr(failed))
         mine = self.group.rank
@@ -364,33 +420,25 @@ class Durable:
             raise RankErrors(f"save of step {job.step}", outcome.errors, step=job.step) from error
         self._finish(job, None)
         if mine == 0:
-            self._tidy()
+            self._tidying.submit(self._tidy, job)
 
-    def _write(self, job: _Job, image: Image, attempt: str) -> FileEntry | None:
+    def _write(self, job: _Job, image: Image, filling: Filling, attempt: str) -> FileEntry | None:
+        """Digest and write the image while it is being filled; None if this rank has nothing."""
         if not image.pieces.total_bytes and not image.extras_bytes:
+            filling.settle(filling.turn)
             return None
-        memory = self._memory.view
-        table = np.empty(num_chunks(image.table_start), "<u8")
         path = f"{attempt}/r{self.group.rank:05d}.safetensors"
-        writer = self.store.create(step_prefix(job.step) + path, image.total_bytes)
-        try:
-            last = image.table_start // WRITE_BYTES * WRITE_BYTES
-
-            def one(start: int) -> None:
-                stop = min(start + WRITE_BYTES, image.table_start)
-                view = memory[start:stop]
-                first = start // CHUNK_BYTES
-                digest_chunks(view, table[first : first + num_chunks(len(view))])
-                if start < last:
-                    writer.write(start, view)
-
-            in_threads(one, list(range(0, image.table_start, WRITE_BYTES)), WRITE_THREADS)
-            memory[image.table_start : image.total_bytes] = table.tobytes()
-            writer.write(last, memory[last : image.total_bytes])
-            writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
+        while True:
+            writer = self.store.create(step_prefix(job.step) + path, image.total_bytes)
+            try:
+                table = self._stream(writer, image, filling, filling.turn)
+                writer.finish()
+                break
+            except Refilled:
+                writer.abort()
+            except BaseException:
+                writer.abort()
+                raise
         count("written.bytes", image.total_bytes)
         return FileEntry(
             self.group.rank,
@@ -399,8 +447,29 @@ class Durable:
             image.data_start,
             image.extras_start,
             image.table_start,
-            hexdigest(table.tobytes()),
+            hexdigest(table),
         )
+
+    def _stream(self, writer: Writer, image: Image, filling: Filling, turn: int) -> bytes:
+        """Write every block as soon as it is filled, the digest table last; returns the table."""
+        memory = self._memory.view
+        table = np.empty(num_chunks(image.table_start), "<u8")
+        last = image.table_start // WRITE_BYTES * WRITE_BYTES
+
+        def one(start: int) -> None:
+            stop = min(start + WRITE_BYTES, image.table_start)
+            filling.wait(stop, turn)
+            view = memory[start:stop]
+            first = start // CHUNK_BYTES
+            digest_chunks(view, table[first : first + num_chunks(len(view))])
+            if start < last:
+                writer.write(start, view)
+
+        in_threads(one, list(range(0, image.table_start, WRITE_BYTES)), WRITE_THREADS)
+        filling.settle(turn)
+        memory[image.table_start : image.total_bytes] = table.tobytes()
+        writer.write(last, memory[last : image.total_bytes])
+        return table.tobytes()
 
     def _decide(self, job: _Job, attempt: str, answers: list[bytes]) -> bytes:
         """Rank 0: commit if every rank has written."""
@@ -409,6 +478,7 @@ class Durable:
         if not errors:
             try:
                 manifest = self._manifest(job, attempt, written)
+                job.replaced = attempt_of(self.store, job.step)
                 commit(self.store, manifest, self.claim)
             except HoldfastError as error:
                 errors = {0: f"commit: {_text(error)}"}
@@ -448,12 +518,15 @@ class Durable:
         except HoldfastError as error:
             emit("discard.failed", step=step, error=str(error))
 
-    def _tidy(self) -> None:
+    def _tidy(self, job: _Job) -> None:
+        """After a commit: what it replaced, what `keep` lets go, what crashes left behind."""
         try:
-            with span("tidy"):
+            with span("tidy", step=job.step):
+                if job.replaced is not None:
+                    discard(self.store, job.step, job.replaced)
                 prune(self.store, self.keep)
                 if self.claim is not None:
-                    sweep(self.store, self.claim, {f"{self.run:04d}-{self._number:06d}"})
+                    sweep(self.store, self.claim, job.number)
         except HoldfastError as error:
             emit("tidy.failed", error=str(error))
 

@@ -44,7 +44,7 @@ class Group:
         self.asked = 0
         """Number of collective questions so far that have no number of their own."""
         self._gloo: Any = None
-        self._board = self._open_board() if self.size > 1 else None
+        self._board: Any = self._open_board() if self.size > 1 else None
         self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
 
@@ -91,7 +91,7 @@ class Group:
                     hint="look at the log of that rank; it may have died or never made this call",
                 )
             time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+            pause = min(pause * 1.5, POLL_S * 5)
 
     def peek(self, key: str) -> bytes | None:
         """The message under `key`, or None if there is none now."""
@@ -125,7 +125,7 @@ class Group:
                 )
             if not found:
                 time.sleep(pause)
-                pause = min(pause * 1.5, 0.05)
+                pause = min(pause * 1.5, POLL_S * 5)
         return [answers[r] for r in range(self.size)]
 
     def _collect(self, key: str, answers: dict[int, bytes]) -> bool:
@@ -270,7 +270,7 @@ class HostWindow:
             self.theirs: dict[int, memoryview] = {}
             for rank, data in enumerate(cards):
                 if rank != group.rank:
-                    self._map(rank, *msgspec.msgpack.decode(data), size)
+                    self._map(rank, msgspec.msgpack.decode(data), size)
             seen = [bytes([r in self.theirs or r == group.rank]) for r in range(group.size)]
             for rank, answer in enumerate(group.exchange(seen)):  # both ways, or not at all
                 if answer == b"\0":
@@ -278,7 +278,8 @@ class HostWindow:
         finally:
             os.close(fd)
 
-    def _map(self, rank: int, host: str, pid: int, fd: int, size: int) -> None:
+    def _map(self, rank: int, card: tuple[str, int, int], size: int) -> None:
+        host, pid, fd = card
         if host != _host():
             return
         try:
@@ -321,10 +322,12 @@ def _address() -> str:
 
 
 def _ranks(ranks: list[int], most: int = 8) -> str:
-    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" * (len(ranks) > most))
+    return ", ".join(map(str, ranks[:most])) + (
+        f" and {len(ranks) - most} more" * (len(ranks) > most)
+    )
 
 
-class _translated:
+class _translated:  # noqa: N801
     """The border for torch.distributed's errors."""
 
     def __init__(self, what: str) -> None:

@@ -9,7 +9,9 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.store import open_store
 
 
-def open(url: str | os.PathLike[str], step: int | None = None, *, verify: bool = True) -> Checkpoint:
+def open(
+    url: str | os.PathLike[str], step: int | None = None, *, verify: bool = True
+) -> Checkpoint:
     """Open step `step`, or the newest, of a root for reading.
 
     `verify=False` leaves digests unchecked.  NotFound or NotRecoverable if there is no such step.

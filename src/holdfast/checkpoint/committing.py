@@ -22,8 +22,10 @@ import msgspec
 from holdfast.checkpoint.names import committed, manifest_key, read_manifest, step_prefix
 from holdfast.errors import (
     Exists,
+    FormatError,
     HoldfastError,
     NotFound,
+    UnsupportedVersion,
     UsageError,
 )
 from holdfast.events import emit
@@ -128,11 +130,14 @@ def newest_claim(store: Store) -> Claim | None:
         if match is None:
             continue
         try:
-            return msgspec.json.decode(store.get(key), type=Claim)
+            found = msgspec.json.decode(store.get(key), type=Claim)
         except NotFound:
             continue
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            return Claim(int(match[1]), "?", "?", 0, "?", "", "?")
+        except (msgspec.DecodeError, RecursionError):
+            found = None
+        run = int(match[1])
+        damaged = found is None or found.run != run
+        return Claim(run, "?", "?", 0, "?", "", "?") if damaged else found
     return None
 
 
@@ -161,6 +166,14 @@ def commit(store: Store, manifest: Manifest, mine: Claim | None = None) -> None:
     store.put(manifest_key(manifest.step), encode(manifest))
 
 
+def attempt_of(store: Store, step: int) -> str | None:
+    """The attempt that a step's manifest names; None if there is no (readable) one."""
+    try:
+        return read_manifest(store, step).attempt
+    except HoldfastError:
+        return None
+
+
 def discard(store: Store, step: int, attempt: str) -> None:
     """Delete one attempt's files, unless the step's manifest names them."""
     try:
@@ -180,7 +193,7 @@ def prune(store: Store, keep: Keep) -> list[int]:
     A damaged newest step does not count: the newest good step always stays.
     """
     saved = committed(store)
-    if keep.last is None and keep.every is None or not saved:
+    if (keep.last is None and keep.every is None) or not saved:
         return []
     good = [s for s in saved if s.run >= 0]
     stay = {s.step for s in good[-(keep.last or 1) :]}
@@ -189,8 +202,8 @@ def prune(store: Store, keep: Keep) -> list[int]:
     if not any(_sound(store, step) for step in stay):
         stay |= set(next(([s.step] for s in reversed(good) if _sound(store, s.step)), []))
     gone = [s.step for s in saved if s.step not in stay]
+    gone = [step for step in gone if delete_step(store, step)]
     for step in gone:
-        delete_step(store, step)
         emit("pruned", step=step)
     return gone
 
@@ -205,22 +218,36 @@ def _sound(store: Store, step: int) -> bool:
         return False
 
 
-def delete_step(store: Store, step: int) -> None:
-    """The manifest first: from then on the step does not exist, whatever stops us."""
+def delete_step(store: Store, step: int) -> bool:
+    """Delete the manifest first: from then on the step does not exist, whatever stops us.
+
+    Then the files that it named, and no others: another rank may be writing this very step anew.
+    A step of a newer format stays (False): its files are not known here.
+    """
+    attempt = None
+    try:
+        attempt = read_manifest(store, step).attempt
+    except UnsupportedVersion:
+        return False
+    except FormatError:
+        pass
     store.delete(manifest_key(step))
-    for key in store.list(step_prefix(step)):
+    for key in store.list(f"{step_prefix(step)}{attempt}/") if attempt else ():
         store.delete(key)
+    return True
 
 
-def sweep(store: Store, mine: Claim, busy: set[str]) -> list[str]:
-    """Delete attempts of this and older runs that no manifest names; `busy` attempts stay."""
+def sweep(store: Store, mine: Claim, upto: int) -> list[str]:
+    """Delete what no manifest names: attempts of older runs, and of this run up to number `upto`.
+
+    Later ones of this run may be under way: another rank may already write the next save.
+    """
     orphans: dict[int, dict[str, list[str]]] = {}
     for key in store.list("steps/"):
         match = _IMAGE.fullmatch(key)
-        if match and int(match[2]) <= mine.run:
+        if match and (int(match[2]), int(match[3])) <= (mine.run, upto):
             attempt = f"{match[2]}-{match[3]}"
-            if attempt not in busy:
-                orphans.setdefault(int(match[1]), {}).setdefault(attempt, []).append(key)
+            orphans.setdefault(int(match[1]), {}).setdefault(attempt, []).append(key)
     gone = []
     for step, attempts in orphans.items():
         try:
@@ -240,6 +267,7 @@ def sweep(store: Store, mine: Claim, busy: set[str]) -> list[str]:
 __all__ = [
     "Claim",
     "Keep",
+    "attempt_of",
     "claim",
     "commit",
     "delete_step",

@@ -41,7 +41,7 @@ def manifest_key(step: int) -> str:
 
 def committed(store: Store) -> list[Saved]:
     """Every committed step, oldest to newest.  One whose manifest's head is damaged counts as the
-    oldest of all: it is not proved."""
+    oldest of all: it is not proved.  One of a newer format has its place, so that it is noticed."""
     found = []
     for key in store.list("steps/"):
         match = _MANIFEST.fullmatch(key)
@@ -58,7 +58,7 @@ def _head(store: Store, key: str, step: int) -> Saved:
     data = bytearray(HEAD_BYTES)
     try:
         store.read(key, 0, memoryview(data))
-        stated, run = decode_head(bytes(data), key)
+        _, stated, run = decode_head(bytes(data), key)
     except (FormatError, Corrupt):
         return Saved(-1, step)
     return Saved(run if stated == step else -1, step)

@@ -1,7 +1,7 @@
 """An opened step: names, shapes, values, extras.  Torch-free.
 
-    with holdfast.open("runs/gpt") as c:
-        c.step, c.names(), c.read("model.wte.weight", ((0, 10), None))
+with holdfast.open("runs/gpt") as c:
+    c.step, c.names(), c.read("model.wte.weight", ((0, 10), None))
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from holdfast.checkpoint.names import describe, newest, read_manifest, step_prefix
 from holdfast.checkpoint.reading import RAW, Array, ArrayTarget, Files, Want, read_alone
 from holdfast.codec.digest import num_chunks
-from holdfast.errors import Corrupt, FormatError, UsageError
+from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.extras import decode
 from holdfast.format.manifest import FileEntry, Manifest
@@ -62,7 +62,10 @@ class Checkpoint:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -88,7 +91,9 @@ class Checkpoint:
         """Number of a tensor in the manifest; UsageError with near misses for an unknown name."""
         found = self.manifest.by_name.get(self.manifest.aliases.get(name, name))
         if found is None:
-            raise UsageError(f"no tensor {name!r} in step {self.step}", hint=near(name, self.names()))
+            raise UsageError(
+                f"no tensor {name!r} in step {self.step}", hint=near(name, self.names())
+            )
         return found
 
     def info(self, name: str) -> TensorInfo:

@@ -62,7 +62,7 @@ class ArrayTarget:
     def memory(self) -> memoryview | None:
         if not self.array.flags.c_contiguous or not self.array.nbytes:
             return None
-        return memoryview(self.array.reshape(-1).view(np.uint8))
+        return memoryview(self.array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
     def put(self, at: tuple[slice, ...], values: Array) -> None:
         self.array[at] = values
@@ -123,9 +123,7 @@ class Row:
     def _target_byte(self) -> int:
         strides = row_major(self.want.box.shape)
         origin = self.want.box.start
-        return self.itemsize * sum(
-            (a - o) * s for a, o, s in zip(self.part.start, origin, strides)
-        )
+        return self.itemsize * sum((a - o) * s for a, o, s in zip(self.part.start, origin, strides))
 
     def direct(self) -> memoryview | None:
         """The target's memory for exactly `start..stop`, if there is such."""
@@ -378,7 +376,7 @@ class Scratch(threading.local):
 
     def get(self, size: int) -> memoryview:
         if self.view is None or len(self.view) < size:
-            self.view = memoryview(np.empty(size, np.uint8))
+            self.view = memoryview(bytearray(size))
         return self.view
 
 

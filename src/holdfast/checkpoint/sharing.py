@@ -116,9 +116,7 @@ def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
                 rank=rank,
                 step=step,
             ) from error
-    raise RankErrors(
-        "load", {r: x.message or "" for r, x in reports.items()}, step=step
-    ) from error
+    raise RankErrors("load", {r: x.message or "" for r, x in reports.items()}, step=step) from error
 
 
 @dataclass
@@ -134,9 +132,9 @@ class Deal:
     """By reader: (file, first, stop, position of first among all chunks that the reader reads)."""
 
 
-def assign(claims: list[tuple[int, int, int]], load: dict[int, int]) -> Iterator[
-    tuple[int, int, int, tuple[int, ...]]
-]:
+def assign(
+    claims: list[tuple[int, int, int]], load: dict[int, int]
+) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
     """Give each chunk to one of the ranks that claim it.
 
     From (rank, first, stop) to (first, stop, reader, all that need it); `load` counts the chunks that
@@ -309,7 +307,7 @@ class Rounds:
             if view is not None:
                 half = self._half(view, number, size)
                 work += [(r, half) for r in _round_runs(runs, number, self.per_round)]
-        in_threads(lambda item: self._copy(*item, size), work, self.threads)
+        in_threads(lambda item: self._copy(item[0], item[1], size), work, self.threads)
         if self.any_remote:
             self._send(window, number, size)
 

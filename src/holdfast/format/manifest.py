@@ -29,22 +29,18 @@ Replica = Literal["replicated", "unique", "averaged"]
 Resize = Literal["same", "rank0", "redistribute", "fresh"]
 
 
-class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A part of the manifest; unknown fields are refused."""
-
-
-class CutEntry(_Struct):
+class CutEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     dim: int
     axes: tuple[str, ...]
 
 
-class FragmentEntry(_Struct):
+class FragmentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     rank: int
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
 
-class ShardingEntry(_Struct):
+class ShardingEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """See `holdfast.layout.sharding.Sharding`."""
 
     cuts: tuple[CutEntry, ...] = ()
@@ -52,7 +48,7 @@ class ShardingEntry(_Struct):
     held: tuple[FragmentEntry, ...] | None = None
 
 
-class TensorEntry(_Struct):
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A logical tensor.  `state`: `param`, `buffer`, `tensor`, or an optimizer state's name."""
 
     name: str
@@ -63,7 +59,7 @@ class TensorEntry(_Struct):
     replica: Replica = "replicated"
 
 
-class FileEntry(_Struct):
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A rank's image: `data` is where tensors begin, `extras` where the rank's extras do,
     `table` where the digest table does, `digest` that of the table's bytes."""
 
@@ -125,13 +121,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
 
 
 def to_sharding(entry: ShardingEntry) -> Sharding:
-    held = entry.held and tuple((f.rank, Box(f.start, f.stop)) for f in entry.held)
+    held = None
+    if entry.held is not None:
+        held = tuple((f.rank, Box(f.start, f.stop)) for f in entry.held)
     cuts = tuple(Cut(c.dim, c.axes) for c in entry.cuts)
     return Sharding(cuts, tuple(sorted(entry.on.items())), held)
 
 
 def from_sharding(sharding: Sharding) -> ShardingEntry:
-    held = sharding.held and tuple(FragmentEntry(r, b.start, b.stop) for r, b in sharding.held)
+    held = None
+    if sharding.held is not None:
+        held = tuple(FragmentEntry(r, b.start, b.stop) for r, b in sharding.held)
     cuts = tuple(CutEntry(c.dim, c.axes) for c in sharding.cuts)
     return ShardingEntry(cuts, dict(sharding.on), held)
 
@@ -147,29 +147,35 @@ _SEAL = re.compile(rb',"digest":"([0-9a-f]{16})"\}\s*\Z')
 HEAD_BYTES = 80
 
 
-def decode_head(data: bytes, key: str) -> tuple[int, int]:
-    """(step, run) from the first `HEAD_BYTES` bytes of a manifest."""
+def decode_head(data: bytes, key: str) -> tuple[int, int, int]:
+    """(version, step, run) from the first `HEAD_BYTES` bytes of a manifest of any version."""
     head = _HEAD.match(data)
     if not head:
         raise FormatError("not a holdfast manifest", key=key)
     version, step, run = map(int, head.groups())
+    return version, step, run
+
+
+def _check_version(data: bytes, key: str) -> None:
+    version = decode_head(data, key)[0]
     if version != VERSION:
         raise UnsupportedVersion(
             f"format version {version}; this holdfast reads version {VERSION}",
             key=key,
             hint="install the holdfast that wrote it, or a newer one",
         )
-    return step, run
 
 
 def decode(data: bytes, key: str) -> Manifest:
     """Parse and check a manifest.  Corrupt, UnsupportedVersion or FormatError if it is not sound."""
     if len(data) > MAX_BYTES:
         raise FormatError(f"manifest of {len(data)} bytes; at most {MAX_BYTES}", key=key)
-    decode_head(data, key)
+    _check_version(data, key)
     seal = _SEAL.search(data, max(len(data) - 64, 0))
     if not seal:
-        raise Corrupt("manifest is cut short: its seal is missing", key=key, start=0, stop=len(data))
+        raise Corrupt(
+            "manifest is cut short: its seal is missing", key=key, start=0, stop=len(data)
+        )
     body = data[: seal.start()]
     if (found := hexdigest(body)) != seal[1].decode():
         raise Corrupt(
@@ -286,5 +292,3 @@ def _check_files(m: Manifest) -> None:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise FormatError(f"malformed manifest: {message}")
-
-

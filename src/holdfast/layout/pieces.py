@@ -147,7 +147,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         keys = self.table.sharding * 64 + self.table.itemsize
-        order = {}
+        order: dict[int, tuple[int, int]] = {}
         for key in dict.fromkeys(keys.tolist()):
             order[key] = (-(key % 64), len(order))
         self._classes = []
@@ -344,7 +344,15 @@ class Placement:
         lower = np.maximum(start[source], piece_start)
         upper = np.minimum(stop[source], piece_stop)
         keep = np.all(upper > lower, axis=1)
-        columns = (want[source], ranks, bases + begin - from_, piece_start, piece_stop, lower, upper)
+        columns = (
+            want[source],
+            ranks,
+            bases + begin - from_,
+            piece_start,
+            piece_stop,
+            lower,
+            upper,
+        )
         return tuple(c[keep] for c in columns)
 
     def _locate_listed(
@@ -360,9 +368,7 @@ class Placement:
             keep = np.all(upper > lower, axis=1)
             s, p = source[keep], piece[keep]
             ranks = np.full(len(s), rank, np.int64)
-            out.append(
-                (want[s], ranks, offset[p], low[p], high[p], lower[keep], upper[keep])
-            )
+            out.append((want[s], ranks, offset[p], low[p], high[p], lower[keep], upper[keep]))
         return tuple(np.concatenate(c) for c in zip(*out))
 
     def _base(self, rank: int, number: int) -> int:

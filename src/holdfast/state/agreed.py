@@ -50,8 +50,11 @@ def describe(live: Live) -> bytes:
     rows = []
     for t in live.tensors.values():
         p = t.placed
-        cuts = p.cuts and tuple((d, a.stride, a.size, a.name) for d, a in p.cuts if a.size > 1)
-        box = (p.box.start, p.box.stop) if p.cuts is None else None
+        cuts, box = None, None
+        if p.cuts is None:
+            box = (p.box.start, p.box.stop)
+        else:
+            cuts = tuple((d, a.stride, a.size, a.name) for d, a in p.cuts if a.size > 1)
         rows.append(Described(t.name, p.dtype, p.shape, t.state, cuts, box))
     return msgspec.msgpack.encode(Description(tuple(rows), live.aliases))
 
@@ -170,9 +173,7 @@ class _Shardings:
         return box
 
 
-def product(
-    mesh: Mesh, ranks: Iterable[int]
-) -> tuple[tuple[str, tuple[int, ...]], ...] | None:
+def product(mesh: Mesh, ranks: Iterable[int]) -> tuple[tuple[str, tuple[int, ...]], ...] | None:
     """Ranks as coordinates per axis, stated where not all; None if they are no such product."""
     ranks = set(ranks)
     on, count = [], 1

@@ -205,10 +205,7 @@ def optimizer_params(
 ) -> list[list[tuple[str, torch.Tensor]]]:
     """(name, parameter) of each group; names from the state's modules, else by position."""
     return [
-        [
-            (names.get(id(p), f"group{g}.{i}"), p)
-            for i, p in enumerate(group["params"])
-        ]
+        [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
     ]
 
@@ -313,5 +310,3 @@ def outline_tensor(body: Any) -> torch.Tensor:
     if not raw:
         return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.frombuffer(raw, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
-
-

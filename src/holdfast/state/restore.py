@@ -124,9 +124,7 @@ class _Prepared:
     put_extras: Callable[[], None]
 
 
-def _prepare(
-    checkpoint: Checkpoint, state: State, group: Group, options: Options
-) -> _Prepared:
+def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Options) -> _Prepared:
     error: Exception | None = None
     live, problems = Live(), _Problems()
     plan: _Extras | None = None
@@ -146,7 +144,11 @@ def _prepare(
     plan.resized = changed
     plan.check_rules()
     wants = [
-        Want(checkpoint.index(name), t.placed.box, target_of(t.placed.local, _saved(checkpoint, name)))
+        Want(
+            checkpoint.index(name),
+            t.placed.box,
+            target_of(t.placed.local, _saved(checkpoint, name)),
+        )
         for name, t in live.tensors.items()
         if _known(checkpoint, name) and t.placed.box.size
     ]
@@ -199,8 +201,10 @@ def materialise(module: nn.Module) -> None:
 def _device_for(tensor: torch.Tensor) -> torch.device:
     if isinstance(tensor, DTensor):
         kind = tensor.device_mesh.device_type
-        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else (
-            torch.device("cpu")
+        return (
+            torch.device(kind, torch.accelerator.current_device_index())
+            if kind != "cpu"
+            else (torch.device("cpu"))
         )
     return torch.get_default_device()
 
@@ -331,9 +335,7 @@ class _Problems:
     missing: list[str] = field(default_factory=list)
 
 
-def compare(
-    checkpoint: Checkpoint, live: Live, state: State, options: Options
-) -> _Problems:
+def compare(checkpoint: Checkpoint, live: Live, state: State, options: Options) -> _Problems:
     """What of this rank's live tensors does not match the checkpoint."""
     found = _Problems()
     for name, t in live.tensors.items():
@@ -459,8 +461,10 @@ def _resized(checkpoint: Checkpoint, axes: set[tuple[int, int, str | None]], siz
     saved = checkpoint.manifest.layout
     if mesh.world != saved.world:
         return True
-    return [n for _, n in mesh.axes] != [n for _, n in saved.axes] and len(mesh.axes) > 0 and (
-        len(saved.axes) > 0
+    return (
+        [n for _, n in mesh.axes] != [n for _, n in saved.axes]
+        and len(mesh.axes) > 0
+        and (len(saved.axes) > 0)
     )
 
 
@@ -494,7 +498,9 @@ class _Extras:
             if plain and key not in manifest.extras and key not in manifest.per_rank:
                 if not optional and self.options.strict:
                     hint = near(key, [*manifest.extras, *manifest.per_rank])
-                    self.problems.append(f"missing in the checkpoint: {key}{f' ({hint})' if hint else ''}")
+                    self.problems.append(
+                        f"missing in the checkpoint: {key}{f' ({hint})' if hint else ''}"
+                    )
 
     def _plan_tensors(self) -> None:
         """Large tensors inside the state_dict of objects get memory of their own."""

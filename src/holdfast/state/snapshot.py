@@ -4,16 +4,20 @@ Parameters and optimizer state change only inside `optimizer.step()`.  So after 
 on in the background until step t + 1's optimizer step begins; `Window` is that time: a hook on every
 torch optimizer waits for what is not copied yet.  What the forward pass changes (buffers) is set aside at
 once.  A script that edits weights outside the optimizer is found by the tensors' version counters: then
-the copy is taken again, whole, until nothing changed while it ran.
+the copy is taken again, whole, until nothing changed while it ran; of several ranks, some may have been
+done before the edit, so there the save fails aloud instead.
+
+The writer follows the copier through the image (`Filling`), so that storage is busy from the start.
 
 The image's memory and the list of copies are made once and used again while shapes and addresses stay.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +30,10 @@ from holdfast.events import emit, span
 from holdfast.format.image import Image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box
-from holdfast.state.live import Live, LiveTensor
+from holdfast.state.live import Live
 
 MAX_RETAKES = 100
+MARK_BYTES = 4 << 20
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -61,6 +66,58 @@ def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         plain = plain.resolve_neg()
     size = plain.element_size()
     return plain.view(_RAW[size]).numpy() if plain.dtype != torch.bool else plain.numpy()
+
+
+class Refilled(Exception):
+    """The image is being filled again; what was read of it is stale."""
+
+
+class Filling:
+    """How far an image is filled: the copier advances, the writer waits.  Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._upto = 0
+        self._complete = False
+        self._error: BaseException | None = None
+        self.turn = 0
+
+    def restart(self) -> None:
+        """What was filled is stale."""
+        self._set(turn=self.turn + 1, _upto=0)
+
+    def advance(self, upto: int) -> None:
+        """Bytes before `upto` are filled."""
+        self._set(_upto=upto)
+
+    def complete(self) -> None:
+        """All is filled and will stay."""
+        self._set(_complete=True)
+
+    def fail(self, error: BaseException) -> None:
+        """It will never be complete."""
+        self._set(_error=error)
+
+    def _set(self, **fields: Any) -> None:
+        with self._changed:
+            self.__dict__.update(fields)
+            self._changed.notify_all()
+
+    def wait(self, upto: int, turn: int) -> None:
+        """Until bytes before `upto` are filled.  Refilled if `turn` is over; the copier's error."""
+        self._until(lambda: self._upto >= upto, turn)
+
+    def settle(self, turn: int) -> None:
+        """Until it is known that the filling of `turn` stays."""
+        self._until(lambda: self._complete, turn)
+
+    def _until(self, reached: Callable[[], bool], turn: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: reached() or self._error or self.turn != turn)
+            if self._error is not None:
+                raise self._error
+            if self.turn != turn:
+                raise Refilled
 
 
 class Window:
@@ -106,16 +163,15 @@ def versions(live: Live) -> list[int]:
 
 def fingerprint(live: Live) -> list[tuple[int, ...]]:
     """What must not change for a list of copies to be used again: addresses and strides."""
-    return [
-        (t.placed.local.data_ptr(), *t.placed.local.stride()) for t in live.tensors.values()
-    ]
+    return [(t.placed.local.data_ptr(), *t.placed.local.stride()) for t in live.tensors.values()]
 
 
 @dataclass
 class Copies:
     """The copies that fill an image: numpy pairs for host tensors, torch pairs for device tensors."""
 
-    host: list[tuple[Any, Any]]
+    host: list[tuple[Any, Any, int]]
+    """(part of the image, source, where that part ends in the image)"""
     device: list[tuple[torch.Tensor, torch.Tensor]]
 
     @staticmethod
@@ -136,27 +192,30 @@ class Copies:
             t = live.tensors[entry.name]
             n = len(entry.shape)
             at = image.data_start + offset
-            copies._add(
-                memory[at : at + size], Box(tuple(start[:n]), tuple(stop[:n])), t,
-                t.placed.local if t.steady else kept[entry.name],
-            )  # fmt: skip
+            source = t.placed.local if t.steady else kept[entry.name]
+            if n:
+                source = source[Box(tuple(start[:n]), tuple(stop[:n])).within(t.placed.box.start)]
+            copies._add(memory[at : at + size], source, at + size)
         return copies
 
-    def _add(self, into: memoryview, box: Box, t: LiveTensor, source: torch.Tensor) -> None:
-        part = source[box.within(t.placed.box.start)] if box.start else source
+    def _add(self, into: memoryview, part: torch.Tensor, stop: int) -> None:
         if part.device.type == "cpu":
             raw = raw_array(part)
-            self.host.append((np.frombuffer(into, raw.dtype).reshape(raw.shape), raw))
+            self.host.append((np.frombuffer(into, raw.dtype).reshape(raw.shape), raw, stop))
         else:
             flat = torch.frombuffer(into, dtype=torch.uint8).view(part.dtype)
             self.device.append((flat.view(part.shape), part.detach()))
 
-    def run(self) -> None:
-        """Do them all.  Device copies go over a stream of their own; blocks until they are there."""
+    def run(self, filling: Filling) -> None:
+        """Do them all, in the image's order.  Device copies go over a stream of their own, first."""
         if self.device:
             self._run_device()
-        for into, source in self.host:
+        marked = 0
+        for into, source, stop in self.host:
             np.copyto(into, source)
+            if stop - marked >= MARK_BYTES and not self.device:
+                filling.advance(stop)
+                marked = stop
 
     def _run_device(self) -> None:
         device = self.device[0][1].device
@@ -179,24 +238,40 @@ def pin(memory: memoryview) -> None:
     """Page-lock the image's memory so that device copies run at full speed, beside the training."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         address = np.frombuffer(memory, np.uint8).ctypes.data
-        torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)  # type: ignore[attr-defined]
+        torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
 
 
-def copy_steadily(copies: Copies, live: Live, before: list[int], step: int) -> None:
-    """Copy until nothing changed meanwhile; `before` are the versions at the call."""
-    for attempt in range(MAX_RETAKES):
+def copy_steadily(
+    copies: Copies, live: Live, before: list[int], filling: Filling, *, step: int, retakes: int
+) -> None:
+    """Copy until nothing changed meanwhile, at most `retakes` times more.
+
+    `before` are the versions at the call.  HoldfastError if tensors changed to the last.
+    """
+    for attempt in range(retakes + 1):
         with span("snapshot.copy", step=step):
-            copies.run()
+            copies.run(filling)
         after = versions(live)
         if after == before:
             return
-        emit("snapshot.retaken", step=step, attempt=attempt, changed=changed(live, before, after))
-        before = after
+        names = changed(live, before, after)
+        if attempt < retakes:
+            emit("snapshot.retaken", step=step, attempt=attempt, changed=names)
+            filling.restart()
+            before = after
     raise HoldfastError(
-        f"weights were written while they were copied, {MAX_RETAKES} times in a row",
+        f"weights were written outside optimizer.step() while they were copied: {names}",
         step=step,
-        hint="do not change parameters outside optimizer.step() while a snapshot is under way",
+        hint="make such changes before you call step() or save(), not between it and the next "
+        "optimizer step",
     )
+
+
+def touch(memory: memoryview, piece_bytes: int = 1 << 20) -> None:
+    """Write to every page, so that the first snapshot does not have to wait for the kernel."""
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    for at in range(0, len(memory), piece_bytes):
+        ctypes.memset(address + at, 0, min(piece_bytes, len(memory) - at))
 
 
 def changed(live: Live, before: Iterable[int], after: Iterable[int]) -> str:

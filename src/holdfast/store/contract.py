@@ -67,7 +67,7 @@ def byte_view(data: Bytes) -> memoryview:
     view = memoryview(data)
     if not view.c_contiguous:
         raise UsageError("the memory of an object must be contiguous", hint="copy it first")
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 def target_view(into: memoryview, offset: int) -> memoryview:

@@ -165,7 +165,7 @@ class LocalWriter:
         self._idle = threading.Condition()
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Write a part; fastest from memory that starts at a multiple of 4096 and is writable."""
+        """Write a part; fastest from memory that starts at a multiple of 4096."""
         view = byte_view(data)
         self._parts.check(offset, len(view))
         with self._writing(), translated("write", self._parts.key, self._final):

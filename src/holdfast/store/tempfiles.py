@@ -28,6 +28,8 @@ import secrets
 import socket
 from contextlib import suppress
 
+import numpy as np
+
 from holdfast.store.contract import BLOCK_BYTES
 from holdfast.store.directories import fsync_directories, make_directory, walk
 from holdfast.store.oserrors import REFUSED, translated
@@ -130,9 +132,9 @@ class TempFile:
 
     def write(self, offset: int, view: memoryview) -> None:
         """Write all of `view` at `offset`, a multiple of 4096; may write zeros up to the next."""
-        if not self.direct:
-            return self._write_all(offset, view)
-        aligned = len(view) // BLOCK_BYTES * BLOCK_BYTES if _is_aligned(view) else 0
+        aligned = len(view)
+        if self.direct:
+            aligned = len(view) // BLOCK_BYTES * BLOCK_BYTES if _is_aligned(view) else 0
         self._write_all(offset, view[:aligned])
         for start in range(aligned, len(view), BOUNCE_BYTES):
             self._write_all(offset + start, _aligned_copy(view[start : start + BOUNCE_BYTES]))
@@ -156,7 +158,7 @@ class TempFile:
         except FileExistsError:
             fsync_directories(directory, root)
             raise
-        with suppress(FileNotFoundError):
+        if not replace:
             os.unlink(self.path)
         fsync_directories(directory, root)
 
@@ -211,9 +213,7 @@ class TempFile:
 
 
 def _is_aligned(view: memoryview) -> bool:
-    if view.readonly or not view:  # ctypes tells no address of read-only memory
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % BLOCK_BYTES == 0
+    return np.frombuffer(view, np.uint8).ctypes.data % BLOCK_BYTES == 0
 
 
 def _aligned_copy(view: memoryview) -> memoryview:

@@ -5,7 +5,7 @@
         save(store)                        # dies at its third change
     verify(store.inner)                    # what a restarted job finds
 
-Each is a whole store by `Store`'s rules, so they nest.  All they add sits in one function per class:
+Each is a whole store by `Store`'s rules, so they nest.  All that one adds sits in one function:
 what happens around a call of the inner store.
 """
 

@@ -1,0 +1,54 @@
+# Two commands on a fresh machine: `make demo` and `make test`.  Each sets up all that it needs in .venv.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE = 1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test unit check format bench api clean help
+
+help:
+	@echo "make demo    train, kill, resume on other layouts; shows a table and demo-out/loss.png"
+	@echo "make test    all tests"
+	@echo "make unit    the fast tests only (under a minute)"
+	@echo "make check   ruff, mypy, architecture"
+	@echo "make bench   benchmarks against torch.distributed.checkpoint and the raw device"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "holdfast needs Python 3.10 or newer; set PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+unit: $(READY)
+	$(BIN)/python -m pytest -m "not distributed and not slow"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/test_architecture.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python bench/run_all.py
+
+api: $(READY)
+	$(BIN)/python docs/make_api.py
+
+clean:
+	rm -rf $(VENV) demo-out build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,270 @@
+"""Verifying: is a step still, byte for byte, what was saved?  Every problem is reported, not the first.
+
+A step is good if
+
+* its manifest is readable and its seal holds (this proves that shardings cover every tensor);
+* every rank that must hold bytes has a file, of the stated length;
+* each file's digest table is what the manifest says, and each chunk what the table says;
+* each file's header is the one that follows from the manifest, so that it is a sound safetensors file;
+* extras can be decoded, and tensors that they refer to exist.
+
+Memory: one block per thread, and one file's header.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from holdfast.checkpoint.listing import wrong_size
+from holdfast.checkpoint.names import committed, manifest_key, read_manifest
+from holdfast.checkpoint.opened import Checkpoint, plain_tensor
+from holdfast.checkpoint.reading import THREADS, Files, Scratch, in_threads, merge
+from holdfast.codec.digest import Digests, digest_chunks, num_chunks
+from holdfast.errors import FormatError, HoldfastError
+from holdfast.format.extras import decode
+from holdfast.format.image import Image, plan_image
+from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.layout import Placement
+from holdfast.store import Store
+
+BLOCK_CHUNKS = 32
+"""8 MiB at the usual chunk size: large enough for full speed, small enough to report progress."""
+
+Progress = Callable[[int], object]
+"""Called from any thread with the number of bytes just done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: which file of the store (`key`), and which bytes of it if known."""
+
+    message: str
+    key: str
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass
+class Report:
+    """What verifying a step found.  `bytes`: how many were read and digested."""
+
+    step: int
+    quick: bool
+    problems: list[Problem] = field(default_factory=list)
+    num_files: int = 0
+    num_tensors: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+
+def verify(
+    store: Store,
+    step: int,
+    *,
+    quick: bool = False,
+    threads: int = THREADS,
+    progress: Progress | None = None,
+) -> Report:
+    """Verify a step.  `quick`: lengths, manifest, tables and headers only, not all data.
+
+    Raises nothing for what is wrong with the step: that is in the report.
+    """
+    began = time.perf_counter()
+    report = Report(step, quick)
+    try:
+        manifest = read_manifest(store, step)
+    except HoldfastError as error:
+        report.problems.append(Problem(error.message, error.key or manifest_key(step)))
+        return report
+    report.num_files, report.num_tensors = len(manifest.files), len(manifest.tensors)
+    work = _Verification(store, manifest, report, threads, progress or (lambda _: None))
+    work.run()
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def good_before(store: Store, step: int, *, quick: bool = False) -> int | None:
+    """The newest step older than `step` that verifies; None if there is none."""
+    order = [s.step for s in committed(store)]
+    older = order[: order.index(step)] if step in order else order
+    return next((s for s in reversed(older) if verify(store, s, quick=quick).good), None)
+
+
+class _Verification:
+    """One step being verified; problems go into the report."""
+
+    def __init__(
+        self, store: Store, manifest: Manifest, report: Report, threads: int, progress: Progress
+    ) -> None:
+        self.checkpoint = Checkpoint(store, manifest, verify=False)
+        self.store = store
+        self.manifest = manifest
+        self.files: Files = self.checkpoint.files
+        self.report = report
+        self.threads = threads
+        self.progress = progress
+        self._lock = threading.Lock()
+        self._scratch = Scratch()
+
+    def run(self) -> None:
+        self._check_holders()
+        for file in self.manifest.files:
+            self._check_file(file)
+        self._check_extras("extras", manifest_key(self.manifest.step), self.manifest.extras)
+
+    def _say(
+        self, message: str, key: str, start: int | None = None, stop: int | None = None
+    ) -> None:
+        self.report.problems.append(Problem(message, key, start, stop))
+
+    def _check_holders(self) -> None:
+        """Shardings cover every tensor by construction; each holder must have a file."""
+        m = self.manifest
+        for rank in range(m.layout.world):
+            if rank not in m.file_of:
+                pieces = Placement(m.layout, m.placement.table).pieces(rank)
+                if pieces.total_bytes:
+                    name = m.tensors[int(pieces.tensor[0])].name
+                    self._say(
+                        f"no file of rank {rank}, which holds {pieces.total_bytes:,} bytes of "
+                        f"{len(np.unique(pieces.tensor))} tensors ({name}, ...)",
+                        manifest_key(m.step),
+                    )
+
+    def _check_file(self, file: FileEntry) -> None:
+        key = self.files.key(file)
+        if (fault := wrong_size(self.store, self.manifest, file)) is not None:
+            self._say(fault, key)
+            return
+        try:
+            image = self._image(file)
+            table = self.files.table(file)
+        except HoldfastError as error:
+            start, stop = getattr(error, "start", None), getattr(error, "stop", None)
+            self._say(error.message, key, start, stop)
+            return
+        bad = [] if self.report.quick else self._bad_chunks(file, table)
+        size = self.manifest.chunk_bytes
+        for first, stop in bad:
+            a, b = self.files.span(file, first, stop)
+            hit = tensors_at(self.manifest, image, a, b)
+            self._say(f"{b - a:,} bytes differ from what was written: {hit}", key, a, b)
+        if not any(first * size < file.data for first, _ in bad):
+            self._check_header(file, image)
+        if not any(stop * size > file.extras for _, stop in bad):
+            self._check_rank_extras(file)
+
+    def _image(self, file: FileEntry) -> Image:
+        """As `format.image.image_of`, with a placement of its own: its caches end with the file."""
+        m = self.manifest
+        image = plan_image(
+            m.tensors,
+            Placement(m.layout, m.placement.table).pieces(file.rank),
+            extras_bytes=file.table - file.extras,
+            chunk_bytes=m.chunk_bytes,
+            strip=file.strip,
+        )
+        planned = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
+        stated = (file.data, file.extras, file.table, file.bytes)
+        if planned != stated:
+            raise FormatError(f"the manifest states offsets {stated}; its shardings give {planned}")
+        return image
+
+    def _bad_chunks(self, file: FileEntry, table: Digests) -> list[tuple[int, int]]:
+        """Runs of chunks that differ from the table."""
+        size, chunks = self.manifest.chunk_bytes, num_chunks(file.table, self.manifest.chunk_bytes)
+        bad: list[tuple[int, int]] = []
+
+        def one(first: int) -> None:
+            stop = min(first + BLOCK_CHUNKS, chunks)
+            a, b = self.files.span(file, first, stop)
+            found = np.empty(stop - first, "<u8")
+            try:
+                view = self._scratch.get(BLOCK_CHUNKS * size)[: b - a]
+                self.store.read(self.files.key(file), a, view)
+                digest_chunks(view, found, size)
+                wrong = np.flatnonzero(found != table[first:stop]) + first
+            except HoldfastError as error:
+                with self._lock:
+                    self._say(f"cannot be read: {error.message}", self.files.key(file), a, b)
+                wrong = np.zeros(0, np.int64)
+            with self._lock:
+                self.report.bytes += b - a
+                bad.extend((i, i + 1) for i in wrong.tolist())
+            self.progress(b - a)
+
+        in_threads(one, list(range(0, chunks, BLOCK_CHUNKS)), self.threads)
+        return merge(bad)
+
+    def _check_header(self, file: FileEntry, image: Image) -> None:
+        found = memoryview(bytearray(file.data))
+        self.store.read(self.files.key(file), 0, found)
+        if found != image.header:
+            at = next(i for i, (a, b) in enumerate(zip(found, image.header)) if a != b)
+            self._say(
+                f"header is not the one that follows from the manifest, from byte {at} on",
+                self.files.key(file),
+                0,
+                file.data,
+            )
+
+    def _check_rank_extras(self, file: FileEntry) -> None:
+        key = self.files.key(file)
+        try:
+            found = self.checkpoint.file_extras(file)
+        except HoldfastError as error:
+            self._say(error.message, key, file.extras, file.table)
+            return
+        for name in found.keys() - self.manifest.per_rank.keys():
+            self._say(f"extras {name!r} of a rank that the manifest does not list", key)
+        self._check_extras("rank extras", key, found)
+
+    def _check_extras(self, what: str, key: str, trees: dict[str, Any]) -> None:
+        known = self.manifest.by_name.keys() | self.manifest.aliases.keys()
+        for name, tree in trees.items():
+            try:
+                decode(tree, plain_tensor)
+            except (HoldfastError, ValueError, TypeError, KeyError, AttributeError) as error:
+                self._say(f"{what} {name!r} cannot be decoded: {error}", key)
+                continue
+            for tensor in referred(tree):
+                if tensor not in known:
+                    self._say(f"{what} {name!r} refers to {tensor!r}, which is not there", key)
+
+
+def referred(tree: Any) -> Iterator[str]:
+    """Names of tensors that encoded extras refer to."""
+    if isinstance(tree, dict):
+        if len(tree) == 1 and isinstance(tree.get("$at"), str):
+            yield tree["$at"]
+        for value in tree.values():
+            yield from referred(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from referred(value)
+
+
+def tensors_at(manifest: Manifest, image: Image, start: int, stop: int, most: int = 3) -> str:
+    """What lies in a range of bytes of a file, for a message."""
+    parts = ["the header"] if start < image.data_start else []
+    begin = image.pieces.offset + image.data_start
+    hit = np.flatnonzero((begin < stop) & (begin + image.pieces.bytes > start))
+    parts += [manifest.tensors[i].name for i in image.pieces.tensor[hit[:most]].tolist()]
+    if len(hit) > most:
+        parts.append(f"and {len(hit) - most} more tensors")
+    if stop > image.extras_start and image.extras_bytes:
+        parts.append("the rank's extras")
+    return ", ".join(parts) or "padding"
+
+
+__all__ = ["Problem", "Report", "good_before", "verify"]

@@ -1,0 +1,116 @@
+"""The architecture contract: imports go down, some modules never import torch, few names are public."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src"
+
+LAYERS = (
+    ("errors", "events", "near", "version"),
+    ("layout", "codec", "store", "group"),
+    ("format",),
+    ("checkpoint",),
+    ("state",),
+    ("durable",),
+    ("recovery",),
+    ("looking", "checkpointer"),
+    ("cli", "testing"),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+TORCH_FREE = (
+    "holdfast",
+    "holdfast.checkpoint.committing",
+    "holdfast.checkpoint.opened",
+    "holdfast.checkpoint.sharing",
+    "holdfast.cli.main",
+    "holdfast.format.extras",
+    "holdfast.looking",
+    "holdfast.recovery",
+    "holdfast.store",
+    "holdfast.testing",
+)
+
+
+def unit(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: relative import"
+            names = [f"holdfast.{a.name}" for a in node.names] if node.module == "holdfast" else []
+            yield from ((name, node.lineno) for name in names or [node.module or ""])
+        elif isinstance(node, ast.Import):
+            yield from ((a.name, node.lineno) for a in node.names)
+
+
+def modules() -> list[Path]:
+    return [p for p in sorted(SRC.rglob("*.py")) if p != SRC / "holdfast" / "__init__.py"]
+
+
+def test_imports_go_down_a_layer() -> None:
+    bad = []
+    for path in modules():
+        me = unit(".".join(path.relative_to(SRC).with_suffix("").parts))
+        assert me in RANK, f"{path}: in no layer"
+        for name, line in imports(path):
+            them = unit(name) if name.split(".")[0] == "holdfast" else me
+            if them != me and (them not in RANK or RANK[them] >= RANK[me]):
+                bad.append(f"{path.relative_to(SRC)}:{line}: {me} imports {name}")
+    assert not bad, "\n".join(bad)
+
+
+def test_only_group_talks_to_other_ranks() -> None:
+    calls = {"all_reduce", "all_gather", "broadcast", "barrier", "new_group", "TCPStore"}
+    for path in modules():
+        if path.name == "group.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in calls:
+                assert ast.unparse(node.value) not in ("dist", "torch.distributed"), path
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_torch_free(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_pickle() -> None:
+    for path in modules():
+        for name, line in imports(path):
+            assert name.split(".")[0] not in ("pickle", "dill", "cloudpickle"), f"{path}:{line}"
+
+
+def test_public_names_are_pinned() -> None:
+    import holdfast
+
+    assert holdfast.__all__ == [
+        "Box",
+        "Checkpoint",
+        "Checkpointer",
+        "Every",
+        "HoldfastError",
+        "HoldfastWarning",
+        "Keep",
+        "Rng",
+        "Save",
+        "__version__",
+        "errors",
+        "events",
+        "load",
+        "open",
+        "save",
+        "steps",
+    ]
+    for name in holdfast.__all__:
+        assert getattr(holdfast, name) is not None
