@@ -15,10 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.checkpoint.committing import Claim, Keep, claim, newest_claim, release, sweep
-from holdfast.checkpoint.names import committed, manifest_key
+from holdfast.checkpoint.names import committed, describe, manifest_key
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.durable import Durable, Save
-from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
+from holdfast.errors import HoldfastError, NotFound, NotRecoverable, Unavailable, UsageError
 from holdfast.events import emit, span
 from holdfast.format.manifest import decode
 from holdfast.group import Group
@@ -322,15 +322,20 @@ def _load(
 
 def _manifest_bytes(store: Store, group: Group, step: int) -> bytes:
     """Rank 0 reads it for all: ranks may see a file system differently."""
-    data, failed = b"", b""
+    answer = b""
     if group.rank == 0:
         try:
-            data = store.get(manifest_key(step))
+            answer = b"\0" + store.get(manifest_key(step))
+        except NotFound:
+            have = [s.step for s in committed(store)]
+            text = f"no step {step} in {store.url}; steps there: {describe(have)}"
+            answer = b"\1" + text.encode()
         except HoldfastError as error:
-            failed = str(error).encode()
-    answer = group.broadcast(b"\1" + failed if failed else b"\0" + data)
-    if answer[:1] == b"\1":
-        raise NotFound(answer[1:].decode(), step=step)
+            answer = b"\2" + str(error).encode()
+    answer = group.broadcast(answer)
+    if answer[:1] != b"\0":
+        kind = NotFound if answer[:1] == b"\1" else Unavailable
+        raise kind(answer[1:].decode(), step=step)
     return answer[1:]
 
 

@@ -50,6 +50,7 @@ from holdfast.state.snapshot import (
     Copies,
     Filling,
     Memory,
+    Moment,
     Refilled,
     Window,
     copy_steadily,
@@ -57,7 +58,6 @@ from holdfast.state.snapshot import (
     pin,
     set_aside,
     touch,
-    versions,
 )
 from holdfast.store import Store, Writer
 from holdfast.version import __version__
@@ -149,15 +149,18 @@ class _Job:
 
     number: int
     step: int
-    live: Live
     save: Save
     window: Window | None
-    versions: list[int]
+    moment: Moment
     busy: bool
     description: bytes = b""
     holds_image: bool = False
     replaced: str | None = None
     """On rank 0: the attempt that the step had before."""
+
+    @property
+    def live(self) -> Live:
+        return self.moment.live
 
     def close_window(self) -> None:
         """The next optimizer step may go ahead."""
@@ -192,6 +195,7 @@ class Durable:
         self.mesh = mesh
         self.deadline_s = deadline_s
         self._number = 0
+        self._window: Window | None = None
         self._memory = Memory()
         self._aside: dict[str, torch.Tensor] = {}
         self._plan: _Plan | None = None
@@ -218,7 +222,10 @@ class Durable:
         if not busy:
             self._settle()
             set_aside(live, self._aside)
-        job = _Job(self._number, step, live, save, Window(step), versions(live), busy)
+        if self._window is not None:
+            self._window.forget()
+        self._window = Window(step)
+        job = _Job(self._number, step, save, self._window, Moment.of(live), busy)
         self._capture.submit(self._guarded, self._do_capture, job)
         return save
 
@@ -227,7 +234,7 @@ class Durable:
         self._number += 1
         self._settle()
         set_aside(live, self._aside)
-        job = _Job(self._number, 0, live, Save(0), None, [], False)
+        job = _Job(self._number, 0, Save(0), None, Moment.of(live), False)
         self._capture.submit(self._guarded, self._do_capture, job)
 
     def _settle(self) -> None:
@@ -237,6 +244,8 @@ class Durable:
     def close(self) -> None:
         """Wait for what is under way."""
         self._capture.shutdown()
+        if self._window is not None:
+            self._window.forget()
         self._persist.shutdown()
         self._tidying.shutdown()
 
@@ -292,9 +301,7 @@ class Durable:
         try:
             assert self._plan is not None and self._plan.copies is not None
             retakes = MAX_RETAKES if self.group.size == 1 else 0
-            copy_steadily(
-                self._plan.copies, job.live, job.versions, filling, step=job.step, retakes=retakes
-            )
+            copy_steadily(self._plan.copies, job.moment, filling, step=job.step, retakes=retakes)
             filling.advance(image.table_start)
             filling.complete()
         except BaseException as error:
@@ -344,17 +351,17 @@ class Durable:
         return msgspec.msgpack.encode(_Verdict(True, describing, per_rank, send))
 
     def _make_plan(self, job: _Job, describing: list[int]) -> None:
-        key = f"plan/{job.number}"
-        if self.group.rank in describing:
-            self.group.post(f"{key}/{self.group.rank}", job.description)
-        data = self.group.ask(key, b"", lambda _: self._merge(key, describing), self.deadline_s)
+        mine = job.description if self.group.rank in describing else b""
+        data = self.group.ask(
+            f"plan/{job.number}",
+            mine,
+            lambda answers: self._merge([answers[rank] for rank in describing], describing),
+            self.deadline_s,
+        )
         agreement = msgspec.msgpack.decode(data, type=Agreement)
         self._plan = new_plan(agreement, hexdigest(data), self.run)
 
-    def _merge(self, key: str, describing: list[int]) -> bytes:
-        docs = [
-            self.group.wait(f"{key}/{rank}", f"rank {rank}", self.deadline_s) for rank in describing
-        ]
+    def _merge(self, docs: list[bytes], describing: list[int]) -> bytes:
         kinds, self._kinds = self._kinds or [], None  # a merge that fails must be tried again
         order = {kinds[rank]: i for i, rank in enumerate(describing)}
         agreement = merge(docs, [order[k] for k in kinds], self.mesh)

@@ -32,6 +32,9 @@ from holdfast.events import emit
 from holdfast.format.manifest import Manifest, encode
 from holdfast.store import Store
 
+INDEX = ".safetensors.index.json"
+"""What a consolidated step has beside its manifest, for Hugging Face's loaders."""
+
 _CLAIM = re.compile(r"claims/(\d{10})\.json")
 _IMAGE = re.compile(r"steps/(\d{10})/(\d{4,})-(\d{6})/[^/]+")
 
@@ -192,6 +195,14 @@ def prune(store: Store, keep: Keep) -> list[int]:
 
     A damaged newest step does not count: the newest good step always stays.
     """
+    gone = [step for step in prunable(store, keep) if delete_step(store, step)]
+    for step in gone:
+        emit("pruned", step=step)
+    return gone
+
+
+def prunable(store: Store, keep: Keep) -> list[int]:
+    """The steps that `prune` would delete, oldest first."""
     saved = committed(store)
     if (keep.last is None and keep.every is None) or not saved:
         return []
@@ -199,13 +210,8 @@ def prune(store: Store, keep: Keep) -> list[int]:
     stay = {s.step for s in good[-(keep.last or 1) :]}
     stay |= {s.step for s in good if keep.every and s.step % keep.every == 0}
     stay |= {s.step for s in saved if s.run < 0}
-    if not any(_sound(store, step) for step in stay):
-        stay |= set(next(([s.step] for s in reversed(good) if _sound(store, s.step)), []))
-    gone = [s.step for s in saved if s.step not in stay]
-    gone = [step for step in gone if delete_step(store, step)]
-    for step in gone:
-        emit("pruned", step=step)
-    return gone
+    stay |= set(next(([s.step] for s in reversed(good) if _sound(store, s.step)), []))
+    return [s.step for s in saved if s.step not in stay]
 
 
 def _sound(store: Store, step: int) -> bool:
@@ -232,8 +238,10 @@ def delete_step(store: Store, step: int) -> bool:
     except FormatError:
         pass
     store.delete(manifest_key(step))
-    for key in store.list(f"{step_prefix(step)}{attempt}/") if attempt else ():
-        store.delete(key)
+    named = f"{step_prefix(step)}{attempt}/"
+    for key in store.list(step_prefix(step)) if attempt else ():
+        if key.startswith(named) or key.endswith(INDEX):
+            store.delete(key)
     return True
 
 
@@ -273,6 +281,7 @@ __all__ = [
     "delete_step",
     "discard",
     "newest_claim",
+    "prunable",
     "prune",
     "release",
     "sweep",

@@ -42,7 +42,7 @@ from holdfast.checkpoint.reading import (
     plan_rows,
     run_blocks,
 )
-from holdfast.errors import Corrupt, HoldfastError, RankErrors
+from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, RankErrors, Unavailable
 from holdfast.format.manifest import FileEntry
 
 WINDOW_BYTES = 16 << 20
@@ -73,6 +73,10 @@ class Peers(Protocol):
         """Memory that is shared within the host."""
 
 
+_SAME = (Unavailable, NotFound, FormatError)
+"""Errors by which a caller decides whether an older step may be tried."""
+
+
 class _Report(msgspec.Struct, frozen=True):
     """What each rank says when a round is read: its error, if it has one."""
 
@@ -82,7 +86,8 @@ class _Report(msgspec.Struct, frozen=True):
     stop: int | None = None
     expected: str | None = None
     found: str | None = None
-    corrupt: bool = False
+    kind: str = ""
+    """Class of the error, if the other ranks shall raise the same."""
 
 
 def report_of(error: BaseException | None) -> bytes:
@@ -91,21 +96,30 @@ def report_of(error: BaseException | None) -> bytes:
         return b""
     if isinstance(error, Corrupt):
         report = _Report(
-            error.message, error.key, error.start, error.stop, error.expected, error.found, True
+            error.message,
+            error.key,
+            error.start,
+            error.stop,
+            error.expected,
+            error.found,
+            "Corrupt",
         )
+    elif type(error) in _SAME:
+        report = _Report(error.message, error.key, kind=type(error).__name__)  # type: ignore[attr-defined]
     else:
         report = _Report(f"{type(error).__name__}: {error}")
     return msgspec.msgpack.encode(report)
 
 
 def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
-    """Raise on every rank if any rank has an error: Corrupt if one is, else RankErrors."""
+    """Raise on every rank if any rank has an error: the same one where its kind matters, else
+    RankErrors."""
     answers = peers.exchange([report_of(error)] * peers.size)
     reports = {r: msgspec.msgpack.decode(a, type=_Report) for r, a in enumerate(answers) if a}
     if not reports:
         return
     for rank, one in reports.items():
-        if one.corrupt:
+        if one.kind == "Corrupt":
             raise Corrupt(
                 one.message or "",
                 key=one.key,
@@ -116,6 +130,10 @@ def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
                 rank=rank,
                 step=step,
             ) from error
+    for kind in _SAME:
+        for rank, one in reports.items():
+            if one.kind == kind.__name__:
+                raise kind(one.message or "", key=one.key, rank=rank, step=step) from error
     raise RankErrors("load", {r: x.message or "" for r, x in reports.items()}, step=step) from error
 
 

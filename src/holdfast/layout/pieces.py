@@ -20,7 +20,7 @@ fraction of a second (bench/plan_scale.py).  Tensors of fewer dims are padded wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -219,11 +219,11 @@ class Placement:
             replica = replica * len(coords) + coords.index(at)
         return part, replica
 
-    def _replica_axes(self, sharding: Sharding) -> list[tuple[str, tuple[int, ...]]]:
+    def _replica_axes(self, sharding: Sharding) -> list[tuple[str, Sequence[int]]]:
         cut = {axis for c in sharding.cuts for axis in c.axes}
         on = dict(sharding.on)
         return [
-            (name, on.get(name, tuple(range(size))))
+            (name, on.get(name, range(size)))
             for name, size in self.mesh.axes
             if name not in cut
         ]
@@ -404,7 +404,9 @@ def _expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 def _divide(ends: Ints, size: Ints, row_bytes: Ints, replicas: int) -> Ints:
     """Divide the string evenly among replicas, on rows of large tensors, never in small ones."""
     total = int(ends[-1])
-    ideal = np.array([total * j // replicas for j in range(replicas + 1)], np.int64)
+    each, left = divmod(total, replicas)  # total * j could overflow
+    index = np.arange(replicas + 1, dtype=np.int64)
+    ideal = each * index + left * index // replicas
     if replicas == 1 or total == 0:
         return ideal
     inner = ideal[1:-1]

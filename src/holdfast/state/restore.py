@@ -493,6 +493,9 @@ class _Extras:
     def _find_missing(self) -> None:
         manifest = self.checkpoint.manifest
         for key, value in self.state.items():
+            if isinstance(value, Optimizer) and key in manifest.extras:
+                pairs = optimizer_params(key, value, param_names(self.state))
+                match_groups(key, manifest.extras[key], pairs)
             plain = stages(value) is None and not isinstance(value, torch.Tensor)
             optional = isinstance(value, Optimizer) or getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
@@ -624,6 +627,34 @@ def _with_paths(live: Any) -> Iterable[tuple[str, torch.Tensor]]:
     return tensors_in(live) if live is not None else ()
 
 
+HOW = ("foreach", "fused", "capturable", "differentiable")
+"""How an optimizer computes is this process's own: other hardware and layouts need other ways."""
+
+
+def match_groups(
+    key: str, tree: Any, pairs: list[list[tuple[str, torch.Tensor]]]
+) -> list[int | None]:
+    """For each live group the number of the saved group that its parameters were in.
+
+    StateMismatch if they were in several with different hyper-parameters.
+    """
+    groups = tree["$optimizer"]["groups"]
+    group_of = {p: i for i, g in enumerate(groups) for p in g["params"]}
+    origin: list[int | None] = []
+    for number, params in enumerate(pairs):
+        found = sorted({group_of[name] for name, _ in params if name in group_of})
+        hypers = {msgspec.json.encode(groups[i]["hyper"]): i for i in found}
+        if len(hypers) > 1:
+            raise StateMismatch(
+                f"parameters of group {number} of {key!r} were in groups {found} "
+                "with different hyper-parameters",
+                hint="build the optimizer with the parameter groups that it was saved with",
+            )
+        empty = number if not params and number < len(groups) else None
+        origin.append(next(iter(hypers.values()), empty))
+    return origin
+
+
 def put_groups(
     key: str,
     optimizer: Optimizer,
@@ -633,21 +664,12 @@ def put_groups(
 ) -> None:
     """Each group's hyper-parameters from the saved group that its parameters were in."""
     body = tree["$optimizer"]
-    group_of = {p: i for i, g in enumerate(body["groups"]) for p in g["params"]}
     pairs = optimizer_params(key, optimizer, names)
-    for number, (group, params) in enumerate(zip(optimizer.param_groups, pairs)):
-        found = {group_of[name] for name, _ in params if name in group_of}
-        hypers = {msgspec.json.encode(body["groups"][i]["hyper"]): i for i in sorted(found)}
-        if len(hypers) > 1:
-            raise StateMismatch(
-                f"parameters of group {number} of {key!r} were in groups {sorted(found)} "
-                "with different hyper-parameters",
-                hint="build the optimizer with the parameter groups that it was saved with",
-            )
-        if not hypers and number < len(body["groups"]) and not params:
-            hypers = {b"": number}
-        for i in hypers.values():
-            group.update(decode(body["groups"][i]["hyper"]))
+    origin = match_groups(key, tree, pairs)
+    for group, params, source in zip(optimizer.param_groups, pairs, origin):
+        if source is not None:
+            saved = decode(body["groups"][source]["hyper"])
+            group.update({k: v for k, v in saved.items() if k not in HOW or k not in group})
         for name, p in params:
             for state, value in body["state"].get(name, {}).items():
                 optimizer.state[p][state] = decode(value)

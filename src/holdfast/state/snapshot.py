@@ -136,6 +136,10 @@ class Window:
         if not self._copied.is_set():
             with span("window.wait", step=self.step):
                 self._copied.wait()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let later optimizer steps pass; on the training thread."""
         self._hook.remove()
 
     def done(self) -> None:
@@ -206,10 +210,13 @@ class Copies:
             flat = torch.frombuffer(into, dtype=torch.uint8).view(part.dtype)
             self.device.append((flat.view(part.shape), part.detach()))
 
-    def run(self, filling: Filling) -> None:
-        """Do them all, in the image's order.  Device copies go over a stream of their own, first."""
+    def run(self, filling: Filling, ready: torch.Event | None) -> None:
+        """Do them all, in the image's order.
+
+        Device copies come first, on a stream of their own that waits for `ready`.
+        """
         if self.device:
-            self._run_device()
+            self._run_device(ready)
         marked = 0
         for into, source, stop in self.host:
             np.copyto(into, source)
@@ -217,18 +224,22 @@ class Copies:
                 filling.advance(stop)
                 marked = stop
 
-    def _run_device(self) -> None:
-        device = self.device[0][1].device
-        stream = torch.Stream(device)
-        stream.wait_event(_recorded(device))
+    def _run_device(self, ready: torch.Event | None) -> None:
+        stream = torch.Stream(self.device[0][1].device)
+        if ready is not None:
+            stream.wait_event(ready)
         with stream:
             for into, source in self.device:
                 into.copy_(source, non_blocking=True)
         stream.synchronize()
 
 
-def _recorded(device: torch.device) -> torch.Event:
-    """An event after all that the training stream has been given so far."""
+def device_event(live: Live) -> torch.Event | None:
+    """An event after all that the calling thread's device stream has been given; None on the CPU."""
+    devices = (t.placed.local.device for t in live.tensors.values())
+    device = next((d for d in devices if d.type != "cpu"), None)
+    if device is None:
+        return None
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
@@ -241,16 +252,30 @@ def pin(memory: memoryview) -> None:
         torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
 
 
+@dataclass(frozen=True)
+class Moment:
+    """The training thread's side of a snapshot: what the state was when it was asked for."""
+
+    live: Live
+    versions: list[int]
+    ready: torch.Event | None
+
+    @staticmethod
+    def of(live: Live) -> Moment:
+        return Moment(live, versions(live), device_event(live))
+
+
 def copy_steadily(
-    copies: Copies, live: Live, before: list[int], filling: Filling, *, step: int, retakes: int
+    copies: Copies, moment: Moment, filling: Filling, *, step: int, retakes: int
 ) -> None:
     """Copy until nothing changed meanwhile, at most `retakes` times more.
 
-    `before` are the versions at the call.  HoldfastError if tensors changed to the last.
+    HoldfastError if tensors changed to the last.
     """
+    live, before = moment.live, moment.versions
     for attempt in range(retakes + 1):
         with span("snapshot.copy", step=step):
-            copies.run(filling)
+            copies.run(filling, moment.ready)
         after = versions(live)
         if after == before:
             return

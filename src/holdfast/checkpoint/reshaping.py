@@ -1,0 +1,177 @@
+"""What a restore on another mesh would read, before there is such a mesh.
+
+A model's own sharding plan is unknown here, so each axis of the new mesh is given a meaning, and the
+meaning is stated:
+
+* an axis that the saved mesh has too: tensors are cut over it as they were saved;
+* else, one with a data-parallel name (`dp`, `fsdp`, ...): every tensor is cut along dim 0 over it,
+  after all other cuts;
+* else: every rank along it reads the same.
+
+Then what a rank wants is a box per tensor, and `Placement.locate` says which files hold it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Manifest
+from holdfast.layout import Cut, Mesh, Placement, Sharding, Table, part_of, parts_of
+from holdfast.layout.pieces import Ints
+
+SHARDED = ("dp", "fsdp", "shard", "dp_shard", "dp_shard_cp", "data", "zero", "edp", "world", "rank")
+REPLICATED = ("replicate", "dp_replicate", "ddp", "hsdp")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one rank reads: bytes it wants, by file (rank of the file -> bytes) and by state."""
+
+    rank: int
+    num_tensors: int
+    wanted_bytes: int
+    by_file: dict[int, int]
+    by_state: dict[str, int]
+    file_bytes: int
+    """Total length of the files touched."""
+
+
+def parse_mesh(text: str) -> Mesh:
+    """`dp=4,tp=2`: axes from the outermost to the innermost.  UsageError if it is not that."""
+    axes = []
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name or not size.isdigit() or int(size) < 1:
+            raise UsageError(
+                f"--mesh {text}: {part.strip()!r} is not an axis", hint="write it as dp=4,tp=2"
+            )
+        axes.append((name, int(size)))
+    mesh = Mesh(tuple(axes))
+    if len(mesh.sizes) != len(axes):
+        raise UsageError(f"--mesh {text}: an axis is named twice")
+    return mesh
+
+
+def is_data_parallel(axis: str) -> bool:
+    return axis.lower().rstrip("0123456789") in SHARDED
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """A restore of `manifest` on `mesh`; `assumed` says in words what each axis was taken to mean."""
+
+    manifest: Manifest
+    mesh: Mesh
+    shardings: tuple[Sharding, ...]
+    assumed: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def onto(manifest: Manifest, mesh: Mesh) -> Reshape:
+        """The assumptions written out as one new sharding for each saved one."""
+        saved = manifest.layout.sizes
+        new_dp = tuple(a for a in mesh.sizes if a not in saved and is_data_parallel(a))
+        old = manifest.placement.table.shardings
+        shardings = tuple(_onto(s, mesh, saved, new_dp) for s in old)
+        return Reshape(manifest, mesh, shardings, tuple(_assumed(manifest, mesh, new_dp)))
+
+    @property
+    def table(self) -> Table:
+        return self.manifest.placement.table
+
+    def boxes(self, rank: int) -> tuple[Ints, Ints]:
+        """What a rank wants: start and stop per tensor, padded; empty where it wants none."""
+        stop = self.table.shape.copy()
+        start = np.zeros_like(stop)
+        for number, sharding in enumerate(self.shardings):
+            rows = np.flatnonzero(self.table.sharding == number)
+            if any(self.mesh.coordinate(rank, a) not in coords for a, coords in sharding.on):
+                stop[rows] = 0
+                continue
+            for cut in sharding.cuts:
+                part, parts = part_of(self.mesh, rank, cut.axes), parts_of(self.mesh, cut.axes)
+                mine = rows[self.table.ndim[rows] > cut.dim]
+                lo, hi = start[mine, cut.dim], stop[mine, cut.dim]
+                step = -(-(hi - lo) // parts)
+                start[mine, cut.dim] = np.minimum(lo + part * step, hi)
+                stop[mine, cut.dim] = np.minimum(lo + (part + 1) * step, hi)
+        return start, stop
+
+    def reading(self, rank: int) -> Reading:
+        """What one rank reads.  UsageError if the mesh has no such rank."""
+        if not 0 <= rank < self.mesh.world:
+            raise UsageError(f"rank {rank} is not in 0..{self.mesh.world - 1} of mesh {self.mesh}")
+        start, stop = self.boxes(rank)
+        tensors = np.arange(len(self.table.names))
+        placement = Placement(self.manifest.layout, self.table)
+        found = placement.locate(tensors, start, stop)
+        size = np.prod(found.stop - found.start, axis=1) * self.table.itemsize[found.want]
+        by_file = _sums(found.rank, size)
+        states = np.array([t.state for t in self.manifest.tensors])[found.want]
+        return Reading(
+            rank,
+            len(np.unique(found.want)),
+            int(size.sum()),
+            {int(k): v for k, v in by_file.items()},
+            {str(k): v for k, v in _sums(states, size).items()},
+            sum(self.manifest.file_of[int(r)].bytes for r in by_file),
+        )
+
+
+def _sums(keys: np.ndarray, size: Ints) -> dict[object, int]:  # type: ignore[type-arg]
+    names, index = np.unique(keys, return_inverse=True)
+    sums = np.zeros(len(names), np.int64)
+    np.add.at(sums, index.reshape(-1), size)
+    return dict(zip(names.tolist(), sums.tolist()))
+
+
+def _onto(
+    saved: Sharding, mesh: Mesh, sizes: dict[str, int], new_dp: tuple[str, ...]
+) -> Sharding:
+    cuts = []
+    for cut in saved.cuts:
+        axes = tuple(a for a in cut.axes if a in mesh.sizes)
+        if axes:
+            cuts.append(Cut(cut.dim, axes))
+    dp = new_dp
+    if saved.held is not None:  # an irregular layout: no cuts to carry over
+        dp = tuple(a for a in mesh.sizes if a in new_dp or (a in sizes and is_data_parallel(a)))
+    if dp:
+        cuts.append(Cut(0, dp))
+    on = []
+    for axis, coords in saved.on:
+        if axis in mesh.sizes:
+            new = sorted({c * mesh.sizes[axis] // sizes[axis] for c in coords})
+            on.append((axis, tuple(new)))
+    return Sharding(tuple(cuts), tuple(on))
+
+
+def _assumed(manifest: Manifest, mesh: Mesh, new_dp: tuple[str, ...]) -> list[tuple[str, str]]:
+    saved = manifest.layout.sizes
+    cut = {a for s in manifest.shardings for c in s.cuts for a in c.axes}
+    staged = {a for s in manifest.shardings for a in s.on}
+    rows = []
+    for axis, size in mesh.axes:
+        if axis in saved:
+            was = f"{saved[axis]} ranks then, {size} now" if saved[axis] != size else f"{size} ranks"
+            how = "cut" if axis in cut else "stages regrouped in order" if axis in staged else "replicas"
+            rows.append((axis, f"as saved: {how} ({was})"))
+        elif axis in new_dp:
+            rows.append((axis, "not in the saved mesh: every tensor cut along dim 0 (a guess by name)"))
+        else:
+            rows.append((axis, "not in the saved mesh: every rank along it reads the same (a guess)"))
+    for axis, size in manifest.mesh:
+        if axis not in mesh.sizes and (axis in cut or axis in staged):
+            rows.append((axis, f"gone: what {size} ranks shared, each rank now reads whole"))
+    if any(s.held is not None for s in manifest.shardings):
+        rows.append(("(listed)", "irregular tensors: cut along dim 0 over data-parallel axes"))
+    return rows
+
+
+def expected_bytes(reshape: Reshape) -> int:
+    """Bytes of all tensors, once."""
+    table = reshape.table
+    return sum(math.prod(s) * int(i) for s, i in zip(table.shape.tolist(), table.itemsize))
