@@ -57,6 +57,7 @@ class Checkpointer:
     for the one in flight (`"queue"`) or is left out (`"skip"`).  `on_error`: whether a failed save is
     reported by a warning or raised, at the next call.  `on_resize`: by key, what becomes of state that
     differs between ranks when their number changes (`same`, `rank0`, `redistribute`, `fresh`).
+    `replicas="verify"` checks before each save that ranks which hold the same data hold the same bytes.
     `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
     and stop within that many seconds.  `deadline_s` bounds every wait.
     """
@@ -71,6 +72,7 @@ class Checkpointer:
         when_busy: Literal["queue", "skip"] = "skip",
         on_error: Literal["warn", "raise"] = "warn",
         on_resize: dict[str, str] | None = None,
+        replicas: Literal["trust", "verify"] = "trust",
         mesh: Any = None,
         sigterm_s: float | None = None,
         deadline_s: float = 600.0,
@@ -78,6 +80,7 @@ class Checkpointer:
         check_keys(state)
         _check_choice("when_busy", when_busy, ("queue", "skip"))
         _check_choice("on_error", on_error, ("warn", "raise"))
+        _check_choice("replicas", replicas, ("trust", "verify"))
         for rule in (on_resize or {}).values():
             _check_choice("on_resize", rule, tuple(RULES.split(", ")))
         self.state = state
@@ -98,6 +101,7 @@ class Checkpointer:
             keep=keep,
             mesh=named_mesh(mesh),
             deadline_s=deadline_s,
+            replicas=replicas,
         )
         self._closed = False
         self._prepared = False
@@ -161,10 +165,11 @@ class Checkpointer:
                     HoldfastWarning,
                     stacklevel=3,
                 )
-            if save.error is not None and self.on_error == "raise":
+            if save.error is None or save.told:
+                continue
+            if self.on_error == "raise":
                 raise save.error
-            if save.error is not None:
-                warnings.warn(str(save.error), HoldfastWarning, stacklevel=3)
+            warnings.warn(str(save.error), HoldfastWarning, stacklevel=3)
 
     def _save_and_stop(self, step: int) -> None:
         assert self._stop is not None
@@ -222,8 +227,8 @@ class Checkpointer:
         for save in list(self._saves):
             try:
                 save.wait(timeout)
-            except HoldfastError:
-                pass  # reported just below
+            except Exception:
+                save.told = False  # reported just below
         self._report()
 
     def close(self) -> None:

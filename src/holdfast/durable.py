@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,7 +37,7 @@ from holdfast.checkpoint.committing import (
 from holdfast.checkpoint.names import step_prefix
 from holdfast.checkpoint.reading import in_threads
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
-from holdfast.errors import Deadline, HoldfastError, RankErrors, RuleError, UsageError
+from holdfast.errors import Deadline, HoldfastError, RankErrors, UsageError
 from holdfast.events import count, emit, span
 from holdfast.format.image import ALIGN, Image, plan_image
 from holdfast.format.manifest import VERSION, FileEntry, Manifest
@@ -45,6 +45,8 @@ from holdfast.group import Group
 from holdfast.layout import Mesh, Placement
 from holdfast.state.agreed import Agreement, describe, merge
 from holdfast.state.live import Live
+from holdfast.state.protocol import Outcome, Ready, Verdict, Written, merge_extras, sort_extras
+from holdfast.state.replicas import check_replicas, replica_digests
 from holdfast.state.snapshot import (
     MAX_RETAKES,
     Copies,
@@ -72,6 +74,8 @@ class Save:
     def __init__(self, step: int) -> None:
         self.step = step
         self.skipped = False
+        self.told = False
+        """Whether the caller of `wait` has been given the failure."""
         self._future: Future[bool] = Future()
 
     def done(self) -> bool:
@@ -84,51 +88,19 @@ class Save:
             self._future.result(timeout)
         except (FutureTimeout, TimeoutError):
             if self._future.done():
+                self.told = True
                 raise
             raise Deadline(
                 f"the save of step {self.step} is not done after {timeout:g} s", step=self.step
             ) from None
+        except BaseException:
+            self.told = True
+            raise
 
     @property
     def error(self) -> BaseException | None:
         """The failure of a save that is done; None if it succeeded or is still under way."""
         return self._future.exception() if self._future.done() else None
-
-
-class _Ready(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says before a save."""
-
-    step: int
-    busy: bool
-    description: str
-    agreement: str
-    extras: dict[str, tuple[str, str]]
-    """key: (digest, rule)"""
-
-
-class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 answers."""
-
-    go: bool
-    describe: list[int]
-    """Ranks that shall post their description: a new plan is needed."""
-    per_rank: dict[str, str | None]
-    send: dict[str, list[int]]
-    """Extras of which these ranks shall send their version."""
-
-
-class _Written(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says after a save."""
-
-    error: str | None
-    file: FileEntry | None
-    extras: dict[str, Any]
-
-
-class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What becomes of it."""
-
-    errors: dict[int, str]
 
 
 @dataclass
@@ -167,7 +139,7 @@ class _Job:
         if self.window is not None:
             self.window.done()
 
-    verdict: _Verdict | None = None
+    verdict: Verdict | None = None
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -185,8 +157,10 @@ class Durable:
         keep: Keep | None = None,
         mesh: Mesh | None = None,
         deadline_s: float = 600.0,
+        replicas: Literal["trust", "verify"] = "trust",
     ) -> None:
         self.store = store
+        self.replicas = replicas
         self.group = group
         self.claim = claim
         self.run = run
@@ -292,9 +266,22 @@ class Durable:
         if job.window is None:
             self._release(job)
             return
+        self._check_replicas(job)
         filling = Filling()
         self._persist.submit(self._guarded, self._persister(image, filling), job)
         self._fill(job, image, filling)
+
+    def _check_replicas(self, job: _Job) -> None:
+        """If asked to: LayoutError on every rank if some replicas differ."""
+        if self.replicas == "trust" or self.group.size == 1:
+            return
+        assert self._plan is not None
+        placement = self._plan.placement
+        mine = replica_digests(job.live, self._aside, placement, self.group.rank)
+        names = placement.table.names
+        self.group.ask(
+            f"replicas/{job.number}", mine, lambda a: check_replicas(a, names), self.deadline_s
+        )
 
     def _fill(self, job: _Job, image: Image, filling: Filling) -> None:
         """Copy the live tensors into the image; a failure is the writer's to report."""
@@ -322,33 +309,33 @@ class Durable:
         emit("save.skipped", step=job.step)
         job.save._future.set_result(False)
 
-    def _agree(self, job: _Job) -> _Verdict:
+    def _agree(self, job: _Job) -> Verdict:
         extras = {
             k: (hexdigest(msgspec.json.encode(v)), job.live.rules.get(k, ""))
             for k, v in job.live.extras.items()
         }
         held = self._plan.digest if self._plan else ""
-        ready = _Ready(job.step, job.busy, hexdigest(job.description), held, extras)
+        ready = Ready(job.step, job.busy, hexdigest(job.description), held, extras)
         answer = self.group.ask(
             f"agree/{job.number}", msgspec.msgpack.encode(ready), self._judge, self.deadline_s
         )
-        return msgspec.msgpack.decode(answer, type=_Verdict)
+        return msgspec.msgpack.decode(answer, type=Verdict)
 
     def _judge(self, answers: list[bytes]) -> bytes:
         """Rank 0: may this save go on, and how?"""
-        ready = [msgspec.msgpack.decode(a, type=_Ready) for a in answers]
+        ready = [msgspec.msgpack.decode(a, type=Ready) for a in answers]
         for rank, r in enumerate(ready):
             if r.step != ready[0].step:
                 raise UsageError(f"rank {rank} saves step {r.step}, rank 0 step {ready[0].step}")
         if any(r.busy for r in ready):
-            return msgspec.msgpack.encode(_Verdict(False, [], {}, {}))
+            return msgspec.msgpack.encode(Verdict(False, [], {}, {}))
         kinds = [r.description for r in ready]
         describing: list[int] = []
         if kinds != self._kinds or len({r.agreement for r in ready}) != 1:
             describing = [kinds.index(k) for k in dict.fromkeys(kinds)]
             self._kinds = kinds
         per_rank, send = sort_extras(ready)
-        return msgspec.msgpack.encode(_Verdict(True, describing, per_rank, send))
+        return msgspec.msgpack.encode(Verdict(True, describing, per_rank, send))
 
     def _make_plan(self, job: _Job, describing: list[int]) -> None:
         mine = job.description if self.group.rank in describing else b""
@@ -411,7 +398,7 @@ class Durable:
             error = failed if isinstance(failed, HoldfastError) else HoldfastError(repr(failed))
         mine = self.group.rank
         extras = {k: job.live.extras[k] for k, ranks in job.verdict.send.items() if mine in ranks}
-        written = _Written(None if error is None else _text(error), file, extras)
+        written = Written(None if error is None else _text(error), file, extras)
         try:
             answer = self.group.ask(
                 f"commit/{job.number}",
@@ -421,7 +408,7 @@ class Durable:
             )
         finally:
             self._release(job)
-        outcome = msgspec.msgpack.decode(answer, type=_Outcome)
+        outcome = msgspec.msgpack.decode(answer, type=Outcome)
         if outcome.errors:
             self._discard(job.step, attempt)
             raise RankErrors(f"save of step {job.step}", outcome.errors, step=job.step) from error
@@ -480,7 +467,7 @@ class Durable:
 
     def _decide(self, job: _Job, attempt: str, answers: list[bytes]) -> bytes:
         """Rank 0: commit if every rank has written."""
-        written = [msgspec.msgpack.decode(a, type=_Written) for a in answers]
+        written = [msgspec.msgpack.decode(a, type=Written) for a in answers]
         errors = {r: w.error for r, w in enumerate(written) if w.error is not None}
         if not errors:
             try:
@@ -489,9 +476,9 @@ class Durable:
                 commit(self.store, manifest, self.claim)
             except HoldfastError as error:
                 errors = {0: f"commit: {_text(error)}"}
-        return msgspec.msgpack.encode(_Outcome(errors))
+        return msgspec.msgpack.encode(Outcome(errors))
 
-    def _manifest(self, job: _Job, attempt: str, written: list[_Written]) -> Manifest:
+    def _manifest(self, job: _Job, attempt: str, written: list[Written]) -> Manifest:
         assert self._plan is not None and job.verdict is not None
         plan = self._plan.agreement
         extras = {k: v for k, v in job.live.extras.items() if k not in job.verdict.per_rank}
@@ -549,55 +536,3 @@ def new_plan(agreement: Agreement, digest: str, run: int) -> _Plan:
         agreement.shardings, agreement.tensors, agreement.aliases, (), {}, {},
     )  # fmt: skip
     return _Plan(agreement, digest, shell.placement)
-
-
-def sort_extras(
-    ready: list[_Ready],
-) -> tuple[dict[str, str | None], dict[str, list[int]]]:
-    """Which extras each rank keeps for itself (with the rule), and which ranks send common ones."""
-    per_rank: dict[str, str | None] = {}
-    send: dict[str, list[int]] = {}
-    for key in dict.fromkeys(k for r in ready for k in r.extras):
-        holders = [rank for rank, r in enumerate(ready) if key in r.extras]
-        rule = ready[holders[0]].extras[key][1]
-        first: dict[str, int] = {}
-        for rank in holders:
-            first.setdefault(ready[rank].extras[key][0], rank)
-        if rule == "same" and len(first) > 1:
-            raise RuleError(
-                f"{key!r} is declared to be the same on all ranks, but ranks "
-                f"{sorted(first.values())[:4]} differ",
-                hint="declare rank0, redistribute or fresh instead (on_resize)",
-            )
-        if rule in ("redistribute", "fresh", "ask"):
-            per_rank[key] = None if rule == "ask" else rule
-        elif rule == "rank0" or len(first) == 1:
-            send[key] = [] if holders[0] == 0 else holders[:1]
-        elif key in ready[0].extras and _optimizer_like(key, ready):
-            send[key] = sorted(first.values())
-        else:
-            per_rank[key] = None
-    return per_rank, {k: v for k, v in send.items() if v}
-
-
-def _optimizer_like(key: str, ready: list[_Ready]) -> bool:
-    return ready[0].extras[key][1] == "merge"
-
-
-def merge_extras(key: str, versions_: list[Any]) -> Any:
-    """One from the versions of several ranks: parameter groups and states of pipeline stages."""
-    if len(versions_) == 1:
-        return versions_[0]
-    groups: list[Any] = []
-    states: dict[str, Any] = {}
-    for one in versions_:
-        body = one["$optimizer"]
-        states |= body["state"]
-        for number, group in enumerate(body["groups"]):
-            same = [g for g in groups if (g["number"], g["hyper"]) == (number, group["hyper"])]
-            if same:
-                known = set(same[0]["params"])
-                same[0]["params"] += [p for p in group["params"] if p not in known]
-            else:
-                groups.append({"number": number, **group, "params": list(group["params"])})
-    return {"$optimizer": {"groups": groups, "state": states}}

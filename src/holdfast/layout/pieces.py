@@ -134,6 +134,8 @@ class _Cells:
     """`ends[i]..ends[i + 1]`: bytes of tensor i in the string of all parts."""
     bounds: Ints
     """`bounds[j]..bounds[j + 1]`: share of replica j."""
+    busy: Ints
+    """Replicas whose share is not empty."""
 
 
 @dataclass
@@ -178,7 +180,7 @@ class Placement:
         one = self._classes[number]
         if one.sharding.held is not None:
             return self._listed(number, rank)
-        place = self._place(one.sharding, rank)
+        place = self.place(one.sharding, rank)
         if place is None:
             return None
         cells = self._at(number, place[0])
@@ -204,7 +206,7 @@ class Placement:
         size = np.prod(stop - start, axis=1) * one.itemsize
         return np.repeat(one.tensors, len(boxes)), start, stop, size
 
-    def _place(self, sharding: Sharding, rank: int) -> tuple[int, int] | None:
+    def place(self, sharding: Sharding, rank: int) -> tuple[int, int] | None:
         """(which part over all cuts, which replica of it) of a rank; None if it has no part."""
         if not 0 <= rank < self.mesh.world:
             return None
@@ -265,7 +267,8 @@ class Placement:
         ends = np.concatenate([[0], np.cumsum(size)])
         replicas = prod(len(c) for _, c in self._replica_axes(one.sharding))
         bounds = _divide(ends, size, row_bytes, replicas)
-        return _Cells(start, stop, row_dim, row_bytes, ends, bounds)
+        busy = np.flatnonzero(bounds[1:] > bounds[:-1])
+        return _Cells(start, stop, row_dim, row_bytes, ends, bounds, busy)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -333,9 +336,11 @@ class Placement:
         base, unit, at = cells.start[index, dim], cells.row_bytes[index], cells.ends[index]
         lo = at + (np.maximum(start[each, dim], base) - base) * unit
         hi = at + (np.minimum(stop[each, dim], cells.stop[index, dim]) - base) * unit
-        first = np.searchsorted(cells.bounds, lo, "right") - 1
-        last = np.searchsorted(cells.bounds, hi, "left") - 1
-        source, replica = _expand(first, last)
+        shares = cells.bounds[cells.busy]
+        first = np.searchsorted(shares, lo, "right") - 1
+        last = np.searchsorted(shares, hi, "left") - 1
+        source, nth = _expand(first, last)
+        replica = cells.busy[nth]
         ranks = self.holders(self._classes[number].sharding, part)[replica]
         from_, to = cells.bounds[replica], cells.bounds[replica + 1]
         piece_start, piece_stop = _rows_between(cells, index[source], from_, to)
@@ -386,7 +391,7 @@ class Placement:
     def _share_bytes(self, number: int, one: _Class, rank: int) -> int:
         if one.sharding.held is not None:
             return int(self._listed(number, rank)[3].sum())
-        place = self._place(one.sharding, rank)
+        place = self.place(one.sharding, rank)
         if place is None:
             return 0
         bounds = self._at(number, place[0]).bounds

@@ -12,7 +12,7 @@ the others (buffers, tensors that the user handed over himself) are copied at on
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,7 @@ def collect(state: State) -> Live:
             for module in modules:
                 _add_module(live, key, module)
         elif isinstance(value, Optimizer):
-            _add_optimizer(live, key, value, param_names(state))
+            _add_optimizer(live, key, value, all_param_names(state))
         elif is_stateful(value):
             rule = getattr(value, "on_resize", None) or ("ask" if is_loader(value) else None)
             if rule:
@@ -184,19 +184,25 @@ def _add_module(live: Live, key: str, module: nn.Module) -> None:
 
 
 def param_names(state: State) -> dict[int, str]:
-    """Fully qualified names of all parameters of all modules, by object.
+    """Fully qualified names of all parameters of all modules, by object; a tied one's first name.
 
     A name carries its module's key only where two modules of the state share a parameter name.
     """
-    found: dict[int, tuple[str, str]] = {}
+    return {i: names[0] for i, names in all_param_names(state).items()}
+
+
+def all_param_names(state: State) -> dict[int, list[str]]:
+    """As `param_names`, with every name of a tied parameter."""
+    found: dict[int, list[tuple[str, str]]] = {}
     keys: dict[str, set[str]] = {}
     for key, value in state.items():
         for module in stages(value) or ():
             for name, p in named_parameters(module):
-                found.setdefault(id(p), (key, name))
+                found.setdefault(id(p), []).append((key, name))
                 keys.setdefault(name, set()).add(key)
     return {
-        i: name if len(keys[name]) == 1 else f"{key}.{name}" for i, (key, name) in found.items()
+        i: [name if len(keys[name]) == 1 else f"{key}.{name}" for key, name in dict.fromkeys(pairs)]
+        for i, pairs in found.items()
     }
 
 
@@ -214,13 +220,16 @@ def hyper(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _add_optimizer(live: Live, key: str, optimizer: Optimizer, names: dict[int, str]) -> None:
+def _add_optimizer(
+    live: Live, key: str, optimizer: Optimizer, all_names: dict[int, list[str]]
+) -> None:
     groups: list[Any] = []
     others: dict[str, Any] = {}
+    names = {i: found[0] for i, found in all_names.items()}
     for group, pairs in zip(optimizer.param_groups, optimizer_params(key, optimizer, names)):
         groups.append(
             {
-                "params": [name for name, _ in pairs],
+                "params": [n for name, p in pairs for n in all_names.get(id(p), [name])],
                 "hyper": _encode(live, key, hyper(group), inline=True),
             }
         )
@@ -229,10 +238,11 @@ def _add_optimizer(live: Live, key: str, optimizer: Optimizer, names: dict[int, 
             for state, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor):
                     add_state(live, f"{key}.{name}", str(state), p, value)
+                    add_ties(live, key, str(state), all_names.get(id(p), ()))
                 else:
                     plain[str(state)] = _encode(live, f"{key}.{name}.{state}", value, inline=True)
             if plain:
-                others[name] = plain
+                others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
     live.extras[key] = {"$optimizer": {"groups": groups, "state": others}}
     live.rules[key] = "merge"
 
@@ -243,6 +253,12 @@ def add_state(live: Live, prefix: str, state: str, p: torch.Tensor, value: torch
     if name in live.tensors:
         raise UsageError(f"two different tensors are named {name!r}")
     live.tensors[name] = LiveTensor(name, state, place_state(p, value, name), True)
+
+
+def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
+    """State of a tied parameter goes by each of its names, as the parameter itself does."""
+    for name in names[1:]:
+        live.aliases[f"{key}.{name}.{state}"] = f"{key}.{names[0]}.{state}"
 
 
 def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:

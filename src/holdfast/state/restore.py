@@ -32,6 +32,8 @@ from holdfast.state.live import (
     Live,
     State,
     add_state,
+    add_ties,
+    all_param_names,
     check_keys,
     extra_states,
     is_stateful,
@@ -212,7 +214,7 @@ def _device_for(tensor: torch.Tensor) -> torch.device:
 def _targets(checkpoint: Checkpoint, state: State, options: Options) -> Live:
     """Every live tensor that the checkpoint may fill, optimizer states made where they are missing."""
     live = Live()
-    names = param_names(state)
+    names = all_param_names(state)
     for key, value in state.items():
         for module in stages(value) or ():
             seen: dict[int, str] = {}
@@ -251,11 +253,12 @@ def tensors_in(value: Any, path: str = "") -> Iterable[tuple[str, torch.Tensor]]
 
 
 def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
-    """By parameter name, the states that were saved of it under an optimizer's key."""
+    """By parameter name, tied ones under each, the states saved of it under an optimizer's key."""
     found: dict[str, list[str]] = {}
-    for t in checkpoint.manifest.tensors:
-        if t.state not in _KINDS and t.name.startswith(key + "."):
-            found.setdefault(t.name[len(key) + 1 : -len(t.state) - 1], []).append(t.state)
+    for name in checkpoint.names():
+        state = checkpoint.manifest.tensors[checkpoint.index(name)].state
+        if state not in _KINDS and name.startswith(key + "."):
+            found.setdefault(name[len(key) + 1 : -len(state) - 1], []).append(state)
     return found
 
 
@@ -264,35 +267,26 @@ def _optimizer_targets(
     live: Live,
     key: str,
     optimizer: Optimizer,
-    names: dict[int, str],
+    all_names: dict[int, list[str]],
     options: Options,
 ) -> None:
     states = saved_states(checkpoint, key)
-    known = checkpoint.manifest.aliases
+    names = {i: found[0] for i, found in all_names.items()}
     for group, pairs in zip(optimizer.param_groups, optimizer_params(key, optimizer, names)):
         for name, p in pairs:
-            saved = states.get(name) or states.get(_first_name(known, state_key=name), [])
+            saved = states.get(name, [])
             if options.only is not None:
                 saved = [s for s in saved if options.wanted(f"{key}.{name}.{s}")]
             else:
                 _drop_other(optimizer, p, saved)
             for state in saved:
                 full = f"{key}.{name}.{state}"
-                if not _known(checkpoint, full):
-                    continue
                 have = optimizer.state[p].get(state)
                 if not isinstance(have, torch.Tensor):
                     have = _new_state(checkpoint, full, p, group)
                     optimizer.state[p][state] = have
                 add_state(live, f"{key}.{name}", state, p, have)
-
-
-def _first_name(aliases: dict[str, str], state_key: str) -> str:
-    """The name under which a tied parameter's state was saved."""
-    for alias, name in aliases.items():
-        if alias.endswith("." + state_key):
-            return name.split(".", 1)[1]
-    return state_key
+                add_ties(live, key, state, all_names.get(id(p), ()))
 
 
 def _drop_other(optimizer: Optimizer, p: torch.Tensor, saved: list[str]) -> None:

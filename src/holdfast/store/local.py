@@ -10,8 +10,8 @@ training data out of the page cache.
     writer.write(0, memory)
     writer.finish()
 
-A read opens its file anew.  A kept descriptor would save 2 of the 20 microseconds that a cached
-MiB takes, and could serve the bytes of an object that was deleted and made again.
+A read opens its file anew.  A kept descriptor would save a few microseconds, and could serve the
+bytes of an object that was deleted and made again.
 """
 
 from __future__ import annotations

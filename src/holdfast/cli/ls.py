@@ -1,0 +1,121 @@
+"""`holdfast ls URL`: which steps there are, and which of them are complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from holdfast.checkpoint.listing import Listing, Step, survey
+from holdfast.cli.screen import (
+    AsJson,
+    Root,
+    age,
+    age_s,
+    bad,
+    dim,
+    good,
+    heading,
+    many,
+    print_json,
+    say,
+    size,
+    table,
+)
+from holdfast.store import open_store
+
+
+def run(url: Root, as_json: AsJson = False) -> None:
+    """List steps: size, age, and whether each is complete.  Exit 1 if one is not."""
+    store = open_store(url)
+    listing = survey(store)
+    if as_json:
+        print_json(_plain(listing, store.url))
+    elif not listing.steps and not listing.attempts:
+        say(f"no steps in {store.url}")
+    else:
+        _show(listing, store.url)
+    if not listing.steps or any(s.problem for s in listing.steps):
+        raise typer.Exit(1)
+
+
+def _show(listing: Listing, url: str) -> None:
+    say(url, style="bold")
+    if listing.steps:
+        columns = ("", ">step", ">size", "tier", "age", ">run", "mesh", ">tensors", ">files", "state")
+        table(columns, [_row(s, listing) for s in listing.steps], indent=0)
+    newest = listing.steps[-1] if listing.steps else None
+    if newest is not None and newest.problem:
+        found = listing.newest_good
+        say()
+        if found is None:
+            say("No step is complete.", style="red")
+        else:
+            say(f"The newest step is damaged: restore() goes back to step {found}.", style="yellow")
+    if listing.attempts:
+        heading("Not referenced by any step (left by a crash, or a save under way)")
+        rows = [
+            (str(a.step), a.name, many(a.num_files, "file"), size(a.bytes))
+            for a in listing.attempts
+        ]
+        table((">step", "attempt", ">files", ">size"), rows)
+
+
+def _row(step: Step, listing: Listing) -> tuple[str, ...]:
+    m = step.manifest
+    newest = step is listing.steps[-1]
+    state = bad(step.problem) if step.problem else good("complete")
+    if newest:
+        state += dim("  newest")
+    elif listing.steps[-1].problem and step.step == listing.newest_good:
+        state += dim("  newest good")
+    mark = "→" if step.step == listing.newest_good else ""
+    if m is None:
+        unknown = ("?", "durable", "?", str(step.run) if step.run >= 0 else "?", "?", "?", "?")
+        return (mark, str(step.step), *unknown, state)
+    return (
+        mark,
+        str(step.step),
+        size(m.total_bytes),
+        "durable",
+        age(m.created),
+        str(m.run),
+        str(m.layout),
+        f"{len(m.tensors):,}",
+        f"{len(m.files):,}",
+        state,
+    )
+
+
+def _plain(listing: Listing, url: str) -> dict[str, Any]:
+    return {
+        "url": url,
+        "newest": listing.steps[-1].step if listing.steps else None,
+        "newest_good": listing.newest_good,
+        "steps": [_plain_step(s) for s in listing.steps],
+        "unreferenced": [
+            {"step": a.step, "attempt": a.name, "files": a.num_files, "bytes": a.bytes}
+            for a in listing.attempts
+        ],
+    }
+
+
+def _plain_step(step: Step) -> dict[str, Any]:
+    m = step.manifest
+    row: dict[str, Any] = {
+        "step": step.step,
+        "run": step.run if step.run >= 0 else None,
+        "tier": "durable",
+        "complete": step.problem is None,
+        "problem": step.problem,
+    }
+    if m is not None:
+        row |= {
+            "bytes": m.total_bytes,
+            "created": m.created,
+            "age_s": age_s(m.created),
+            "mesh": dict(m.mesh),
+            "num_tensors": len(m.tensors),
+            "num_files": len(m.files),
+        }
+    return row

@@ -1,0 +1,199 @@
+"""What verbs share: how a step is named, how numbers are written, tables, progress, JSON.
+
+rich is imported when a table or a bar is drawn, and not before.
+"""
+
+from __future__ import annotations
+
+import calendar
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.opened import Checkpoint
+
+Target = Annotated[str, typer.Argument(metavar="URL[@STEP]", help="A folder, or a step of it.")]
+Root = Annotated[str, typer.Argument(metavar="URL", help="The folder that holds the steps.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+ShowAll = Annotated[bool, typer.Option("--all", help="Leave nothing out.")]
+
+
+def split_target(text: str) -> tuple[str, int | None]:
+    """`runs/gpt@1000` -> ("runs/gpt", 1000); no step: None."""
+    url, at, step = text.rpartition("@")
+    if at and step.isdigit():
+        return url, int(step)
+    return text, None
+
+
+def opened(target: str, *, verify: bool = True) -> Checkpoint:
+    """The step that a target names."""
+    from holdfast.checkpoint.opened import Checkpoint
+
+    url, step = split_target(target)
+    return Checkpoint.open(url, step, verify=verify)
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def size(num_bytes: float) -> str:
+    """`1.49 GB`: decimal units, three digits."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 999.5 or unit == "TB":
+            break
+        num_bytes /= 1000
+    if unit == "B":
+        return f"{num_bytes:.0f} B"
+    return f"{num_bytes:.{2 if num_bytes < 9.995 else 1 if num_bytes < 99.95 else 0}f} {unit}"
+
+
+def many(count: int, noun: str, plural: str | None = None) -> str:
+    """`1 tensor`, `60,000 tensors`."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def age_s(created: str) -> float | None:
+    """Seconds since a time that a manifest states; None if it states none."""
+    try:
+        return max(time.time() - calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")), 0)
+    except ValueError:
+        return None
+
+
+def age(created: str) -> str:
+    """`3 h ago`."""
+    seconds = age_s(created)
+    if seconds is None:
+        return "?"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length or (unit == "min" and seconds >= length):
+            return f"{int(seconds // length)} {unit} ago"
+    return "just now" if seconds < 10 else f"{int(seconds)} s ago"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return " × ".join(f"{n:,}" for n in shape) if shape else "scalar"
+
+
+def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
+    """`0–3, 8`: runs of ranks; long lists are cut."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs]
+    if len(texts) > most:
+        return ", ".join(texts[: most - 1]) + f", … ({len(ranks):,} ranks)"
+    return ", ".join(texts)
+
+
+# -- output ---------------------------------------------------------------------------------------
+
+
+def say(text: str = "", *, style: str | None = None) -> None:
+    """A line on stdout; `style` is a colour, or `bold` or `dim`, on terminals."""
+    if style in ("bold", "dim"):
+        typer.echo(typer.style(text, **{style: True}))  # type: ignore[arg-type]
+    else:
+        typer.echo(typer.style(text, fg=style) if style else text)
+
+
+def heading(text: str) -> None:
+    say()
+    say(text, style="bold")
+
+
+def fields(rows: Sequence[tuple[str, str]]) -> None:
+    """Aligned `name  value` lines."""
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        typer.echo(typer.style(f"{name:<{width}}  ", dim=True) + value)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 2) -> None:
+    """Rows under column names; a name that begins with `>` is that of a right-aligned column.
+
+    As wide as it must be where stdout is no terminal, so that nothing is lost in a pipe.
+    """
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    terminal = sys.stdout.isatty()
+    console = Console(width=None if terminal else 10_000, highlight=False)
+    drawn = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in columns:
+        right = name.startswith(">")
+        drawn.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text.from_ansi(cell) for cell in row))
+    if terminal:
+        console.print(Padding(drawn, (0, 0, 0, indent)))
+        return
+    with console.capture() as captured:
+        console.print(drawn)
+    for line in captured.get().splitlines():
+        typer.echo(" " * indent + line.rstrip())
+
+
+def good(text: str) -> str:
+    return typer.style(text, fg="green")
+
+
+def bad(text: str) -> str:
+    return typer.style(text, fg="red")
+
+
+def dim(text: str) -> str:
+    return typer.style(text, dim=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    import msgspec
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(value, enc_hook=_plain), indent=2).decode())
+
+
+def _plain(value: Any) -> Any:
+    import numpy as np
+
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, np.generic):
+        return value.item()
+    return repr(value)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr while bytes are done, if stderr is a terminal; yields what is told of them."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
+        TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -1,0 +1,104 @@
+"""What ranks say to each other in a save, and what rank 0 makes of it.
+
+Before: each rank says which step it saves, the digest of its description and of each of its extras
+(`Ready`); rank 0 answers whether to go on, who must describe, and whose extras are whose (`Verdict`).
+After: each rank hands in its file or its error (`Written`); rank 0 tells all what became of it
+(`Outcome`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import RuleError
+from holdfast.format.manifest import FileEntry
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says before a save."""
+
+    step: int
+    busy: bool
+    description: str
+    agreement: str
+    extras: dict[str, tuple[str, str]]
+    """key: (digest, rule)"""
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 answers."""
+
+    go: bool
+    describe: list[int]
+    """Ranks that shall post their description: a new plan is needed."""
+    per_rank: dict[str, str | None]
+    send: dict[str, list[int]]
+    """Extras of which these ranks shall send their version."""
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says after a save."""
+
+    error: str | None
+    file: FileEntry | None
+    extras: dict[str, Any]
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What becomes of it."""
+
+    errors: dict[int, str]
+
+
+def sort_extras(
+    ready: list[Ready],
+) -> tuple[dict[str, str | None], dict[str, list[int]]]:
+    """Which extras each rank keeps for itself (with the rule), and which ranks send common ones."""
+    per_rank: dict[str, str | None] = {}
+    send: dict[str, list[int]] = {}
+    for key in dict.fromkeys(k for r in ready for k in r.extras):
+        holders = [rank for rank, r in enumerate(ready) if key in r.extras]
+        rule = ready[holders[0]].extras[key][1]
+        first: dict[str, int] = {}
+        for rank in holders:
+            first.setdefault(ready[rank].extras[key][0], rank)
+        if rule == "same" and len(first) > 1:
+            raise RuleError(
+                f"{key!r} is declared to be the same on all ranks, but ranks "
+                f"{sorted(first.values())[:4]} differ",
+                hint="declare rank0, redistribute or fresh instead (on_resize)",
+            )
+        if rule in ("redistribute", "fresh", "ask"):
+            per_rank[key] = None if rule == "ask" else rule
+        elif rule == "rank0" or len(first) == 1:
+            send[key] = [] if holders[0] == 0 else holders[:1]
+        elif key in ready[0].extras and _optimizer_like(key, ready):
+            send[key] = sorted(first.values())
+        else:
+            per_rank[key] = None
+    return per_rank, {k: v for k, v in send.items() if v}
+
+
+def _optimizer_like(key: str, ready: list[Ready]) -> bool:
+    return ready[0].extras[key][1] == "merge"
+
+
+def merge_extras(key: str, versions_: list[Any]) -> Any:
+    """One from the versions of several ranks: parameter groups and states of pipeline stages."""
+    if len(versions_) == 1:
+        return versions_[0]
+    groups: list[Any] = []
+    states: dict[str, Any] = {}
+    for one in versions_:
+        body = one["$optimizer"]
+        states |= body["state"]
+        for number, group in enumerate(body["groups"]):
+            same = [g for g in groups if (g["number"], g["hyper"]) == (number, group["hyper"])]
+            if same:
+                known = set(same[0]["params"])
+                same[0]["params"] += [p for p in group["params"] if p not in known]
+            else:
+                groups.append({"number": number, **group, "params": list(group["params"])})
+    return {"$optimizer": {"groups": groups, "state": states}}
