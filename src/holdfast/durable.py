@@ -297,6 +297,8 @@ class Durable:
 
     def _take(self, job: _Job) -> None:
         """Wait for the image: the save before may still be writing it."""
+        if not self._free.is_set():
+            emit("save.queued", step=job.step)
         if not self._free.wait(self.deadline_s):
             raise Deadline(f"the save before did not end within {self.deadline_s:g} s")
         self._free.clear()
