@@ -25,8 +25,10 @@ from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.recovery import newest_good
 from holdfast.state.live import Live, State, check_keys, collect
-from holdfast.state.restore import RULES, Options, restore
+from holdfast.state.putback import RULES
+from holdfast.state.restore import restore
 from holdfast.state.rng import Rng
+from holdfast.state.targets import Options
 from holdfast.store import MemoryStore, Store, open_store
 
 

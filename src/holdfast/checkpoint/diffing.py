@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.checkpoint.brief import brief
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.checkpoint.reading import RAW, Array, ArrayTarget, Want, read_alone
 from holdfast.format.dtypes import DTYPES, numpy_dtype
@@ -103,9 +104,9 @@ def _match_names(
 ) -> list[TensorEntry]:
     """Tensors of the same name, dtype and shape; other ones go into `into`."""
     found = into or Difference()
-    wanted = (lambda n: True) if only is None else (lambda n: fnmatchcase(n, only))
-    ours = {n: a.manifest.tensors[a.index(n)] for n in a.names() if wanted(n)}
-    theirs = {n: b.manifest.tensors[b.index(n)] for n in b.names() if wanted(n)}
+    pattern = "*" if only is None else only
+    ours = {n: a.manifest.tensors[a.index(n)] for n in a.names() if fnmatchcase(n, pattern)}
+    theirs = {n: b.manifest.tensors[b.index(n)] for n in b.names() if fnmatchcase(n, pattern)}
     found.only_a = [n for n in ours if n not in theirs]
     found.only_b = [n for n in theirs if n not in ours]
     same = []
@@ -161,7 +162,7 @@ def _read(checkpoint: Checkpoint, batch: list[Part]) -> list[Array]:
 
 def _compare_values(into: Values, dtype: str, a: Array, b: Array) -> None:
     """Add what differs between two runs of raw elements."""
-    if memoryview(a).cast("B") == memoryview(b).cast("B"):
+    if np.array_equal(a.view("u1"), b.view("u1")):
         return
     for start in range(0, a.size, SLICE):
         x, y = a[start : start + SLICE], b[start : start + SLICE]
@@ -193,8 +194,8 @@ def _numbers(raw: Array, dtype: str) -> Array:
         return np.asarray(pairs[:, 0] + 1j * pairs[:, 1])
     values = raw.view(numpy_dtype(dtype))
     if values.dtype.kind == "c":
-        return values.astype("c16")
-    return values.astype(np.longdouble if values.dtype.kind in "iu" else "f8")
+        return np.asarray(values.astype("c16"))
+    return np.asarray(values.astype(np.longdouble if values.dtype.kind in "iu" else "f8"))
 
 
 # -- extras ---------------------------------------------------------------------------------------
@@ -248,21 +249,3 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
         return True
     return type(a) is type(b) and bool(a == b)
-
-
-def brief(value: Any, width: int = 60) -> str:
-    """A value on one short line."""
-    if isinstance(value, np.ndarray):
-        if value.size == 1:
-            return f"{value.dtype} {value.reshape(-1)[0]}"
-        return f"{value.dtype} array {list(value.shape)}"
-    if isinstance(value, bytes):
-        return f"{len(value)} bytes"
-    if isinstance(value, dict):
-        text = "{" + ", ".join(f"{k}: {brief(v, width)}" for k, v in list(value.items())[:20]) + "}"
-    elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(brief(v, width) for v in value[:20])
-        text += f", ... {len(value):,} in all]" if len(value) > 20 else "]"
-    else:
-        text = repr(value)
-    return text if len(text) <= width else text[: width - 1] + "…"

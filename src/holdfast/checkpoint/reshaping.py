@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Manifest
@@ -115,22 +117,21 @@ class Reshape:
             rank,
             len(np.unique(found.want)),
             int(size.sum()),
-            {int(k): v for k, v in by_file.items()},
-            {str(k): v for k, v in _sums(states, size).items()},
-            sum(self.manifest.file_of[int(r)].bytes for r in by_file),
+            dict(by_file),
+            dict(_sums(states, size)),
+            sum(self.manifest.file_of[r].bytes for r, _ in by_file),
         )
 
 
-def _sums(keys: np.ndarray, size: Ints) -> dict[object, int]:  # type: ignore[type-arg]
+def _sums(keys: NDArray[Any], size: Ints) -> list[tuple[Any, int]]:
+    """(key, sum of the sizes that have it), by key."""
     names, index = np.unique(keys, return_inverse=True)
     sums = np.zeros(len(names), np.int64)
     np.add.at(sums, index.reshape(-1), size)
-    return dict(zip(names.tolist(), sums.tolist()))
+    return list(zip(names.tolist(), sums.tolist()))
 
 
-def _onto(
-    saved: Sharding, mesh: Mesh, sizes: dict[str, int], new_dp: tuple[str, ...]
-) -> Sharding:
+def _onto(saved: Sharding, mesh: Mesh, sizes: dict[str, int], new_dp: tuple[str, ...]) -> Sharding:
     cuts = []
     for cut in saved.cuts:
         axes = tuple(a for a in cut.axes if a in mesh.sizes)
@@ -156,13 +157,25 @@ def _assumed(manifest: Manifest, mesh: Mesh, new_dp: tuple[str, ...]) -> list[tu
     rows = []
     for axis, size in mesh.axes:
         if axis in saved:
-            was = f"{saved[axis]} ranks then, {size} now" if saved[axis] != size else f"{size} ranks"
-            how = "cut" if axis in cut else "stages regrouped in order" if axis in staged else "replicas"
+            was = (
+                f"{saved[axis]} ranks then, {size} now" if saved[axis] != size else f"{size} ranks"
+            )
+            how = (
+                "cut"
+                if axis in cut
+                else "stages regrouped in order"
+                if axis in staged
+                else "replicas"
+            )
             rows.append((axis, f"as saved: {how} ({was})"))
         elif axis in new_dp:
-            rows.append((axis, "not in the saved mesh: every tensor cut along dim 0 (a guess by name)"))
+            rows.append(
+                (axis, "not in the saved mesh: every tensor cut along dim 0 (a guess by name)")
+            )
         else:
-            rows.append((axis, "not in the saved mesh: every rank along it reads the same (a guess)"))
+            rows.append(
+                (axis, "not in the saved mesh: every rank along it reads the same (a guess)")
+            )
     for axis, size in manifest.mesh:
         if axis not in mesh.sizes and (axis in cut or axis in staged):
             rows.append((axis, f"gone: what {size} ranks shared, each rank now reads whole"))
@@ -171,7 +184,7 @@ def _assumed(manifest: Manifest, mesh: Mesh, new_dp: tuple[str, ...]) -> list[tu
     return rows
 
 
-def expected_bytes(reshape: Reshape) -> int:
+def tensor_bytes(reshape: Reshape) -> int:
     """Bytes of all tensors, once."""
     table = reshape.table
     return sum(math.prod(s) * int(i) for s, i in zip(table.shape.tolist(), table.itemsize))

@@ -62,18 +62,31 @@ def words(sharding: Sharding, manifest: Manifest, num_replicas: int) -> str:
     return text
 
 
-def draw(held: Sequence[Held], shape: tuple[int, ...], label: Callable[[Sequence[int]], str]) -> list[str]:
+def draw(
+    held: Sequence[Held], shape: tuple[int, ...], label: Callable[[Sequence[int]], str]
+) -> list[str]:
     """Lines of text; `label` writes a list of ranks."""
     filled = [(box, ranks) for box, ranks in held if box.size]
     idle = sorted(r for box, ranks in held if not box.size for r in ranks)
-    edges = [sorted({0, n, *(e for b, _ in filled for e in (b.start[d], b.stop[d]))}) for d, n in enumerate(shape)]
+    edges = [
+        sorted({0, n, *(e for b, _ in filled for e in (b.start[d], b.stop[d]))})
+        for d, n in enumerate(shape)
+    ]
     across, down, rest = _dims(edges, len(shape))
     for d in rest:
         filled = [(b, r) for b, r in filled if b.start[d] == 0]
-    grid = _Grid(filled, edges[down] if down is not None else [0, 1], down,
-                 edges[across] if across is not None else [0, 1], across, label)
+    grid = _Grid(
+        filled,
+        edges[down] if down is not None else [0, 1],
+        down,
+        edges[across] if across is not None else [0, 1],
+        across,
+        label,
+    )
     lines = grid.lines()
-    lines += [f"(cut along dim {d} as well, in {len(edges[d]) - 1}: drawn where it is 0)" for d in rest]
+    lines += [
+        f"(cut along dim {d} as well, in {len(edges[d]) - 1}: drawn where it is 0)" for d in rest
+    ]
     if idle:
         lines.append(f"(nothing left for ranks {label(idle)})")
     return lines
@@ -119,10 +132,13 @@ class _Grid:
         self.columns = _kept(len(columns) - 1, COLUMNS)
         self.cells = [[self._cell(r, c, label) for c in self.columns] for r in self.rows]
         self.widths = [self._width(i) for i in range(len(self.columns))]
-        names = [f"dim {down}  " if down is not None else ""]
-        self.margin = len(names[0]) + max(len(f"{e:,}") for e in rows) + 1 if down is not None else 0
+        self.margin = 0
+        if down is not None:
+            self.margin = len(f"dim {down}  ") + max(len(f"{e:,}") for e in rows) + 1
 
-    def _cell(self, row: int | None, column: int | None, label: Callable[[Sequence[int]], str]) -> str:
+    def _cell(
+        self, row: int | None, column: int | None, label: Callable[[Sequence[int]], str]
+    ) -> str:
         if row is None or column is None:
             return "⋯" if column is None and row is not None else "⋮" if column is not None else "⋱"
         at_row, at_column = self.row_edges[row], self.column_edges[column]

@@ -42,7 +42,18 @@ def run(url: Root, as_json: AsJson = False) -> None:
 def _show(listing: Listing, url: str) -> None:
     say(url, style="bold")
     if listing.steps:
-        columns = ("", ">step", ">size", "tier", "age", ">run", "mesh", ">tensors", ">files", "state")
+        columns = (
+            "",
+            ">step",
+            ">size",
+            "tier",
+            "age",
+            ">run",
+            "mesh",
+            ">tensors",
+            ">files",
+            "state",
+        )
         table(columns, [_row(s, listing) for s in listing.steps], indent=0)
     newest = listing.steps[-1] if listing.steps else None
     if newest is not None and newest.problem:

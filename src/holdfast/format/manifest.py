@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 import msgspec
@@ -19,11 +20,18 @@ import msgspec
 from holdfast.codec.digest import ALGORITHM, hexdigest
 from holdfast.errors import Corrupt, FormatError, HoldfastError, UnsupportedVersion
 from holdfast.format.dtypes import DTYPES, dtype_of
-from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table
+from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table, num_corners, tiles
 
 VERSION = 1
 MAX_BYTES = 1 << 30
 MAX_DIMS = 64
+MAX_CHUNK_BYTES = 1 << 24
+MAX_DEPTH = 400
+"""Of nested extras."""
+MAX_PLAN = 1 << 26
+"""Ranks times shardings: what planning costs, however small the manifest that states them."""
+MAX_LISTED = 1 << 24
+"""Listed fragments times tensors, and corners of fragments: the same for irregular layouts."""
 
 Replica = Literal["replicated", "unique", "averaged"]
 Resize = Literal["same", "rank0", "redistribute", "fresh"]
@@ -188,11 +196,13 @@ def decode(data: bytes, key: str) -> Manifest:
         )
     try:
         manifest = msgspec.json.decode(body + b"}", type=Manifest)
+        head = (manifest.holdfast, manifest.step, manifest.run)
+        _require(head == decode_head(data, key), "it states its version, step or run twice")
         _check(manifest)
     except HoldfastError as error:
         error.key = error.key or key
         raise
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(f"malformed manifest: {error}", key=key) from None
     return manifest
 
@@ -201,10 +211,14 @@ def _check(m: Manifest) -> None:
     """Everything that later code relies on: no index, size, path or box may surprise it."""
     _require(m.step >= 0 and m.run >= 0, "negative step or run")
     _require(m.algorithm == ALGORITHM, f"unknown digest algorithm {m.algorithm!r}")
-    _require(m.chunk_bytes > 0 and m.chunk_bytes % 4096 == 0, f"chunk_bytes {m.chunk_bytes}")
-    _require(len(m.mesh) <= MAX_DIMS and all(n > 0 for _, n in m.mesh), f"mesh {m.mesh}")
-    _require(m.layout.world <= 1 << 24, f"mesh {m.mesh} has too many ranks")
+    whole_blocks = 0 < m.chunk_bytes <= MAX_CHUNK_BYTES and m.chunk_bytes % 4096 == 0
+    _require(whole_blocks, f"chunk_bytes {m.chunk_bytes}")
+    _require(len(m.mesh) <= MAX_DIMS, f"mesh of {len(m.mesh)} axes")
+    _require(all(0 < n <= MAX_PLAN for _, n in m.mesh), f"mesh {m.mesh}")
+    _require(m.layout.world * len(m.shardings) <= MAX_PLAN, f"mesh {m.mesh} has too many ranks")
     _require(len(m.layout.sizes) == len(m.mesh), f"mesh {m.mesh} names an axis twice")
+    _require(_is_safe(m.attempt) and "/" not in m.attempt, f"attempt {m.attempt!r}")
+    _check_depth(m.extras)
     for sharding in m.shardings:
         _check_sharding(sharding, m)
     _check_tensors(m)
@@ -224,6 +238,22 @@ def _check_sharding(s: ShardingEntry, m: Manifest) -> None:
         good = list(coords) == sorted(set(coords)) and all(0 <= c < sizes[axis] for c in coords)
         _require(good and bool(coords), f"coordinates {coords} on axis {axis!r}")
     _require(s.held is None or not (s.cuts or s.on), "a sharding is both listed and regular")
+    ranks = [f.rank for f in s.held or ()]
+    _require(all(0 <= r < m.layout.world for r in ranks), "a fragment of a rank that is not there")
+
+
+def _check_depth(tree: Any) -> None:
+    """Whoever walks the extras may do so by recursion."""
+    level, depth = [tree], 0
+    while level:
+        _require(depth <= MAX_DEPTH, "extras are nested too deep")
+        level = [
+            value
+            for node in level
+            if isinstance(node, (dict, list))
+            for value in (node.values() if isinstance(node, dict) else node)
+        ]
+        depth += 1
 
 
 def _check_tensors(m: Manifest) -> None:
@@ -234,59 +264,64 @@ def _check_tensors(m: Manifest) -> None:
         for i, s in enumerate(m.shardings)
         if s.held is not None
     }
-    total = 0
+    total = listed = 0
+    checked: set[tuple[int, tuple[int, ...]]] = set()
     for t in m.tensors:
         _require(t.dtype in DTYPES, f"{t.name!r}: unknown dtype {t.dtype!r}")
         _require(0 <= t.sharding < len(m.shardings), f"{t.name!r}: no sharding {t.sharding}")
         _require(len(t.shape) <= MAX_DIMS, f"{t.name!r}: {len(t.shape)} dims")
         _require(dims[t.sharding] < len(t.shape), f"{t.name!r}: cut along a dim that it lacks")
-        size = dtype_of(t.dtype).bytes
-        for n in t.shape:
-            _require(0 <= n < 1 << 60, f"{t.name!r}: shape {t.shape}")
-            size *= max(n, 1)
-        total += size
-        _require(total < 1 << 60, f"{t.name!r}: shape {t.shape} is too large")
-        if t.sharding in boxes:
+        _require(all(0 <= n < 1 << 60 for n in t.shape), f"{t.name!r}: shape {t.shape}")
+        size = dtype_of(t.dtype).bytes * prod(max(n, 1) for n in t.shape)
+        _require(size < 1 << 60, f"{t.name!r}: shape {t.shape} is too large")
+        total += size if all(t.shape) else 0
+        parts = _full_parts(t, m.shardings[t.sharding], m.layout.sizes)
+        _require(parts <= len(m.files), f"{t.name!r}: {parts} parts, but {len(m.files)} files")
+        listed += len(boxes.get(t.sharding, ()))
+        _require(listed <= MAX_LISTED, f"more than {MAX_LISTED} listed fragments")
+        if t.sharding in boxes and (t.sharding, t.shape) not in checked:
+            checked.add((t.sharding, t.shape))
             _check_held(t, boxes[t.sharding])
+    held = sum(f.extras - f.data for f in m.files)
+    _require(total == held, f"tensors have {total} bytes, but files hold {held}")
 
 
 def _check_held(t: TensorEntry, boxes: list[Box]) -> None:
-    """Listed fragments lie inside the tensor, do not overlap, and so cover it if sizes add up."""
+    """Listed fragments lie inside the tensor and hold every element of it once."""
     for box in boxes:
         inside = len(box.start) == len(box.stop) == len(t.shape) and all(
             0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, t.shape)
         )
         _require(inside, f"{t.name!r}: fragment {box} is not inside {t.shape}")
-    full = 1
-    for n in t.shape:
-        full *= n
-    _require(sum(b.size for b in boxes) == full, f"{t.name!r}: fragments do not cover {t.shape}")
-    _require(not overlapping(boxes), f"{t.name!r}: fragments overlap")
+    _require(num_corners(boxes, t.shape) <= MAX_LISTED, f"{t.name!r}: too many fragments to check")
+    _require(tiles(boxes, t.shape), f"{t.name!r}: fragments overlap or do not cover {t.shape}")
 
 
-def overlapping(boxes: list[Box]) -> bool:
-    """Whether any two boxes share an element: a sweep along dim 0."""
-    active: list[Box] = []
-    for box in sorted((b for b in boxes if b.size), key=lambda b: b.start):
-        active = [a for a in active if not a.stop or a.stop[0] > box.start[0]]
-        if any(a & box for a in active):
-            return True
-        active.append(box)
-    return False
+def _full_parts(t: TensorEntry, s: ShardingEntry, sizes: dict[str, int]) -> int:
+    """A lower bound of the parts that are not empty; each is in the file of another rank."""
+    extent, parts = list(t.shape), 1
+    for cut in s.cuts:
+        step = -(-extent[cut.dim] // prod(sizes[a] for a in cut.axes))
+        parts *= extent[cut.dim] // max(step, 1)
+        extent[cut.dim] = step
+    return parts
 
 
 def _check_files(m: Manifest) -> None:
     _require(len(m.file_of) == len(m.files), "two files of one rank")
     for f in m.files:
-        parts = f.path.split("/")
-        safe = all(p not in ("", ".", "..") for p in parts) and not set("\\\0") & set(f.path)
-        _require(safe, f"file path {f.path!r} leaves the step's folder")
+        _require(_is_safe(f.path), f"file path {f.path!r} leaves the step's folder")
         _require(0 <= f.rank < m.layout.world, f"{f.path}: rank {f.rank}")
         chunks = -(-f.table // m.chunk_bytes)
         ordered = 8 <= f.data <= f.extras <= f.table < f.bytes < 1 << 60
         _require(ordered and f.bytes == f.table + 8 * chunks, f"{f.path}: offsets do not add up")
         _require(bool(re.fullmatch("[0-9a-f]{16}", f.digest)), f"{f.path}: digest {f.digest!r}")
     _require(len({f.path for f in m.files}) == len(m.files), "two files of one path")
+
+
+def _is_safe(path: str) -> bool:
+    """Whether a relative path leads nowhere but down."""
+    return all(p not in ("", ".", "..") for p in path.split("/")) and not set("\\\0") & set(path)
 
 
 def _require(condition: bool, message: str) -> None:

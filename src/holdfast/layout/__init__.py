@@ -1,6 +1,6 @@
 """The layout algebra: boxes, meshes, shardings, and where every element lies.  Pure."""
 
-from holdfast.layout.box import Box, flat_range, row_major, whole
+from holdfast.layout.box import Box, flat_range, num_corners, row_major, tiles, whole
 from holdfast.layout.mesh import Axis, Mesh, common_mesh
 from holdfast.layout.pieces import Located, Pieces, Placement, Table
 from holdfast.layout.sharding import Cut, Sharding, chunk, part_of, parts_of
@@ -18,8 +18,10 @@ __all__ = [
     "chunk",
     "common_mesh",
     "flat_range",
+    "num_corners",
     "part_of",
     "parts_of",
     "row_major",
+    "tiles",
     "whole",
 ]

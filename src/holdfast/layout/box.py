@@ -10,7 +10,10 @@ and resharding is the intersection of boxes.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 
@@ -86,3 +89,29 @@ def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
     cover((), start, stop)
     return boxes
+
+
+def _cut_dims(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[int]:
+    """Dims along which some box is not as long as the whole."""
+    return [d for d, n in enumerate(shape) if any(b.start[d] or b.stop[d] != n for b in boxes)]
+
+
+def num_corners(boxes: Sequence[Box], shape: tuple[int, ...]) -> int:
+    """What `tiles` has to count."""
+    return len(boxes) << len(_cut_dims(boxes, shape))
+
+
+def tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes inside `shape` hold every element exactly once.
+
+    A box's indicator is determined by its corners, each signed by the number of its stops (its mixed
+    difference).  So boxes sum to the whole if and only if their signed corners do: no pairs are tried.
+    """
+    dims = _cut_dims(boxes, shape)
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, some in ((1, [b for b in boxes if b.size]), (-1, [whole(shape)] if prod(shape) else [])):
+        for box in some:
+            for stops in product((0, 1), repeat=len(dims)):
+                at = tuple(box.stop[d] if s else box.start[d] for d, s in zip(dims, stops))
+                corners[at] += -sign if sum(stops) % 2 else sign
+    return not any(corners.values())

@@ -57,7 +57,8 @@ class Live:
             if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():
                 return
             raise UsageError(f"two different tensors are named {name!r}")
-        self.tensors[name] = LiveTensor(name, state, place(tensor, name), steady)
+        lazy = tensor.is_conj() or tensor.is_neg()  # its values are nowhere in memory
+        self.tensors[name] = LiveTensor(name, state, place(tensor, name), steady and not lazy)
 
 
 def is_stateful(value: Any) -> bool:

@@ -124,20 +124,21 @@ class TempFile:
         self.direct = direct
         self._fd = fd
         self._identity: os.stat_result | None = None
+        self._spare: list[memoryview] = []  # kept: a fresh page costs more than its copy
 
     def reserve(self, size: int) -> None:
         """Claim space for `size` bytes, if the file system can, so that a full disk shows now."""
         if size:
-            _fallocate(self._fd, -(-size // BLOCK_BYTES) * BLOCK_BYTES)
+            _fallocate(self._fd, _whole_blocks(size))
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write all of `view` at `offset`, a multiple of 4096; may write zeros up to the next."""
+        """Write all of `view` at `offset`, a multiple of 4096; may write more up to the next."""
         aligned = len(view)
         if self.direct:
             aligned = len(view) // BLOCK_BYTES * BLOCK_BYTES if _is_aligned(view) else 0
         self._write_all(offset, view[:aligned])
-        for start in range(aligned, len(view), BOUNCE_BYTES):
-            self._write_all(offset + start, _aligned_copy(view[start : start + BOUNCE_BYTES]))
+        if aligned < len(view):
+            self._write_copied(offset + aligned, view[aligned:])
 
     def truncate(self, size: int) -> None:
         """Cut the padding, or what was reserved and not written."""
@@ -193,6 +194,17 @@ class TempFile:
             offset += done
             view = view[done:]
 
+    def _write_copied(self, offset: int, view: memoryview) -> None:
+        try:
+            buffer = self._spare.pop()
+        except IndexError:
+            buffer = memoryview(mmap.mmap(-1, BOUNCE_BYTES))  # starts at a page
+        for start in range(0, len(view), BOUNCE_BYTES):
+            part = view[start : start + BOUNCE_BYTES]
+            buffer[: len(part)] = part
+            self._write_all(offset + start, buffer[: _whole_blocks(len(part))])
+        self._spare.append(buffer)
+
     def _write_some(self, offset: int, view: memoryview) -> int:
         direct = self.direct
         try:
@@ -216,10 +228,8 @@ def _is_aligned(view: memoryview) -> bool:
     return np.frombuffer(view, np.uint8).ctypes.data % BLOCK_BYTES == 0
 
 
-def _aligned_copy(view: memoryview) -> memoryview:
-    buffer = mmap.mmap(-1, -(-len(view) // BLOCK_BYTES) * BLOCK_BYTES)  # starts at a page, zeroed
-    buffer[: len(view)] = view
-    return memoryview(buffer)
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

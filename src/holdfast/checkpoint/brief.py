@@ -1,0 +1,29 @@
+"""Values on one short line, for tables and messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def brief(value: Any, width: int = 60) -> str:
+    """A value on one short line."""
+    if isinstance(value, np.ndarray):
+        if value.size == 1:
+            return f"{value.dtype} {value.reshape(-1)[0]}"
+        return f"{value.dtype} array {list(value.shape)}"
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{k}: {brief(v, width)}" for k, v in list(value.items())[:20]) + "}"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(brief(v, width) for v in value[:20])
+        text += f", ... {len(value):,} in all]" if len(value) > 20 else "]"
+    else:
+        text = repr(value)
+    return cut_short(text, width)
+
+
+def cut_short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,113 @@
+"""`holdfast diff A B`: what differs between two steps, whatever layouts they were saved under."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.checkpoint.diffing import Difference, compare, total_bytes
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.cli.screen import (
+    AsJson,
+    ShowAll,
+    dim,
+    good,
+    heading,
+    many,
+    opened,
+    print_json,
+    progress,
+    say,
+    size,
+    table,
+)
+
+First = Annotated[str, typer.Argument(metavar="A[@STEP]", help="One step.")]
+Second = Annotated[str, typer.Argument(metavar="B[@STEP]", help="The other.")]
+Only = Annotated[str | None, typer.Option("--only", metavar="PATTERN", help="Names to compare.")]
+MOST = 20
+
+
+def run(
+    a: First, b: Second, only: Only = None, show_all: ShowAll = False, as_json: AsJson = False
+) -> None:
+    """Compare names, shapes, values and extras of two steps.  Exit 1 if anything differs."""
+    x, y = opened(a), opened(b)
+    with progress("comparing", total_bytes(x, y, only)) as done:
+        found = compare(x, y, only=only, progress=done)
+    if as_json:
+        print_json({"a": _label(x), "b": _label(y), "identical": found.identical, **_plain(found)})
+    else:
+        _show(found, x, y, math.inf if show_all else MOST)
+    if not found.identical:
+        raise typer.Exit(1)
+
+
+def _label(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.store.url}@{checkpoint.step}"
+
+
+def _show(found: Difference, a: Checkpoint, b: Checkpoint, most: float) -> None:
+    for letter, c in (("a", a), ("b", b)):
+        say(f"{dim(letter)}  {_label(c)}  {dim(f'mesh {c.mesh}, run {c.manifest.run}')}")
+    for letter, names in (("a", found.only_a), ("b", found.only_b)):
+        if names:
+            heading(f"Only in {letter}: {many(len(names), 'tensor')}")
+            _table(("name",), [(n,) for n in names], most)
+    if found.kinds:
+        heading(f"Of another shape or dtype: {many(len(found.kinds), 'tensor')}")
+        _table(("name", "a", "b"), found.kinds, most)
+    if found.values:
+        _show_values(found, most)
+    if found.extras:
+        heading(f"Extras: {many(len(found.extras), 'difference')}")
+        _table(("path", "a", "b"), found.extras, most)
+    say()
+    if found.num_equal or not found.values:
+        say(
+            f"{many(found.num_equal, 'tensor')} bit-identical, {size(found.bytes)} of each compared"
+        )
+    for note in found.notes:
+        say(dim(note))
+    if found.identical:
+        say(good("no difference"))
+
+
+def _show_values(found: Difference, most: float) -> None:
+    heading(f"Values: {many(len(found.values), 'tensor')} differ")
+    worst = sorted(found.values, key=lambda v: -v.max_rel)
+    rows = [
+        (
+            v.name,
+            f"{v.num_differing:,} of {v.size:,}",
+            _number(v.max_abs),
+            _number(v.max_rel),
+            f"{v.num_nan:,}" if v.num_nan else "",
+        )
+        for v in worst
+    ]
+    _table(("name", ">differ", ">max |a-b|", ">max relative", ">NaN in one"), rows, most)
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.3g}"
+
+
+def _table(columns: tuple[str, ...], rows: list[Any], most: float) -> None:
+    shown = rows if len(rows) <= most else rows[: int(most)]
+    table(columns, shown)
+    if len(rows) > len(shown):
+        say(dim(f"  … {len(rows) - len(shown):,} more (--all lists them)"))
+
+
+def _plain(found: Difference) -> dict[str, Any]:
+    row = asdict(found)
+    for v in row["values"]:
+        for name in ("max_abs", "max_rel"):
+            v[name] = v[name] if math.isfinite(v[name]) else repr(v[name])
+    row["kinds"] = [{"name": n, "a": x, "b": y} for n, x, y in found.kinds]
+    row["extras"] = [{"path": p, "a": x, "b": y} for p, x, y in found.extras]
+    return row

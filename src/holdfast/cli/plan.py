@@ -1,0 +1,133 @@
+"""`holdfast plan URL[@STEP] --mesh dp=4,tp=2`: what a restore on that mesh would read, rank by rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reshaping import Reading, Reshape, parse_mesh, tensor_bytes
+from holdfast.cli.screen import (
+    AsJson,
+    ShowAll,
+    Target,
+    dim,
+    fields,
+    heading,
+    many,
+    opened,
+    print_json,
+    say,
+    size,
+    table,
+)
+
+MeshText = Annotated[
+    str, typer.Option("--mesh", metavar="AXES", help="The new mesh, outermost first: dp=4,tp=2.")
+]
+Rank = Annotated[int | None, typer.Option("--rank", metavar="R", help="One rank in detail.")]
+MOST = 16
+
+
+def run(
+    target: Target,
+    mesh: MeshText,
+    rank: Rank = None,
+    show_all: ShowAll = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each rank of another mesh would read from a step."""
+    checkpoint = opened(target)
+    reshape = Reshape.onto(checkpoint.manifest, parse_mesh(mesh))
+    ranks = [rank] if rank is not None else _ranks(reshape.mesh.world, show_all)
+    readings = [reshape.reading(r) for r in ranks]
+    if as_json:
+        print_json(_plain(checkpoint, reshape, readings))
+        return
+    _show_head(checkpoint, reshape)
+    if rank is not None:
+        _show_rank(reshape, readings[0])
+    else:
+        _show_ranks(reshape, readings)
+
+
+def _ranks(world: int, show_all: bool) -> list[int]:
+    if world <= MOST or show_all:
+        return list(range(world))
+    return [*range(MOST // 2), *range(world - 2, world)]
+
+
+def _show_head(checkpoint: Checkpoint, reshape: Reshape) -> None:
+    say(f"step {checkpoint.step}: from {checkpoint.mesh} to {reshape.mesh}", style="bold")
+    heading("Assumed")
+    fields([(f"  {axis}", text) for axis, text in reshape.assumed])
+
+
+def _show_ranks(reshape: Reshape, readings: list[Reading]) -> None:
+    heading("Read by each rank")
+    rows = [
+        (
+            str(r.rank),
+            _coordinates(reshape, r.rank),
+            f"{r.num_tensors:,}",
+            size(r.wanted_bytes),
+            f"{len(r.by_file):,} of {len(reshape.manifest.files):,}",
+            size(r.file_bytes),
+        )
+        for r in readings
+    ]
+    left_out = reshape.mesh.world - len(readings)
+    if left_out:
+        more = dim(f"… {left_out:,} more")
+        rows.insert(len(rows) - 2, ("", more, "", "", "", ""))
+    columns = (">rank", "at", ">tensors", ">wanted", ">files touched", ">size of those")
+    table(columns, rows)
+    total = tensor_bytes(reshape)
+    most = max(r.wanted_bytes for r in readings)
+    say()
+    say(f"The step holds {size(total)} of tensors; a rank wants at most {size(most)} of it.")
+    if left_out:
+        say(dim("--rank R shows any one rank, --all every one."))
+
+
+def _show_rank(reshape: Reshape, reading: Reading) -> None:
+    heading(f"Rank {reading.rank}")
+    fields(
+        [
+            ("  at", _coordinates(reshape, reading.rank)),
+            ("  wants", f"{size(reading.wanted_bytes)} of {many(reading.num_tensors, 'tensor')}"),
+            ("  of which", ", ".join(f"{k} {size(v)}" for k, v in reading.by_state.items()) or "-"),
+            ("  touches", f"{many(len(reading.by_file), 'file')} of {size(reading.file_bytes)}"),
+        ]
+    )
+    heading("Wanted of each file")
+    files = reshape.manifest.file_of
+    rows = [
+        (files[r].path, size(n), size(files[r].bytes), f"{100 * n / files[r].bytes:.0f} %")
+        for r, n in sorted(reading.by_file.items())
+    ]
+    table(("file", ">wanted", ">of", ""), rows)
+
+
+def _coordinates(reshape: Reshape, rank: int) -> str:
+    return ", ".join(f"{a} {reshape.mesh.coordinate(rank, a)}" for a in reshape.mesh.sizes)
+
+
+def _plain(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) -> dict[str, Any]:
+    files = reshape.manifest.file_of
+    rows = []
+    for reading in readings:
+        row = asdict(reading)
+        row["by_file"] = {files[r].path: n for r, n in reading.by_file.items()}
+        rows.append(row)
+    return {
+        "url": checkpoint.store.url,
+        "step": checkpoint.step,
+        "saved_mesh": dict(reshape.manifest.mesh),
+        "mesh": dict(reshape.mesh.axes),
+        "assumed": dict(reshape.assumed),
+        "tensor_bytes": tensor_bytes(reshape),
+        "ranks": rows,
+    }

@@ -1,0 +1,156 @@
+"""Comparing checkpoint and live state over all ranks: every difference in one error, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import LayoutError, StateMismatch
+from holdfast.group import Group
+from holdfast.layout import Axis, Mesh, common_mesh
+from holdfast.near import near
+from holdfast.state.live import Live, State
+from holdfast.state.targets import Options, is_known
+
+
+@dataclass
+class Problems:
+    lines: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def compare(checkpoint: Checkpoint, live: Live, state: State, options: Options) -> Problems:
+    """What of this rank's live tensors does not match the checkpoint."""
+    found = Problems()
+    for name, t in live.tensors.items():
+        if not is_known(checkpoint, name):
+            found.missing.append(name)
+            continue
+        entry = checkpoint.manifest.tensors[checkpoint.index(name)]
+        if entry.shape != t.placed.shape:
+            found.lines.append(f"{name}: saved with shape {entry.shape}, here {t.placed.shape}")
+        elif entry.dtype != t.placed.dtype and not options.cast:
+            found.lines.append(
+                f"{name}: saved as {entry.dtype}, here {t.placed.dtype} (cast=True converts)"
+            )
+    return found
+
+
+class _Compared(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's findings on their way to rank 0."""
+
+    lines: list[str]
+    missing: list[str]
+    claimed: bytes
+    axes: list[tuple[int, int, str | None]]
+    failed: bool
+
+
+class _Together(msgspec.Struct, frozen=True, array_like=True):
+    """All ranks' findings."""
+
+    problems: list[str]
+    resized: bool
+
+
+def judge_together(
+    checkpoint: Checkpoint,
+    live: Live,
+    problems: Problems,
+    error: Exception | None,
+    group: Group,
+    options: Options,
+) -> bool:
+    """Raise StateMismatch on every rank if any has a problem; returns whether the mesh differs."""
+    mine = _Compared(
+        problems.lines,
+        problems.missing if options.strict else [],
+        _claimed(checkpoint, live),
+        sorted({(a.stride, a.size, a.name) for t in live.tensors.values() for _, a in t.placed.cuts or ()},
+               key=str),
+        error is not None,
+    )  # fmt: skip
+    group.asked += 1
+    answer = group.ask(
+        f"compare/{group.asked}",
+        msgspec.msgpack.encode(mine),
+        lambda answers: _combine(checkpoint, live, answers, group.size, options),
+    )
+    together = msgspec.msgpack.decode(answer, type=_Together)
+    if error is not None and len(together.problems) == 1:
+        raise error
+    if together.problems:
+        lines = together.problems
+        shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
+        raise StateMismatch(
+            f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
+            tuple(lines),
+            step=checkpoint.step,
+            hint="strict=False ignores missing and unexpected names; only=[...] loads a subset",
+        )
+    return together.resized
+
+
+def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
+    """One bit per saved tensor: this rank has a place for it."""
+    bits = np.zeros(len(checkpoint.manifest.tensors), bool)
+    for name in [*live.tensors, *live.aliases]:
+        if is_known(checkpoint, name):
+            bits[checkpoint.index(name)] = True
+    return np.packbits(bits).tobytes()
+
+
+def _combine(
+    checkpoint: Checkpoint, live: Live, answers: list[bytes], size: int, options: Options
+) -> bytes:
+    found = [msgspec.msgpack.decode(a, type=_Compared) for a in answers]
+    missing = list(dict.fromkeys(n for f in found for n in f.missing))
+    lines = list(dict.fromkeys(x for f in found for x in f.lines))
+    if options.strict and not any(f.failed for f in found):
+        names = checkpoint.manifest.aliases.keys() | checkpoint.manifest.by_name.keys()
+        lines += [f"missing in the checkpoint: {n}{_near(n, names)}" for n in missing]
+        lines += _unexpected(checkpoint, found, live, options)
+    axes = {a for f in found for a in f.axes}
+    return msgspec.msgpack.encode(_Together(lines, _resized(checkpoint, axes, size)))
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    hint = near(name, names)
+    return f" ({hint})" if hint else ""
+
+
+def _unexpected(
+    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: Options
+) -> list[str]:
+    """Saved tensors for which no rank has a place, under the keys that are being loaded."""
+    bits = np.zeros(-(-len(checkpoint.manifest.tensors) // 8), np.uint8)
+    for f in found:
+        bits |= np.frombuffer(f.claimed, np.uint8)
+    claimed = np.unpackbits(bits)
+    keys = live.keys
+    out = []
+    for i, t in enumerate(checkpoint.manifest.tensors):
+        mine = t.name.split(".", 1)[0] in keys and options.wanted(t.name)
+        if mine and not claimed[i] and t.name not in checkpoint.object_tensors:
+            out.append(f"unexpected in the checkpoint: {t.name}{_near(t.name, live.tensors)}")
+    return out
+
+
+def _resized(checkpoint: Checkpoint, axes: set[tuple[int, int, str | None]], size: int) -> bool:
+    """Whether the ranks are arranged in another way than when the step was saved."""
+    try:
+        mesh = common_mesh([Axis(*a) for a in axes], size)[0]
+    except LayoutError:
+        mesh = Mesh((("rank", size),))
+    saved = checkpoint.manifest.layout
+    if mesh.world != saved.world:
+        return True
+    return (
+        [n for _, n in mesh.axes] != [n for _, n in saved.axes]
+        and len(mesh.axes) > 0
+        and (len(saved.axes) > 0)
+    )

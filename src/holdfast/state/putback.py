@@ -1,0 +1,240 @@
+"""Putting extras back: the non-tensor part of a restore.
+
+Planned, and refused where it must be, before any tensor is read; put back when all are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reading import Want
+from holdfast.errors import FormatError, RuleError, StateMismatch
+from holdfast.events import emit
+from holdfast.format import extras
+from holdfast.group import Group
+from holdfast.near import near
+from holdfast.state.live import (
+    Live,
+    State,
+    extra_states,
+    is_stateful,
+    optimizer_params,
+    outline_tensor,
+    param_names,
+    stages,
+)
+from holdfast.state.placed import place
+from holdfast.state.targets import Options, target_of, tensors_in
+
+RULES = "same, rank0, redistribute, fresh"
+
+
+class Extras:
+    """The non-tensor part of a restore: planned before anything is written, put back at the end."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, state: State, live: Live, group: Group, options: Options
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.state = state
+        self.group = group
+        self.options = options
+        self.resized = False
+        self.problems: list[str] = []
+        self.wants: list[Want] = []
+        self._loaded: dict[str, torch.Tensor] = {}
+        live.keys = set(state)
+        if options.only is None:
+            self._find_missing()
+            self._plan_tensors()
+
+    def _find_missing(self) -> None:
+        manifest = self.checkpoint.manifest
+        for key, value in self.state.items():
+            if isinstance(value, Optimizer) and key in manifest.extras:
+                pairs = optimizer_params(key, value, param_names(self.state))
+                match_groups(key, manifest.extras[key], pairs)
+            plain = stages(value) is None and not isinstance(value, torch.Tensor)
+            optional = isinstance(value, Optimizer) or getattr(value, "on_resize", None) == "fresh"
+            if plain and key not in manifest.extras and key not in manifest.per_rank:
+                if not optional and self.options.strict:
+                    hint = near(key, [*manifest.extras, *manifest.per_rank])
+                    self.problems.append(
+                        f"missing in the checkpoint: {key}{f' ({hint})' if hint else ''}"
+                    )
+
+    def _plan_tensors(self) -> None:
+        """Large tensors inside the state_dict of objects get memory of their own."""
+        for name in self.checkpoint.object_tensors:
+            key = name.split(".", 1)[0]
+            if key in self.state and is_stateful(self.state[key]):
+                info = self.checkpoint.info(name)
+                tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+                self._loaded[name] = tensor
+                box = place(tensor, name).box
+                index = self.checkpoint.index(name)
+                self.wants.append(Want(index, box, target_of(tensor, info.dtype)))
+
+    def check_rules(self) -> None:
+        """RuleError, on every rank alike, for an extra that has no rule for the new mesh."""
+        if not self.resized or self.options.only is not None:
+            return
+        lost = [
+            key
+            for key in self.checkpoint.manifest.per_rank
+            if key in self.state and self._rule(key) is None
+        ]
+        if lost:
+            saved, here = self.checkpoint.manifest.layout, self.group.size
+            raise RuleError(
+                f"{', '.join(map(repr, lost))}: saved by each rank of [{saved}] for itself; "
+                f"what becomes of it on {here} rank(s) arranged differently is not declared",
+                step=self.checkpoint.step,
+                hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {RULES}",
+            )
+        for key in self.checkpoint.manifest.per_rank:
+            if key in self.state and self._rule(key) == "redistribute":
+                if not callable(getattr(self.state[key], "redistribute", None)):
+                    raise RuleError(
+                        f"{key!r} has no method redistribute(states, rank, world_size)",
+                        hint=f"write one, or choose another rule of {RULES}",
+                    )
+
+    def _rule(self, key: str) -> str | None:
+        declared = self.options.on_resize.get(key) or getattr(self.state[key], "on_resize", None)
+        return declared or self.checkpoint.manifest.per_rank[key]
+
+    def put(self) -> None:
+        """Put everything back, RNG last."""
+        if self.options.only is not None:
+            return
+        manifest = self.checkpoint.manifest
+        own = self._own()
+        for key in sorted(self.state, key=lambda k: k == "rng"):
+            value = self.state[key]
+            for name, module in self._module_states(key, value):
+                tree = own.get(name, manifest.extras.get(name))
+                if tree is not None:
+                    module.set_extra_state(self._decode(tree))
+            if key in manifest.extras:
+                self._put_one(key, value, manifest.extras[key])
+            elif key in manifest.per_rank:
+                self._put_own(key, value, own)
+
+    def _module_states(self, key: str, value: Any) -> list[tuple[str, nn.Module]]:
+        return [
+            (f"{key}.{name}", part) for m in stages(value) or () for name, part in extra_states(m)
+        ]
+
+    def _own(self) -> dict[str, Any]:
+        if not self.checkpoint.manifest.per_rank or self.resized:
+            return {}
+        return self.checkpoint.rank_extras(self.group.rank)
+
+    def _put_own(self, key: str, value: Any, own: dict[str, Any]) -> None:
+        if not self.resized:
+            if key in own:
+                self._put_one(key, value, own[key])
+            return
+        rule = self._rule(key)
+        emit("extras.resized", key=key, rule=rule)
+        if rule in ("rank0", "same"):
+            self._put_one(key, value, self.checkpoint.rank_extras(0)[key])
+        elif rule == "redistribute":
+            ranks = sorted(self.checkpoint.manifest.file_of)
+            states = [self._decode(self.checkpoint.rank_extras(r)[key]) for r in ranks]
+            value.redistribute(states, self.group.rank, self.group.size)
+
+    def _put_one(self, key: str, value: Any, tree: Any) -> None:
+        if isinstance(value, Optimizer):
+            put_groups(key, value, tree, param_names(self.state), self._decode)
+        elif is_stateful(value):
+            value.load_state_dict(self._decode(tree))
+        else:
+            self.state[key] = self._merge(value, tree)
+
+    def _merge(self, live: Any, tree: Any) -> Any:
+        """Saved values into the user's own containers; tensors there are loaded already."""
+        found = self._decode(tree, live)
+        if isinstance(live, dict) and isinstance(found, dict):
+            live.clear()
+            live.update(found)
+            return live
+        if isinstance(live, list) and isinstance(found, list):
+            live[:] = found
+            return live
+        return found
+
+    def _decode(self, tree: Any, live: Any = None) -> Any:
+        known = dict(_with_paths(live))
+
+        def on_other(tag: str, body: Any) -> Any:
+            if tag == "$tensor":
+                return outline_tensor(body)
+            if tag == "$at":
+                found = self._loaded.get(body)
+                return known[body.split(".", 1)[1]] if found is None else found
+            if tag == "$object":
+                return extras.decode(body, on_other)
+            raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+        return extras.decode(tree, on_other)
+
+
+def _with_paths(live: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    return tensors_in(live) if live is not None else ()
+
+
+HOW = ("foreach", "fused", "capturable", "differentiable")
+"""How an optimizer computes is this process's own: other hardware and layouts need other ways."""
+
+
+def match_groups(
+    key: str, tree: Any, pairs: list[list[tuple[str, torch.Tensor]]]
+) -> list[int | None]:
+    """For each live group the number of the saved group that its parameters were in.
+
+    StateMismatch if they were in several with different hyper-parameters.
+    """
+    groups = tree["$optimizer"]["groups"]
+    group_of = {p: i for i, g in enumerate(groups) for p in g["params"]}
+    origin: list[int | None] = []
+    for number, params in enumerate(pairs):
+        found = sorted({group_of[name] for name, _ in params if name in group_of})
+        hypers = {msgspec.json.encode(groups[i]["hyper"]): i for i in found}
+        if len(hypers) > 1:
+            raise StateMismatch(
+                f"parameters of group {number} of {key!r} were in groups {found} "
+                "with different hyper-parameters",
+                hint="build the optimizer with the parameter groups that it was saved with",
+            )
+        empty = number if not params and number < len(groups) else None
+        origin.append(next(iter(hypers.values()), empty))
+    return origin
+
+
+def put_groups(
+    key: str,
+    optimizer: Optimizer,
+    tree: Any,
+    names: dict[int, str],
+    decode: Callable[[Any], Any],
+) -> None:
+    """Each group's hyper-parameters from the saved group that its parameters were in."""
+    body = tree["$optimizer"]
+    pairs = optimizer_params(key, optimizer, names)
+    origin = match_groups(key, tree, pairs)
+    for group, params, source in zip(optimizer.param_groups, pairs, origin):
+        if source is not None:
+            saved = decode(body["groups"][source]["hyper"])
+            group.update({k: v for k, v in saved.items() if k not in HOW or k not in group})
+        for name, p in params:
+            for state, value in body["state"].get(name, {}).items():
+                optimizer.state[p][state] = decode(value)

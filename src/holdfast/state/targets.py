@@ -1,0 +1,246 @@
+"""Where a restore puts tensors: live memory, made where it is missing.
+
+Tensors on the meta device are materialised; optimizers get the state tensors that were saved, cut like
+their parameters.  Nothing is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reading import RAW, Array, ArrayTarget, Target
+from holdfast.errors import UsageError
+from holdfast.state.live import (
+    Live,
+    State,
+    add_state,
+    add_ties,
+    all_param_names,
+    is_stateful,
+    named_buffers,
+    named_parameters,
+    optimizer_params,
+    stages,
+    unwrap,
+)
+from holdfast.state.placed import place
+from holdfast.state.snapshot import raw_array
+
+_KINDS = ("param", "buffer", "tensor")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may differ between checkpoint and live state."""
+
+    only: tuple[str, ...] | None = None
+    cast: bool = False
+    strict: bool = True
+    on_resize: dict[str, str] = field(default_factory=dict)
+
+    def wanted(self, name: str) -> bool:
+        return self.only is None or any(fnmatchcase(name, p) for p in self.only)
+
+
+@dataclass(frozen=True)
+class TorchTarget:
+    """A live tensor that takes values by `copy_`: on a device, or of another dtype."""
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+    def memory(self) -> memoryview | None:
+        return None
+
+    def put(self, at: tuple[slice, ...], values: Array) -> None:
+        source = torch.from_numpy(np.array(values)).view(self.dtype)
+        with torch.no_grad():
+            self.tensor[at].copy_(source)
+
+
+def target_of(local: torch.Tensor, dtype: str) -> Target:
+    """The memory of a live local tensor, for values of the saved dtype."""
+    saved = getattr(torch, dtype)
+    if local.device.type == "cpu" and local.dtype == saved and not local.is_conj():
+        raw = raw_array(local)
+        return ArrayTarget(raw.view(RAW[raw.dtype.itemsize]))
+    return TorchTarget(local.detach(), saved)
+
+
+def is_known(checkpoint: Checkpoint, name: str) -> bool:
+    m = checkpoint.manifest
+    return m.aliases.get(name, name) in m.by_name
+
+
+def materialise(module: nn.Module) -> None:
+    """Give tensors on the meta device real memory, uninitialised; ties stay tied."""
+    root = unwrap(module)
+    metas = [p for p in root.parameters() if p.is_meta]
+    metas += [b for _, b in named_buffers(root) if b.is_meta]
+    lost = [
+        name
+        for name, b in root.named_buffers()
+        if b.is_meta and name not in {n for n, _ in named_buffers(root)}
+    ]
+    if lost:
+        raise UsageError(
+            f"buffers {', '.join(lost[:5])} are on the meta device and are in no checkpoint",
+            hint="they are not persistent: compute them on the real device first",
+        )
+    if not metas:
+        return
+    ties: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in root.modules():
+        for name, p in part._parameters.items():
+            if p is not None and p.is_meta:
+                ties.setdefault(id(p), []).append((part, name))
+    device = _device_for(metas[0])
+    root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    for places in ties.values():
+        first = places[0][0]._parameters[places[0][1]]
+        for part, name in places[1:]:
+            part._parameters[name] = first
+
+
+def _device_for(tensor: torch.Tensor) -> torch.device:
+    if isinstance(tensor, DTensor):
+        kind = tensor.device_mesh.device_type
+        return (
+            torch.device(kind, torch.accelerator.current_device_index())
+            if kind != "cpu"
+            else (torch.device("cpu"))
+        )
+    return torch.get_default_device()
+
+
+def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Live, list[Change]]:
+    """Every live tensor that the checkpoint may fill, with the optimizer states to be made for it."""
+    live = Live()
+    changes: list[Change] = []
+    names = all_param_names(state)
+    for key, value in state.items():
+        for module in stages(value) or ():
+            seen: dict[int, str] = {}
+            for kind, pairs in (
+                ("param", named_parameters(module)),
+                ("buffer", named_buffers(module)),
+            ):
+                for name, tensor in pairs:
+                    full = f"{key}.{name}"
+                    first = seen.setdefault(id(tensor), full)
+                    if first != full:
+                        live.aliases[full] = first
+                    elif options.wanted(full):
+                        live.add(full, kind, tensor, steady=True)
+        if isinstance(value, Optimizer):
+            changes += _optimizer_targets(checkpoint, live, key, value, names, options)
+        elif isinstance(value, torch.Tensor) and options.wanted(key):
+            live.add(key, "tensor", value, steady=True)
+        elif not is_stateful(value) and stages(value) is None:
+            for path, tensor in tensors_in(value):
+                if options.wanted(f"{key}.{path}"):
+                    live.add(f"{key}.{path}", "tensor", tensor, steady=True)
+    return live, changes
+
+
+def tensors_in(value: Any, path: str = "") -> Iterable[tuple[str, torch.Tensor]]:
+    """Tensors of nested dicts and lists with their paths, as `format.extras` names them."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for k, v in value.items():
+            yield from tensors_in(v, f"{path}.{k}" if path else str(k))
+    elif isinstance(value, (list, tuple)):
+        for i, v in enumerate(value):
+            yield from tensors_in(v, f"{path}[{i}]")
+
+
+def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
+    """By parameter name, tied ones under each, the states saved of it under an optimizer's key."""
+    found: dict[str, list[str]] = {}
+    for name in checkpoint.names():
+        state = checkpoint.manifest.tensors[checkpoint.index(name)].state
+        if state not in _KINDS and name.startswith(key + "."):
+            found.setdefault(name[len(key) + 1 : -len(state) - 1], []).append(state)
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of an optimizer's state of one parameter, once the checkpoint is known to fit."""
+
+    optimizer: Optimizer
+    param: torch.Tensor
+    made: dict[str, torch.Tensor]
+    drop: list[str]
+    """State that the saved run did not have: a parameter before its first gradient has none."""
+
+    def apply(self) -> None:
+        state = self.optimizer.state[self.param]
+        state.update(self.made)
+        for name in self.drop:
+            del state[name]
+        if not state:
+            del self.optimizer.state[self.param]
+
+
+def _optimizer_targets(
+    checkpoint: Checkpoint,
+    live: Live,
+    key: str,
+    optimizer: Optimizer,
+    all_names: dict[int, list[str]],
+    options: Options,
+) -> list[Change]:
+    """Places for an optimizer's states in `live`; the optimizer itself is as it was."""
+    states = saved_states(checkpoint, key)
+    names = {i: found[0] for i, found in all_names.items()}
+    changes = []
+    for group, pairs in zip(optimizer.param_groups, optimizer_params(key, optimizer, names)):
+        for name, p in pairs:
+            saved = [s for s in states.get(name, []) if options.wanted(f"{key}.{name}.{s}")]
+            have = {
+                k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)
+            }
+            drop = [k for k in have if k not in saved] if options.only is None else []
+            made = {
+                s: _new_state(checkpoint, f"{key}.{name}.{s}", p, group)
+                for s in saved
+                if s not in have
+            }
+            changes.append(Change(optimizer, p, made, drop))
+            for state in saved:
+                tensor = have[state] if state in have else made[state]
+                add_state(live, f"{key}.{name}", state, p, tensor)
+                add_ties(live, key, state, all_names.get(id(p), ()))
+    return changes
+
+
+def _new_state(
+    checkpoint: Checkpoint, name: str, p: torch.Tensor, group: dict[str, Any]
+) -> torch.Tensor:
+    """Memory for a saved state: cut like its parameter if it has its shape, else on every rank."""
+    info = checkpoint.info(name)
+    dtype = getattr(torch, info.dtype)
+    with torch.no_grad():
+        if info.shape == tuple(p.shape):
+            return torch.empty_like(p, dtype=dtype, requires_grad=False)
+        if info.shape == ():
+            on_device = group.get("capturable") or group.get("fused")
+            device = place(p, name).local.device if on_device else torch.device("cpu")
+            return torch.empty((), dtype=dtype, device=device)
+        if isinstance(p, DTensor):
+            local = torch.empty(info.shape, dtype=dtype, device=p.to_local().device)
+            whole = [Replicate()] * p.device_mesh.ndim
+            return DTensor.from_local(local, p.device_mesh, whole, run_check=False)
+        return torch.empty(info.shape, dtype=dtype, device=p.device)
