@@ -136,7 +136,7 @@ def newest_claim(store: Store) -> Claim | None:
             found = msgspec.json.decode(store.get(key), type=Claim)
         except NotFound:
             continue
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             found = None
         run = int(match[1])
         damaged = found is None or found.run != run

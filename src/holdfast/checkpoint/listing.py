@@ -58,7 +58,8 @@ def _look(store: Store, saved: Saved) -> Step:
         manifest = read_manifest(store, saved.step)
     except HoldfastError as error:
         return Step(saved.step, saved.run, None, f"damaged manifest: {error.message}")
-    faults = [text for text in (wrong_size(store, manifest, f) for f in manifest.files) if text]
+    found = ((f.path, wrong_size(store, manifest, f)) for f in manifest.files)
+    faults = [f"{path} {fault}" for path, fault in found if fault]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return Step(saved.step, manifest.run, manifest, faults[0] + more if faults else None)
 
@@ -68,11 +69,11 @@ def wrong_size(store: Store, manifest: Manifest, file: FileEntry) -> str | None:
     try:
         found = store.size(step_prefix(manifest.step) + file.path)
     except NotFound:
-        return f"missing file {file.path}"
+        return "is missing"
     except HoldfastError as error:
-        return f"{file.path}: {error.message}"
+        return f"cannot be looked at: {error.message}"
     if found != file.bytes:
-        return f"wrong size: {file.path} has {found:,} bytes instead of {file.bytes:,}"
+        return f"has {found:,} bytes instead of {file.bytes:,}"
     return None
 
 

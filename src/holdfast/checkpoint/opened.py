@@ -112,7 +112,11 @@ class Checkpoint:
         index = self.index(name)
         t = self.manifest.tensors[index]
         wanted = to_box(box, t.shape, name)
-        values = np.empty(wanted.shape, numpy_dtype(t.dtype))
+        try:
+            values = np.empty(wanted.shape, numpy_dtype(t.dtype))
+        except MemoryError as error:
+            hint = "read it in parts: read(name, box)"
+            raise UsageError(f"{name!r} {wanted.shape}: {error}", hint=hint) from None
         raw = values.view(RAW[values.dtype.itemsize])
         read_alone(self.files, [Want(index, wanted, ArrayTarget(raw))])
         return values
@@ -155,7 +159,7 @@ class Checkpoint:
         view = self.files.chunks(file, first, stop, memoryview(bytearray(b - a)))
         try:
             found = msgspec.json.decode(bytes(view[file.extras - a :]), type=dict[str, Any])
-        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FormatError(f"malformed extras: {error}", key=self.files.key(file)) from None
         return found
 

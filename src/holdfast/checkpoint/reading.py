@@ -245,6 +245,7 @@ class Files:
             return found
 
     def _read_table(self, file: FileEntry) -> Digests:
+        self._check_size(file)
         data = bytearray(file.bytes - file.table)
         self._read(file, file.table, memoryview(data))
         if (found := hexdigest(data)) != file.digest:
@@ -258,6 +259,24 @@ class Files:
                 step=self.manifest.step,
             )
         return np.frombuffer(bytes(data), "<u8")
+
+    def _check_size(self, file: FileEntry) -> None:
+        """Before memory is set aside for what a manifest merely states."""
+        try:
+            size = self.store.size(self.key(file))
+        except HoldfastError as error:
+            error.step = self.manifest.step
+            raise
+        if size != file.bytes:
+            raise Corrupt(
+                f"the file has {size} bytes, expected {file.bytes}",
+                key=self.key(file),
+                start=min(size, file.bytes),
+                stop=max(size, file.bytes),
+                expected=f"{file.bytes} bytes",
+                found=f"{size} bytes",
+                step=self.manifest.step,
+            )
 
     def _read(self, file: FileEntry, offset: int, into: memoryview) -> None:
         try:

@@ -172,7 +172,8 @@ def assign(
         needers = tuple(sorted(active))
         order = sorted(needers, key=lambda r: (load.get(r, 0), r))
         for i, reader in enumerate(order):
-            lo, hi = (a + (b - a) * k // len(order) for k in (i, i + 1))
+            # rounded up, so that what is left over goes to those who have read the least
+            lo, hi = (a - (a - b) * k // len(order) for k in (i, i + 1))
             if hi > lo:
                 load[reader] = load.get(reader, 0) + hi - lo
                 yield lo, hi, reader, needers

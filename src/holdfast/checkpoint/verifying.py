@@ -131,15 +131,15 @@ class _Verification:
         """Shardings cover every tensor by construction; each holder must have a file."""
         m = self.manifest
         for rank in range(m.layout.world):
-            if rank not in m.file_of:
-                pieces = Placement(m.layout, m.placement.table).pieces(rank)
-                if pieces.total_bytes:
-                    name = m.tensors[int(pieces.tensor[0])].name
-                    self._say(
-                        f"no file of rank {rank}, which holds {pieces.total_bytes:,} bytes of "
-                        f"{len(np.unique(pieces.tensor))} tensors ({name}, ...)",
-                        manifest_key(m.step),
-                    )
+            if rank in m.file_of:
+                continue
+            pieces = Placement(m.layout, m.placement.table).pieces(rank)
+            if pieces.total_bytes:
+                hit = np.unique(pieces.tensor)
+                what = "1 tensor" if len(hit) == 1 else f"{len(hit):,} tensors"
+                names = m.tensors[int(hit[0])].name + (", ..." if len(hit) > 1 else "")
+                size = f"{pieces.total_bytes:,} bytes of {what} ({names})"
+                self._say(f"no file of rank {rank}, which holds {size}", manifest_key(m.step))
 
     def _check_file(self, file: FileEntry) -> None:
         key = self.files.key(file)

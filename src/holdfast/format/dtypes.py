@@ -67,8 +67,9 @@ def numpy_dtype(name: str) -> Any:
     """The numpy dtype of elements in memory; from ml_dtypes for bfloat16 and float8."""
     import numpy as np
 
+    known = dtype_of(name)
     if name.startswith(_ML):
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, name))
-    return np.dtype(dtype_of(name).numpy or name)
+    return np.dtype(known.numpy or name)

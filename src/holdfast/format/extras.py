@@ -21,6 +21,8 @@ import numpy as np
 from holdfast.errors import FormatError, UsageError
 
 MAX_DEPTH = 100
+_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, SyntaxError)
+"""What Python and numpy say of a tag's body that is not what `encode` writes."""
 
 Json = Any
 OnTensor = Callable[[Any, str], Json]
@@ -139,8 +141,8 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
                 return OrderedDict(pairs())
             case "$counter":
                 return Counter(dict(pairs()))
-    except (TypeError, ValueError, IndexError) as error:
+        if on_other is not None:
+            return on_other(tag, body)
+    except _MALFORMED as error:
         raise FormatError(f"malformed extras: {tag}: {error}") from None
-    if on_other is None:
-        raise FormatError(f"malformed extras: unknown tag {tag!r}")
-    return on_other(tag, body)
+    raise FormatError(f"malformed extras: unknown tag {tag!r}")

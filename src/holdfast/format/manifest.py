@@ -202,7 +202,7 @@ def decode(data: bytes, key: str) -> Manifest:
     except HoldfastError as error:
         error.key = error.key or key
         raise
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"malformed manifest: {error}", key=key) from None
     return manifest
 
@@ -275,7 +275,7 @@ def _check_tensors(m: Manifest) -> None:
         size = dtype_of(t.dtype).bytes * prod(max(n, 1) for n in t.shape)
         _require(size < 1 << 60, f"{t.name!r}: shape {t.shape} is too large")
         total += size if all(t.shape) else 0
-        parts = _full_parts(t, m.shardings[t.sharding], m.layout.sizes)
+        parts = _full_parts(t, m.shardings[t.sharding], m.layout.sizes) if all(t.shape) else 0
         _require(parts <= len(m.files), f"{t.name!r}: {parts} parts, but {len(m.files)} files")
         listed += len(boxes.get(t.sharding, ()))
         _require(listed <= MAX_LISTED, f"more than {MAX_LISTED} listed fragments")

@@ -62,6 +62,8 @@ class Live:
 
 
 def is_stateful(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
