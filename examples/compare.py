@@ -1,7 +1,8 @@
 """The demo's comparisons: checkpoint against checkpoint, and state against state across layouts.
 
-The first is done on the bytes that `holdfast.open` reads. The second is done on digests that train.py took of its live
-state with torch alone (witness.py), so an error in saving that restoring undoes would be found.
+The first is done on the bytes that `holdfast.open` reads. The second is done on digests that
+train.py took of its live state with torch alone (witness.py), so an error in saving that restoring
+undoes would be found.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,12 +21,19 @@ LOSS_TOLERANCE = 1e-3  # between layouts: sums are taken in another order, and t
 class Verdict:
     """The outcome for one phase, and what went wrong, if anything."""
 
-    text: str
+    when_good: str
+    when_bad: str
     num_tensors: int = 0
     loss_difference: float = 0.0
     problems: list[str] = field(default_factory=list)
 
-    def expect_equal(self, what: str, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    @property
+    def text(self) -> str:
+        return self.when_bad if self.problems else self.when_good
+
+    def expect_equal(
+        self, what: str, found: Mapping[str, object], expected: Mapping[str, object]
+    ) -> None:
         """Compare by name; the names themselves must agree as well."""
         self.num_tensors += len(found)
         for name in sorted(found.keys() | expected.keys()):
@@ -37,7 +45,9 @@ class Verdict:
     def expect_losses(self, run: Run, reference: Run, tolerance: float) -> None:
         self.loss_difference = loss_difference(run, reference)
         if not self.loss_difference <= tolerance:
-            self.problems.append(f"{run.phase.name}: losses differ by {self.loss_difference:.3g}, allowed {tolerance:g}")
+            self.problems.append(
+                f"{run.phase.name}: losses differ by {self.loss_difference:.3g}, allowed {tolerance:g}"
+            )
 
 
 def loss_difference(run: Run, reference: Run) -> float:
@@ -49,12 +59,14 @@ def loss_difference(run: Run, reference: Run) -> float:
 def stored(root: Path, step: int) -> tuple[dict[str, str], dict[str, object]]:
     """Digest of every tensor of a saved step as holdfast reads it, and its extras."""
     with holdfast.open(str(root), step=step) as checkpoint:
-        return {name: digest(checkpoint.read(name)) for name in checkpoint.names()}, checkpoint.extras
+        return {
+            name: digest(checkpoint.read(name)) for name in checkpoint.names()
+        }, checkpoint.extras
 
 
 def against_reference(run: Run, reference: Run) -> Verdict:
     """Same layout: every saved step must equal the reference's bit for bit, and so must every loss."""
-    verdict = Verdict("")
+    verdict = Verdict("bit-exact", "not bit-exact")
     steps = common_steps(run, reference)
     for step in steps:
         found, extras = stored(run.phase.root, step)
@@ -65,7 +77,6 @@ def against_reference(run: Run, reference: Run) -> Verdict:
     verdict.expect_losses(run, reference, tolerance=0.0)
     if run.phase.until not in steps:
         verdict.problems.append(f"{run.phase.name}: its last step {run.phase.until} was not saved")
-    verdict.text = "differs" if verdict.problems else f"bit-exact: yes ({len(steps)} checkpoints)"
     return verdict
 
 
@@ -76,14 +87,18 @@ def common_steps(run: Run, reference: Run) -> Iterable[int]:
 
 
 def across_layouts(run: Run, before: Run, reference: Run) -> Verdict:
-    """Another layout: what was restored must equal, bit for bit, what the phase before held at its end and what was saved."""
-    verdict = Verdict("")
+    """Another layout: the restored state must equal, bit for bit, the one before and the saved one."""
+    verdict = Verdict("exact restore", "not exact")
     restored, end = run.witnessed("restored"), before.witnessed("end")
+    verdict.expect_losses(run, reference, LOSS_TOLERANCE)
     if restored["step"] != end["step"]:
-        verdict.problems.append(f"{run.phase.name}: restored step {restored['step']}, not {end['step']}")
-    verdict.expect_equal(f"{run.phase.name}: live before and after", restored["digests"], end["digests"])
+        verdict.problems.append(
+            f"{run.phase.name}: restored step {restored['step']}, not {end['step']}; see {before.output}"
+        )
+        return verdict
+    verdict.expect_equal(
+        f"{run.phase.name}: live before and after", restored["digests"], end["digests"]
+    )
     saved, _ = stored(run.phase.root, restored["step"])
     verdict.expect_equal(f"{run.phase.name}: saved and restored", saved, end["digests"])
-    verdict.expect_losses(run, reference, LOSS_TOLERANCE)
-    verdict.text = "differs" if verdict.problems else "exact restore"
     return verdict

@@ -1,10 +1,12 @@
-"""A byte-level GPT of three million parameters, small enough for a laptop and shaped like its big relatives.
+"""A byte-level GPT of three million parameters: fit for a laptop, shaped like its big relatives.
 
-It has what makes checkpoints of large models hard to move between layouts: grouped-query attention with one fused
-QKV matrix, a gated MLP, tied embeddings, and parameters that tensor parallelism cuts next to some that it leaves whole.
+It has what makes checkpoints of large models hard to move between layouts: grouped-query attention
+with one fused QKV matrix, a gated MLP, tied embeddings, and parameters that tensor parallelism cuts
+next to some that it leaves whole.
 
-The rows of the fused QKV matrix are grouped by key/value head, each group `[its query heads, key, value]`.
-A contiguous chunk of rows is then whole groups, so tensor parallelism is a plain cut along dim 0:
+The rows of the fused QKV matrix are grouped by key/value head, each group `[its query heads, key,
+value]`. A contiguous chunk of rows is then whole groups, so tensor parallelism is a plain cut along
+dim 0:
 
     model = build(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 """
@@ -12,11 +14,16 @@ A contiguous chunk of rows is then whole groups, so tensor parallelism is a plai
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  its usual name
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,14 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. The number of heads is read off the projection, so a local chunk of it works as well."""
+    """Causal grouped-query attention; the number of heads is read off qkv, so a local chunk will do."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim = shape.dim // shape.num_heads
-        self.group = shape.num_heads // shape.num_kv_heads + 2  # query heads of one key/value head, the key, the value
+        self.group = (
+            shape.num_heads // shape.num_kv_heads + 2
+        )  # query heads of one key/value head, the key, the value
         self.qkv = nn.Linear(shape.dim, shape.num_kv_heads * self.group * self.head_dim, bias=False)
         self.proj = nn.Linear(shape.dim, shape.dim, bias=False)
 
@@ -61,7 +70,9 @@ class Attention(nn.Module):
         groups = self.qkv(x).view(batch, time, -1, self.group, self.head_dim)
         q, k, v = groups.split((self.group - 2, 1, 1), dim=3)
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
-        y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True, enable_gqa=True)
+        y = F.scaled_dot_product_attention(
+            rotate(q, angles), rotate(k, angles), v, is_causal=True, enable_gqa=True
+        )
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -79,7 +90,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block. Dropout sees whole activations only, so tensor-parallel ranks draw the same mask."""
+    """A pre-norm block; dropout sees whole activations, so tensor-parallel ranks draw the same mask."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -100,7 +111,9 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(shape.vocab, shape.dim)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.dim)
-        self.register_buffer("angles", rotary_angles(shape.context, shape.dim // shape.num_heads), persistent=False)
+        self.register_buffer(
+            "angles", rotary_angles(shape.context, shape.dim // shape.num_heads), persistent=False
+        )
         for weight in self.parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=0.02)
@@ -118,7 +131,10 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
     The norms and the tied embedding stay whole on every tensor-parallel rank: what flows between the
     cut matrices is whole too, so their gradients come out the same there without a word exchanged.
     """
-    rows, columns = ColwiseParallel, RowwiseParallel  # torch names them after the transpose of the weight
+    rows, columns = (
+        ColwiseParallel,
+        RowwiseParallel,
+    )  # torch names them after the transpose of the weight
     return {
         "blocks.*.attn.qkv": rows(),
         "blocks.*.attn.proj": columns(),
@@ -129,7 +145,7 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 
 
 def build(mesh: DeviceMesh | None = None, shape: Shape = Shape(), device: str = "cpu") -> nn.Module:
-    """A model laid out over the axes "dp" and "tp" of the mesh; an axis that is absent or of size 1 changes nothing."""
+    """A model laid out over the mesh axes "dp" and "tp"; an axis absent or of size 1 changes nothing."""
     model = GPT(shape).to(device)
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape)) if mesh is not None else {}
     if (tp := sizes.get("tp", 1)) > 1:

@@ -1,6 +1,7 @@
 """Start train.py on a layout, follow it while it runs, and strike it down in the middle of a save.
 
-Every wait has a deadline, a failure shows the tail of what the processes printed, and no process outlives its `with`:
+Every wait has a deadline, a failure shows the tail of what the processes printed, and no process
+outlives its `with`:
 
     with Run(phase, Path("demo-out"), horizon=100, every=10) as run:
         while run.alive():
@@ -9,6 +10,7 @@ Every wait has a deadline, a failure shows the tail of what the processes printe
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 Record = dict[str, Any]
 TRAIN = Path(__file__).with_name("train.py")
@@ -39,8 +41,8 @@ class Phase:
 
     @property
     def layout(self) -> str:
-        parts = [f"FSDP2 x{self.dp}"] * (self.dp > 1) + [f"TP x{self.tp}"] * (self.tp > 1)
-        return ", ".join(parts) or "none"
+        parts = [f"FSDP x{self.dp}"] * (self.dp > 1) + [f"TP x{self.tp}"] * (self.tp > 1)
+        return " ".join(parts) or "none"
 
 
 def command(phase: Phase) -> list[str]:
@@ -62,30 +64,42 @@ def environment() -> dict[str, str]:
 
 
 class Run:
-    """The processes of one phase. Their losses are followed in `<name>.jsonl`, their output is kept in `<name>.out`."""
+    """The processes of one phase: losses are followed in `<name>.jsonl`, output is kept in `<name>.out`."""
 
-    def __init__(self, phase: Phase, out: Path, *, horizon: int, every: int, silence_s: float = 120) -> None:
+    def __init__(
+        self, phase: Phase, out: Path, *, horizon: int, every: int, silence_s: float = 120
+    ) -> None:
         self.phase, self.silence_s = phase, silence_s
-        self.log, self.output, self.witness = (out / f"{phase.name}.{end}" for end in ("jsonl", "out", "witness.jsonl"))
-        options = {"root": phase.root, "steps": phase.until, "horizon": horizon, "every": every, "keep": horizon}
-        options |= {"log-file": self.log, "witness": self.witness}
+        stem = out / phase.name.replace(" ", "-")
+        self.log, self.output, self.witness = (
+            stem.with_suffix(end) for end in (".jsonl", ".out", ".witness.jsonl")
+        )
+        options = {"root": phase.root, "steps": phase.until, "horizon": horizon, "every": every}
+        options |= {"keep": horizon, "log-file": self.log, "witness": self.witness}
         self.command = command(phase) + [f"--{name}={value}" for name, value in options.items()]
         self.records: list[Record] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Run":
         self.log.touch()
         self.follower = self.log.open()
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                self.command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                self.command,
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.heard = time.monotonic()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
-        """End whatever still runs. torchrun gives its workers sessions of their own, so it is asked first to end them."""
+        """End what still runs; torchrun first, since its workers have sessions of their own."""
         self.follower.close()
         if self.process.poll() is None:
             self.process.terminate()
@@ -97,12 +111,12 @@ class Run:
             self.process.wait(10)
 
     def alive(self) -> bool:
-        """False once the run has ended well; raises Failed if it ended badly or has been silent for too long."""
+        """False once the run has ended well; Failed if it ended badly or has been silent for too long."""
         code = self.process.poll()
         if code is None and time.monotonic() - self.heard > self.silence_s:
-            raise Failed(f"{self.phase.name}: nothing heard for {self.silence_s:.0f} s\n{self.tail()}")
+            raise self.failed(f"nothing heard for {self.silence_s:.0f} s")
         if code:
-            raise Failed(f"{self.phase.name}: exit status {code}\n{self.tail()}")
+            raise self.failed(f"exit status {code}")
         return code is None
 
     def new_records(self) -> list[Record]:
@@ -124,26 +138,40 @@ class Run:
         """Process ids by rank, as of the newest start."""
         return self.starts()[-1]["pids"] if self.starts() else []
 
+    def stretches(self) -> list[list[tuple[int, float]]]:
+        """(step, loss) as logged, one list per start; steps that were done again appear again."""
+        stretches: list[list[tuple[int, float]]] = []
+        for record in self.records:
+            if record["event"] == "start":
+                stretches.append([])
+            else:
+                stretches[-1].append((record["step"], record["loss"]))
+        return stretches
+
     def losses(self) -> list[tuple[int, float]]:
-        """(step, loss) in the order of the log; steps that were done again appear again."""
-        return [(record["step"], record["loss"]) for record in self.records if record["event"] == "step"]
+        """All stretches as one."""
+        return [point for stretch in self.stretches() for point in stretch]
 
     def witnessed(self, event: str) -> Record:
-        """Digests of the state as torch itself gathered it: at the newest "restored", or at the "end"."""
-        records = [json.loads(line) for line in self.witness.read_text().splitlines()]
-        return [record for record in records if record["event"] == event][-1]
+        """Digests of the state as torch itself gathered it: at the first "restored", or "end"."""
+        records = map(json.loads, self.witness.read_text().splitlines())
+        return next(record for record in records if record["event"] == event)
 
-    def tail(self, num_lines: int = 30) -> str:
-        lines = self.output.read_text(errors="replace").splitlines()[-num_lines:]
-        return "\n".join([f"the last lines of {self.output}:", *lines])
+    def failed(self, what: str, num_lines: int = 40) -> Failed:
+        """An error that shows the output from a rank's last traceback on: torchrun's tells nothing."""
+        lines = self.output.read_text(errors="replace").splitlines()
+        starts = [n for n, line in enumerate(lines) if re.match(r"\[rank\d+\]: Traceback", line)]
+        shown = lines[starts[-1] :][:num_lines] if starts else lines[-num_lines:]
+        return Failed("\n".join([f"{self.phase.name}: {what}; from {self.output}:", *shown]))
 
 
 def half_saved(root: Path) -> tuple[int, list[int]] | None:
-    """A step that is being written, with no manifest yet, and the ranks whose images are already in place."""
+    """A step being written, with no manifest yet, and the ranks whose images are already in place."""
     for step in sorted(root.glob("steps/*"), reverse=True):
         with suppress(OSError):  # a directory may come and go while it is looked at
             if any(step.iterdir()) and not (step / "manifest.json").exists():
-                return int(step.name), [int(image.name[1:6]) for image in step.glob("*/r?????.safetensors")]
+                images = step.glob("*/r?????.safetensors")
+                return int(step.name), [int(image.name[1:6]) for image in images]
     return None
 
 

@@ -1,11 +1,12 @@
 """Train a small GPT on one process or many, and survive whatever happens to them.
 
-    python examples/train.py --root runs/gpt                                          # one process
-    torchrun --nproc-per-node 4 examples/train.py --root runs/gpt --tp 2              # FSDP2 over 2 x tensor parallel over 2
+    python examples/train.py --root runs/gpt
+    torchrun --nproc-per-node 4 examples/train.py --root runs/gpt --tp 2    # FSDP2 x 2, TP x 2
 
-Stop it, kill it, start it again with another number of processes or another --tp: it goes on from its newest good step.
-The lines marked `holdfast` are all that this takes; the rest is an ordinary torch training script.
-With `torchrun --max-restarts` and gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: torch 2.13 cannot restart without it.
+Stop it, kill it, start it again with another number of processes or another --tp: it goes on from
+its newest good step. The lines marked `holdfast` are all that this takes; the rest is an ordinary
+torch training script. With `torchrun --max-restarts` and gloo, set
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: torch 2.13 cannot restart without it.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import gpt
 import text
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  its usual name
 import witness
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,20 +36,24 @@ import holdfast  # holdfast
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small GPT on Python's own source, with holdfast.")
-    parser.add_argument("--root", default="runs/gpt", help="where the checkpoints are (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--keep", type=int, default=3, help="checkpoints to keep (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="train up to this step (default: %(default)s)")
-    parser.add_argument("--horizon", type=int, help="steps of the learning-rate schedule (default: --steps)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; the others are data-parallel")
-    parser.add_argument("--batch", type=int, default=8, help="rows of the global batch (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--log-file", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--witness", type=Path, help="write digests of the state just after restore and at the end here")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on Python's own source, with holdfast.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    option = parser.add_argument
+    option("--root", default="runs/gpt", help="where the checkpoints are")
+    option("--every", type=int, default=20, help="steps between checkpoints")
+    option("--keep", type=int, default=3, help="checkpoints to keep")
+    option("--steps", type=int, default=200, help="train up to this step")
+    option("--horizon", type=int, help="steps of the learning-rate schedule; None: --steps")
+    option("--tp", type=int, default=1, help="tensor-parallel ranks; the others are data-parallel")
+    option("--batch", type=int, default=8, help="rows of the global batch")
+    option("--lr", type=float, default=1e-3, help="peak learning rate")
+    option("--dropout", type=float, default=0.0, help="probability")
+    option("--seed", type=int, default=0, help="of weights, data and dropout")
+    option("--device", choices=("cpu", "cuda"), default="cpu", help="one process per device")
+    option("--log-file", type=Path, help="append JSON lines to this file")
+    option("--witness", type=Path, help="append digests of the state at the start and end here")
     return parser.parse_args()
 
 
@@ -73,16 +78,19 @@ def make_mesh(num_processes: int, tp: int, device: str) -> DeviceMesh | None:
     if num_processes == 1:
         return None
     mesh = init_device_mesh(device, (num_processes // tp, tp), mesh_dim_names=("dp", "tp"))
-    mesh._flatten("all")  # torch's advice (torchtitan does it too): reductions over both axes take one collective
+    mesh._flatten("all")  # as torch advises: a reduction over both axes is then one collective
     return mesh
 
 
 def make_optimizer(model: nn.Module, lr: float) -> AdamW:
-    """AdamW that decays matrices but neither norms nor the embedding; without foreach, which refuses mixed meshes."""
+    """AdamW that decays matrices only; without foreach, which refuses parameters on mixed meshes."""
     decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         decay[parameter.ndim == 2 and not name.startswith("embed")].append(parameter)
-    groups = [{"params": decay[True], "weight_decay": 0.1}, {"params": decay[False], "weight_decay": 0.0}]
+    groups = [
+        {"params": decay[True], "weight_decay": 0.1},
+        {"params": decay[False], "weight_decay": 0.0},
+    ]
     return AdamW(groups, lr=lr, betas=(0.9, 0.95), foreach=False)
 
 
@@ -102,13 +110,16 @@ def clip(model: nn.Module, max_norm: float) -> None:
     """Clip by the norm over all gradients, taken mesh by mesh: torch cannot mix meshes in one call."""
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
-        by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter.grad)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh[mesh].append(parameter.grad)
     norms = [get_total_norm(gradients, foreach=False) for gradients in by_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     clip_grads_with_norm_(model.parameters(), max_norm, torch.stack(norms).norm(), foreach=False)
 
 
-def train_step(model: nn.Module, optim: Optimizer, sched: LambdaLR, batch: tuple[Tensor, Tensor]) -> Tensor:
+def train_step(
+    model: nn.Module, optim: Optimizer, sched: LambdaLR, batch: tuple[Tensor, Tensor]
+) -> Tensor:
     inputs, targets = batch
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
@@ -126,11 +137,17 @@ def mean_over_dp(loss: Tensor, mesh: DeviceMesh | None) -> float:
     return loss.item()
 
 
-def append(path: Path | None, record: dict[str, Any]) -> None:
+def append(path: Path | None, **record: Any) -> None:
     """Rank 0 adds one JSON line, in one write, so that whoever follows the file sees whole lines."""
     if path is not None and os.environ.get("RANK", "0") == "0":
         with path.open("a") as log:
             log.write(json.dumps(record) + "\n")
+
+
+def testify(path: Path | None, event: str, step: int, model: nn.Module, optim: Optimizer) -> None:
+    """Write down what the state is, for whoever wants to check a restore; collective, and slow."""
+    if path is not None:
+        append(path, event=event, step=step, digests=witness.digests(model, optim))
 
 
 def process_ids(num_processes: int) -> list[int]:
@@ -149,24 +166,28 @@ def train(args: argparse.Namespace, num_processes: int) -> None:
     torch.manual_seed(args.seed + 1 + dp_rank)  # dropout: its own along dp, the same along tp
     optim = make_optimizer(model, args.lr)
     sched = LambdaLR(optim, warm_cosine(args.horizon or args.steps))
-    loader = text.Loader(batch=args.batch, context=shape.context, seed=args.seed, rank=dp_rank, num_ranks=dp)
+    mine = {"rank": dp_rank, "num_ranks": dp}
+    loader = text.Loader(batch=args.batch, context=shape.context, seed=args.seed, **mine)
 
-    state = {"model": model, "optim": optim, "sched": sched, "loader": loader}  # holdfast: what a run consists of
-    every, keep = holdfast.Every(durable=args.every), holdfast.Keep(last=args.keep)  # holdfast: when to save, what to keep
-    with holdfast.Checkpointer(args.root, state, every=every, keep=keep) as ckpt:  # holdfast
+    ckpt = holdfast.Checkpointer(  # holdfast: where, what, how often, and how many stay
+        args.root,
+        {"model": model, "optim": optim, "sched": sched, "loader": loader},
+        every=holdfast.Every(durable=args.every),
+        keep=holdfast.Keep(last=args.keep),
+        on_resize={"loader": "same"},  # holdfast: its position holds on any number of ranks
+    )
+    with ckpt:  # holdfast: waits at the end for a save under way
         step = restored_from = ckpt.restore()  # holdfast: 0 if there is nothing yet
         place = {"layout": f"dp={dp} tp={args.tp}", "restored_from": restored_from}
-        append(args.log_file, {"event": "start", **place, "pids": process_ids(num_processes)})
-        if args.witness and restored_from:
-            append(args.witness, {"event": "restored", "step": step, "digests": witness.digests(model, optim)})
+        append(args.log_file, event="start", pids=process_ids(num_processes), **place)
+        testify(args.witness, "restored", step, model, optim)
         while step < args.steps:
             batch = [part.to(args.device) for part in next(loader)]
-            loss = train_step(model, optim, sched, batch)
+            loss = mean_over_dp(train_step(model, optim, sched, batch), mesh)
             step += 1
             ckpt.step(step)  # holdfast: saves in the background when it is due
-            append(args.log_file, {"event": "step", "step": step, "loss": mean_over_dp(loss, mesh), **place})
-        if args.witness:
-            append(args.witness, {"event": "end", "step": step, "digests": witness.digests(model, optim)})
+            append(args.log_file, event="step", step=step, loss=loss, **place)
+        testify(args.witness, "end", step, model, optim)
 
 
 def main() -> None:

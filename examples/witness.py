@@ -1,7 +1,8 @@
 """What a training state is, told by torch alone: one SHA-256 per tensor, gathered whole from all ranks.
 
-A check of a checkpoint must not lean on the library that wrote it. `digests` uses only DTensor's own gathering, so two
-runs on different layouts hold the same state if and only if their digests are equal.
+A check of a checkpoint must not lean on the library that wrote it. `digests` uses only DTensor's
+own gathering, so two runs on different layouts hold the same state if and only if their digests are
+equal.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.checkpoint.committing import Claim, Keep, claim, newest_claim, release, sweep
-from holdfast.checkpoint.names import committed, describe, manifest_key
+from holdfast.checkpoint.names import check_step, committed, describe, manifest_key
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.durable import Durable, Save
 from holdfast.errors import HoldfastError, NotFound, NotRecoverable, Unavailable, UsageError
@@ -90,6 +90,7 @@ class Checkpointer:
         self.when_busy = when_busy
         self.on_error = on_error
         self.on_resize = on_resize or {}
+        self._mesh = named_mesh(mesh)
         self._rng = {} if "rng" in state else {"rng": Rng()}
         self._saves: list[Save] = []
         self._group = Group(deadline_s)
@@ -101,7 +102,7 @@ class Checkpointer:
             claim=self._claim,
             run=self._claim.run,
             keep=keep,
-            mesh=named_mesh(mesh),
+            mesh=self._mesh,
             deadline_s=deadline_s,
             replicas=replicas,
         )
@@ -150,11 +151,7 @@ class Checkpointer:
         return save
 
     def _collect(self) -> Live:
-        live = collect(self._everything())
-        for key, rule in self.on_resize.items():
-            if key in live.extras:
-                live.rules[key] = rule
-        return live
+        return collect(self._everything(), self.on_resize)
 
     def _report(self) -> None:
         """Tell the user of saves that have failed since the last call."""
@@ -198,7 +195,7 @@ class Checkpointer:
         """
         self._check_open()
         self.wait()
-        options = Options(cast=cast, strict=strict, on_resize=self.on_resize)
+        options = Options(cast=cast, strict=strict, on_resize=self.on_resize, mesh=self._mesh)
         candidates = _candidates(self._store, self._group, step)
         state = self._everything()
 
@@ -318,6 +315,7 @@ def _load(
     """One step, the same manifest on every rank; read again if it was replaced meanwhile."""
     for _ in range(3):
         manifest = decode(_manifest_bytes(store, group, step), manifest_key(step))
+        check_step(manifest, step)
         try:
             restore(Checkpoint(store, manifest, verify=verify), state, group, options)
             return

@@ -37,14 +37,14 @@ from holdfast.checkpoint.committing import (
 from holdfast.checkpoint.names import step_prefix
 from holdfast.checkpoint.reading import in_threads
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
-from holdfast.errors import Deadline, HoldfastError, RankErrors, UsageError
+from holdfast.errors import Deadline, HoldfastError, RankErrors, RuleError, UsageError
 from holdfast.events import count, emit, span
 from holdfast.format.image import ALIGN, Image, plan_image
 from holdfast.format.manifest import VERSION, FileEntry, Manifest
 from holdfast.group import Group
 from holdfast.layout import Mesh, Placement
 from holdfast.state.agreed import Agreement, describe, merge
-from holdfast.state.live import Live
+from holdfast.state.live import INLINE_BYTES, Live
 from holdfast.state.protocol import Outcome, Ready, Verdict, Written, merge_extras, sort_extras
 from holdfast.state.replicas import check_replicas, replica_digests
 from holdfast.state.snapshot import (
@@ -216,12 +216,20 @@ class Durable:
         self._capture.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Wait for what is under way."""
-        self._capture.shutdown()
+        """Wait for what is under way.  Deadline if the store does not let go of it."""
+        until = time.monotonic() + self.deadline_s
+        for pool in (self._capture, self._persist, self._tidying):
+            try:
+                pool.submit(lambda: None).result(max(until - time.monotonic(), 0.1))
+            except (FutureTimeout, TimeoutError):
+                raise Deadline(
+                    f"a save was still under way {self.deadline_s:g} s after close()",
+                    hint="the storage may hang; the step is committed only if `holdfast ls` shows it",
+                ) from None
+            finally:
+                pool.shutdown(wait=False)
         if self._window is not None:
             self._window.forget()
-        self._persist.shutdown()
-        self._tidying.shutdown()
 
     # -- capture thread ---------------------------------------------------------------------------
 
@@ -313,7 +321,10 @@ class Durable:
 
     def _agree(self, job: _Job) -> Verdict:
         extras = {
-            k: (hexdigest(msgspec.json.encode(v)), job.live.rules.get(k, ""))
+            k: (
+                hexdigest(msgspec.json.encode([v, job.live.contents.get(k, [])])),
+                job.live.rules.get(k, ""),
+            )
             for k, v in job.live.extras.items()
         }
         held = self._plan.digest if self._plan else ""
@@ -362,6 +373,11 @@ class Durable:
         plan, verdict = self._plan, job.verdict
         assert plan is not None and verdict is not None
         own = {k: v for k, v in job.live.extras.items() if k in verdict.per_rank}
+        for key in own.keys() & job.live.contents.keys():
+            raise RuleError(
+                f"{key!r} differs between ranks and holds tensors of more than {INLINE_BYTES} bytes",
+                hint="declare a rule for it (on_resize), or save such tensors under names per rank",
+            )
         data = msgspec.json.encode(own) if own else b""
         image = plan.image
         if image is None or len(data) > image.extras_bytes:

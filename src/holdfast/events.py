@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,4 +91,7 @@ def span(name: str, **fields: Any) -> Iterator[dict[str, Any]]:
 
 def _deliver(event: Event) -> None:
     for sink in tuple(_sinks):
-        sink(event)
+        try:
+            sink(event)
+        except Exception as error:  # whoever listens must not break what he listens to
+            warnings.warn(f"event sink {sink!r} failed: {error!r}", stacklevel=3)

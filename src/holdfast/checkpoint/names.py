@@ -80,9 +80,15 @@ def read_manifest(store: Store, step: int) -> Manifest:
     except (FormatError, StoreError) as error:
         error.step = step
         raise
-    if manifest.step != step:
-        raise Corrupt(f"manifest is of step {manifest.step}, not {step}", key=key, step=step)
+    check_step(manifest, step)
     return manifest
+
+
+def check_step(manifest: Manifest, step: int) -> None:
+    """Corrupt if a manifest lies under another step's key: somebody has copied a folder."""
+    if manifest.step != step:
+        key = manifest_key(step)
+        raise Corrupt(f"manifest is of step {manifest.step}, not {step}", key=key, step=step)
 
 
 def newest(store: Store) -> int:

@@ -8,7 +8,8 @@ A step is good if
 * each file's header is the one that follows from the manifest, so that it is a sound safetensors file;
 * extras can be decoded, and tensors that they refer to exist.
 
-Memory: one block per thread, and one file's header.
+Memory: a block and the header of a file per thread.  Threads do files side by side, or the blocks of
+one file where there are few files.
 """
 
 from __future__ import annotations
@@ -117,10 +118,14 @@ class _Verification:
         self._scratch = Scratch()
 
     def run(self) -> None:
+        files, manifest = self.manifest.files, manifest_key(self.manifest.step)
         self._check_holders()
-        for file in self.manifest.files:
-            self._check_file(file)
-        self._check_extras("extras", manifest_key(self.manifest.step), self.manifest.extras)
+        side_by_side = self.threads if len(files) >= self.threads else 1
+        if side_by_side > 1:
+            self.threads = 1
+        in_threads(self._check_file, list(files), side_by_side)
+        self._check_extras("extras", manifest, self.manifest.extras)
+        self.report.problems.sort(key=lambda p: (p.key != manifest, p.key, p.start or 0))
 
     def _say(
         self, message: str, key: str, start: int | None = None, stop: int | None = None
@@ -195,8 +200,7 @@ class _Verification:
                 digest_chunks(view, found, size)
                 wrong = np.flatnonzero(found != table[first:stop]) + first
             except HoldfastError as error:
-                with self._lock:
-                    self._say(f"cannot be read: {error.message}", self.files.key(file), a, b)
+                self._say(f"cannot be read: {error.message}", self.files.key(file), a, b)
                 wrong = np.zeros(0, np.int64)
             with self._lock:
                 self.report.bytes += b - a

@@ -24,7 +24,7 @@ Held = tuple[Box, tuple[int, ...]]
 """A box, and the ranks that hold it."""
 
 ROWS, COLUMNS = 8, 6
-CELL = 18
+WIDTH = 88
 
 
 def held_boxes(manifest: Manifest, tensor: TensorEntry, placement: Placement) -> list[Held]:
@@ -88,7 +88,7 @@ def draw(
         f"(cut along dim {d} as well, in {len(edges[d]) - 1}: drawn where it is 0)" for d in rest
     ]
     if idle:
-        lines.append(f"(nothing left for ranks {label(idle)})")
+        lines.append(f"(nothing is left for {label(idle)})")
     return lines
 
 
@@ -129,9 +129,12 @@ class _Grid:
         self.row_edges, self.down = rows, down
         self.column_edges, self.across = columns, across
         self.rows = _kept(len(rows) - 1, ROWS)
-        self.columns = _kept(len(columns) - 1, COLUMNS)
-        self.cells = [[self._cell(r, c, label) for c in self.columns] for r in self.rows]
-        self.widths = [self._width(i) for i in range(len(self.columns))]
+        for most in range(COLUMNS, 2, -1):
+            self.columns = _kept(len(columns) - 1, most)
+            self.cells = [[self._cell(r, c, label) for c in self.columns] for r in self.rows]
+            self.widths = [self._width(i) for i in range(len(self.columns))]
+            if sum(self.widths) <= WIDTH:
+                break
         self.margin = 0
         if down is not None:
             self.margin = len(f"dim {down}  ") + max(len(f"{e:,}") for e in rows) + 1

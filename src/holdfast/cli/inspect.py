@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import decode
 from holdfast.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
-from holdfast.layout import Box, Located, Sharding, whole
+from holdfast.layout import Box, Placement, Sharding, whole
 from holdfast.near import near
 
 KINDS = ("param", "buffer", "tensor")
@@ -105,7 +105,9 @@ def overview(checkpoint: Checkpoint, show_all: bool) -> None:
 
 def header(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     m = checkpoint.manifest
-    world = f"  ({many(m.layout.world, 'rank')})" if m.mesh else ""
+    consolidated = m.mesh and m.mesh[0][0] == "file"
+    ranks = "every tensor whole in one file" if consolidated else many(m.layout.world, "rank")
+    world = f"  ({ranks})" if m.mesh else ""
     return [
         ("root", checkpoint.store.url),
         ("created", f"{m.created}  ({age(m.created)}, run {m.run})"),
@@ -246,47 +248,63 @@ def one(checkpoint: Checkpoint, name: str, show_all: bool) -> None:
         rows.insert(0, ("tied to", t.name))
     fields(rows)
     say()
-    for line in drawing.draw(held, t.shape, _rank_label):
+    noun = "file" if m.mesh and m.mesh[0][0] == "file" else "rank"  # consolidated: no ranks
+    for line in drawing.draw(held, t.shape, lambda ranks: _holders(noun, ranks)):
         say("  " + line)
     heading(f"Stored in step {m.step}" + ("; replicas share the writing" if replicas > 1 else ""))
-    table(("file", "part", ">size", ">from byte", ">to byte"), _piece_rows(m, index, show_all))
+    table(
+        ("file", "part", ">size", ">from byte", ">to byte"),
+        _piece_rows(m, index, [b for b, _ in held], show_all),
+    )
 
 
-def _rank_label(ranks: Any) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ranks_text(ranks, 3) if ranks else "-"
+def _holders(noun: str, ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "-"
+    return f"{noun}{'s' if len(ranks) > 1 else ''} {ranks_text(ranks, 3)}"
 
 
-def pieces(m: Manifest, index: int) -> list[tuple[FileEntry, Box, int, int]]:
-    """Every piece of a tensor: its file, box, and byte range in the file."""
-    t = m.tensors[index]
-    width = m.placement.table.shape.shape[1]
-    start, stop = np.zeros((1, width), np.int64), np.ones((1, width), np.int64)
-    box = whole(t.shape)
-    stop[0, : len(box.stop)] = box.stop
-    found: Located = m.placement.locate(np.array([index]), start, stop)
-    rows = []
-    for rank, offset, a, b in zip(
-        found.rank.tolist(),
-        found.offset.tolist(),
-        found.piece_start.tolist(),
-        found.piece_stop.tolist(),
-    ):
-        n = len(t.shape)
-        part = Box(tuple(a[:n]), tuple(b[:n]))
-        file = m.file_of[rank]
-        begin = file.data + offset
-        rows.append((file, part, begin, begin + part.size * DTYPES[t.dtype].bytes))
+Piece = tuple[FileEntry, Box, int, int]
+"""A piece of a tensor: its file, its box, and where in the file it begins and ends."""
+
+
+def pieces(m: Manifest, index: int, boxes: list[Box]) -> list[Piece]:
+    """The pieces that hold some boxes of a tensor, a few boxes at a time: placements cache."""
+    rows: list[Piece] = []
+    for at in range(0, len(boxes), 64):
+        placement = Placement(m.layout, m.placement.table)
+        rows += _located(m, index, boxes[at : at + 64], placement)
     return sorted(rows, key=lambda r: (r[1].start, r[0].rank))
 
 
-def _piece_rows(m: Manifest, index: int, show_all: bool) -> list[tuple[str, ...]]:
+def _located(m: Manifest, index: int, boxes: list[Box], placement: Placement) -> list[Piece]:
+    t = m.tensors[index]
+    width, n = placement.table.shape.shape[1], len(t.shape)
+    start, stop = np.zeros((len(boxes), width), np.int64), np.ones((len(boxes), width), np.int64)
+    for i, box in enumerate(boxes):
+        start[i, :n], stop[i, :n] = box.start, box.stop
+    found = placement.locate(np.full(len(boxes), index, np.int64), start, stop)
+    columns = (found.rank, found.offset, found.piece_start, found.piece_stop)
+    rows = []
+    for rank, offset, a, b in zip(*(c.tolist() for c in columns)):
+        file, part = m.file_of[rank], Box(tuple(a[:n]), tuple(b[:n]))
+        begin = file.data + offset
+        rows.append((file, part, begin, begin + part.size * DTYPES[t.dtype].bytes))
+    return rows
+
+
+def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> list[tuple[str, ...]]:
     shape = m.tensors[index].shape
+    boxes = sorted((b for b in boxes if b.size), key=lambda b: b.start)
+    left_out = [] if show_all or len(boxes) <= 20 else boxes[12:-4]
+    shown = [*boxes[:12], *boxes[-4:]] if left_out else boxes
     rows: list[tuple[str, ...]] = [
         (f.path, "whole" if box == whole(shape) else f"[{box}]", size(b - a), f"{a:,}", f"{b:,}")
-        for f, box, a, b in pieces(m, index)
+        for f, box, a, b in pieces(m, index, shown)
     ]
-    if len(rows) > 20 and not show_all:
-        rows[12:-4] = [(dim(f"… {len(rows) - 16:,} more (--all lists them)"), "", "", "", "")]
+    if left_out:
+        more = dim(f"… of {many(len(left_out), 'more part')} (--all lists them)")
+        rows.insert(len(rows) * 12 // 16, (more, "", "", "", ""))
     return rows
 
 
@@ -344,13 +362,13 @@ def one_json(checkpoint: Checkpoint, name: str) -> None:
     index = checkpoint.index(name)
     t = m.tensors[index]
     row = _tensor_json(m, t) | {"name": name}
+    held = drawing.held_boxes(m, t, m.placement)
     row["held"] = [
-        {"start": list(b.start), "stop": list(b.stop), "ranks": list(ranks)}
-        for b, ranks in drawing.held_boxes(m, t, m.placement)
+        {"start": list(b.start), "stop": list(b.stop), "ranks": list(ranks)} for b, ranks in held
     ]
     row["pieces"] = [
         {"file": f.path, "rank": f.rank, "start": list(b.start), "stop": list(b.stop),
          "from": first, "to": last}
-        for f, b, first, last in pieces(m, index)
+        for f, b, first, last in pieces(m, index, [b for b, _ in held])
     ]  # fmt: skip
     print_json(row)

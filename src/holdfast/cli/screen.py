@@ -130,7 +130,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int 
     widths = [max(_width(cell) for cell in column) for column in zip(names, *rows)]
     if sys.stdout.isatty():
         if indent + sum(widths) + 2 * len(widths) > get_terminal_size().columns:
-            _folded_table(names, right, rows, indent)
+            _folded_table(names, right, widths, rows, indent)
             return
     lines = [[dim(name) for name in names], *rows]
     for cells in lines:
@@ -146,16 +146,27 @@ def _width(text: str) -> int:
 
 
 def _folded_table(
-    names: list[str], right: list[bool], rows: Sequence[Sequence[str]], indent: int
+    names: list[str],
+    right: list[bool],
+    widths: list[int],
+    rows: Sequence[Sequence[str]],
+    indent: int,
 ) -> None:
+    """The two widest columns are folded; numbers and types stay whole."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name, on_right in zip(names, right):
-        drawn.add_column(name, justify="right" if on_right else "left", overflow="fold")
+    wide = sorted(widths)[-2:]
+    for name, on_right, width in zip(names, right, widths):
+        drawn.add_column(
+            name,
+            justify="right" if on_right else "left",
+            overflow="fold",
+            no_wrap=width not in wide,
+        )
     for row in rows:
         drawn.add_row(*(Text.from_ansi(cell) for cell in row))
     Console(highlight=False).print(Padding(drawn, (0, 0, 0, indent)))

@@ -109,7 +109,10 @@ def tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """
     dims = _cut_dims(boxes, shape)
     corners: Counter[tuple[int, ...]] = Counter()
-    for sign, some in ((1, [b for b in boxes if b.size]), (-1, [whole(shape)] if prod(shape) else [])):
+    for sign, some in (
+        (1, [b for b in boxes if b.size]),
+        (-1, [whole(shape)] if prod(shape) else []),
+    ):
         for box in some:
             for stops in product((0, 1), repeat=len(dims)):
                 at = tuple(box.stop[d] if s else box.start[d] for d, s in zip(dims, stops))

@@ -225,9 +225,7 @@ class Placement:
         cut = {axis for c in sharding.cuts for axis in c.axes}
         on = dict(sharding.on)
         return [
-            (name, on.get(name, range(size)))
-            for name, size in self.mesh.axes
-            if name not in cut
+            (name, on.get(name, range(size))) for name, size in self.mesh.axes if name not in cut
         ]
 
     def holders(self, sharding: Sharding, part: int) -> Ints:

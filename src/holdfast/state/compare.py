@@ -16,6 +16,9 @@ from holdfast.near import near
 from holdfast.state.live import Live, State
 from holdfast.state.targets import Options, is_known
 
+MAX_HINTS = 20
+"""Near misses are looked for this often per list: it takes time."""
+
 
 @dataclass
 class Problems:
@@ -85,12 +88,14 @@ def judge_together(
         raise error
     if together.problems:
         lines = together.problems
+        named = any(line.startswith(("missing", "unexpected")) for line in lines)
         shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
         raise StateMismatch(
             f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
             tuple(lines),
             step=checkpoint.step,
-            hint="strict=False ignores missing and unexpected names; only=[...] loads a subset",
+            hint="build the same model and optimizer"
+            + (", or pass strict=False: it ignores missing and unexpected names" * named),
         )
     return together.resized
 
@@ -112,10 +117,13 @@ def _combine(
     lines = list(dict.fromkeys(x for f in found for x in f.lines))
     if options.strict and not any(f.failed for f in found):
         names = checkpoint.manifest.aliases.keys() | checkpoint.manifest.by_name.keys()
-        lines += [f"missing in the checkpoint: {n}{_near(n, names)}" for n in missing]
+        lines += [
+            f"missing in the checkpoint: {n}{_near(n, names) if i < MAX_HINTS else ''}"
+            for i, n in enumerate(missing)
+        ]
         lines += _unexpected(checkpoint, found, live, options)
     axes = {a for f in found for a in f.axes}
-    return msgspec.msgpack.encode(_Together(lines, _resized(checkpoint, axes, size)))
+    return msgspec.msgpack.encode(_Together(lines, _resized(checkpoint, axes, size, options.mesh)))
 
 
 def _near(name: str, names: Iterable[str]) -> str:
@@ -132,18 +140,25 @@ def _unexpected(
         bits |= np.frombuffer(f.claimed, np.uint8)
     claimed = np.unpackbits(bits)
     keys = live.keys
-    out = []
+    out: list[str] = []
     for i, t in enumerate(checkpoint.manifest.tensors):
         mine = t.name.split(".", 1)[0] in keys and options.wanted(t.name)
-        if mine and not claimed[i] and t.name not in checkpoint.object_tensors:
-            out.append(f"unexpected in the checkpoint: {t.name}{_near(t.name, live.tensors)}")
+        if mine and not claimed[i] and t.name not in live.owned:
+            hint = _near(t.name, live.tensors) if len(out) < MAX_HINTS else ""
+            out.append(f"unexpected in the checkpoint: {t.name}{hint}")
     return out
 
 
-def _resized(checkpoint: Checkpoint, axes: set[tuple[int, int, str | None]], size: int) -> bool:
+def _resized(
+    checkpoint: Checkpoint,
+    axes: set[tuple[int, int, str | None]],
+    size: int,
+    known: Mesh | None,
+) -> bool:
     """Whether the ranks are arranged in another way than when the step was saved."""
+    named = [Axis(known.strides[name], n, name) for name, n in known.axes] if known else []
     try:
-        mesh = common_mesh([Axis(*a) for a in axes], size)[0]
+        mesh = common_mesh([*(Axis(*a) for a in axes), *named], size)[0]
     except LayoutError:
         mesh = Mesh((("rank", size),))
     saved = checkpoint.manifest.layout

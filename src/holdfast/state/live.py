@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.codec.digest import hexdigest
 from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.state.placed import Placed, place
@@ -27,6 +28,9 @@ from holdfast.state.placed import Placed, place
 State = dict[str, Any]
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+PER_RANK = ("redistribute", "fresh", "ask")
+"""Rules of extras that each rank keeps for itself."""
+
 INLINE_BYTES = 64 << 10
 """Tensors inside the state_dict of an object that are no larger go into the extras."""
 
@@ -39,6 +43,13 @@ class LiveTensor:
     state: str
     placed: Placed
     steady: bool
+    source: torch.Tensor
+    """What the run itself writes to: a DTensor counts its writes, its local tensor does not."""
+
+    @property
+    def version(self) -> int:
+        """Grows with every write by way of the tensor or of its local part."""
+        return self.source._version + self.placed.local._version
 
 
 @dataclass
@@ -49,6 +60,10 @@ class Live:
     aliases: dict[str, str] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
+    owned: set[str] = field(default_factory=set)
+    """In a restore: saved tensors that belong to the state_dict of objects."""
+    contents: dict[str, list[str]] = field(default_factory=dict)
+    """By key, digests of the tensors that an object's state refers to by name."""
     rules: dict[str, str] = field(default_factory=dict)
     """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
 
@@ -58,7 +73,9 @@ class Live:
                 return
             raise UsageError(f"two different tensors are named {name!r}")
         lazy = tensor.is_conj() or tensor.is_neg()  # its values are nowhere in memory
-        self.tensors[name] = LiveTensor(name, state, place(tensor, name), steady and not lazy)
+        self.tensors[name] = LiveTensor(
+            name, state, place(tensor, name), steady and not lazy, tensor
+        )
 
 
 def is_stateful(value: Any) -> bool:
@@ -84,8 +101,11 @@ def stages(value: Any) -> list[nn.Module] | None:
     return None
 
 
-def collect(state: State) -> Live:
-    """Name and place everything.  Shares memory with the live tensors; encodes the extras."""
+def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
+    """Name and place everything.  Shares memory with the live tensors; encodes the extras.
+
+    `on_resize` declares, by key, what becomes of extras when the number of ranks changes.
+    """
     check_keys(state)
     live = Live(keys=set(state))
     for key, value in state.items():
@@ -96,9 +116,9 @@ def collect(state: State) -> Live:
         elif isinstance(value, Optimizer):
             _add_optimizer(live, key, value, all_param_names(state))
         elif is_stateful(value):
-            rule = getattr(value, "on_resize", None) or ("ask" if is_loader(value) else None)
-            if rule:
-                live.rules[key] = rule
+            rule = (on_resize or {}).get(key) or getattr(value, "on_resize", None)
+            if rule or is_loader(value):
+                live.rules[key] = rule or "ask"
             live.extras[key] = _encode(live, key, value.state_dict(), inline=True)
         elif isinstance(value, torch.Tensor):
             live.add(key, "tensor", value, steady=False)
@@ -255,7 +275,7 @@ def add_state(live: Live, prefix: str, state: str, p: torch.Tensor, value: torch
     name = f"{prefix}.{state}"
     if name in live.tensors:
         raise UsageError(f"two different tensors are named {name!r}")
-    live.tensors[name] = LiveTensor(name, state, place_state(p, value, name), True)
+    live.tensors[name] = LiveTensor(name, state, place_state(p, value, name), True, value)
 
 
 def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
@@ -291,8 +311,11 @@ def _encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     def on_other(leaf: Any, path: str) -> Any:
         if isinstance(leaf, torch.Tensor):
             name = f"{key}.{path}"
-            if inline and leaf.numel() * leaf.element_size() <= INLINE_BYTES:
+            small = leaf.numel() * leaf.element_size() <= INLINE_BYTES
+            if inline and (small or live.rules.get(key) in PER_RANK):
                 return inline_tensor(leaf)
+            if inline:
+                live.contents.setdefault(key, []).append(content_digest(leaf))
             live.add(name, "tensor", leaf, steady=False)
             return {"$at": name}
         if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):
@@ -308,6 +331,12 @@ def _encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     if isinstance(value, torch.Size):
         value = tuple(value)
     return extras.encode(value, on_other)
+
+
+def content_digest(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's own elements on this rank."""
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return hexdigest(plain.view(torch.uint8).numpy().data)
 
 
 def inline_tensor(tensor: torch.Tensor) -> dict[str, Any]:

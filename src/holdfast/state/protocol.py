@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.errors import RuleError
 from holdfast.format.manifest import FileEntry
+from holdfast.state.live import PER_RANK
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +71,7 @@ def sort_extras(
                 f"{sorted(first.values())[:4]} differ",
                 hint="declare rank0, redistribute or fresh instead (on_resize)",
             )
-        if rule in ("redistribute", "fresh", "ask"):
+        if rule in PER_RANK:
             per_rank[key] = None if rule == "ask" else rule
         elif rule == "rank0" or len(first) == 1:
             send[key] = [] if holders[0] == 0 else holders[:1]

@@ -53,7 +53,7 @@ class Extras:
         live.keys = set(state)
         if options.only is None:
             self._find_missing()
-            self._plan_tensors()
+            self._plan_tensors(live)
 
     def _find_missing(self) -> None:
         manifest = self.checkpoint.manifest
@@ -62,7 +62,7 @@ class Extras:
                 pairs = optimizer_params(key, value, param_names(self.state))
                 match_groups(key, manifest.extras[key], pairs)
             plain = stages(value) is None and not isinstance(value, torch.Tensor)
-            optional = isinstance(value, Optimizer) or getattr(value, "on_resize", None) == "fresh"
+            optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
                 if not optional and self.options.strict:
                     hint = near(key, [*manifest.extras, *manifest.per_rank])
@@ -70,11 +70,16 @@ class Extras:
                         f"missing in the checkpoint: {key}{f' ({hint})' if hint else ''}"
                     )
 
-    def _plan_tensors(self) -> None:
-        """Large tensors inside the state_dict of objects get memory of their own."""
+    def _plan_tensors(self, live: Live) -> None:
+        """Tensors inside the state_dict of objects, and those that a user's dict lacks, get memory of
+        their own; the latter are unexpected unless strict is off."""
         for name in self.checkpoint.object_tensors:
             key = name.split(".", 1)[0]
-            if key in self.state and is_stateful(self.state[key]):
+            if key not in self.state or name in live.tensors:
+                continue
+            if is_stateful(self.state[key]):
+                live.owned.add(name)
+            if is_stateful(self.state[key]) or not self.options.strict:
                 info = self.checkpoint.info(name)
                 tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
                 self._loaded[name] = tensor

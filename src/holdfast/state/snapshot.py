@@ -162,7 +162,7 @@ def set_aside(live: Live, kept: dict[str, torch.Tensor]) -> None:
 
 def versions(live: Live) -> list[int]:
     """Version counters of the tensors that are copied in the window."""
-    return [t.placed.local._version for t in live.tensors.values() if t.steady]
+    return [t.version for t in live.tensors.values() if t.steady]
 
 
 def fingerprint(live: Live) -> list[tuple[int, ...]]:

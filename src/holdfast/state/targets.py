@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
+from holdfast.layout import Mesh
 from holdfast.state.live import (
     Live,
     State,
@@ -47,6 +48,8 @@ class Options:
     cast: bool = False
     strict: bool = True
     on_resize: dict[str, str] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    """The live mesh, if the user named one."""
 
     def wanted(self, name: str) -> bool:
         return self.only is None or any(fnmatchcase(name, p) for p in self.only)
