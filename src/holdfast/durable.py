@@ -129,6 +129,8 @@ class _Job:
     holds_image: bool = False
     replaced: str | None = None
     """On rank 0: the attempt that the step had before."""
+    verdict: Verdict | None = None
+    started: float = field(default_factory=time.perf_counter)
 
     @property
     def live(self) -> Live:
@@ -138,9 +140,6 @@ class _Job:
         """The next optimizer step may go ahead."""
         if self.window is not None:
             self.window.done()
-
-    verdict: Verdict | None = None
-    started: float = field(default_factory=time.perf_counter)
 
 
 class Durable:
