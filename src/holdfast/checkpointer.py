@@ -29,7 +29,8 @@ from holdfast.state.putback import RULES
 from holdfast.state.restore import restore
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
-from holdfast.store import MemoryStore, Store, open_store
+from holdfast.store import LocalStore, MemoryStore, Store, open_store
+from holdfast.store.local import sweep as sweep_unfinished
 
 
 class HoldfastWarning(UserWarning):
@@ -96,6 +97,7 @@ class Checkpointer:
         self._group = Group(deadline_s)
         self._store = open_shared(root, self._group)
         self._claim = _claim_together(self._store, self._group)
+        _sweep_host(self._store)
         self._durable = Durable(
             self._store,
             self._group,
@@ -368,6 +370,15 @@ def _claim_together(store: Store, group: Group) -> Claim:
     if answer[:1] == b"\1":
         raise UsageError(answer[1:].decode())
     return msgspec.json.decode(answer[1:], type=Claim)
+
+
+def _sweep_host(store: Store) -> None:
+    """Files that dead processes of this host were writing: nobody else can tell that they are dead."""
+    if isinstance(store, LocalStore) and os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            sweep_unfinished(store.root)
+        except HoldfastError as error:
+            emit("sweep.failed", error=str(error))
 
 
 def open_shared(url: str | os.PathLike[str], group: Group) -> Store:

@@ -389,7 +389,7 @@ class Durable:
         if len(memory) != old:
             if job.window is None:
                 touch(memory)
-            pin(memory)
+            pin(memory, job.live)
             plan.copies = None
         mark = fingerprint(job.live)
         if plan.copies is None or mark != plan.fingerprint:

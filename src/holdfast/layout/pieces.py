@@ -32,8 +32,11 @@ from holdfast.layout.sharding import Sharding, part_of, parts_of
 
 Ints = NDArray[np.int64]
 
+KEPT_ROWS = 1 << 21
+"""Of cached cells, one per tensor of a part: about 100 bytes each."""
+
 SMALL_BYTES = 1 << 20
-"""Tensors whose part is smaller are written by one replica, whole."""
+"""Tensors whose part is smaller are written by one replica, whole; shares are not made smaller."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class Placement:
     mesh: Mesh
     table: Table
     _cells: dict[tuple[int, int], _Cells] = field(default_factory=dict)
+    _kept: int = 0
     _bases: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -244,6 +248,10 @@ class Placement:
     def _at(self, number: int, part: int) -> _Cells:
         found = self._cells.get((number, part))
         if found is None:
+            self._kept += len(self._classes[number].tensors)
+            if self._kept > KEPT_ROWS:
+                self._cells.clear()
+                self._kept = 0
             found = self._cells[number, part] = self._make_cells(self._classes[number], part)
         return found
 
@@ -405,11 +413,16 @@ def _expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def _divide(ends: Ints, size: Ints, row_bytes: Ints, replicas: int) -> Ints:
-    """Divide the string evenly among replicas, on rows of large tensors, never in small ones."""
+    """Divide the string evenly among replicas, on rows of large tensors, never in small ones.
+
+    Only as many replicas share as there are megabytes: a reader of scalars that every rank holds
+    must not have to visit every rank's file.
+    """
     total = int(ends[-1])
-    each, left = divmod(total, replicas)  # total * j could overflow
-    index = np.arange(replicas + 1, dtype=np.int64)
-    ideal = each * index + left * index // replicas
+    sharers = min(replicas, max(-(-total // SMALL_BYTES), 1))
+    each, left = divmod(total, sharers)  # total * j could overflow
+    index = np.minimum(np.arange(replicas + 1, dtype=np.int64), sharers)
+    ideal = each * index + left * index // sharers
     if replicas == 1 or total == 0:
         return ideal
     inner = ideal[1:-1]

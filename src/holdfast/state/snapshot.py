@@ -213,7 +213,8 @@ class Copies:
     def run(self, filling: Filling, ready: torch.Event | None) -> None:
         """Do them all, in the image's order.
 
-        Device copies come first, on a stream of their own that waits for `ready`.
+        Device copies come first, on a stream of their own that waits for `ready`; without it, for
+        all that the device has been given.
         """
         if self.device:
             self._run_device(ready)
@@ -225,19 +226,31 @@ class Copies:
                 marked = stop
 
     def _run_device(self, ready: torch.Event | None) -> None:
-        stream = torch.Stream(self.device[0][1].device)
-        if ready is not None:
-            stream.wait_event(ready)
-        with stream:
-            for into, source in self.device:
-                into.copy_(source, non_blocking=True)
-        stream.synchronize()
+        streams = []
+        for device in dict.fromkeys(source.device for _, source in self.device):
+            stream = torch.Stream(device)
+            if ready is not None and ready.device == device:
+                stream.wait_event(ready)
+            else:
+                torch.accelerator.synchronize(device)
+            with stream:
+                for into, source in self.device:
+                    if source.device == device:
+                        into.copy_(source, non_blocking=True)
+            streams.append(stream)
+        for stream in streams:
+            stream.synchronize()
+
+
+def first_device(live: Live) -> torch.device | None:
+    """The device of the first tensor that is not on the CPU."""
+    devices = (t.placed.local.device for t in live.tensors.values())
+    return next((d for d in devices if d.type != "cpu"), None)
 
 
 def device_event(live: Live) -> torch.Event | None:
     """An event after all that the calling thread's device stream has been given; None on the CPU."""
-    devices = (t.placed.local.device for t in live.tensors.values())
-    device = next((d for d in devices if d.type != "cpu"), None)
+    device = first_device(live)
     if device is None:
         return None
     event = torch.Event(device)
@@ -245,11 +258,20 @@ def device_event(live: Live) -> torch.Event | None:
     return event
 
 
-def pin(memory: memoryview) -> None:
-    """Page-lock the image's memory so that device copies run at full speed, beside the training."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every device's context."""
+
+
+def pin(memory: memoryview, live: Live) -> None:
+    """Page-lock the image's memory so that device copies run at full speed, beside the training.
+
+    On the tensors' own device: a thread begins on device 0, where this would make a context.
+    """
+    device = first_device(live)
+    if device is not None and device.type == "cuda":
         address = np.frombuffer(memory, np.uint8).ctypes.data
-        torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostRegister(address, len(memory), PORTABLE)
 
 
 @dataclass(frozen=True)
@@ -275,7 +297,7 @@ def copy_steadily(
     live, before = moment.live, moment.versions
     for attempt in range(retakes + 1):
         with span("snapshot.copy", step=step):
-            copies.run(filling, moment.ready)
+            copies.run(filling, moment.ready if attempt == 0 else None)
         after = versions(live)
         if after == before:
             return

@@ -1,0 +1,408 @@
+"""Each verb on real checkpoints: what it prints, its JSON, its exit code, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from builders import FSDP_TP, Tensor, build, transformer
+from holdfast.checkpoint.names import committed
+from holdfast.cli.main import VERBS, app
+from holdfast.cli.screen import ranks_text, size, split_target
+from holdfast.layout import Cut, Mesh, Sharding
+from holdfast.store import LocalStore
+
+EXTRAS = {"optim": {"param_groups": [{"lr": 0.1, "params": ["w"]}], "state": {}}, "steps": 3}
+PER_RANK = {"rng": ("fresh", [b"a", b"b", b"c", b"d"])}
+
+
+def call(*args: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def call_json(*args: object) -> tuple[int, Any]:
+    code, out, _ = call(*args, "--json")
+    return code, json.loads(out)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 10, 20 and 30 of a small model, and what a crash left of step 40."""
+    path = tmp_path / "run"
+    store = LocalStore(path)
+    for step in (10, 20, 30):
+        tensors = transformer(seed=step)
+        build(store, FSDP_TP, tensors, step=step, extras=EXTRAS, per_rank=PER_RANK)  # type: ignore[arg-type]
+    build(store, FSDP_TP, transformer(), step=40, committed=False)
+    return path
+
+
+def damage(root: Path, step: int, *, at: int | None = None) -> Path:
+    """Flip a byte of rank 1's file, or remove the file."""
+    (path,) = (root / f"steps/{step:010d}").glob("*/r00001.safetensors")
+    if at is None:
+        path.unlink()
+        return path
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+# -- ls -------------------------------------------------------------------------------------------
+
+
+def test_ls(root: Path) -> None:
+    code, out, _ = call("ls", root)
+    assert code == 0
+    assert out.count("complete") == 3
+    assert "dp 2 x tp 2" in out
+    lines = [line for line in out.splitlines() if "newest" in line]
+    assert len(lines) == 1 and lines[0].startswith("→") and " 30 " in lines[0]
+    assert "40" in out.split("Not referenced")[1]
+
+
+def test_ls_says_why_a_step_is_not_complete(root: Path) -> None:
+    damage(root, 30)
+    (root / "steps/0000000010/manifest.json").write_text("{")
+    code, found = call_json("ls", root)
+    assert code == 1
+    problems = {s["step"]: s["problem"] for s in found["steps"]}
+    assert problems[20] is None
+    assert "r00001.safetensors is missing" in problems[30]
+    assert "manifest" in problems[10]
+    assert (found["newest"], found["newest_good"]) == (30, 20)
+    assert [a["step"] for a in found["unreferenced"]] == [40]
+    assert "goes back to step 20" in call("ls", root)[1]
+
+
+def test_ls_orders_by_run_and_then_step(root: Path) -> None:
+    build(LocalStore(root), FSDP_TP, transformer(), step=15, run=2)
+    assert call_json("ls", root)[1]["newest"] == 15
+
+
+def test_ls_of_nothing(tmp_path: Path) -> None:
+    assert call("ls", tmp_path / "no") == (1, f"no steps in file://{tmp_path}/no\n", "")
+    assert call_json("ls", tmp_path / "no")[1]["steps"] == []
+
+
+# -- inspect --------------------------------------------------------------------------------------
+
+
+def test_inspect_a_step(root: Path) -> None:
+    code, out, _ = call("inspect", f"{root}@20")
+    assert code == 0
+    assert out.startswith("step 20\n")
+    assert "model.h.{0..1}.attn.wo.weight" in out
+    assert "optim.wte.weight.exp_avg" not in out
+    assert "exp_avg_sq" in out
+    assert "1 group: lr 0.1" in out
+    assert "starts anew" in out
+    assert "optim.wte.weight.exp_avg" in call("inspect", root, "--all")[1]
+
+
+def test_inspect_json(root: Path) -> None:
+    code, found = call_json("inspect", root)
+    assert code == 0
+    assert (found["step"], found["mesh"]) == (30, {"dp": 2, "tp": 2})
+    assert len(found["tensors"]) == sum(t["tensors"] for t in found["totals"])
+    assert found["extras"]["steps"] == 3
+    assert found["per_rank"] == {"rng": "fresh"}
+
+
+def test_inspect_one_tensor_draws_it(root: Path) -> None:
+    code, out, _ = call("inspect", root, "model.h.0.attn.wo.weight")
+    assert code == 0
+    assert "cut along dim 1 in 2 over tp, then each part along dim 0 in 2 over dp" in out
+    picture = """\
+           dim 1
+           0            4            8
+  dim 0  0 ┌────────────┬────────────┐
+           │ rank 0     │ rank 1     │
+         4 ├────────────┼────────────┤
+           │ rank 2     │ rank 3     │
+         8 └────────────┴────────────┘
+"""
+    assert picture in out
+
+
+def test_inspect_says_where_each_piece_lies(root: Path) -> None:
+    """The stated bytes of the stated files are the values."""
+    name = "model.h.1.mlp.down.weight"
+    values = transformer(seed=30)[name].values
+    _, found = call_json("inspect", root, name)
+    seen = np.zeros(values.shape, int)
+    for piece in found["pieces"]:
+        box = tuple(slice(a, b) for a, b in zip(piece["start"], piece["stop"]))
+        data = (root / "steps/0000000030" / piece["file"]).read_bytes()
+        assert data[piece["from"] : piece["to"]] == values[box].tobytes()
+        seen[box] += 1
+    assert np.all(seen == 1)
+
+
+def test_inspect_a_name_that_is_not_there(root: Path) -> None:
+    code, _, err = call("inspect", root, "model.h.0.atn.wo.weight")
+    assert code == 2
+    assert "did you mean 'model.h.0.attn.wo.weight'" in err
+    assert "Traceback" not in err
+    assert call("inspect", root, "nothing*")[0] == 2
+
+
+def test_inspect_a_pattern(root: Path) -> None:
+    code, out, _ = call("inspect", root, "model.*.norm.weight")
+    assert code == 0
+    assert "3 tensors" in out or "2 tensors" in out
+    names = [t["name"] for t in call_json("inspect", root, "model.h.*.norm.weight")[1]]
+    assert names == ["model.h.0.norm.weight", "model.h.1.norm.weight"]
+
+
+# -- verify ---------------------------------------------------------------------------------------
+
+
+def test_verify(root: Path) -> None:
+    code, out, _ = call("verify", root)
+    assert code == 0
+    assert out.startswith("good  step 30")
+    assert "every digest checked" in out
+    assert call("verify", root, "--quick")[0] == 0
+
+
+def test_verify_says_what_is_wrong_and_which_step_is_good(root: Path) -> None:
+    damage(root, 30, at=5000)
+    damage(root, 20)
+    code, out, _ = call("verify", root)
+    assert code == 1
+    assert "r00001.safetensors  bytes 0.." in out
+    assert "Step 10 is good" in out
+    code, found = call_json("verify", f"{root}@20")
+    assert (code, found["good"], found["older_good_step"]) == (1, False, 10)
+    assert found["problems"][0]["message"] == "is missing"
+
+
+def test_verify_quick_leaves_the_data_alone(root: Path) -> None:
+    damage(root, 30, at=5000)
+    assert call("verify", root, "--quick")[0] == 0
+    assert call("verify", root)[0] == 1
+
+
+def test_verify_tells_of_steps_that_it_passes_over(root: Path) -> None:
+    (root / "steps/0000000030/manifest.json").write_text("{")
+    code, out, _ = call("verify", root)
+    assert code == 1
+    assert "good  step 20" in out
+    assert "step 30" in out
+
+
+def test_verify_a_step_that_is_not_there(root: Path) -> None:
+    code, _, err = call("verify", f"{root}@99")
+    assert code == 1
+    assert "no step 99" in err and "10, 20, 30" in err
+    assert call("verify", root / "no")[0] == 1
+
+
+# -- diff -----------------------------------------------------------------------------------------
+
+
+def test_diff(root: Path) -> None:
+    code, out, _ = call("diff", root, f"{root}@30")
+    assert code == 0
+    assert "no difference" in out
+    code, out, _ = call("diff", f"{root}@20", root)
+    assert code == 1
+    assert "max relative" in out
+    code, found = call_json("diff", f"{root}@20", root, "--only", "*.step")
+    assert (code, found["identical"]) == (0, True)
+
+
+def test_diff_over_layouts(root: Path, tmp_path: Path) -> None:
+    mesh = Mesh((("fsdp", 3),))
+    build(LocalStore(tmp_path / "b"), mesh, transformer(mesh, seed=30), extras=EXTRAS)
+    code, out, _ = call("diff", root, tmp_path / "b")
+    assert code == 0, out
+    assert "were not compared: 4 and 3 ranks" in out
+
+
+# -- prune ----------------------------------------------------------------------------------------
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(s.step for s in committed(LocalStore(root)))
+
+
+def test_prune(root: Path) -> None:
+    assert call("prune", root)[0] == 2
+    code, found = call_json("prune", root, "--keep-last", 2, "--dry-run")
+    assert (code, found["gone"], found["kept"], steps(root)) == (0, [10], [20, 30], [10, 20, 30])
+    assert found["freed_bytes"] > 0
+    assert "1 step deleted" in call("prune", root, "--keep-last", 2)[1]
+    assert steps(root) == [20, 30]
+    assert call("prune", root, "--keep-last", 0)[0] == 2
+
+
+def test_prune_keeps_the_newest_good_step(root: Path) -> None:
+    damage(root, 30)
+    call("prune", root, "--keep-last", 1)
+    assert steps(root) == [20, 30]
+
+
+def test_prune_keeps_the_newest_good_step_and_not_any_good_one(root: Path) -> None:
+    """10 is kept by its number and good, but the newest good one is 20."""
+    store = LocalStore(root)
+    build(store, FSDP_TP, transformer(), step=45)
+    damage(root, 45)
+    damage(root, 30)
+    call("prune", root, "--keep-last", 1, "--keep-every", 10_000)
+    assert steps(root) == [20, 45]
+    build(store, FSDP_TP, transformer(), step=7)
+    call("prune", root, "--keep-last", 1, "--keep-every", 7)
+    assert steps(root) == [7, 20, 45]
+
+
+# -- plan -----------------------------------------------------------------------------------------
+
+
+def test_plan(root: Path) -> None:
+    code, out, _ = call("plan", root, "--mesh", "dp=4,tp=2")
+    assert code == 0
+    assert "as saved: cut (2 ranks then, 4 now)" in out
+    code, found = call_json("plan", root, "--mesh", "fsdp=2", "--rank", 1)
+    assert code == 0
+    assert [r["rank"] for r in found["ranks"]] == [1]
+    assert "guess" in found["assumed"]["fsdp"]
+    assert call("plan", root, "--mesh", "dp=2", "--rank", 0)[0] == 0
+    assert call("plan", root, "--mesh", "dp=2", "--rank", 2)[0] == 2
+    assert call("plan", root, "--mesh", "dp:2")[0] == 2
+    assert call("plan", root)[0] == 2
+    assert "more" in call("plan", root, "--mesh", "dp=64")[1]
+
+
+# -- the command itself ---------------------------------------------------------------------------
+
+
+def test_usage() -> None:
+    code, out, _ = call("--version")
+    assert code == 0 and out.startswith("holdfast ")
+    code, _, err = call("inspekt", "x")
+    assert code == 2 and "did you mean 'inspect'" in err
+    code, _, err = call("ls", "x", "--jsno")
+    assert code == 2 and "--json" in err
+    assert call()[0] == 2
+    for verb in VERBS:
+        code, out, _ = call(verb, "--help")
+        assert code == 0 and "--json" in out
+
+
+def test_an_unsupported_url_is_a_usage_error() -> None:
+    code, _, err = call("ls", "s3://bucket/x")
+    assert code == 2 and err.startswith("error: ") and "hint" in err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["ls", "{root}"],
+        ["inspect", "{root}"],
+        ["inspect", "{root}", "model.wte.weight"],
+        ["verify", "{root}"],
+        ["diff", "{root}", "{root}"],
+        ["plan", "{root}", "--mesh", "dp=2"],
+        ["prune", "{root}", "--keep-last", "9"],
+        ["nonsense"],
+    ],
+    ids=lambda a: " ".join(a[:1] + a[2:]),
+)
+def test_verbs_run_without_torch(root: Path, args: list[str]) -> None:
+    """In a process of its own; rich is not loaded either, as stdout is no terminal."""
+    code = """
+import sys
+from holdfast.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    loaded = sorted({"torch", "rich"} & set(sys.modules))
+    print("LOADED", loaded, end.code, file=sys.stderr)
+"""
+    argv = [a.format(root=root) for a in args]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False
+    )
+    expected = 2 if args == ["nonsense"] else 0
+    assert f"LOADED [] {expected}" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_of_a_real_model(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import holdfast
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optim.step()
+    holdfast.save(tmp_path, {"model": model, "optim": optim, "epoch": 3}, step=1)
+    before = [call(v, tmp_path)[0] for v in ("ls", "inspect", "verify")]
+    assert before == [0, 0, 0]
+    optim.step()
+    holdfast.save(tmp_path, {"model": model, "optim": optim, "epoch": 4}, step=2)
+    code, out, _ = call("diff", f"{tmp_path}@1", f"{tmp_path}@2")
+    assert code == 1
+    assert "epoch" in out
+    assert "model.0.weight" in out
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def test_targets() -> None:
+    assert split_target("runs/gpt@1000") == ("runs/gpt", 1000)
+    assert split_target("runs/me@home") == ("runs/me@home", None)
+    assert split_target("file:///a@b@3") == ("file:///a@b", 3)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_600, "1.00 MB"), (12_340_000, "12.3 MB"),
+     (123_456_789, "123 MB"), (5e15, "5000 TB")],
+)  # fmt: skip
+def test_sizes(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_ranks() -> None:
+    assert ranks_text([0, 1, 2, 3, 8]) == "0–3, 8"
+    assert ranks_text([0, 1]) == "0, 1"
+    assert ranks_text(list(range(0, 100, 2)), 3) == "0, 2, … (50 ranks)"
+
+
+def test_an_irregular_tensor_is_drawn_too(tmp_path: Path) -> None:
+    from holdfast.layout import Box
+
+    held = ((0, Box((0, 0), (2, 4))), (1, Box((2, 0), (4, 1))), (2, Box((2, 1), (4, 4))))
+    mesh = Mesh((("rank", 3),))
+    tensor = Tensor(np.arange(16, dtype="f4").reshape(4, 4), Sharding(held=held))
+    build(LocalStore(tmp_path), mesh, {"m.w": tensor})
+    code, out, _ = call("inspect", tmp_path, "m.w")
+    assert code == 0
+    assert "irregular: 3 fragments" in out
+    assert out.count("rank 0") == 2 and out.count("rank 2") == 1
+
+
+def test_a_large_grid_is_abbreviated(tmp_path: Path) -> None:
+    mesh = Mesh((("dp", 20), ("tp", 10)))
+    cut = Sharding((Cut(1, ("tp",)), Cut(0, ("dp",))))
+    tensors = {"m.w": Tensor(np.zeros((39, 40), "f4"), cut)}
+    build(LocalStore(tmp_path), mesh, tensors)
+    out = call("inspect", tmp_path, "m.w")[1]
+    assert "⋯" in out and "⋮" in out
+    assert len(out.splitlines()) < 60
+    assert call("inspect", tmp_path, "m.w", "--all")[0] == 0
