@@ -57,7 +57,6 @@ from holdfast.state.snapshot import (
     Window,
     copy_steadily,
     fingerprint,
-    pin,
     set_aside,
     touch,
 )
@@ -389,7 +388,7 @@ class Durable:
         if len(memory) != old:
             if job.window is None:
                 touch(memory)
-            pin(memory, job.live)
+            self._memory.pin(job.live)
             plan.copies = None
         mark = fingerprint(job.live)
         if plan.copies is None or mark != plan.fingerprint:

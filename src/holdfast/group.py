@@ -217,6 +217,15 @@ class Group:
             at += n
         return answers
 
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so; returns when all have said.  Collective."""
+        if self.size == 1:
+            return flag
+        said = torch.tensor([int(flag)])
+        with _translated("agree"):
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._gloo_group())
+        return bool(said)
+
     def broadcast(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank.  Collective."""
         if self.size == 1:

@@ -60,6 +60,7 @@ def pages(language: str) -> list[Any]:
     return [pytest.param(p, id=p.name) for p in RUNNABLE if blocks(p, language)]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("page", pages("python"))
 def test_programs_and_commands(page: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)

@@ -115,6 +115,7 @@ def train(tmp_path: Path, name: str, steps: int) -> list[tuple[int, float]]:
     ]
 
 
+@pytest.mark.distributed
 def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path) -> None:
     """With dropout, so that the random number generators count as well."""
     assert train(tmp_path, "parts", 4) + train(tmp_path, "parts", 6) == train(tmp_path, "whole", 6)

@@ -35,7 +35,14 @@ from holdfast.layout import Box, flat_range, row_major
 from holdfast.store import Store
 
 BLOCK_CHUNKS = 8
-THREADS = min(4, max(2, os.cpu_count() or 2))
+
+
+def threads_here() -> int:
+    """Threads for reading: the host's cores, shared among its ranks."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(4, max(1, (os.cpu_count() or 2) // ranks))
+
+
 RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """Element types by size, for moving bytes about."""
 
@@ -89,6 +96,10 @@ class Row:
     part: Box
     itemsize: int
     solid: bool
+    fills: bool
+    """Whether the part is one contiguous range of the file and of the want's box."""
+    strides: tuple[int, ...]
+    """Of the piece, in elements."""
     want: Want
 
     def place(self, block: memoryview, at: int) -> None:
@@ -96,7 +107,7 @@ class Row:
         lo, hi = max(self.start, at), min(self.stop, at + len(block))
         if lo >= hi:
             return
-        memory = self.want.target.memory() if self.solid and self._fills() else None
+        memory = self.want.target.memory() if self.fills else None
         if memory is not None:
             base = self._target_byte()
             memory[base + lo - self.start : base + hi - self.start] = block[lo - at : hi - at]
@@ -104,21 +115,17 @@ class Row:
         shape = self.piece.shape
         first, last = (lo - self.origin) // self.itemsize, (hi - self.origin) // self.itemsize
         values = np.frombuffer(block, RAW[self.itemsize], last - first, lo - at)
-        strides = row_major(shape)
         for box in flat_range(shape, first, last):
-            self._put(_shifted(box, self.piece.start), values, first, strides)
+            self._put(_shifted(box, self.piece.start), values, first)
 
-    def _put(self, box: Box, values: Array, first: int, strides: tuple[int, ...]) -> None:
+    def _put(self, box: Box, values: Array, first: int) -> None:
+        strides = self.strides
         common = (box & self.part) if box.start else box
         if common is None:
             return
         skip = sum((a - o) * s for a, o, s in zip(common.start, self.piece.start, strides)) - first
         view = as_strided(values[skip:], common.shape, [s * self.itemsize for s in strides])
         self.want.target.put(common.within(self.want.box.start), view)
-
-    def _fills(self) -> bool:
-        """Whether the part is one contiguous range of the want's box too."""
-        return _solid(self.part, self.want.box.shape)
 
     def _target_byte(self) -> int:
         strides = row_major(self.want.box.shape)
@@ -127,7 +134,7 @@ class Row:
 
     def direct(self) -> memoryview | None:
         """The target's memory for exactly `start..stop`, if there is such."""
-        memory = self.want.target.memory() if self.solid and self._fills() else None
+        memory = self.want.target.memory() if self.fills else None
         if memory is None:
             return None
         base = self._target_byte()
@@ -137,25 +144,27 @@ class Row:
         """Chunks that the row touches: ranges first..stop."""
         if self.solid:
             return [(self.start // chunk_bytes, -(-self.stop // chunk_bytes))]
-        starts, length = self._runs()
-        if len(starts) > 1 and int(np.diff(starts).max()) - length < chunk_bytes:
-            return [(self.start // chunk_bytes, -(-self.stop // chunk_bytes))]
+        starts, length = self._runs(chunk_bytes)
         first = starts // chunk_bytes
         return list(zip(first.tolist(), (-(-(starts + length) // chunk_bytes)).tolist()))
 
-    def _runs(self) -> tuple[NDArray[np.int64], int]:
-        """Byte offsets of the contiguous runs of the part in the file, and their length."""
-        shape, piece = self.part.shape, self.piece.shape
-        strides = row_major(piece)
-        dim = len(shape)
-        while dim > 0 and (dim == len(shape) or shape[dim] == piece[dim]):
+    def _runs(self, near: int) -> tuple[NDArray[np.int64], int]:
+        """Byte offsets of the runs of the part in the file, and their length.
+
+        Runs less than `near` bytes apart count as one, so there are few however tall the part is.
+        """
+        length, dim = self.itemsize, len(self.part.shape)
+        while dim:
+            stride = self.strides[dim - 1] * self.itemsize
+            if stride - length >= near and self.part.shape[dim - 1] > 1:
+                break
             dim -= 1
-        run = shape[dim] * strides[dim] if shape else 1
+            length += (self.part.shape[dim] - 1) * stride
         starts = np.array([self.start], np.int64)
         for d in range(dim):
-            steps = np.arange(shape[d], dtype=np.int64) * strides[d] * self.itemsize
+            steps = np.arange(self.part.shape[d], dtype=np.int64) * self.strides[d] * self.itemsize
             starts = (starts[:, None] + steps[None, :]).reshape(-1)
-        return starts, run * self.itemsize
+        return starts, length
 
 
 def _shifted(box: Box, by: tuple[int, ...]) -> Box:
@@ -208,7 +217,9 @@ def _row(file: FileEntry, origin: int, piece: Box, part: Box, itemsize: int, wan
     start, stop = origin + first * itemsize, origin + (last + 1) * itemsize
     if not file.data <= start <= stop <= file.extras:
         raise Corrupt(f"bytes {start}..{stop} are outside the file's data", key=file.path)
-    return Row(file, start, stop, origin, piece, part, itemsize, _solid(part, piece.shape), want)
+    solid = _solid(part, piece.shape)
+    fills = solid and _solid(part, want.box.shape)
+    return Row(file, start, stop, origin, piece, part, itemsize, solid, fills, strides, want)
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -462,8 +473,9 @@ def needs(indexes: dict[str, RowIndex], chunk_bytes: int) -> dict[str, list[Inte
     }
 
 
-def read_alone(files: Files, wants: list[Want], threads: int = THREADS) -> None:
+def read_alone(files: Files, wants: list[Want]) -> None:
     """Fill every want from the store, with no help from other ranks."""
+    threads = threads_here()
     indexes = group_rows(plan_rows(files.manifest, wants))
     size = files.manifest.chunk_bytes
     blocks = []

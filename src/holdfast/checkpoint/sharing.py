@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from holdfast.checkpoint.reading import (
     BLOCK_CHUNKS,
-    THREADS,
     Block,
     Files,
     Interval,
@@ -41,11 +40,14 @@ from holdfast.checkpoint.reading import (
     plan_blocks,
     plan_rows,
     run_blocks,
+    threads_here,
 )
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, RankErrors, Unavailable
 from holdfast.format.manifest import FileEntry
 
-WINDOW_BYTES = 16 << 20
+WINDOW_BYTES = 4 << 20
+"""Read per rank and round.  Small windows stay in the cache and cost few first touches of fresh pages,
+which are slow; a round costs about a millisecond (bench/load_resharded.py)."""
 
 Ints = NDArray[np.int64]
 
@@ -68,6 +70,9 @@ class Peers(Protocol):
 
     def exchange(self, payloads: list[bytes]) -> list[bytes]:
         """Send `payloads[r]` to each rank r; returns what each sent to this one."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so; returns when all have said."""
 
     def window(self, size: int) -> Window:
         """Memory that is shared within the host."""
@@ -114,6 +119,8 @@ def report_of(error: BaseException | None) -> bytes:
 def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
     """Raise on every rank if any rank has an error: the same one where its kind matters, else
     RankErrors."""
+    if not peers.any(error is not None):
+        return
     answers = peers.exchange([report_of(error)] * peers.size)
     reports = {r: msgspec.msgpack.decode(a, type=_Report) for r, a in enumerate(answers) if a}
     if not reports:
@@ -269,8 +276,7 @@ class Rounds:
         try:
             self.remote = {r for r in range(self.peers.size) if r not in window.theirs}
             self.remote -= {self.peers.rank}
-            answers = self.peers.exchange([bytes([bool(self.remote)])] * self.peers.size)
-            self.any_remote = any(a != b"\0" for a in answers)
+            self.any_remote = self.peers.any(bool(self.remote))
             self._all(window, mine, size, rounds)
         finally:
             window.close()
@@ -370,13 +376,12 @@ def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
     return out
 
 
-def read_together(
-    files: Files, wants: list[Want], peers: Peers | None, threads: int = THREADS
-) -> None:
+def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
     """Fill every rank's wants; the store is read about once for all.  Collective.
 
     Any rank's failure is raised on every rank, after which targets are partly overwritten.
     """
+    threads = threads_here()
     size = files.manifest.chunk_bytes
     by_number = sorted(files.manifest.files, key=lambda f: f.path)
     number_of = {f.path: i for i, f in enumerate(by_number)}

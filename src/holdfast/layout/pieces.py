@@ -422,7 +422,7 @@ def _divide(ends: Ints, size: Ints, row_bytes: Ints, replicas: int) -> Ints:
     sharers = min(replicas, max(-(-total // SMALL_BYTES), 1))
     each, left = divmod(total, sharers)  # total * j could overflow
     index = np.minimum(np.arange(replicas + 1, dtype=np.int64), sharers)
-    ideal = each * index + left * index // sharers
+    ideal: Ints = each * index + left * index // sharers
     if replicas == 1 or total == 0:
         return ideal
     inner = ideal[1:-1]

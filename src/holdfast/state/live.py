@@ -114,7 +114,7 @@ def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
             for module in modules:
                 _add_module(live, key, module)
         elif isinstance(value, Optimizer):
-            _add_optimizer(live, key, value, all_param_names(state))
+            _add_optimizer(live, key, value, all_param_names(state, value))
         elif is_stateful(value):
             rule = (on_resize or {}).get(key) or getattr(value, "on_resize", None)
             if rule or is_loader(value):
@@ -206,23 +206,27 @@ def _add_module(live: Live, key: str, module: nn.Module) -> None:
 # -- optimizers -----------------------------------------------------------------------------------
 
 
-def param_names(state: State) -> dict[int, str]:
-    """Fully qualified names of all parameters of all modules, by object; a tied one's first name.
+def param_names(state: State, optimizer: Optimizer) -> dict[int, str]:
+    """Fully qualified names of the parameters of an optimizer, by object."""
+    return {i: names[0] for i, names in all_param_names(state, optimizer).items()}
 
-    A name carries its module's key only where two modules of the state share a parameter name.
+
+def all_param_names(state: State, optimizer: Optimizer) -> dict[int, list[str]]:
+    """As `param_names`, with every name of a tied parameter.
+
+    A name carries its module's key only where two modules that the optimizer serves share a
+    parameter name; what other modules the state has makes no difference.
     """
-    return {i: names[0] for i, names in all_param_names(state).items()}
-
-
-def all_param_names(state: State) -> dict[int, list[str]]:
-    """As `param_names`, with every name of a tied parameter."""
+    served = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: dict[int, list[tuple[str, str]]] = {}
     keys: dict[str, set[str]] = {}
     for key, value in state.items():
-        for module in stages(value) or ():
-            for name, p in named_parameters(module):
-                found.setdefault(id(p), []).append((key, name))
-                keys.setdefault(name, set()).add(key)
+        pairs = [pair for module in stages(value) or () for pair in named_parameters(module)]
+        if not any(id(p) in served for _, p in pairs):
+            continue
+        for name, p in pairs:
+            found.setdefault(id(p), []).append((key, name))
+            keys.setdefault(name, set()).add(key)
     return {
         i: [name if len(keys[name]) == 1 else f"{key}.{name}" for key, name in dict.fromkeys(pairs)]
         for i, pairs in found.items()

@@ -9,6 +9,7 @@ tensor parallelism), so it moves behind them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -93,6 +94,7 @@ def shard_order(placements: Any, sizes: Any) -> list[tuple[int, int]]:
     return order
 
 
+@lru_cache(16)
 def mesh_axes(mesh: Any) -> list[Axis] | None:
     """An Axis per mesh dim, or None if ranks do not lie at regular distances."""
     ranks = mesh.mesh

@@ -59,7 +59,7 @@ class Extras:
         manifest = self.checkpoint.manifest
         for key, value in self.state.items():
             if isinstance(value, Optimizer) and key in manifest.extras:
-                pairs = optimizer_params(key, value, param_names(self.state))
+                pairs = optimizer_params(key, value, param_names(self.state, value))
                 match_groups(key, manifest.extras[key], pairs)
             plain = stages(value) is None and not isinstance(value, torch.Tensor)
             optional = getattr(value, "on_resize", None) == "fresh"
@@ -159,7 +159,7 @@ class Extras:
 
     def _put_one(self, key: str, value: Any, tree: Any) -> None:
         if isinstance(value, Optimizer):
-            put_groups(key, value, tree, param_names(self.state), self._decode)
+            put_groups(key, value, tree, param_names(self.state, value), self._decode)
         elif is_stateful(value):
             value.load_state_dict(self._decode(tree))
         else:

@@ -45,16 +45,37 @@ class Memory:
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
+        self._pinned = False
         self.view = memoryview(b"")
 
     def reserve(self, size: int) -> memoryview:
         """A view of at least `size` bytes; earlier views become stale if it has to grow."""
         if len(self.view) < size:
+            self._unpin()
             self._map = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             self.view = memoryview(self._map)
         return self.view
+
+    def pin(self, live: Live) -> None:
+        """Page-lock it so that device copies run at full speed, beside the training.
+
+        On the tensors' own device: a thread begins on device 0, where this would make a context.
+        """
+        device = first_device(live)
+        if device is not None and device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.cudart().cudaHostRegister(self._address(), len(self.view), PORTABLE)
+            self._pinned = True
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._address())
+            self._pinned = False
+
+    def _address(self) -> int:
+        return int(np.frombuffer(self.view, np.uint8).ctypes.data)
 
 
 def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -260,18 +281,6 @@ def device_event(live: Live) -> torch.Event | None:
 
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device's context."""
-
-
-def pin(memory: memoryview, live: Live) -> None:
-    """Page-lock the image's memory so that device copies run at full speed, beside the training.
-
-    On the tensors' own device: a thread begins on device 0, where this would make a context.
-    """
-    device = first_device(live)
-    if device is not None and device.type == "cuda":
-        address = np.frombuffer(memory, np.uint8).ctypes.data
-        with torch.cuda.device(device):
-            torch.cuda.cudart().cudaHostRegister(address, len(memory), PORTABLE)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,6 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
     """Every live tensor that the checkpoint may fill, with the optimizer states to be made for it."""
     live = Live()
     changes: list[Change] = []
-    names = all_param_names(state)
     for key, value in state.items():
         for module in stages(value) or ():
             seen: dict[int, str] = {}
@@ -146,6 +145,7 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
                     elif options.wanted(full):
                         live.add(full, kind, tensor, steady=True)
         if isinstance(value, Optimizer):
+            names = all_param_names(state, value)
             changes += _optimizer_targets(checkpoint, live, key, value, names, options)
         elif isinstance(value, torch.Tensor) and options.wanted(key):
             live.add(key, "tensor", value, steady=True)

@@ -1,0 +1,269 @@
+"""What the benchmarks share: starting ranks, the state, taking turns, reports.
+
+A script calls `main(...)`.  Started by hand it is the *driver*: it starts itself once per number of ranks
+under torchrun, collects what rank 0 found, prints a table and writes `bench/results/<name>.json`.
+Started by the driver it is a *worker* and calls the script's `work(job)`.
+
+All contestants of a script take turns inside one run, round after round, each round in another order, so
+that drift of the machine hits all.  A time is that of the slowest rank, from a barrier on.  Ratios are
+taken round by round; their median is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+MIB, GB = 1 << 20, 1e9
+Seconds = dict[str, list[float]]
+
+
+@dataclass
+class Job:
+    """One worker's view: who it is, where files go, what was asked for."""
+
+    rank: int
+    size: int
+    root: Path
+    phase: str
+    args: argparse.Namespace
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+# -- driver ---------------------------------------------------------------------------------------
+
+
+def parser(doc: str, *, rounds: int, ranks: str) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--root",
+        help="an existing directory on the disk to be measured "
+        "(default: beside the repository); a folder is made in it and removed at the end",
+    )
+    p.add_argument("--ranks", default=ranks, help=f"numbers of ranks, by comma (default: {ranks})")
+    p.add_argument("--rounds", type=int, default=rounds, help=f"default: {rounds}")
+    p.add_argument(
+        "--small", action="store_true", help="a tenth of the state, to try the script out"
+    )
+    p.add_argument(
+        "--out", type=Path, default=RESULTS, help="where the JSON goes (default: bench/results)"
+    )
+    p.add_argument("--worker", help=argparse.SUPPRESS)
+    p.add_argument("--phase", default="", help=argparse.SUPPRESS)
+    return p  # fmt: skip
+
+
+def main(
+    name: str,
+    doc: str,
+    work: Callable[[Job], dict[str, Any]],
+    rows: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    *,
+    rounds: int = 5,
+    ranks: str = "1,2,4",
+    phases: Callable[[list[int]], list[tuple[int, str]]] | None = None,
+    extend: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> None:
+    """Be the driver or a worker.  `phases`: (ranks, phase) to start, in order; default one per number.
+
+    `work` returns a JSON-able dict on rank 0; `rows` makes table rows of all of them, by `<ranks><phase>`.
+    """
+    p = parser(doc, rounds=rounds, ranks=ranks)
+    if extend:
+        extend(p)
+    args = p.parse_args()
+    if args.worker:
+        _work(args, work)
+        return
+    numbers = [int(n) for n in args.ranks.split(",")]
+    runs = phases(numbers) if phases else [(n, "") for n in numbers]
+    root = tempfile.mkdtemp(prefix="holdfast-bench-", dir=args.root or HERE.parent.parent)
+    started, found = time.time(), {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the files go
+    try:
+        for number, phase in runs:
+            found[f"{number}{phase}"] = _launch(number, phase, root)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    report(name, doc, args, found, rows(found), started)
+
+
+def _launch(ranks: int, phase: str, root: str) -> dict[str, Any]:
+    """This script on `ranks` ranks; what its rank 0 found."""
+    out = os.path.join(root, "worker.json")
+    env = os.environ | {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", *sys.argv]
+    command += ["--root", root, "--worker", out, "--phase", phase]
+    process = subprocess.Popen(command, env=env)
+    try:
+        failed = process.wait()
+    finally:
+        process.terminate()  # torchrun then ends its workers; killed, it would leave them behind
+        process.wait()
+    if failed:
+        sys.exit(f"{' '.join(command)}: exit status {failed}")
+    return json.loads(Path(out).read_text())
+
+
+def report(
+    name: str,
+    doc: str,
+    args: argparse.Namespace,
+    found: dict[str, Any],
+    rows: list[dict[str, Any]],
+    started: float,
+) -> None:
+    """Print the table and write the JSON."""
+    result = {
+        "name": name,
+        "what": doc.strip().splitlines()[0],
+        "machine": machine(args.root or HERE.parent.parent),
+        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "seconds": round(time.time() - started, 1),
+        "found": found,
+        "rows": rows,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{name} ({result['seconds']} s)\n\n{table(rows)}", flush=True)
+
+
+def row(
+    what: str, ours: str, other: str, value: float, target: str = "", unit: str = " x"
+) -> dict[str, Any]:
+    """A line of the table.  `target` is like `>= 2.0` or `<= 0.1`; empty where there is none."""
+    met = None
+    if target:
+        sign, limit = target.split()[:2]
+        met = value >= float(limit) if sign == ">=" else value <= float(limit)
+    return {"what": what, "holdfast": ours, "against": other, "value": value, "unit": unit,
+            "target": target, "met": met}  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as Markdown."""
+    lines = ["| what | holdfast | against | ratio or value | target |", "|---|---|---|---|---|"]
+    for r in rows:
+        target = r["target"] + {None: "", True: " met", False: " **not met**"}[r["met"]]
+        value = f"{r['value']:.3g}{r['unit']}"
+        lines.append(f"| {r['what']} | {r['holdfast']} | {r['against']} | {value} | {target} |")
+    return "\n".join(lines)
+
+
+def machine(root: str | Path) -> dict[str, Any]:
+    """What the figures were measured on."""
+    import torch
+
+    import holdfast
+
+    text = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    models = {
+        line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")
+    }
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    disk = subprocess.run(["df", "-T", str(root)], capture_output=True, text=True, check=False)
+    return {
+        "cpu": ", ".join(sorted(models)) or platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / (1 << 30), 1),
+        "disk": " ".join(disk.stdout.splitlines()[-1].split()[:2]) if disk.stdout else "",
+        "load_average": os.getloadavg(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "holdfast": holdfast.__version__,
+    }
+
+
+# -- worker ---------------------------------------------------------------------------------------
+
+
+def _work(args: argparse.Namespace, work: Callable[[Job], dict[str, Any]]) -> None:
+    import torch.distributed as dist
+
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo")
+    job = Job(dist.get_rank(), dist.get_world_size(), Path(args.root), args.phase, args)
+    try:
+        found = work(job)
+        if job.rank == 0:
+            Path(args.worker).write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def slowest(work: Callable[[], Any]) -> float:
+    """Seconds from a barrier until the slowest rank is done."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    return over_ranks(time.perf_counter() - started)
+
+
+def over_ranks(value: float, how: str = "MAX") -> float:
+    import torch
+    import torch.distributed as dist
+
+    data = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(data, getattr(dist.ReduceOp, how))
+    return float(data)
+
+
+def settle(job: Job, *remove: Path) -> None:
+    """Leave nothing for the next contestant to pay for: files gone, dirty pages written."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if job.rank == 0:
+        for path in remove:
+            shutil.rmtree(path, ignore_errors=True)
+        os.sync()
+    dist.barrier()
+
+
+def take_turns(contestants: dict[str, Callable[[int], float]], rounds: int) -> Seconds:
+    """Run everybody once per round, each round in another order."""
+    names, samples = list(contestants), {name: [] for name in contestants}
+    for number in range(rounds):
+        at = number % len(names)
+        for name in names[at:] + names[:at]:
+            samples[name].append(contestants[name](number))
+    return samples
+
+
+def ratio(samples: Seconds, over: str, under: str) -> float:
+    """Median over the rounds of one's time over another's."""
+    return median(a / b for a, b in zip(samples[over], samples[under]))
+
+
+def seconds(samples: Seconds, name: str, num_bytes: int = 0) -> str:
+    """The median as text, with GB/s if bytes are given."""
+    middle = median(samples[name])
+    text = f"{middle:.2f} s" if middle >= 0.1 else f"{middle * 1e3:.1f} ms"
+    return text + (f" ({num_bytes / middle / GB:.2f} GB/s)" if num_bytes else "")

@@ -1,0 +1,90 @@
+"""Loading on the same layout: holdfast against dcp.load and raw parallel preadv into the same tensors.
+
+holdfast   holdfast.load into the live model and optimizer; every byte is verified by its digest.
+dcp        torch.distributed.checkpoint.load, in place.
+raw        two threads per rank of 2 MiB preadv straight into the tensors; nothing is verified.
+Warm: the files are in the page cache.  Cold: they were taken out of it (fsync, posix_fadvise, checked by
+mincore) just before; a hypervisor's cache is out of reach.  Values are compared after the first round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common import (
+    Job,
+    main,
+    over_ranks,
+    ratio,
+    row,
+    seconds,
+    settle,
+    slowest,
+    take_turns,
+)
+from files import evict, files_below, warm
+
+
+def work(job: Job) -> dict[str, Any]:
+    import raw
+    import torch.distributed.checkpoint as dcp
+
+    import holdfast
+    from state import State
+
+    state = State(job.size, small=job.args.small)
+    tensors, expected = state.locals(), state.checksums()
+    flat = job.root / "raw" / f"r{job.rank}"
+    flat.parent.mkdir(exist_ok=True)
+    holdfast.save(job.root / "holdfast", state.for_holdfast(), step=1)
+    dcp.save(state.for_dcp(), checkpoint_id=job.root / "dcp")
+    raw.write_tensors(flat, tensors)
+    settle(job)
+
+    acts = {
+        "holdfast": lambda: holdfast.load(job.root / "holdfast", state.for_holdfast()),
+        "dcp": lambda: dcp.load(state.for_dcp(), checkpoint_id=job.root / "dcp"),
+        "raw": lambda: raw.read_tensors(flat, tensors),
+    }
+    left: list[float] = []
+
+    def contestant(name: str, cold: bool) -> Any:
+        def run(number: int) -> float:
+            if number == 0:
+                state.wipe()
+            if job.rank == 0:
+                paths = files_below(job.root / name)
+                left.append(evict(paths)) if cold else warm(paths)
+            took = slowest(acts[name])
+            assert number or state.checksums() == expected, f"{name} loaded something else"
+            return took
+
+        return run
+
+    found = {
+        kind: take_turns({n: contestant(n, kind == "cold") for n in acts}, job.args.rounds)
+        for kind in ("warm", "cold")
+    }
+    settle(job, job.root / "holdfast", job.root / "dcp", job.root / "raw")
+    return {
+        "bytes": over_ranks(state.local_bytes, "SUM"),
+        "samples": found,
+        "pages_left_when_cold": max(left, default=None),
+    }
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    out = []
+    for ranks, f in found.items():
+        for kind, s in f["samples"].items():
+            who = f"load, {kind}, {ranks} rank{'s' * (ranks != '1')}"
+            ours = seconds(s, "holdfast", f["bytes"])
+            wanted = (">= 2.0", ">= 0.8") if kind == "warm" else ("", "")
+            for name, note, target in zip(("dcp", "raw"), ("dcp.load", "raw preadv"), wanted):
+                against = f"{note}: {seconds(s, name, f['bytes'])}"
+                out.append(row(who, ours, against, ratio(s, name, "holdfast"), target))
+    return out
+
+
+if __name__ == "__main__":
+    main("load", __doc__, work, rows)

@@ -1,0 +1,92 @@
+"""Death at every store operation of a save, a repeated save and a prune: no step is ever damaged."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+import pytest
+from single import contents, each_death, leftovers, life, memory
+
+from holdfast import Keep
+from holdfast.store import LocalStore, Store
+
+
+def recovers(monkeypatch, store: Store, before: dict[int, float], **options) -> None:
+    """The next run saves as if nothing had happened, and sweeps what the dead one left."""
+    life(monkeypatch, store, [(9, 9.0)], **options)
+    assert contents(store) == {**before, 9: 9.0}
+    assert leftovers(store) == []
+
+
+def test_a_save(monkeypatch) -> None:
+    base = memory()
+    life(monkeypatch, base, [(1, 1.0), (2, 2.0)])
+    outcomes = set()
+    for when, store in each_death(base, lambda s: life(monkeypatch, s, [(3, 3.0)])):
+        found = contents(store)
+        assert found in ({1: 1.0, 2: 2.0}, {1: 1.0, 2: 2.0, 3: 3.0}), when
+        outcomes.add(3 in found)
+        recovers(monkeypatch, store, found)
+    assert outcomes == {True, False}
+
+
+def test_a_repeated_save(monkeypatch) -> None:
+    base = memory()
+    life(monkeypatch, base, [(1, 1.0), (2, 2.0)])
+    outcomes = set()
+    for when, store in each_death(base, lambda s: life(monkeypatch, s, [(2, 20.0)])):
+        found = contents(store)
+        assert found in ({1: 1.0, 2: 2.0}, {1: 1.0, 2: 20.0}), when
+        outcomes.add(found[2])
+        recovers(monkeypatch, store, found)
+    assert outcomes == {2.0, 20.0}
+
+
+def test_a_repeated_save_in_the_same_run(monkeypatch) -> None:
+    saves = [(2, 2.0), (2, 20.0), (2, 200.0)]
+    outcomes = []
+    for _, store in each_death(memory(), lambda s: life(monkeypatch, s, saves)):
+        found = contents(store)
+        assert set(found) <= {2}
+        outcomes.append(found.get(2))
+        recovers(monkeypatch, store, found)
+    order = [None, 2.0, 20.0, 200.0]
+    deaths = [order.index(v) for v in outcomes[1:]]
+    assert deaths == sorted(deaths)  # what is committed is never lost by dying later
+    assert set(outcomes) == set(order)
+
+
+def test_a_save_that_prunes(monkeypatch) -> None:
+    base = memory()
+    life(monkeypatch, base, [(s, float(s)) for s in (1, 2, 3, 4)])
+    outcomes = set()
+    keep = Keep(last=1)
+    for when, store in each_death(base, lambda s: life(monkeypatch, s, [(5, 5.0)], keep=keep)):
+        found = contents(store)
+        assert found, when
+        assert max(found) in (4, 5), when
+        if 5 not in found:
+            assert set(found) == {1, 2, 3, 4}, f"pruned before the commit, {when}"
+        outcomes.add(tuple(found))
+        life(monkeypatch, store, [(9, 9.0)], keep=keep)
+        assert contents(store) == {9: 9.0}
+        assert leftovers(store) == []
+    assert {(1, 2, 3, 4), (1, 2, 3, 4, 5), (5,)} <= outcomes
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_repeated_save_in_a_directory(monkeypatch, tmp_path, torn) -> None:
+    base = LocalStore(tmp_path / "base")
+    life(monkeypatch, base, [(2, 2.0)])
+
+    def clone(store: LocalStore) -> LocalStore:
+        place = tempfile.mkdtemp(dir=tmp_path)
+        shutil.copytree(store.root, place, dirs_exist_ok=True)
+        return LocalStore(place)
+
+    deaths = each_death(base, lambda s: life(monkeypatch, s, [(2, 20.0)]), clone)
+    for when, store in deaths[1 + torn :: 2]:
+        found = contents(store)
+        assert found in ({2: 2.0}, {2: 20.0}), when
+        recovers(monkeypatch, store, found)

@@ -1,0 +1,49 @@
+"""A step is saved again and a rank dies in mid-write: what is read back is all old, never mixed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("two_ranks.py")
+
+
+def experiment(kind: str, root: Path) -> list[dict]:
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), kind, str(root)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.distributed
+def test_holdfast_keeps_the_old_step(tmp_path: Path) -> None:
+    lines = experiment("holdfast", tmp_path / "root")
+    outcomes = [line for line in lines if "moment" in line]
+    assert [o["moment"] for o in outcomes] == ["create", "write", "finish"]
+    for outcome in outcomes:
+        assert outcome["exits"] == [[0, 0], [0, 9], [0, 0]]
+        assert outcome["values"] == [0.0], outcome
+        assert outcome["after"] == [2.0], outcome
+    errors = [line["error"] for line in lines if "error" in line]
+    assert len(errors) == 3
+    for error in errors:
+        assert error.startswith("Deadline: rank 1 did not answer within 2 s"), error
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_same_experiment_tells_a_mixture_from_a_whole(tmp_path: Path) -> None:
+    """torch's own checkpoint in its place: so this experiment can fail, and is worth making."""
+    (outcome,) = experiment("dcp", tmp_path / "root")
+    assert outcome["exits"][1][1] == 9
+    assert outcome["values"] == [0.0, 1.0]

@@ -1,0 +1,103 @@
+"""What is deleted after a commit: never a file that another rank is writing for the next one."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from single import memory
+
+import holdfast
+from builders import Tensor, build
+from holdfast import Keep
+from holdfast.checkpoint.committing import claim, delete_step, discard, prune, sweep
+from holdfast.checkpoint.names import manifest_key, read_manifest
+from holdfast.checkpoint.verifying import verify
+from holdfast.layout import Mesh
+from holdfast.store import Store
+
+
+def step(store: Store, number: int, run: int = 1, value: float = 1.0, **options) -> str:
+    """One rank's step; returns its attempt."""
+    tensors = {"w": Tensor(np.full(5, value))}
+    return build(store, Mesh((("dp", 1),)), tensors, step=number, run=run, **options).attempt
+
+
+def put_image(store: Store, step: int, attempt: str, rank: int = 1) -> str:
+    key = f"steps/{step:010d}/{attempt}/r{rank:05d}.safetensors"
+    store.put(key, b"being written")
+    return key
+
+
+def test_sweep_spares_what_is_named_and_what_is_under_way() -> None:
+    store = memory()
+    mine = msgspec.structs.replace(claim(store), run=3)
+    named = step(store, 10, run=3)
+    gone = [
+        put_image(store, 10, "0002-000009"),  # an older run's, of the same step
+        put_image(store, 20, "0003-000004"),  # a failed one of this run
+    ]
+    stay = [
+        put_image(store, 30, "0003-000006"),  # the next save of this run: rank 1 is ahead of us
+        put_image(store, 40, "0004-000001"),  # a run that has superseded us
+        put_image(store, 50, "once-aabbcc"),  # a save by itself
+    ]
+    sweep(store, mine, 5)
+    left = store.list("steps/")
+    assert not set(gone) & set(left)
+    assert set(stay) <= set(left)
+    assert read_manifest(store, 10).attempt == named
+    assert verify(store, 10).good
+
+
+def test_pruning_a_step_spares_its_next_attempt() -> None:
+    """A run that went back prunes an older run's step 100 while rank 1 already writes it anew."""
+    store = memory()
+    step(store, 100, run=1)
+    step(store, 60, run=2)
+    ahead = put_image(store, 100, "0002-000007")
+    assert prune(store, Keep(last=1)) == [100]
+    assert [k for k in store.list("steps/") if "/0000000100/" in k] == [ahead]
+    assert holdfast.steps(store.url) == [60]
+
+
+def test_a_step_of_a_newer_format_is_not_deleted() -> None:
+    store = memory()
+    store.put(manifest_key(5), b'{"holdfast":2,"step":5,"run":1,' + b" " * 100)
+    put_image(store, 5, "0001-000001")
+    step(store, 6, run=1)
+    before = store.list("steps/")
+    assert prune(store, Keep(last=1)) == []
+    assert not delete_step(store, 5)
+    assert store.list("steps/") == before
+
+
+def test_the_newest_good_step_stays_even_if_newer_ones_are_damaged() -> None:
+    store = memory()
+    for number in (1, 2, 3):
+        step(store, number)
+    for key in store.list("steps/0000000003/"):
+        if not key.endswith("manifest.json"):
+            store.delete(key)
+    assert prune(store, Keep(last=1)) == [1]
+    assert verify(store, 2).good
+
+
+@pytest.mark.parametrize("cut", [20, 200])
+def test_a_damaged_manifest_keeps_the_files_it_may_name(cut) -> None:
+    store = memory()
+    attempt = step(store, 1)
+    store.put(manifest_key(1), store.get(manifest_key(1))[:cut])
+    before = store.list("steps/")
+    discard(store, 1, attempt)
+    sweep(store, msgspec.structs.replace(claim(store), run=9), 99)
+    assert store.list("steps/") == before
+
+
+def test_keep_every() -> None:
+    store = memory()
+    for number in range(1, 11):
+        step(store, number)
+    assert prune(store, Keep(last=2, every=4)) == [1, 2, 3, 5, 6, 7]
+    assert holdfast.steps(store.url) == [4, 8, 9, 10]
+    assert prune(store, Keep()) == []

@@ -1,0 +1,106 @@
+"""Two runs and one root: one at a time, and who was superseded commits no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from single import WAIT_S, contents, life, memory, state_of
+
+import holdfast
+import holdfast.checkpointer
+from holdfast.checkpoint.committing import claim, newest_claim
+from holdfast.errors import RankErrors, UsageError
+
+HOLDER = """
+import sys, time
+sys.path.insert(0, {here!r})
+from single import state_of
+import holdfast
+ckpt = holdfast.Checkpointer(sys.argv[1], state_of(1.0))
+ckpt.save(1).wait(60)
+print("holding", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_second_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    script = HOLDER.format(here=str(Path(__file__).parent))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "root")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "holding\n"
+        with pytest.raises(UsageError, match=f"in use by run 1 .*pid {holder.pid}"):
+            holdfast.Checkpointer(tmp_path / "root", state_of(2.0))
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    state = state_of(2.0)
+    with holdfast.Checkpointer(tmp_path / "root", state) as ckpt:
+        assert ckpt.restore() == 1
+        assert state["data"]["value"] == 1.0
+        ckpt.save(2).wait(WAIT_S)
+    assert holdfast.steps(tmp_path / "root") == [1, 2]
+
+
+def test_a_superseded_run_commits_no_more() -> None:
+    store = memory()
+    first_state = state_of(1.0)
+    first = holdfast.Checkpointer(store.url, first_state)
+    first.save(1).wait(WAIT_S)
+    second = holdfast.Checkpointer(store.url, state_of(2.0))  # as from another host: it cannot tell
+    second.save(2).wait(WAIT_S)
+    with pytest.raises(RankErrors, match="taken over by run 2"):
+        first.save(1).wait(WAIT_S)
+    assert contents(store) == {1: 1.0, 2: 2.0}
+    first.close()
+    second.save(3).wait(WAIT_S)  # the loser's leaving does not disturb
+    second.close()
+    assert contents(store) == {1: 1.0, 2: 2.0, 3: 2.0}
+
+
+def test_a_run_that_went_back_is_newer_than_what_it_left_behind(monkeypatch) -> None:
+    store = memory()
+    life(monkeypatch, store, [(50, 1.0), (100, 1.0)])
+    life(monkeypatch, store, [(60, 2.0)])
+    with holdfast.open(store.url) as c:
+        assert c.step == 60
+    life(monkeypatch, store, [(70, 3.0)], keep=holdfast.Keep(last=2))
+    assert contents(store) == {60: 2.0, 70: 3.0}
+
+
+def test_numbers_are_never_used_twice() -> None:
+    store = memory()
+    runs = [claim(store).run for _ in range(5)]
+    assert runs == [1, 2, 3, 4, 5]
+    assert [k for k in store.list("claims/")] == ["claims/0000000005.json"]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"\xff\xfe", b"[" * 100_000, b'{"run":1}', b'{"run":"\xff"}']
+)
+def test_a_damaged_claim_is_superseded(damage) -> None:
+    store = memory()
+    claim(store)
+    store.put("claims/0000000001.json", damage)
+    assert newest_claim(store).run == 1
+    assert claim(store).run == 2
+
+
+def test_a_claim_that_states_another_number_is_damaged() -> None:
+    store = memory()
+    forged = msgspec.structs.replace(claim(store), run=10**30)
+    store.put("claims/0000000001.json", msgspec.json.encode(forged))
+    assert claim(store).run == 2
+
+
+def test_this_process_may_take_its_own_root_again() -> None:
+    store = memory()
+    assert claim(store).pid == os.getpid()
+    assert claim(store).run == 2

@@ -1,0 +1,127 @@
+"""Saves by two real processes, forked from this one, of which rank 1 may die in mid-write.
+
+    python two_ranks.py KIND ROOT
+
+For every moment of death: the step is saved whole (all 0), saved again by ranks of which one dies
+(all 1), and read back.  Prints one JSON line per moment: {"moment", "values", "error"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+import holdfast
+import holdfast.checkpointer
+from holdfast.store import LocalStore, Store
+from holdfast.testing import Faulty
+
+MOMENTS = ["create", "write", "finish"]
+ROWS = 3000
+
+
+class Dying(dcp.FileSystemWriter):
+    """torch's writer, of a rank that dies when it is about to write its shards."""
+
+    def write_data(self, *args, **kwargs):
+        time.sleep(1)  # the other rank has written its own by then: it has 375 KiB to write
+        os._exit(9)
+
+
+def dying(store: Store, moment: str) -> Store:
+    """A store whose user is gone the moment that it is asked for `moment`."""
+
+    def fail(op: str, key: str) -> None:
+        if op == moment and key.startswith("steps/"):
+            os._exit(9)
+
+    return Faulty(store, fail)
+
+
+def save(rank: int, kind: str, root: str, value: float, moment: str | None) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    full = torch.full((ROWS, 64), value)
+    sharded = distribute_tensor(full, mesh, [Shard(0)])
+    if kind == "dcp":
+        writer = Dying(root) if moment and rank == 1 else dcp.FileSystemWriter(root)
+        dcp.save({"w": sharded}, storage_writer=writer)
+        return
+    if moment and rank == 1:
+        holdfast.checkpointer.open_store = lambda url: dying(LocalStore(url), moment)
+    try:
+        holdfast.save(root, {"d": {"w": sharded, "v": value}}, step=7, deadline_s=2)
+    except holdfast.HoldfastError as error:
+        print(json.dumps({"rank": rank, "error": f"{type(error).__name__}: {error}"}), flush=True)
+
+
+def run(kind: str, root: str, value: float, moment: str | None) -> list[int]:
+    """Fork the two ranks; their exit statuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sys.stdout.flush()
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            dist.init_process_group("gloo", rank=rank, world_size=2)
+            try:
+                save(rank, kind, root, value, moment)
+                code = 0
+            except BaseException:
+                code = 3
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def values(kind: str, root: str) -> list[float]:
+    """Which values the step now has."""
+    if kind == "dcp":
+        out = {"w": torch.full((ROWS, 64), -1.0)}
+        dcp.load(out, checkpoint_id=root, no_dist=True)
+        return out["w"].unique().tolist()
+    with holdfast.open(root, 7) as c:
+        return sorted({float(v) for v in np.unique(c.read("d.w"))} | {c.extras["d"]["v"]})
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    kind, root = sys.argv[1], sys.argv[2]
+    for moment in MOMENTS if kind == "holdfast" else MOMENTS[:1]:
+        shutil.rmtree(root, ignore_errors=True)
+        Path(root).mkdir()
+        first = run(kind, root, 0.0, None)
+        second = run(kind, root, 1.0, moment)
+        found = values(kind, root)
+        third = run(kind, root, 2.0, None)
+        print(
+            json.dumps(
+                {
+                    "moment": moment,
+                    "exits": [first, second, third],
+                    "values": found,
+                    "after": values(kind, root),
+                }
+            ),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Starts a module of this package under torchrun, as real processes, and cannot hang.
+
+    ran = launch("matrix", 4, "save", root, timeout_s=120)
+    ran.check()                     # every rank ended with exit status 0, else its output is shown
+
+One launch costs three seconds of imports per process, so a worker module does many cases and writes
+what it found under `out`; the tests assert on that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """An ended launch: torchrun's exit status (None: it was killed) and what each rank printed."""
+
+    status: int | None
+    output: dict[int, str]
+    torchrun: str
+
+    def check(self) -> None:
+        """Fail with the ranks' output unless all went well."""
+        if self.status != 0:
+            how = "was killed at its time limit" if self.status is None else f"ended {self.status}"
+            texts = [f"--- rank {rank}\n{text[-4000:]}" for rank, text in self.output.items()]
+            raise AssertionError("\n".join([f"torchrun {how}", self.torchrun[-1500:], *texts]))
+
+
+def launch(module: str, num_ranks: int, *args: object, timeout_s: float = 120.0) -> Ran:
+    """Run `tests/distributed/<module>.py` on `num_ranks` ranks; kills all of it after `timeout_s`."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-launch-") as logs:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}", "--redirects=3"]
+        command += ["-m", f"distributed.{module}", *map(str, args)]
+        started = subprocess.Popen(
+            command,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            text, _ = started.communicate(timeout=timeout_s)
+            status: int | None = started.returncode
+        except subprocess.TimeoutExpired:
+            status = None
+            text = _end(started)
+        return Ran(status, _outputs(Path(logs)), text)
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _end(started: subprocess.Popen[str]) -> str:
+    """Stop torchrun and every rank; SIGABRT first, so that each prints where it stands."""
+    ranks = _children(started.pid)
+    for pid in ranks:
+        _signal(pid, signal.SIGABRT)
+    try:
+        text, _ = started.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        for pid in (*ranks, *_children(started.pid), -started.pid):  # the last: its group
+            _signal(pid, signal.SIGKILL)
+        text, _ = started.communicate()
+    return text
+
+
+def _children(pid: int) -> list[int]:
+    """Processes whose parent is `pid`: torchrun gives each rank a session of its own."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _outputs(logs: Path) -> dict[int, str]:
+    """By rank, its standard output and then its errors."""
+    found: dict[int, str] = {}
+    for name in ("stdout.log", "stderr.log"):
+        for path in sorted(logs.rglob(name)):
+            rank = re.search(r"/(\d+)/std", str(path))
+            if rank:
+                number = int(rank[1])
+                found[number] = found.get(number, "") + path.read_text(errors="replace")
+    return found

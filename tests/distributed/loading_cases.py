@@ -1,0 +1,290 @@
+"""Worker, 3 ranks: loading on several ranks, and what each rank is told when it fails."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import holdfast
+from holdfast import events
+from holdfast.errors import Corrupt, NotRecoverable, RuleError, StateMismatch
+
+from .cases import run_all
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 50) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1001, width)
+        self.body = nn.Linear(width, 7)
+        self.head = nn.Linear(width, 1001, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x)).square().mean() + self.body(self.embed(x)).mean()
+
+
+def sharded(seed: int) -> Net:
+    torch.manual_seed(seed)
+    net = Net()
+    fully_shard(net.body)
+    fully_shard(net)
+    return net
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(net: Net, steps: int = 2) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(torch.arange(64) * (step + 1 + dist.get_rank()) % 1001).backward()
+        optimizer.step()
+    return optimizer
+
+
+def everyone(value: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def meta_models_become_real_and_stay_tied(root: Path) -> None:
+    net = sharded(0)
+    net.mean.fill_(3)
+    holdfast.save(root, {"model": net}, step=1)
+    with torch.device("meta"):
+        empty = Net()
+    fully_shard(empty.body)
+    fully_shard(empty)
+    assert all(p.is_meta for p in empty.parameters())
+    holdfast.load(root, {"model": empty})
+    assert empty.head.weight is empty.embed.weight
+    assert not any(t.is_meta for t in (*empty.parameters(), *empty.buffers()))
+    theirs = dict(net.state_dict())
+    for name, tensor in empty.state_dict().items():
+        assert torch.equal(whole(tensor), whole(theirs[name])), name
+    holdfast.save(root, {"model": empty, "optim": trained(empty)}, step=2)
+
+
+def state_goes_on_under_fsdp(root: Path) -> None:
+    """Also read by `test_sharded_state_on_one_rank`, in another process with one rank."""
+    net = sharded(0)
+    optimizer = trained(net)
+    holdfast.save(root, {"model": net, "optim": optimizer}, step=2)
+    for used in (False, True):
+        other = sharded(1)
+        fresh = trained(other, 1) if used else torch.optim.AdamW(other.parameters(), lr=9.0)
+        holdfast.load(root, {"model": other, "optim": fresh})
+        assert fresh.param_groups[0]["lr"] == 0.01
+        for p, q in zip(net.parameters(), other.parameters()):
+            for name, value in optimizer.state[p].items():
+                assert torch.equal(whole(value), whole(fresh.state[q][name])), name
+    expected = [whole(p) for p in net.parameters()]
+    torch.save([p.detach() for p in expected], root / f"params-{dist.get_rank()}.pt")
+
+
+def a_mismatch_is_the_same_on_every_rank(root: Path) -> None:
+    """Ranks differ in what they lack; each is told all of it, and nothing is touched."""
+    net = sharded(0)
+    holdfast.save(root, {"model": net}, step=1)
+    other = sharded(1)
+    rank = dist.get_rank()
+    other.register_buffer(f"mine{rank}", torch.zeros(3))
+    if rank == 2:
+        other.mean = torch.zeros(6)
+    before = [whole(p).clone() for p in other.parameters()]
+    with pytest.raises(StateMismatch) as caught:
+        holdfast.load(root, {"model": other})
+    told = everyone((str(caught.value), caught.value.problems))
+    assert told.count(told[0]) == 3
+    for r in range(3):
+        assert f"missing in the checkpoint: model.mine{r}" in told[0][0]
+    assert "model.mean: saved with shape (5,), here (6,)" in told[0][0]
+    assert all(torch.equal(whole(p), b) for p, b in zip(other.parameters(), before))
+
+
+def an_error_of_one_rank_is_told_to_all(root: Path) -> None:
+    """A rank whose state is malformed must not leave the others waiting."""
+    net = sharded(0)
+    holdfast.save(root, {"model": net}, step=1)
+    other: nn.Module = sharded(1)
+    if dist.get_rank() == 1:
+        other.register_buffer("angles", torch.zeros(3, device="meta"), persistent=False)
+    with pytest.raises(holdfast.errors.UsageError, match="angles are on the meta device"):
+        holdfast.load(root, {"model": other}, deadline_s=30)
+
+
+def flip(root: Path, step: int) -> tuple[str, int]:
+    """Rank 0 flips a bit in the middle of rank 1's file; every rank learns where."""
+    (path,) = root.glob(f"steps/{step:010d}/*/r00001.safetensors")
+    at = path.stat().st_size // 2
+    dist.barrier()
+    if dist.get_rank() == 0:
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    return str(path.relative_to(root)), at
+
+
+def a_flipped_bit_is_named_on_every_rank(root: Path) -> None:
+    """Each rank reads its own part of a sharded model: only one sees the damage itself."""
+    for url, make in ((root / "sharded", sharded), (root / "whole", lambda seed: Net())):
+        net = make(0)
+        holdfast.save(url, {"model": net}, step=1)
+        key, at = flip(url, 1)
+        with pytest.raises(Corrupt) as caught:
+            holdfast.load(url, {"model": net}, deadline_s=30)
+        error = caught.value
+        assert (error.key, error.step) == (key, 1)
+        assert error.start <= at < error.stop
+        assert key in str(error)
+        assert all(p.isnan().all() for p in map(whole, net.parameters()))
+
+
+def restore_goes_back_on_every_rank(root: Path) -> None:
+    net = sharded(0)
+    state = {"model": net}
+    with holdfast.Checkpointer(root, state, deadline_s=30) as ckpt:
+        for step in (1, 2, 3):
+            with torch.no_grad():
+                net.body.weight.fill_(step)
+            ckpt.save(step).wait(30)
+        flip(root, 3)
+        with pytest.warns(holdfast.HoldfastWarning, match="step 3 cannot be used"):
+            assert ckpt.restore() == 2
+        assert (whole(net.body.weight) == 2).all()
+        for step in (1, 2):
+            flip(root, step)
+        with (
+            pytest.warns(holdfast.HoldfastWarning),
+            pytest.raises(NotRecoverable) as caught,
+        ):
+            ckpt.restore()
+        assert caught.value.reasons.keys() == {1, 2, 3}
+        assert everyone(str(caught.value)).count(str(caught.value)) == 3
+        with torch.no_grad():
+            net.body.weight.fill_(4)
+            net.embed.weight.fill_(4)
+        ckpt.save(4).wait(30)
+        assert ckpt.restore() == 4
+
+
+def draws() -> list[Any]:
+    mask = nn.functional.dropout(torch.ones(20)).tolist()
+    return [random.random(), np.random.random(), torch.rand(2).tolist(), mask]
+
+
+def each_rank_gets_its_own_random_numbers(root: Path) -> None:
+    rank = dist.get_rank()
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    with holdfast.Checkpointer(root, {"x": 1}, deadline_s=30) as ckpt:
+        ckpt.save(1).wait(30)
+        expected = draws()
+        assert draws() != expected
+        ckpt.restore()
+        assert draws() == expected
+    told = everyone(expected)
+    assert all(told[i] != told[j] for i in range(3) for j in range(i))
+
+
+class Sampler:
+    """Each rank at a place of its own; knows how to deal places to other ranks."""
+
+    on_resize = "redistribute"
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"places": self.places}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.places = state["places"]
+
+    def redistribute(self, states: list[Any], rank: int, world_size: int) -> None:
+        everything = [p for s in states for p in s["places"]]
+        self.places = everything[rank::world_size]
+
+
+def loader(seed: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    generator = torch.Generator().manual_seed(seed)
+    return StatefulDataLoader(list(range(30)), batch_size=3, shuffle=True, generator=generator)
+
+
+def per_rank_state(root: Path) -> None:
+    """Read again here by all ranks, and by `test_resized` with one."""
+    rank = dist.get_rank()
+    sampler = Sampler()
+    sampler.places = [10 * rank, 10 * rank + 1]
+    mine = loader(rank)
+    batches = iter(mine)
+    for _ in range(4):
+        next(batches)
+    with holdfast.Checkpointer(root, {"sampler": sampler, "loader": mine}, deadline_s=30) as ckpt:
+        ckpt.save(4).wait(30)
+    rest = [b.tolist() for b in batches]
+    (root / f"rest-{rank}.txt").write_text(str(rest))
+    other, fresh = Sampler(), loader(99)
+    events.counters.clear()
+    holdfast.load(root, {"sampler": other, "loader": fresh}, deadline_s=30)
+    assert other.places == sampler.places
+    assert [b.tolist() for b in fresh] == rest
+    assert "extras.resized" not in events.counters
+
+
+def what_must_be_the_same_is_checked(root: Path) -> None:
+    class Counter:
+        on_resize = "same"
+
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def state_dict(self) -> dict[str, int]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.value = state["value"]
+
+    holdfast.save(root, {"c": Counter(5)}, step=1, deadline_s=30)
+    fresh = Counter(0)
+    holdfast.load(root, {"c": fresh}, deadline_s=30)
+    assert fresh.value == 5
+    kind = RuleError if dist.get_rank() == 0 else holdfast.HoldfastError
+    with pytest.raises(kind, match="declared to be the same on all ranks"):
+        holdfast.save(root, {"c": Counter(dist.get_rank())}, step=2, deadline_s=30)
+    dist.barrier()
+    assert holdfast.steps(str(root)) == [1]
+
+
+CASES = [
+    meta_models_become_real_and_stay_tied,
+    state_goes_on_under_fsdp,
+    a_mismatch_is_the_same_on_every_rank,
+    an_error_of_one_rank_is_told_to_all,
+    a_flipped_bit_is_named_on_every_rank,
+    restore_goes_back_on_every_rank,
+    each_rank_gets_its_own_random_numbers,
+    per_rank_state,
+    what_must_be_the_same_is_checked,
+]
+
+if __name__ == "__main__":
+    run_all(CASES)

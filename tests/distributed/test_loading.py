@@ -1,0 +1,109 @@
+"""Loading on three ranks, and on one what three ranks saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import events
+from holdfast.errors import RuleError
+
+from .cases import Case, check, run_module
+from .loading_cases import CASES, Net, Sampler, loader
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loading")
+
+
+@pytest.fixture(scope="module")
+def failed(out: Path) -> dict[str, list[str]]:
+    return run_module("loading_cases", 3, out, timeout_s=150)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_loading(failed: dict[str, list[str]], case: Case) -> None:
+    check(failed, case.__name__)
+
+
+def test_sharded_state_on_one_rank(out: Path, failed: dict[str, list[str]]) -> None:
+    """Saved under FSDP2 on three ranks, loaded here without torch.distributed."""
+    root = out / "state_goes_on_under_fsdp"
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=9.0)
+    assert holdfast.load(root, {"model": net, "optim": optimizer}) == 2
+    expected = torch.load(root / "params-0.pt")
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), expected))
+    checkpoint = holdfast.open(str(root))
+    for name, p in net.named_parameters():
+        state = optimizer.state[p]
+        assert state["step"].item() == 2.0
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[key], torch.from_numpy(checkpoint.read(f"optim.{name}.{key}")))
+            assert state[key].any()
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    net(torch.arange(9)).backward()
+    optimizer.step()
+
+
+# -- another number of ranks ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(out: Path, failed: dict[str, list[str]]) -> Path:
+    assert failed["per_rank_state"] == []
+    return out / "per_rank_state"
+
+
+def resized(root: Path, state: dict[str, Any], **options: Any) -> dict[str, str]:
+    """Load on one rank; the rule that each key's event names."""
+    seen: list[events.Event] = []
+    with events.listen(seen.append):
+        holdfast.load(root, state, **options)
+    return {e.fields["key"]: e.fields["rule"] for e in seen if e.name == "extras.resized"}
+
+
+def test_a_loader_is_refused_on_another_number_of_ranks(root: Path) -> None:
+    with pytest.raises(RuleError, match="'loader'") as caught:
+        holdfast.load(root, {"loader": loader(0)})
+    for rule in ("same", "rank0", "redistribute", "fresh"):
+        assert rule in str(caught.value)
+
+
+def test_a_loader_may_go_on_where_rank_0_was(root: Path) -> None:
+    mine = loader(99)
+    assert resized(root, {"loader": mine}, on_resize={"loader": "rank0"}) == {"loader": "rank0"}
+    assert str([b.tolist() for b in mine]) == (root / "rest-0.txt").read_text()
+
+
+def test_a_loader_may_begin_afresh(root: Path) -> None:
+    mine = loader(99)
+    assert resized(root, {"loader": mine}, on_resize={"loader": "fresh"}) == {"loader": "fresh"}
+    assert [b.tolist() for b in mine] == [b.tolist() for b in loader(99)]
+
+
+def test_an_object_may_deal_its_state_out_itself(root: Path) -> None:
+    sampler = Sampler()
+    assert resized(root, {"sampler": sampler}) == {"sampler": "redistribute"}
+    assert sampler.places == [0, 1, 10, 11, 20, 21]
+
+
+def test_redistribute_needs_the_method(root: Path) -> None:
+    with pytest.raises(RuleError, match="no method redistribute"):
+        holdfast.load(root, {"loader": loader(0)}, on_resize={"loader": "redistribute"})
+
+
+def test_random_numbers_stay_as_seeded(root: Path) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    rule = resized(root, {"rng": holdfast.Rng()})
+    assert rule == {"rng": "fresh"}
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,103 @@
+"""Every layout loads every layout's checkpoint bit by bit; what torch gathers is what holdfast reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+
+from .launch import launch
+from .layouts import LAYOUTS
+
+safetensors = pytest.importorskip("safetensors")
+pytestmark = pytest.mark.distributed
+
+SIZES = sorted({layout.num_ranks for layout in LAYOUTS.values()})
+MOST_READ = 1.05
+"""DESIGN.md section 6: bytes read over bytes wanted, summed over the ranks."""
+
+TIED_TWICE = {"virtual2", "pp2_dp2", "pp2_rep1_dp2_tp2"}
+"""Checkpoints with the tied weights under both names, of which the other layouts want one."""
+
+
+def run(verb: str, root: Path, timeout_s: float) -> dict[str, Any]:
+    """One launch per world size; what each layout found, by its name."""
+    found: dict[str, Any] = {}
+    for size in SIZES:
+        launch("matrix", size, verb, root, timeout_s=timeout_s).check()
+        found |= json.loads((root / f"{verb}-{size}.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+@pytest.fixture(scope="module")
+def saved(root: Path) -> dict[str, list[str]]:
+    return run("save", root, timeout_s=180)
+
+
+@pytest.fixture(scope="module")
+def loaded(root: Path, saved: dict[str, list[str]]) -> dict[str, Any]:
+    assert saved.keys() == LAYOUTS.keys()
+    return run("load", root, timeout_s=300)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.timeout(900)
+def test_torch_gathers_what_holdfast_reads(saved: dict[str, list[str]], layout: str) -> None:
+    assert saved[layout] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_safetensors_reader_opens_the_files(
+    root: Path, saved: dict[str, list[str]], layout: str
+) -> None:
+    """The pieces in the files, put together by their names alone, are the tensors."""
+    checkpoint = holdfast.open(str(root / layout))
+    shapes = {n: checkpoint.info(n).shape for n in checkpoint.names()}
+    whole = {n: np.zeros(shape, "f8") for n, shape in shapes.items()}
+    for file in root.joinpath(layout).rglob("*.safetensors"):
+        with safetensors.safe_open(file, "pt") as opened:
+            for key in opened.keys():  # noqa: SIM118  it is no dict
+                if not key.startswith("holdfast."):
+                    name, _, part = key.partition("@")
+                    values = opened.get_tensor(key).double().numpy()
+                    whole[name][at(part, shapes[name])] += values
+    for name in {t.name for t in checkpoint.manifest.tensors}:
+        assert np.array_equal(whole[name], checkpoint.read(name).astype("f8")), name
+
+
+def at(part: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The slices that a piece's name states."""
+    if not part:
+        return tuple(slice(n) for n in shape)
+    ranges = part.strip("[]").split(",")
+    return tuple(slice(*map(int, r.split(":"))) for r in ranges)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.timeout(1200)
+def test_loads_every_checkpoint_bit_by_bit(loaded: dict[str, Any], layout: str) -> None:
+    assert loaded[layout].keys() == LAYOUTS.keys()
+    assert {s: found["wrong"] for s, found in loaded[layout].items() if found["wrong"]} == {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_together_read_each_byte_about_once(loaded: dict[str, Any], layout: str) -> None:
+    """Verifying reads whole chunks; where all tensors are wanted, that is hardly more than they are."""
+    complete = 0
+    for checkpoint, found in loaded[layout].items():
+        assert found["wanted"] > 5_000_000, "too little for chunks of 256 KiB to count"
+        assert found["wanted"] <= found["read"] <= MOST_READ * found["chunks"], checkpoint
+        if checkpoint not in TIED_TWICE:
+            assert found["read"] <= MOST_READ * found["wanted"], checkpoint
+            complete += 1
+    assert complete == len(LAYOUTS) - len(TIED_TWICE)

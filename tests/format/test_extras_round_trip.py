@@ -1,0 +1,152 @@
+"""Extras: whatever can be saved comes back as it was, types included."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, deque
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from holdfast.errors import FormatError, UsageError
+from holdfast.format.extras import MAX_DEPTH, decode, encode
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+)
+DTYPES = hnp.scalar_dtypes().filter(lambda d: d.kind in "biufc" and d.itemsize <= 16)
+ARRAYS = DTYPES.flatmap(
+    lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
+)
+KEYS = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.binary(max_size=3)
+KEYS |= st.tuples(st.integers(), st.text(max_size=2))
+
+
+def containers(inner):
+    return (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.lists(inner, max_size=3).map(lambda v: deque(v, maxlen=5))
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
+        | st.dictionaries(st.text(max_size=2), st.integers(), max_size=3).map(Counter)
+        | st.sets(st.integers() | st.text(max_size=2), max_size=3)
+    )
+
+
+VALUES = st.recursive(SCALARS | ARRAYS, containers, max_leaves=10)
+
+
+def same(a, b) -> bool:
+    """Equal in value and type, NaN and the sign of zero included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (
+            a == b and math.copysign(1, a) == math.copysign(1, b)
+        )
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(
+            same(k, j) and same(v, w) for (k, v), (j, w) in zip(a.items(), b.items())
+        )
+    if isinstance(a, deque):
+        return a.maxlen == b.maxlen and same(list(a), list(b))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@settings(max_examples=120, deadline=None)
+@given(VALUES)
+def test_comes_back_as_it_was(value) -> None:
+    text = msgspec.json.encode(encode(value))
+    assert same(decode(msgspec.json.decode(text)), value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(VALUES)
+def test_same_value_same_bytes(value) -> None:
+    """Ranks compare extras by digest."""
+    assert msgspec.json.encode(encode(value)) == msgspec.json.encode(encode(value))
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "$tuple",
+                    "$int",
+                    "$float",
+                    "$complex",
+                    "$bytes",
+                    "$scalar",
+                    "$array",
+                    "$deque",
+                    "$set",
+                    "$dict",
+                    "$ordered",
+                    "$counter",
+                    "$x",
+                ]
+            ),
+            inner,
+            min_size=1,
+            max_size=1,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(JUNK)
+def test_junk_is_decoded_or_refused(tree) -> None:
+    try:
+        decode(tree)
+    except FormatError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "value", [np.int16(3), np.float64(0.1), np.bool_(True), np.complex64(1j), np.datetime64(5, "s")]
+)
+def test_numpy_scalars(value) -> None:
+    back = decode(msgspec.json.decode(msgspec.json.encode(encode(value))))
+    assert (type(back), back) == (type(value), value)
+
+
+def test_what_cannot_be_saved_is_named() -> None:
+    with pytest.raises(UsageError, match=r"a\.b\[1\]: a builtins\.object"):
+        encode({"a": {"b": [1, object()]}})
+
+
+def test_a_structure_that_holds_itself_is_refused() -> None:
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(UsageError, match="nested deeper"):
+        encode(loop)
+
+
+def test_as_deep_as_allowed_can_be_read_again() -> None:
+    value: tuple = ()
+    for _ in range(MAX_DEPTH - 1):
+        value = (value,)
+    assert decode(msgspec.json.decode(msgspec.json.encode(encode(value)))) == value

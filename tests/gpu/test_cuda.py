@@ -1,0 +1,157 @@
+"""Snapshots and restores of tensors on a CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast import events
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+WAIT_S = 60.0
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 2048) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout())
+        self.half = nn.Parameter(torch.randn(333, 77, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.body(x).square().mean() + self.half.float().mean()
+
+
+def make(seed: int, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    net = Net().cuda()
+    return net, torch.optim.AdamW(net.parameters(), lr=0.001, **options)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = net(torch.ones(16, 2048, device="cuda"))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def copies(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {f"model.{n}": t.cpu().clone() for n, t in net.state_dict().items()}
+    for name, p in net.named_parameters():
+        found |= {f"optim.{name}.{k}": v.cpu().clone() for k, v in optimizer.state[p].items()}
+    return found
+
+
+def check_saved(root: Path, step: int, expected: dict[str, torch.Tensor]) -> None:
+    with holdfast.open(str(root), step) as checkpoint:
+        assert set(checkpoint.names()) == set(expected)
+        for name, tensor in expected.items():
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            assert checkpoint.read(name).tobytes() == flat.numpy().tobytes(), name
+
+
+def test_snapshots_are_of_the_moment_of_the_call(tmp_path: Path) -> None:
+    """Kernels of the step before are still queued at the call, those of the next follow at once."""
+    net, optimizer = make(0)
+    with holdfast.Checkpointer(tmp_path, {"model": net, "optim": optimizer}) as ckpt:
+        expected, saves = {}, []
+        for step in range(1, 6):
+            train(net, optimizer, 2)
+            expected[step] = copies(net, optimizer)
+            saves.append(ckpt.save(step))
+        train(net, optimizer, 3)
+        for save in saves:
+            save.wait(WAIT_S)
+    for step, tensors in expected.items():
+        check_saved(tmp_path, step, tensors)
+
+
+def test_the_copy_waits_for_queued_kernels(tmp_path: Path) -> None:
+    """The training stream is busy when the save is called: the copy must come after."""
+    net, optimizer = make(0)
+    train(net, optimizer, 1)
+    big = torch.randn(4096, 4096, device="cuda")
+    with holdfast.Checkpointer(tmp_path, {"model": net, "optim": optimizer}) as ckpt:
+        for _ in range(50):
+            big = big @ big.t() / 4096
+        with torch.no_grad():
+            net.body[0].weight.copy_(big[:2048, :2048])
+        ckpt.save(1).wait(WAIT_S)
+    check_saved(tmp_path, 1, copies(net, optimizer))
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}, {"foreach": False}])
+def test_goes_on_bit_by_bit(tmp_path: Path, options: dict[str, bool]) -> None:
+    """With dropout: the device's random numbers go on too."""
+    net, optimizer = make(0, **options)
+    train(net, optimizer, 3)
+    with holdfast.Checkpointer(tmp_path, {"model": net, "optim": optimizer}) as ckpt:
+        ckpt.save(3).wait(WAIT_S)
+    expected = train(net, optimizer, 3)
+    other, fresh = make(1, **options)
+    with holdfast.Checkpointer(tmp_path, {"model": other, "optim": fresh}) as ckpt:
+        assert ckpt.restore() == 3
+    assert train(other, fresh, 3) == expected
+    for p, q in zip(net.parameters(), other.parameters()):
+        assert torch.equal(p, q)
+        for key, value in optimizer.state[p].items():
+            assert fresh.state[q][key].device == value.device
+            assert torch.equal(fresh.state[q][key], value)
+
+
+def test_a_write_in_the_window_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.state import snapshot
+
+    net, optimizer = make(0)
+    train(net, optimizer, 1)
+    original, edits = snapshot.Copies.run, iter([True])
+
+    def edited(copies: Any, *args: Any) -> None:
+        original(copies, *args)
+        if next(edits, False):
+            with torch.no_grad():
+                net.body[0].weight.add_(1)
+
+    monkeypatch.setattr(snapshot.Copies, "run", edited)
+    before = events.counters["snapshot.retaken"]
+    with holdfast.Checkpointer(tmp_path, {"model": net, "optim": optimizer}) as ckpt:
+        ckpt.save(1).wait(WAIT_S)
+    assert events.counters["snapshot.retaken"] == before + 1
+    check_saved(tmp_path, 1, copies(net, optimizer))
+
+
+def test_between_devices(tmp_path: Path) -> None:
+    net, optimizer = make(0)
+    train(net, optimizer, 1)
+    holdfast.save(tmp_path, {"model": net, "optim": optimizer}, step=1)
+    host = Net()
+    fresh = torch.optim.AdamW(host.parameters())
+    holdfast.load(tmp_path, {"model": host, "optim": fresh})
+    expected = copies(net, optimizer)
+    assert all(torch.equal(t, expected[n]) for n, t in copies(host, fresh).items())
+    holdfast.save(tmp_path, {"model": host, "optim": fresh}, step=2)
+    again, optimizer = make(1)
+    holdfast.load(tmp_path, {"model": again, "optim": optimizer}, 2)
+    assert all(torch.equal(t, expected[n]) for n, t in copies(again, optimizer).items())
+
+
+def test_meta_models_are_made_on_the_default_device(tmp_path: Path) -> None:
+    net, _ = make(0)
+    holdfast.save(tmp_path, {"model": net}, step=1)
+    with torch.device("meta"):
+        empty = Net()
+    with torch.device("cuda"):
+        holdfast.load(tmp_path, {"model": empty})
+    assert all(p.is_cuda for p in empty.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(empty.parameters(), net.parameters()))

@@ -1,0 +1,256 @@
+"""What is no tensor: schedulers, scalers, random numbers, loaders, the user's own objects and values."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as lrs
+
+import holdfast
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5, momentum=0.5)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: lrs.StepLR(o, 3, 0.5),
+    "multi-step": lambda o: lrs.MultiStepLR(o, [2, 5, 7], 0.5),
+    "lambda": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 9),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "one-cycle": lambda o: lrs.OneCycleLR(o, 1.0, total_steps=30),
+    "linear": lambda o: lrs.LinearLR(o, 0.1, total_iters=9),
+    "sequential": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, total_iters=3), lrs.CosineAnnealingLR(o, 8)], [4]
+    ),
+    "chained": lambda o: lrs.ChainedScheduler([lrs.StepLR(o, 2), lrs.ExponentialLR(o, 0.9)]),
+    "plateau": lambda o: lrs.ReduceLROnPlateau(o, patience=1, factor=0.5),
+}
+
+
+def rates(scheduler: Any, optimizer: torch.optim.Optimizer, start: int, stop: int) -> list[Any]:
+    """The learning rate (and the momentum that OneCycle moves) after each step."""
+    found = []
+    for step in range(start, stop):
+        optimizer.step()
+        metric = (1.0 + step % 3,) if isinstance(scheduler, lrs.ReduceLROnPlateau) else ()
+        scheduler.step(*metric)
+        group = optimizer.param_groups[0]
+        found.append((group["lr"], group["momentum"]))
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:Detected call")
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_schedulers_go_on(tmp_path: Path, name: str) -> None:
+    optimizer = sgd()
+    scheduler = SCHEDULERS[name](optimizer)
+    rates(scheduler, optimizer, 0, 5)
+    holdfast.save(tmp_path, {"optim": optimizer, "sched": scheduler}, step=5)
+    expected = rates(scheduler, optimizer, 5, 14)
+    assert len(set(expected)) > 1
+    other = sgd()
+    fresh = SCHEDULERS[name](other)
+    holdfast.load(tmp_path, {"optim": other, "sched": fresh})
+    assert rates(fresh, other, 5, 14) == expected
+
+
+def test_grad_scaler(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=7)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 5})
+    holdfast.save(tmp_path, {"scaler": scaler}, step=1)
+    fresh = torch.amp.GradScaler("cpu")
+    holdfast.load(tmp_path, {"scaler": fresh})
+    assert fresh.state_dict() == scaler.state_dict()
+    assert (fresh.state_dict()["scale"], fresh.state_dict()["_growth_tracker"]) == (32.0, 5)
+
+
+def draws() -> list[Any]:
+    """Numbers from every generator, dropout's mask among them."""
+    dropped = nn.functional.dropout(torch.ones(64), 0.5)
+    normal = random.gauss(0, 1), float(np.random.standard_normal())
+    return [random.random(), *normal, np.random.random(3).tolist(), dropped.tolist()]
+
+
+@pytest.mark.parametrize("key", ["rng", "mine"])
+def test_random_numbers_go_on(tmp_path: Path, key: str) -> None:
+    """A Checkpointer includes them; after an odd number of Gaussian draws one is in store."""
+    state: dict[str, Any] = {"x": 1}
+    if key == "mine":
+        state["mine"] = holdfast.Rng()
+    draws()
+    with holdfast.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(3).wait(20)
+        expected = draws()
+        assert draws() != expected
+        assert ckpt.restore() == 3
+        assert draws() == expected
+
+
+# -- objects and values ---------------------------------------------------------------------------
+
+
+class Sampler:
+    """A user's own object: numbers, a large tensor, a small one, an array."""
+
+    def __init__(self, fill: int) -> None:
+        self.state = {
+            "at": fill,
+            "order": torch.full((50_000,), fill),
+            "small": torch.full((3,), fill, dtype=torch.bfloat16),
+            "array": np.full((2, 2), fill, "i2"),
+            "nested": [{"x": (fill, None)}],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_objects(tmp_path: Path) -> None:
+    saved, loaded = Sampler(7), Sampler(1)
+    holdfast.save(tmp_path, {"sampler": saved}, step=1)
+    holdfast.load(tmp_path, {"sampler": loaded})
+    for name in ("order", "small"):
+        assert loaded.state[name].dtype == saved.state[name].dtype
+        assert torch.equal(loaded.state[name], saved.state[name])
+    assert np.array_equal(loaded.state["array"], saved.state["array"])
+    assert loaded.state["array"].dtype == np.dtype("i2")
+    assert (loaded.state["at"], loaded.state["nested"]) == (7, [{"x": (7, None)}])
+    assert "sampler.order" in holdfast.open(str(tmp_path)).names()
+
+
+VALUES: list[Any] = [
+    5,
+    -(2**63),
+    2**200,
+    0.1,
+    float("inf"),
+    -0.0,
+    True,
+    None,
+    "text \u00e4\U0001f600\0",
+    "$dict",
+    b"\0\xff",
+    3 + 4j,
+    (1, (2, [3])),
+    [1, [2, {"a": (3,)}]],
+    {"a": {1: "int key", (2, 3): "tuple key"}},
+    {"$tuple": [1]},
+    {1, 2, 3},
+    deque([1, 2], maxlen=5),
+    Counter("aab"),
+    OrderedDict(b=1, a=2),
+    np.float32(0.1),
+    np.arange(6, dtype="u2").reshape(2, 3),
+    {},
+    [],
+]
+
+
+def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
+    saved = {"v": list(VALUES), "n": 3, "s": "x", "t": (1, "a")}
+    holdfast.save(tmp_path, saved, step=1)
+    mine: list[Any] = []
+    loaded = {"v": mine, "n": 0, "s": "", "t": ()}
+    holdfast.load(tmp_path, loaded)
+    assert loaded["v"] is mine, "the user's own list is filled"
+    assert (loaded["n"], loaded["s"], loaded["t"]) == (3, "x", (1, "a"))
+    assert len(mine) == len(VALUES)
+    for a, b in zip(mine, VALUES):
+        assert type(a) is type(b), (a, b)
+        assert np.array_equal(a, b) if isinstance(b, np.ndarray) else repr(a) == repr(b)
+
+
+def test_nan_comes_back(tmp_path: Path) -> None:
+    state = {"x": float("nan")}
+    holdfast.save(tmp_path, state, step=1)
+    state["x"] = 0.0
+    holdfast.load(tmp_path, state)
+    assert state["x"] != state["x"]
+
+
+def test_tensors_in_nested_containers_are_loaded_in_place(tmp_path: Path) -> None:
+    def build(fill: float) -> dict[str, Any]:
+        return {"a": [torch.full((3,), fill), {"b": torch.tensor(fill)}], "n": fill}
+
+    saved, loaded = build(2.0), build(0.0)
+    tensors = loaded["a"][0], loaded["a"][1]["b"]
+    holdfast.save(tmp_path, {"state": saved}, step=1)
+    holdfast.load(tmp_path, {"state": loaded})
+    assert (tensors[0].tolist(), tensors[1].item(), loaded["n"]) == ([2, 2, 2], 2.0, 2.0)
+    assert loaded["a"][0] is tensors[0]
+    assert loaded["a"][1]["b"] is tensors[1]
+
+
+def test_a_checkpointer_saves_and_restores_current_numbers(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"tokens": 10, "history": [1]}
+    with holdfast.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(1).wait(20)
+        state["tokens"] = 99
+        state["history"].append(2)
+        assert ckpt.restore() == 1
+    assert state == {"tokens": 10, "history": [1]}
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 0, nn.ReLU, {"x": [open]}], ids=str)
+def test_what_cannot_be_saved_is_refused_with_its_path(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(holdfast.errors.UsageError, match=r"thing.*cannot be saved"):
+        holdfast.save(tmp_path, {"thing": value}, step=1)
+    assert holdfast.steps(str(tmp_path)) == []
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        amax: Any = None
+
+        def get_extra_state(self) -> Any:
+            return {"amax": self.amax, "history": torch.tensor([1.0, 2.0])}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.amax = state["amax"]
+
+    saved, loaded = (
+        nn.Sequential(Scaled(2, 2), Scaled(2, 2)),
+        nn.Sequential(Scaled(2, 2), Scaled(2, 2)),
+    )
+    saved[0].amax, saved[1].amax = 3.5, "none"
+    holdfast.save(tmp_path, {"model": saved}, step=1)
+    holdfast.load(tmp_path, {"model": loaded})
+    assert [m.amax for m in loaded] == [3.5, "none"]
+
+
+# -- torchdata ------------------------------------------------------------------------------------
+
+
+def test_torchdata_loader_goes_on_in_mid_epoch(tmp_path: Path) -> None:
+    data = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(5)
+        return data.StatefulDataLoader(
+            list(range(40)), batch_size=4, shuffle=True, generator=generator, num_workers=0
+        )
+
+    loader = make()
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    holdfast.save(tmp_path, {"loader": loader}, step=4)
+    rest = [batch.tolist() for batch in batches]
+    assert len(rest) == 6
+    fresh = make()
+    holdfast.load(tmp_path, {"loader": fresh})
+    assert [batch.tolist() for batch in fresh] == rest

@@ -1,0 +1,278 @@
+"""A run that is saved, restored into fresh objects and continued is the uninterrupted run, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """`unused` never has a gradient; `late` has its first after some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.second = nn.Linear(16, 5)
+        self.unused = nn.Linear(3, 3)
+        self.late = nn.Linear(16, 5, bias=False)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden) + (self.late(hidden) if step >= 4 else 0)
+
+
+def groups(net: Net) -> list[dict[str, Any]]:
+    """Two groups with hyper-parameters of their own, which the run then changes."""
+    return [
+        {"params": [net.first.weight, net.second.weight, net.late.weight], "weight_decay": 0.02},
+        {"params": [net.first.bias, net.second.bias, *net.unused.parameters()], "lr": 0.003},
+    ]
+
+
+def matrices(net: Net) -> list[dict[str, Any]]:
+    """Muon takes matrices alone."""
+    return [
+        {"params": [net.first.weight, net.unused.weight], "weight_decay": 0.02},
+        {"params": [net.second.weight, net.late.weight], "lr": 0.003},
+    ]
+
+
+def train(net: Net, optimizer: torch.optim.Optimizer, start: int, stop: int) -> list[bytes]:
+    """Steps `start..stop`; the loss after each, as bytes.  Changes hyper-parameters on the way."""
+    losses = []
+    for step in range(start, stop):
+        x = torch.sin(torch.arange(96.0).reshape(8, 12) * (step + 1))
+        loss = net(x, step).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
+        losses.append(loss.detach().numpy().tobytes())
+    return losses
+
+
+def build(make: Make, split: Callable[[Net], list[dict[str, Any]]], seed: int) -> tuple[Net, Any]:
+    torch.manual_seed(seed)
+    net = Net()
+    return net, make(split(net))
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adam-maximize": lambda p: torch.optim.Adam(p, lr=1e-4, maximize=True),
+    "adam-tensor-lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "adamw-loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+def check_goes_on(
+    path: Path, make: Make, split: Callable[[Net], list[dict[str, Any]]], *, used: bool
+) -> None:
+    """Restore at step 3 and at step 5; `used`: into an optimizer that has state of its own."""
+    net, optimizer = build(make, split, seed=0)
+    whole = train(net, optimizer, 0, 3)
+    holdfast.save(path, {"net": net, "optim": optimizer}, step=3)
+    whole += train(net, optimizer, 3, 5)
+    holdfast.save(path, {"net": net, "optim": optimizer}, step=5)
+    whole += train(net, optimizer, 5, 8)
+    for step in (3, 5):
+        other, fresh = build(make, split, seed=1)
+        if used:
+            train(other, fresh, 3, 6)
+        state = {"net": other, "optim": fresh}
+        assert holdfast.load(path, state, step) == step
+        assert train(other, fresh, step, 8) == whole[step:]
+        assert same(fresh.state_dict(), optimizer.state_dict()) == []
+
+
+def same(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two nested values differ, in type, dtype, device or bits."""
+    if type(a) is not type(b):
+        return [f"{path}: {type(a)} and {type(b)}"]
+    if isinstance(a, torch.Tensor):
+        alike = a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
+        return [] if alike and torch.equal(a, b) else [path]
+    if isinstance(a, dict):
+        if a.keys() != b.keys():
+            return [f"{path}: keys {sorted(map(str, a.keys() ^ b.keys()))}"]
+        return [x for k in a for x in same(a[k], b[k], f"{path}.{k}")]
+    if isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{path}: lengths {len(a)} and {len(b)}"]
+        return [x for i, (p, q) in enumerate(zip(a, b)) for x in same(p, q, f"{path}[{i}]")]
+    return [] if a == b else [f"{path}: {a} and {b}"]
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_goes_on_bit_by_bit(tmp_path: Path, name: str, used: bool) -> None:
+    check_goes_on(tmp_path, OPTIMIZERS[name], groups, used=used)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_muon_goes_on_bit_by_bit(tmp_path: Path, used: bool) -> None:
+    check_goes_on(tmp_path, lambda p: torch.optim.Muon(p, lr=0.01), matrices, used=used)
+
+
+def test_lbfgs_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    """Its state holds lists of tensors and counters."""
+
+    def make(seed: int) -> tuple[nn.Linear, torch.optim.LBFGS]:
+        torch.manual_seed(seed)
+        net = nn.Linear(4, 3)
+        return net, torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+
+    def steps(net: nn.Linear, optimizer: torch.optim.LBFGS, count: int) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(torch.eye(4)).sin().square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(count):
+            optimizer.step(closure)
+
+    net, optimizer = make(0)
+    steps(net, optimizer, 2)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=2)
+    steps(net, optimizer, 2)
+    other, fresh = make(1)
+    holdfast.load(tmp_path, {"net": other, "optim": fresh})
+    steps(other, fresh, 2)
+    assert same(other.state_dict(), net.state_dict()) == []
+
+
+def test_flags_of_each_group_come_back(tmp_path: Path) -> None:
+    """What says what is computed is the saved run's; what says how is this run's."""
+    flags = [
+        {"amsgrad": True, "maximize": False, "lr": 0.1},
+        {"amsgrad": False, "maximize": True, "lr": 0.2},
+    ]
+
+    def make(seed: int, given: list[dict[str, Any]]) -> tuple[Net, torch.optim.Adam]:
+        torch.manual_seed(seed)
+        net = Net()
+        first, second = (g["params"] for g in groups(net))
+        pairs = zip((first, second), given)
+        return net, torch.optim.Adam([{"params": p, **one} for p, one in pairs])
+
+    net, optimizer = make(0, flags)
+    train(net, optimizer, 0, 3)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=3)
+    other, fresh = make(1, [{}, {}])
+    holdfast.load(tmp_path, {"net": other, "optim": fresh})
+    for saved, restored in zip(optimizer.param_groups, fresh.param_groups):
+        assert {k: restored[k] for k in flags[0]} == {k: saved[k] for k in flags[0]}
+    assert train(other, fresh, 3, 6) == train(net, optimizer, 3, 6)
+
+
+@pytest.mark.parametrize("into", ["foreach", "fused", "loop"])
+def test_the_implementation_is_this_runs_own(tmp_path: Path, into: str) -> None:
+    net, optimizer = build(OPTIMIZERS["adamw-fused"], groups, seed=0)
+    train(net, optimizer, 0, 3)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=3)
+    other, fresh = build(OPTIMIZERS[f"adamw-{into}"], groups, seed=1)
+    flags = [(g["foreach"], g["fused"]) for g in fresh.param_groups]
+    holdfast.load(tmp_path, {"net": other, "optim": fresh})
+    assert [(g["foreach"], g["fused"]) for g in fresh.param_groups] == flags
+    assert same(fresh.state_dict()["state"], optimizer.state_dict()["state"]) == []
+    train(other, fresh, 3, 5)
+
+
+def test_groups_in_another_order_take_their_own(tmp_path: Path) -> None:
+    net, optimizer = build(OPTIMIZERS["adam"], groups, seed=0)
+    train(net, optimizer, 0, 3)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=3)
+    other, fresh = build(OPTIMIZERS["adam"], lambda net: groups(net)[::-1], seed=1)
+    holdfast.load(tmp_path, {"net": other, "optim": fresh})
+    assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizer.param_groups][::-1]
+    assert torch.equal(
+        fresh.state[other.first.weight]["exp_avg"], optimizer.state[net.first.weight]["exp_avg"]
+    )
+
+
+def test_groups_split_otherwise_are_refused(tmp_path: Path) -> None:
+    net, optimizer = build(OPTIMIZERS["adam"], groups, seed=0)
+    train(net, optimizer, 0, 1)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=1)
+    other = Net()
+    before = {n: p.clone() for n, p in other.named_parameters()}
+    with pytest.raises(holdfast.errors.StateMismatch, match="group 0 of 'optim'"):
+        holdfast.load(tmp_path, {"net": other, "optim": torch.optim.Adam(other.parameters())})
+    assert same(dict(before), {n: p.detach() for n, p in other.named_parameters()}) == []
+
+
+def test_a_new_optimizer_has_no_state_to_lose(tmp_path: Path) -> None:
+    """Saved before the first step: what this optimizer has gathered meanwhile goes."""
+    net, optimizer = build(OPTIMIZERS["adam"], groups, seed=0)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=0)
+    train(net, optimizer, 0, 2)
+    assert holdfast.load(tmp_path, {"net": net, "optim": optimizer}) == 0
+    assert not any(optimizer.state.values())
+
+
+@contextmanager
+def untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The optimizer is afterwards as it was before."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: copy(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [copy(v) for v in value]
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    before = copy(optimizer.state_dict())
+    yield
+    assert same(optimizer.state_dict(), before) == []
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_a_mismatch_leaves_the_optimizer_as_it_is(tmp_path: Path, used: bool) -> None:
+    net, optimizer = build(OPTIMIZERS["adam"], groups, seed=0)
+    train(net, optimizer, 0, 1)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=1)
+    other, fresh = build(OPTIMIZERS["adam-amsgrad"], groups, seed=1)
+    if used:
+        train(other, fresh, 0, 5)
+    other.extra = nn.Linear(2, 2)
+    with untouched(fresh), pytest.raises(holdfast.errors.StateMismatch, match=r"net\.extra"):
+        holdfast.load(tmp_path, {"net": other, "optim": fresh})
+
+
+def test_optimizer_of_parameters_in_no_module(tmp_path: Path) -> None:
+    """Its states are named by position."""
+    p = torch.nn.Parameter(torch.arange(5.0))
+    optimizer = torch.optim.Adam([p], lr=0.1)
+    p.grad = torch.ones(5)
+    optimizer.step()
+    holdfast.save(tmp_path, {"p": p, "optim": optimizer}, step=1)
+    q = torch.nn.Parameter(torch.zeros(5))
+    fresh = torch.optim.Adam([q], lr=0.5)
+    holdfast.load(tmp_path, {"p": q, "optim": fresh})
+    assert torch.equal(p, q)
+    assert same(fresh.state_dict(), optimizer.state_dict()) == []
+    assert "optim.group0.0.exp_avg" in holdfast.open(str(tmp_path)).names()

@@ -1,0 +1,228 @@
+"""The snapshot window: what is saved is the state at the call, whatever the training does next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import holdfast
+from holdfast import events
+from holdfast.state import snapshot
+
+WAIT_S = 20.0
+
+
+class Net(nn.Module):
+    """Buffers that change in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 200), nn.BatchNorm1d(200), nn.Linear(200, 3))
+        self.register_buffer("seen", torch.zeros(100_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.body(x).square().mean()
+
+
+class Run:
+    def __init__(self, root: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.state = {"model": self.net, "optim": self.optimizer}
+        self.ckpt = holdfast.Checkpointer(root, self.state, **options)
+
+    def forward(self) -> None:
+        self.optimizer.zero_grad()
+        self.net(torch.randn(8, 64)).backward()
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.forward()
+            self.optimizer.step()
+
+    def copy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """All tensors now, under holdfast's names."""
+        found = {f"model.{n}": t.numpy().copy() for n, t in self.net.state_dict().items()}
+        for name, p in self.net.named_parameters():
+            for key, value in self.optimizer.state[p].items():
+                found[f"optim.{name}.{key}"] = value.numpy().copy()
+        return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    run.train()
+    yield run
+    run.ckpt.close()
+
+
+def saved(root: Path, step: int) -> dict[str, np.ndarray[Any, Any]]:
+    with holdfast.open(str(root), step) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.names()}
+
+
+def different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if a[name].tobytes() != b[name].tobytes()]
+
+
+@contextmanager
+def around_copy(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[Callable[[], None]], None]
+) -> Iterator[None]:
+    """While open, the background copy is `act(copy)`."""
+    original = snapshot.Copies.run
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot.Copies, "run", lambda *args: act(lambda: original(*args)))
+        yield
+
+
+def test_the_next_optimizer_step_waits_for_the_copy(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy begins when the optimizer stands before its step, and must not see what it does."""
+    before = run.copy()
+    standing, stepped = threading.Event(), threading.Event()
+    hook = register_optimizer_step_pre_hook(lambda *_: standing.set())  # before the window's own
+
+    def late(copy: Callable[[], None]) -> None:
+        assert standing.wait(WAIT_S)
+        assert not stepped.wait(0.3), "the optimizer did not wait"
+        copy()
+
+    with around_copy(monkeypatch, late):
+        save = run.ckpt.save(1)
+        run.forward()
+        thread = threading.Thread(target=lambda: (run.optimizer.step(), stepped.set()))
+        thread.start()
+        save.wait(WAIT_S)
+        thread.join(WAIT_S)
+    hook.remove()
+    assert stepped.is_set()
+    assert different(saved(tmp_path, 1), before) == []
+    assert "model.body.0.weight" in different(run.copy(), before)
+
+
+def test_buffers_are_copied_before_the_next_forward_pass(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run.copy()
+    forwarded = threading.Event()
+
+    def late(copy: Callable[[], None]) -> None:
+        assert forwarded.wait(WAIT_S)
+        copy()
+
+    with around_copy(monkeypatch, late):
+        save = run.ckpt.save(1)
+        run.forward()
+        assert set(different(run.copy(), before)) >= {"model.seen", "model.body.1.running_mean"}
+        forwarded.set()
+        save.wait(WAIT_S)
+    assert different(saved(tmp_path, 1), before) == []
+
+
+def test_many_saves_beside_the_training(run: Run, tmp_path: Path) -> None:
+    copies, saves = {}, []
+    for step in range(1, 9):
+        copies[step] = run.copy()
+        saves.append(run.ckpt.save(step))
+        run.train(1 + step % 3)
+    for save in saves:
+        save.wait(WAIT_S)
+    for step, copy in copies.items():
+        assert different(saved(tmp_path, step), copy) == []
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_write_in_the_window_is_seen_and_the_copy_taken_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Two tensors are edited while they are copied: the image has both edits, not one."""
+    count = 0
+
+    def edited(copy: Callable[[], None]) -> None:
+        nonlocal count
+        first, last = run.net.body[0].weight, run.net.body[2].bias
+        if count < times:
+            count += 1
+            with torch.no_grad():
+                first.add_(1)
+                copy()
+                last.mul_(2)
+        else:
+            copy()
+
+    seen: list[events.Event] = []
+    with around_copy(monkeypatch, edited), events.listen(seen.append):
+        run.ckpt.save(1).wait(WAIT_S)
+    retaken = [e.fields for e in seen if e.name == "snapshot.retaken"]
+    assert len(retaken) == times
+    assert "model.body.0.weight" in retaken[0]["changed"]
+    assert different(saved(tmp_path, 1), run.copy()) == []
+
+
+def test_a_write_after_the_save_is_no_business_of_its(run: Run, tmp_path: Path) -> None:
+    before, retaken = run.copy(), events.counters["snapshot.retaken"]
+    run.ckpt.save(1).wait(WAIT_S)
+    with torch.no_grad():
+        run.net.body[0].weight.add_(1)
+    assert different(saved(tmp_path, 1), before) == []
+    assert events.counters["snapshot.retaken"] == retaken
+
+
+def test_endless_writes_fail_the_save_and_not_the_training(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edited(copy: Callable[[], None]) -> None:
+        with torch.no_grad():
+            run.net.body[0].weight.add_(1)
+        copy()
+
+    with (
+        around_copy(monkeypatch, edited),
+        pytest.raises(
+            holdfast.HoldfastError, match=r"outside optimizer\.step\(\).*body\.0\.weight"
+        ),
+    ):
+        run.ckpt.save(1).wait(WAIT_S)
+    assert holdfast.steps(str(tmp_path)) == []
+    run.train()
+    run.ckpt.save(2).wait(WAIT_S)
+    assert different(saved(tmp_path, 2), run.copy()) == []
+
+
+def test_weights_that_moved_are_followed(run: Run, tmp_path: Path) -> None:
+    """New memory, other strides: the list of copies is made anew."""
+    run.ckpt.save(1).wait(WAIT_S)
+    net = run.net
+    net.body[0].weight.data = torch.randn(200, 64)
+    net.body[2].weight.data = torch.randn(200, 3).t()
+    net.seen = torch.arange(100_000.0)
+    run.ckpt.save(2).wait(WAIT_S)
+    assert different(saved(tmp_path, 2), run.copy()) == []
+
+
+def test_a_state_that_grows_is_planned_anew(run: Run, tmp_path: Path) -> None:
+    run.ckpt.save(1).wait(WAIT_S)
+    run.net.more = nn.Linear(300, 300)
+    run.optimizer.add_param_group({"params": run.net.more.parameters(), "lr": 0.5})
+    run.ckpt.save(2).wait(WAIT_S)
+    assert different(saved(tmp_path, 2), run.copy()) == []
+    assert len(saved(tmp_path, 2)) == len(saved(tmp_path, 1)) + 2
+    del run.net.more
+    run.optimizer.param_groups.pop()
+    run.ckpt.save(3).wait(WAIT_S)
+    assert different(saved(tmp_path, 3), run.copy()) == []
