@@ -112,7 +112,6 @@ def test_a_rank_that_must_have_a_file(store: LocalStore) -> None:
     messages = [p.message for p in verify(store, 1).problems]
     assert "the manifest states offsets" in messages[0]
     assert "its shardings give" in messages[0]
-    assert len(messages) == 2
 
 
 def test_a_header_that_does_not_follow_from_the_manifest(store: LocalStore) -> None:

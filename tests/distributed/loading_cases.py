@@ -128,8 +128,8 @@ def an_error_of_one_rank_is_told_to_all(root: Path) -> None:
 
 
 def flip(root: Path, step: int) -> tuple[str, int]:
-    """Rank 0 flips a bit in the middle of rank 1's file; every rank learns where."""
-    (path,) = root.glob(f"steps/{step:010d}/*/r00001.safetensors")
+    """Rank 0 flips a bit in the middle of the last rank's file; every rank learns where."""
+    path = max(root.glob(f"steps/{step:010d}/*/r*.safetensors"))
     at = path.stat().st_size // 2
     dist.barrier()
     if dist.get_rank() == 0:
