@@ -18,7 +18,7 @@ from holdfast.checkpoint.committing import Claim, Keep, claim, newest_claim, rel
 from holdfast.checkpoint.names import check_step, committed, describe, manifest_key
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.durable import Durable, Save
-from holdfast.errors import HoldfastError, NotFound, NotRecoverable, Unavailable, UsageError
+from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
 from holdfast.events import emit, span
 from holdfast.format.manifest import decode
 from holdfast.group import Group
@@ -137,7 +137,7 @@ class Checkpointer:
         if every is not None and step % every == 0:
             self._begin(step, must=self.when_busy == "queue")
         elif every is not None and not self._prepared:
-            self._durable.prepare(self._collect())
+            self._durable.prepare(self._collect)
         self._prepared = True
 
     def save(self, step: int) -> Save:
@@ -148,7 +148,7 @@ class Checkpointer:
     def _begin(self, step: int, *, must: bool) -> Save:
         self._check_open()
         with span("save.call", step=step):
-            save = self._durable.begin(self._collect(), step, must=must)
+            save = self._durable.begin(self._collect, step, must=must)
         self._saves.append(save)
         return save
 
@@ -178,7 +178,7 @@ class Checkpointer:
         try:
             self._begin(step, must=True).wait(self._stop.left())
         finally:
-            self.close()
+            self.close(self._stop.left())
         raise SystemExit(128 + signal.SIGTERM)
 
     # -- restoring --------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Checkpointer:
         self._check_open()
         self.wait()
         options = Options(cast=cast, strict=strict, on_resize=self.on_resize, mesh=self._mesh)
-        candidates = _candidates(self._store, self._group, step)
+        steps = _newest_first(self._store, self._group)
         state = self._everything()
 
         def attempt(candidate: int) -> None:
@@ -215,30 +215,45 @@ class Checkpointer:
                 attempt(step)
                 found = step
             else:
-                found = newest_good(candidates, attempt, passed_over)
+                found = newest_good(steps, attempt, passed_over)
             fields["step"] = found
+        if steps and found != steps[0]:
+            self._leave_behind()
         for key in self.state:
             self.state[key] = state[key]
         return found
 
+    def _leave_behind(self) -> None:
+        """The run went back: as a run of its own, what it saves now is newer than what it left."""
+        self._durable.settle(self._group.deadline_s)
+        self._claim = _claim_together(self._store, self._group)
+        self._durable.adopt(self._claim)
+
     # -- ending -----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save under way; failures are reported as `on_error` says."""
+        """Wait for every save under way; failures are reported as `on_error` says.
+
+        Deadline if they are not done after `timeout` seconds.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
         for save in list(self._saves):
             try:
-                save.wait(timeout)
+                save.wait(None if until is None else max(until - time.monotonic(), 0.0))
             except Exception:
+                if not save.done():
+                    raise
                 save.told = False  # reported just below
         self._report()
 
-    def close(self) -> None:
-        """Wait for what is pending and end.  Safe to call twice."""
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
+        `timeout` seconds (`deadline_s` if none are given)."""
         if self._closed:
             return
         self._closed = True
         try:
-            self._durable.close()
+            self._durable.close(timeout)
         finally:
             if self._stop is not None:
                 self._stop.close()
@@ -262,10 +277,10 @@ def save(
     check_keys(state)
     group = Group(deadline_s)
     store = open_shared(url, group)
-    run, attempt = msgspec.json.decode(group.broadcast(_once(store) if group.rank == 0 else None))
+    run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store)))
     durable = Durable(store, group, claim=None, run=run, attempt=attempt, deadline_s=deadline_s)
     try:
-        durable.begin(collect(state), step, must=True).wait()
+        durable.begin(lambda: collect(state), step, must=True).wait()
     finally:
         durable.close()
         group.close()
@@ -300,13 +315,16 @@ def load(
     group = Group(deadline_s)
     try:
         store = open_shared(url, group)
-        candidates = _candidates(store, group, step)
-        if not candidates:
-            raise NotRecoverable(
-                f"no checkpoint in {store.url}", hint="check the path; `holdfast ls` lists steps"
-            )
-        _load(store, group, candidates[0], state, options, verify=verify)
-        return candidates[0]
+        if step is None:
+            steps = _newest_first(store, group)
+            if not steps:
+                raise NotRecoverable(
+                    f"no checkpoint in {store.url}",
+                    hint="check the path; `holdfast ls` lists steps",
+                )
+            step = steps[0]
+        _load(store, group, step, state, options, verify=verify)
+        return step
     finally:
         group.close()
 
@@ -329,47 +347,40 @@ def _load(
 
 def _manifest_bytes(store: Store, group: Group, step: int) -> bytes:
     """Rank 0 reads it for all: ranks may see a file system differently."""
-    answer = b""
-    if group.rank == 0:
+
+    def read() -> bytes:
         try:
-            answer = b"\0" + store.get(manifest_key(step))
+            return store.get(manifest_key(step))
         except NotFound:
-            have = [s.step for s in committed(store)]
-            text = f"no step {step} in {store.url}; steps there: {describe(have)}"
-            answer = b"\1" + text.encode()
-        except HoldfastError as error:
-            answer = b"\2" + str(error).encode()
-    answer = group.broadcast(answer)
-    if answer[:1] != b"\0":
-        kind = NotFound if answer[:1] == b"\1" else Unavailable
-        raise kind(answer[1:].decode(), step=step)
-    return answer[1:]
+            have = describe([s.step for s in committed(store)])
+            raise NotFound(f"no step {step} in {store.url}; steps there: {have}") from None
+
+    return group.from_rank0(read)
 
 
-def _candidates(store: Store, group: Group, step: int | None) -> list[int]:
-    """Steps to try, newest first, as rank 0 sees them."""
-    if step is not None:
-        return [step]
-    data = None
-    if group.rank == 0:
-        data = msgspec.json.encode([s.step for s in reversed(committed(store))])
-    return msgspec.json.decode(group.broadcast(data), type=list[int])
+def _newest_first(store: Store, group: Group) -> list[int]:
+    """Every step, as rank 0 sees them."""
+
+    def look() -> bytes:
+        return msgspec.json.encode([s.step for s in reversed(committed(store))])
+
+    return msgspec.json.decode(group.from_rank0(look), type=list[int])
 
 
 def _claim_together(store: Store, group: Group) -> Claim:
-    """Rank 0 takes the root for all."""
-    answer = b""
-    if group.rank == 0:
-        try:
-            mine = claim(store)
+    """Rank 0 takes the root for all, and deletes what dead runs left.
+
+    A run on another host may be dead or not: what it left stays until this one has committed a step.
+    """
+
+    def take() -> bytes:
+        held = newest_claim(store)
+        mine = claim(store)
+        if held is None or held.is_over():
             sweep(store, mine, 0)
-            answer = b"\0" + msgspec.json.encode(mine)
-        except HoldfastError as error:
-            answer = b"\1" + str(error).encode()
-    answer = group.broadcast(answer)
-    if answer[:1] == b"\1":
-        raise UsageError(answer[1:].decode())
-    return msgspec.json.decode(answer[1:], type=Claim)
+        return msgspec.json.encode(mine)
+
+    return msgspec.json.decode(group.from_rank0(take), type=Claim)
 
 
 def _sweep_host(store: Store) -> None:

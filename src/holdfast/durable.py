@@ -51,6 +51,7 @@ from holdfast.state.snapshot import (
     MAX_RETAKES,
     Copies,
     Filling,
+    Gate,
     Memory,
     Moment,
     Refilled,
@@ -112,6 +113,7 @@ class _Plan:
     image: Image | None = None
     copies: Copies | None = None
     fingerprint: Any = None
+    description: bytes = b""
 
 
 @dataclass
@@ -126,6 +128,8 @@ class _Job:
     busy: bool
     description: bytes = b""
     holds_image: bool = False
+    error: BaseException | None = None
+    plan: _Plan | None = None
     replaced: str | None = None
     """On rank 0: the attempt that the step had before."""
     verdict: Verdict | None = None
@@ -167,10 +171,15 @@ class Durable:
         self.mesh = mesh
         self.deadline_s = deadline_s
         self._number = 0
-        self._window: Window | None = None
+        self._gate = Gate()
+        self._lock = threading.Lock()
+        self._committing = threading.Lock()
+        self._pending: list[int] = []
+        """Steps of saves that have begun and not ended, on this rank."""
         self._memory = Memory()
         self._aside: dict[str, torch.Tensor] = {}
         self._plan: _Plan | None = None
+        self._proposed: list[str] = []
         self._kinds: list[str] | None = None
         """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
         self._free = threading.Event()
@@ -181,53 +190,77 @@ class Durable:
 
     # -- training thread --------------------------------------------------------------------------
 
-    def begin(self, live: Live, step: int, *, must: bool) -> Save:
-        """Start a save of what `live` describes.  `must`: wait for the one in flight, do not skip.
+    def begin(self, describe_live: Callable[[], Live], step: int, *, must: bool) -> Save:
+        """Start a save of the live state.  `must`: wait for the one in flight, do not skip.
 
         Blocks for what the next forward pass may change; the rest is copied until the next
         optimizer step.
         """
         step_prefix(step)
-        self._number += 1
-        save = Save(step)
-        busy = not must and not self._free.is_set()
-        if not busy:
-            self._settle()
-            set_aside(live, self._aside)
-        if self._window is not None:
-            self._window.forget()
-        self._window = Window(step)
-        job = _Job(self._number, step, save, self._window, Moment.of(live), busy)
+        window = Window(step)
+        with self._lock:
+            busy = not must and bool(self._pending)
+            self._pending.append(step)
+        job = self._new_job(describe_live, step, window, busy=busy)
+        self._gate.window = window
         self._capture.submit(self._guarded, self._do_capture, job)
-        return save
+        return job.save
 
-    def prepare(self, live: Live) -> None:
-        """Plan a save of what `live` describes and have the memory for it ready.  Returns at once."""
-        self._number += 1
-        self._settle()
-        set_aside(live, self._aside)
-        job = _Job(self._number, 0, Save(0), None, Moment.of(live), False)
+    def prepare(self, describe_live: Callable[[], Live]) -> None:
+        """Plan a save and have the memory for it ready.  Returns at once."""
+        job = self._new_job(describe_live, 0, None, busy=False)
         self._capture.submit(self._guarded, self._do_capture, job)
+
+    def _new_job(
+        self, describe_live: Callable[[], Live], step: int, window: Window | None, *, busy: bool
+    ) -> _Job:
+        """A job; what goes wrong here is its error, so that the other ranks learn of it."""
+        self._number += 1
+        job = _Job(self._number, step, Save(step), window, Moment.of(Live()), busy)
+        try:
+            live = describe_live()
+            if not busy:
+                self._settle()
+                set_aside(live, self._aside)
+            job.moment = Moment.of(live)
+        except Exception as error:
+            job.error = error
+        return job
 
     def _settle(self) -> None:
         """Wait for earlier captures: what was set aside for them must have gone into the image."""
         self._capture.submit(lambda: None).result()
 
-    def close(self) -> None:
-        """Wait for what is under way.  Deadline if the store does not let go of it."""
-        until = time.monotonic() + self.deadline_s
-        for pool in (self._capture, self._persist, self._tidying):
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for what is under way, for `deadline_s` unless told otherwise; Deadline after that."""
+        limit = self.deadline_s if timeout is None else timeout
+        try:
+            self.settle(limit)
+            self._memory.close()
+        finally:
+            self._gate.close()
+            for pool in self._pools:
+                pool.shutdown(wait=False)
+
+    @property
+    def _pools(self) -> tuple[ThreadPoolExecutor, ...]:
+        return self._capture, self._persist, self._tidying
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until nothing is under way; Deadline if that takes longer."""
+        until = time.monotonic() + limit_s
+        for pool in self._pools:
             try:
                 pool.submit(lambda: None).result(max(until - time.monotonic(), 0.1))
             except (FutureTimeout, TimeoutError):
                 raise Deadline(
-                    f"a save was still under way {self.deadline_s:g} s after close()",
+                    f"a save was still under way after {limit_s:g} s",
                     hint="the storage may hang; the step is committed only if `holdfast ls` shows it",
                 ) from None
-            finally:
-                pool.shutdown(wait=False)
-        if self._window is not None:
-            self._window.forget()
+
+    def adopt(self, claim: Claim) -> None:
+        """Go on as another run: what is saved from now on is newer than all that was."""
+        self.claim, self.run = claim, claim.run
 
     # -- capture thread ---------------------------------------------------------------------------
 
@@ -246,7 +279,13 @@ class Durable:
             job.holds_image = False
             self._free.set()
 
+    def _end(self, job: _Job) -> None:
+        with self._lock:
+            if job.window is not None and job.step in self._pending:
+                self._pending.remove(job.step)
+
     def _finish(self, job: _Job, error: BaseException | None) -> None:
+        self._end(job)
         if error is None:
             took = time.perf_counter() - job.started
             emit("save.committed", step=job.step, seconds=round(took, 3))
@@ -254,28 +293,63 @@ class Durable:
         else:
             if isinstance(error, HoldfastError) and error.step is None:
                 error.step = job.step
-            emit("save.failed", step=job.step, error=str(error))
+            what = "save.failed" if job.window is not None else "prepare.failed"
+            emit(what, step=job.step, error=str(error))
             job.save._future.set_exception(error)
 
     def _do_capture(self, job: _Job) -> None:
-        job.description = describe(job.live)
-        if not job.busy:
-            self._take(job)
+        self._ready(job)
         verdict = self._agree(job)
+        if verdict.errors:
+            raise self._alike(f"save of step {job.step}", verdict.errors, job)
         if not verdict.go:
             self._skip(job)
             return
         job.verdict = verdict
         if verdict.describe:
             self._make_plan(job, verdict.describe)
-        image = self._lay_out(job)
         if job.window is None:
-            self._release(job)
+            self._persist.submit(self._guarded, self._touch, job)
             return
         self._check_replicas(job)
+        job.plan = self._plan
         filling = Filling()
+        image = self._try(lambda: self._lay_out(job), filling)
         self._persist.submit(self._guarded, self._persister(image, filling), job)
-        self._fill(job, image, filling)
+        if image is not None:
+            self._fill(job, image, filling)
+        job.close_window()
+
+    def _ready(self, job: _Job) -> None:
+        """Describe the state and take the image; an error is kept for the others to learn of."""
+        try:
+            job.description = describe(job.live)
+            if not job.busy:
+                self._take(job)
+        except Exception as error:
+            job.error = job.error or error
+
+    def _alike(self, what: str, errors: dict[int, str], job: _Job) -> BaseException:
+        """The error of a failed save on this rank: its own if it is alone, else all ranks'."""
+        if self.group.size == 1 and job.error is not None:
+            return job.error
+        together = RankErrors(what, errors, step=job.step)
+        together.__cause__ = job.error
+        return together
+
+    @staticmethod
+    def _try(work: Callable[[], Image], filling: Filling) -> Image | None:
+        try:
+            return work()
+        except Exception as error:
+            filling.fail(error)
+            return None
+
+    def _touch(self, job: _Job) -> None:
+        """Make memory for the image real, so that the first save does not have to."""
+        self._lay_out(job)
+        touch(self._memory.view)
+        self._release(job)
 
     def _check_replicas(self, job: _Job) -> None:
         """If asked to: LayoutError on every rank if some replicas differ."""
@@ -299,7 +373,6 @@ class Durable:
             filling.complete()
         except BaseException as error:
             filling.fail(error)
-        job.close_window()
 
     def _take(self, job: _Job) -> None:
         """Wait for the image: the save before may still be writing it."""
@@ -313,6 +386,7 @@ class Durable:
     def _skip(self, job: _Job) -> None:
         self._release(job)
         job.close_window()
+        self._end(job)
         job.save.skipped = True
         emit("save.skipped", step=job.step)
         job.save._future.set_result(False)
@@ -326,7 +400,8 @@ class Durable:
             for k, v in job.live.extras.items()
         }
         held = self._plan.digest if self._plan else ""
-        ready = Ready(job.step, job.busy, hexdigest(job.description), held, extras)
+        error = None if job.error is None else _text(job.error)
+        ready = Ready(job.step, job.busy, hexdigest(job.description), held, extras, error)
         answer = self.group.ask(
             f"agree/{job.number}", msgspec.msgpack.encode(ready), self._judge, self.deadline_s
         )
@@ -338,13 +413,17 @@ class Durable:
         for rank, r in enumerate(ready):
             if r.step != ready[0].step:
                 raise UsageError(f"rank {rank} saves step {r.step}, rank 0 step {ready[0].step}")
+        errors = {rank: r.error for rank, r in enumerate(ready) if r.error is not None}
+        if errors:
+            return msgspec.msgpack.encode(Verdict(False, [], {}, {}, errors))
         if any(r.busy for r in ready):
             return msgspec.msgpack.encode(Verdict(False, [], {}, {}))
         kinds = [r.description for r in ready]
         describing: list[int] = []
-        if kinds != self._kinds or len({r.agreement for r in ready}) != 1:
+        held = {r.agreement for r in ready}
+        if kinds != self._kinds or len(held) != 1 or "" in held:
             describing = [kinds.index(k) for k in dict.fromkeys(kinds)]
-            self._kinds = kinds
+            self._kinds, self._proposed = None, kinds  # the plan holds when all ranks have it
         per_rank, send = sort_extras(ready)
         return msgspec.msgpack.encode(Verdict(True, describing, per_rank, send))
 
@@ -358,9 +437,10 @@ class Durable:
         )
         agreement = msgspec.msgpack.decode(data, type=Agreement)
         self._plan = new_plan(agreement, hexdigest(data), self.run)
+        self._plan.description = job.description
 
     def _merge(self, docs: list[bytes], describing: list[int]) -> bytes:
-        kinds, self._kinds = self._kinds or [], None  # a merge that fails must be tried again
+        kinds = self._proposed
         order = {kinds[rank]: i for i, rank in enumerate(describing)}
         agreement = merge(docs, [order[k] for k in kinds], self.mesh)
         self._kinds = kinds
@@ -370,13 +450,16 @@ class Durable:
         """The image for this save: the last one, if nothing that it depends on has changed."""
         plan, verdict = self._plan, job.verdict
         assert plan is not None and verdict is not None
+        if plan.description != job.description:
+            raise HoldfastError("the state differs from what the ranks have planned together")
         own = {k: v for k, v in job.live.extras.items() if k in verdict.per_rank}
         for key in own.keys() & job.live.contents.keys():
             raise RuleError(
                 f"{key!r} differs between ranks and holds tensors of more than {INLINE_BYTES} bytes",
                 hint="declare a rule for it (on_resize), or save such tensors under names per rank",
             )
-        data = msgspec.json.encode(own) if own else b""
+        kept = plan.image is not None and plan.image.extras_bytes > 0
+        data = msgspec.json.encode(own) if own or kept else b""
         image = plan.image
         if image is None or len(data) > image.extras_bytes:
             room = -(-len(data) * 5 // 4 // ALIGN) * ALIGN if data else 0
@@ -386,8 +469,6 @@ class Durable:
         old = len(self._memory.view)
         memory = self._memory.reserve(-(-image.total_bytes // ALIGN) * ALIGN)
         if len(memory) != old:
-            if job.window is None:
-                touch(memory)
             self._memory.pin(job.live)
             plan.copies = None
         mark = fingerprint(job.live)
@@ -399,22 +480,21 @@ class Durable:
 
     # -- persist thread ---------------------------------------------------------------------------
 
-    def _persister(self, image: Image, filling: Filling) -> Callable[[_Job], None]:
+    def _persister(self, image: Image | None, filling: Filling) -> Callable[[_Job], None]:
         return lambda job: self._write_and_commit(job, image, filling)
 
-    def _write_and_commit(self, job: _Job, image: Image, filling: Filling) -> None:
-        assert job.verdict is not None and self._plan is not None
-        error: HoldfastError | None = None
+    def _write_and_commit(self, job: _Job, image: Image | None, filling: Filling) -> None:
+        assert job.verdict is not None and job.plan is not None
         file = None
         attempt = self.attempt or f"{self.run:04d}-{job.number:06d}"
         try:
-            with span("persist", step=job.step, bytes=image.total_bytes):
+            with span("persist", step=job.step, bytes=image.total_bytes if image else 0):
                 file = self._write(job, image, filling, attempt)
         except Exception as failed:
-            error = failed if isinstance(failed, HoldfastError) else HoldfastError(repr(failed))
+            job.error = failed
         mine = self.group.rank
         extras = {k: job.live.extras[k] for k, ranks in job.verdict.send.items() if mine in ranks}
-        written = Written(None if error is None else _text(error), file, extras)
+        written = Written(None if job.error is None else _text(job.error), file, extras)
         try:
             answer = self.group.ask(
                 f"commit/{job.number}",
@@ -427,15 +507,19 @@ class Durable:
         outcome = msgspec.msgpack.decode(answer, type=Outcome)
         if outcome.errors:
             self._discard(job.step, attempt)
-            raise RankErrors(f"save of step {job.step}", outcome.errors, step=job.step) from error
+            raise RankErrors(
+                f"save of step {job.step}", outcome.errors, step=job.step
+            ) from job.error
         self._finish(job, None)
         if mine == 0:
             self._tidying.submit(self._tidy, job)
 
-    def _write(self, job: _Job, image: Image, filling: Filling, attempt: str) -> FileEntry | None:
+    def _write(
+        self, job: _Job, image: Image | None, filling: Filling, attempt: str
+    ) -> FileEntry | None:
         """Digest and write the image while it is being filled; None if this rank has nothing."""
-        if not image.pieces.total_bytes and not image.extras_bytes:
-            filling.settle(filling.turn)
+        if image is None or not (image.pieces.total_bytes or image.extras_bytes):
+            filling.conclude()
             return None
         path = f"{attempt}/r{self.group.rank:05d}.safetensors"
         while True:
@@ -488,15 +572,16 @@ class Durable:
         if not errors:
             try:
                 manifest = self._manifest(job, attempt, written)
-                job.replaced = attempt_of(self.store, job.step)
-                commit(self.store, manifest, self.claim)
-            except HoldfastError as error:
+                with self._committing:
+                    job.replaced = attempt_of(self.store, job.step)
+                    commit(self.store, manifest, self.claim)
+            except Exception as error:
                 errors = {0: f"commit: {_text(error)}"}
         return msgspec.msgpack.encode(Outcome(errors))
 
     def _manifest(self, job: _Job, attempt: str, written: list[Written]) -> Manifest:
-        assert self._plan is not None and job.verdict is not None
-        plan = self._plan.agreement
+        assert job.plan is not None and job.verdict is not None
+        plan = job.plan.agreement
         extras = {k: v for k, v in job.live.extras.items() if k not in job.verdict.per_rank}
         for key, ranks in job.verdict.send.items():
             versions_ = [extras[key]] if key in extras else []
@@ -534,14 +619,14 @@ class Durable:
             with span("tidy", step=job.step):
                 if job.replaced is not None:
                     discard(self.store, job.step, job.replaced)
-                prune(self.store, self.keep)
+                prune(self.store, self.keep, spare=tuple(self._pending), lock=self._committing)
                 if self.claim is not None:
                     sweep(self.store, self.claim, job.number)
-        except HoldfastError as error:
+        except Exception as error:
             emit("tidy.failed", error=str(error))
 
 
-def _text(error: HoldfastError) -> str:
+def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -14,20 +14,37 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import AgentError, Deadline
+from holdfast.errors import (
+    AgentError,
+    Corrupt,
+    Deadline,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    NotRecoverable,
+    Unavailable,
+    UnsupportedVersion,
+    UsageError,
+)
 
 POLL_S = 0.002
 LEAVE_S = 15.0
+ANSWER_S = 10.0
+"""Beyond the deadline for the ranks' answers: how long rank 0 may take to decide."""
+NONCE_BYTES = 16
 
 
 class Group:
@@ -50,19 +67,29 @@ class Group:
 
     def _open_board(self) -> Any:
         timeout = timedelta(seconds=self.deadline_s)
-        place: list[Any] = [None]
+        place: list[Any] = [None, 0, ""]
+        board, failed = None, None
         if self.rank == 0:
-            host = os.environ.get("HOLDFAST_HOST") or _address()
-            board = dist.TCPStore(
-                host, 0, None, True, timeout=timeout, wait_for_workers=False, use_libuv=True
-            )
-            place = [(host, board.port)]
+            try:
+                place[0] = os.environ.get("HOLDFAST_HOST") or _address()
+                board = dist.TCPStore(
+                    place[0], 0, None, True, timeout=timeout, wait_for_workers=False, use_libuv=True
+                )
+                place[1] = board.port
+            except Exception as error:
+                failed, place[2] = error, f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(place, src=0)
+        host, port, problem = place
+        if problem:
+            raise AgentError(
+                f"rank 0 cannot open a port for messages on {host!r}: {problem}",
+                hint="set HOLDFAST_HOST on rank 0 to an address that the other ranks can reach",
+            ) from failed
         if self.rank != 0:
-            host, port = place[0]
-            board = dist.TCPStore(
-                host, port, None, False, timeout=timeout, wait_for_workers=False, use_libuv=True
-            )
+            with _translated(f"connect to rank 0 at {host}:{port}"):
+                board = dist.TCPStore(
+                    host, port, None, False, timeout=timeout, wait_for_workers=False, use_libuv=True
+                )
         return board
 
     # -- the board --------------------------------------------------------------------------------
@@ -75,23 +102,34 @@ class Group:
         with _translated(f"post {key}"):
             self._board.set(key, value)
 
-    def wait(self, key: str, who: str, deadline_s: float | None = None) -> bytes:
-        """The message under `key` as soon as it is there.  Deadline names `who` after that long."""
-        if self.size == 1:
-            return self._local.pop(key)
-        until = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
-        pause = POLL_S / 4
-        while True:
-            with _translated(f"wait for {who} ({key})"):
-                if self._board.check([key]):
-                    return bytes(self._board.get(key))
-            if time.monotonic() > until:
+    def _wait(self, key: str, limit: float) -> bytes:
+        """Rank 0's answer to `key`, as soon as it is there.
+
+        A rank may ask long before rank 0 does: who finds that rank 0 has begun waits once more as long.
+        """
+        until, alive = time.monotonic() + limit, False
+        for pause in self._pauses():
+            with _translated(f"wait for rank 0 ({key})"):
+                if self._board.check([f"{key}/answer"]):
+                    return bytes(self._board.get(f"{key}/answer"))
+                late = time.monotonic() > until
+                if late and not alive and self._board.check([f"{key}/alive"]):
+                    until, alive, late = time.monotonic() + limit, True, False
+            if late:
                 raise Deadline(
-                    f"{who} did not answer within {deadline_s or self.deadline_s:g} s",
+                    f"rank 0 did not answer within {limit:g} s",
+                    rank=0,
                     hint="look at the log of that rank; it may have died or never made this call",
                 )
             time.sleep(pause)
-            pause = min(pause * 1.5, POLL_S * 5)
+        raise AssertionError
+
+    def _pauses(self) -> Iterator[float]:
+        """Seconds between looks at the board: longer and longer, and the more so the more ranks look."""
+        pause, most = POLL_S / 4, max(0.01, 0.01 * self.size / 8)
+        while True:
+            yield pause
+            pause = min(pause * 1.5, most)
 
     def peek(self, key: str) -> bytes | None:
         """The message under `key`, or None if there is none now."""
@@ -111,21 +149,19 @@ class Group:
             self.post(f"{key}/{self.rank}", value)
             return []
         answers = {0: value}
-        until = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
-        pause = POLL_S / 4
+        limit = self.deadline_s if deadline_s is None else deadline_s
+        until, pauses = time.monotonic() + limit, self._pauses()
         while len(answers) < self.size:
-            found = self._collect(key, answers)
-            if not found and time.monotonic() > until:
+            if self._collect(key, answers):
+                continue
+            if time.monotonic() > until:
                 missing = [r for r in range(self.size) if r not in answers]
                 raise Deadline(
-                    f"rank {_ranks(missing)} did not answer within "
-                    f"{self.deadline_s if deadline_s is None else deadline_s:g} s",
+                    f"rank {_ranks(missing)} did not answer within {limit:g} s",
                     rank=missing[0],
                     hint="look at the log of that rank; it may have died or never made this call",
                 )
-            if not found:
-                time.sleep(pause)
-                pause = min(pause * 1.5, POLL_S * 5)
+            time.sleep(next(pauses))
         return [answers[r] for r in range(self.size)]
 
     def _collect(self, key: str, answers: dict[int, bytes]) -> bool:
@@ -156,7 +192,7 @@ class Group:
         if self.rank == 0:
             return self._decide(key, value, decide, limit)
         self.post(f"{key}/{self.rank}", value)
-        answer = self.wait(f"{key}/answer", "rank 0", limit + 10)
+        answer = self._wait(key, limit + ANSWER_S)
         if answer[:1] != b"\0":
             kind = Deadline if answer[:1] == b"\1" else AgentError
             raise kind(answer[1:].decode())
@@ -165,6 +201,7 @@ class Group:
     def _decide(
         self, key: str, value: bytes, decide: Callable[[list[bytes]], bytes], limit: float
     ) -> bytes:
+        self.post(f"{key}/alive", b"")
         try:
             answer = decide(self.gather(key, value, limit))
         except Exception as error:
@@ -179,9 +216,11 @@ class Group:
     def _forget(self, key: str) -> None:
         """Everybody who answered `family/n` has read the answer to `family/n-1`."""
         family, _, number = key.rpartition("/")
-        old, self._answered[family] = self._answered.get(family), f"{key}/answer"
+        old, self._answered[family] = self._answered.get(family), key
         if old is not None and number:
-            self._board.delete_key(old)
+            with _translated(f"forget {old}"):
+                self._board.delete_key(f"{old}/answer")
+                self._board.delete_key(f"{old}/alive")
 
     def close(self) -> None:
         """Leave.  Rank 0 hosts the board and stays until all have left, but no longer than a while."""
@@ -195,36 +234,48 @@ class Group:
         except AgentError:
             pass  # whoever is gone does not need the board
         self._board = None
+        gloo, self._gloo = self._gloo, None
+        if gloo is not None and dist.is_initialized():
+            with suppress(RuntimeError, ValueError, dist.DistError):
+                dist.destroy_process_group(gloo)  # its sockets and threads
 
     # -- the exchange -----------------------------------------------------------------------------
 
-    def exchange(self, payloads: list[bytes]) -> list[bytes]:
+    def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
         """Send `payloads[r]` to each rank r; returns what each sent here.  Collective."""
+        return self.exchange_parts([[p] for p in payloads])
+
+    def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
+        """Send the parts of `parts[r]`, joined, to each rank r; returns what each sent.  Collective."""
+        out = bytearray().join(p for to in parts for p in to)
         if self.size == 1:
-            return payloads
+            return [memoryview(out)]
         group = self._gloo_group()
         with _translated("exchange"):
-            sizes = torch.tensor([len(p) for p in payloads], dtype=torch.int64)
+            sizes = torch.tensor([sum(map(len, to)) for to in parts], dtype=torch.int64)
             theirs = torch.empty_like(sizes)
             dist.all_to_all_single(theirs, sizes, group=group)
-            out = torch.frombuffer(bytearray(b"".join(payloads)) or bytearray(1), dtype=torch.uint8)
-            out = out[: int(sizes.sum())]
             into = torch.empty(int(theirs.sum()), dtype=torch.uint8)
-            dist.all_to_all_single(into, out, theirs.tolist(), sizes.tolist(), group=group)
-        data, at, answers = into.numpy(), 0, []
+            source = torch.frombuffer(out, dtype=torch.uint8) if out else into[:0]
+            dist.all_to_all_single(into, source, theirs.tolist(), sizes.tolist(), group=group)
+        data, at, answers = memoryview(into.numpy()), 0, []
         for n in theirs.tolist():
-            answers.append(data[at : at + n].tobytes())
+            answers.append(data[at : at + n])
             at += n
         return answers
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so; returns when all have said.  Collective."""
+        return bool(self.most(int(flag)))
+
+    def most(self, number: int) -> int:
+        """The largest number that any rank says; returns when all have said.  Collective."""
         if self.size == 1:
-            return flag
-        said = torch.tensor([int(flag)])
+            return number
+        said = torch.tensor([number], dtype=torch.int64)
         with _translated("agree"):
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self._gloo_group())
-        return bool(said)
+        return int(said)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank.  Collective."""
@@ -241,17 +292,25 @@ class Group:
                 dist.broadcast(into, 0, group=group)
         return into.numpy().tobytes()
 
-    def arrive(self, what: str) -> None:
-        """Wait until every rank is here; Deadline names those that are not.  Collective."""
+    def from_rank0(self, work: Callable[[], bytes]) -> bytes:
+        """What `work` returns or raises on rank 0, the only one to call it, on every rank.  Collective.
+
+        Errors that tell a caller what to do next keep their class; others become AgentError.
+        """
         if self.size == 1:
-            return
-        group = self._gloo_group()
-        try:
-            dist.monitored_barrier(
-                group, timeout=timedelta(seconds=self.deadline_s), wait_all_ranks=True
-            )
-        except RuntimeError as error:
-            raise Deadline(f"{what}: not every rank arrived: {error}") from error
+            return work()
+        if self.rank == 0:
+            try:
+                answer = work()
+            except Exception as error:
+                self.broadcast(b"\1" + _told(error))
+                raise
+            self.broadcast(b"\0" + answer)
+            return answer
+        answer = self.broadcast(None)
+        if answer[:1] == b"\1":
+            raise _learnt(answer[1:])
+        return answer[1:]
 
     def _gloo_group(self) -> Any:
         if self._gloo is None:
@@ -266,41 +325,57 @@ class Group:
 
 
 class HostWindow:
-    """A memory file per rank, mapped by every rank of the host.  Leaves nothing behind on a crash."""
+    """A memory file per rank, mapped by every rank of the host.  Leaves nothing behind on a crash.
+
+    A rank finds another's file under /proc by process and descriptor number.  These may mean another
+    file in another container, so a number drawn at random, sent and found behind the window's bytes,
+    must agree; if not, or if memory cannot be shared at all, the rank counts as remote.
+    """
 
     def __init__(self, group: Group, size: int) -> None:
-        fd = os.memfd_create("holdfast-window")
+        self.theirs: dict[int, memoryview] = {}
+        self._maps: list[mmap.mmap] = []
+        nonce, fd = secrets.token_bytes(NONCE_BYTES), -1
         try:
-            os.ftruncate(fd, size)
-            self._maps = [mmap.mmap(fd, size)]
-            self.mine = memoryview(self._maps[0])
-            card = msgspec.msgpack.encode((_host(), os.getpid(), fd))
-            cards = group.exchange([card] * group.size)
-            self.theirs: dict[int, memoryview] = {}
-            for rank, data in enumerate(cards):
-                if rank != group.rank:
+            try:
+                fd = os.memfd_create("holdfast-window")
+                os.ftruncate(fd, size + NONCE_BYTES)
+                self._maps.append(mmap.mmap(fd, size + NONCE_BYTES))
+                self._maps[0][size:] = nonce
+                self.mine = memoryview(self._maps[0])[:size]
+            except OSError:
+                self.mine = memoryview(bytearray(size))
+            card = msgspec.msgpack.encode((_host() if self._maps else "", os.getpid(), fd, nonce))
+            for rank, data in enumerate(group.exchange([card] * group.size)):
+                if rank != group.rank and self._maps:
                     self._map(rank, msgspec.msgpack.decode(data), size)
             seen = [bytes([r in self.theirs or r == group.rank]) for r in range(group.size)]
             for rank, answer in enumerate(group.exchange(seen)):  # both ways, or not at all
-                if answer == b"\0":
+                if bytes(answer) == b"\0":
                     self.theirs.pop(rank, None)
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
 
-    def _map(self, rank: int, card: tuple[str, int, int], size: int) -> None:
-        host, pid, fd = card
-        if host != _host():
+    def _map(self, rank: int, card: tuple[str, int, int, bytes], size: int) -> None:
+        host, pid, fd, nonce = card
+        if not host or host != _host():
             return
         try:
-            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY)
+            try:
+                if os.fstat(opened).st_size != size + NONCE_BYTES:
+                    return
+                mapped = mmap.mmap(opened, size + NONCE_BYTES, prot=mmap.PROT_READ)
+            finally:
+                os.close(opened)
         except OSError:
             return  # another container: its bytes are sent instead
-        try:
-            mapped = mmap.mmap(opened, size, prot=mmap.PROT_READ)
-        finally:
-            os.close(opened)
+        if mapped[size:] != nonce:
+            mapped.close()
+            return
         self._maps.append(mapped)
-        self.theirs[rank] = memoryview(mapped)
+        self.theirs[rank] = memoryview(mapped)[:size]
 
     def close(self) -> None:
         """Give the memory back; the views must no longer be used."""
@@ -314,20 +389,72 @@ class HostWindow:
                 pass  # an error in flight still holds a view; the map goes with it
 
 
+@cache
 def _host() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as f:
-        return f.read().strip() + os.environ.get("HOLDFAST_TEST_HOST", "")
+    """Ranks that say the same are on one host and see each other's processes; empty: nobody knows."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+        processes = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return ""
+    return f"{boot} {processes} {os.environ.get('HOLDFAST_TEST_HOST', '')}"
 
 
 def _address() -> str:
-    """An address of this host that the other ranks can reach: the one they rendezvous at, if ours."""
-    name = os.environ.get("MASTER_ADDR", "")
-    if name in ("localhost", "127.0.0.1", "::1"):
-        return name
-    try:
-        return socket.gethostbyname(socket.getfqdn())
-    except OSError:
-        return name or "127.0.0.1"
+    """An address of this host that the other ranks can reach.
+
+    First the one they rendezvous at, if it is ours; a host's own name often means loopback, which is
+    of no use to other hosts; then the address that outward packets would carry.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if master and _is_ours(master):
+        return master
+    with suppress(OSError):
+        found = socket.gethostbyname(socket.gethostname())
+        if not found.startswith("127.") and _is_ours(found):
+            return found
+    for outside in (master, "192.0.2.1"):  # a connected UDP socket sends nothing
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((outside, 9))
+            return str(s.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name is of an address that can be bound here."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as s:
+                s.bind(address)
+                return True
+    return False
+
+
+_KEPT = {
+    kind.__name__: kind
+    for kind in (
+        UsageError, NotFound, NotRecoverable, Unavailable, Corrupt, FormatError, UnsupportedVersion,
+    )
+}  # fmt: skip
+"""Errors that every rank raises as rank 0 does."""
+
+
+def _told(error: Exception) -> bytes:
+    """An error of rank 0 for the others."""
+    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KEPT), "")
+    if isinstance(error, HoldfastError):
+        card = (kind, error.message, error.step, error.key, error.hint)
+    else:
+        card = ("", f"{type(error).__name__}: {error}", None, None, None)
+    return msgspec.msgpack.encode(card)
+
+
+def _learnt(data: bytes) -> HoldfastError:
+    kind, message, step, key, hint = msgspec.msgpack.decode(data)
+    if kind not in _KEPT:
+        return AgentError(f"rank 0: {message}", step=step, key=key, hint=hint)
+    return _KEPT[kind](message, step=step, key=key, hint=hint)
 
 
 def _ranks(ranks: list[int], most: int = 8) -> str:

@@ -325,6 +325,41 @@ def a_tensor_that_differs_between_ranks_is_refused(root: Path) -> None:
     check_next_save(run)
 
 
+def state_that_one_rank_cannot_save_fails_the_save_on_all(root: Path) -> None:
+    """And at once: the others need not wait for a deadline."""
+    run = Run(root, on_error="warn")
+    run.train(1)
+    if dist.get_rank() == 1:
+        run.state["odd"] = object()
+    save = run.ckpt.save(1)
+    with pytest.raises(RankErrors) as caught:
+        save.wait(WAIT_S / 3)
+    told = everyone(str(caught.value))
+    assert told.count(told[0]) == 3
+    assert "rank 1: UsageError: odd" in told[0]
+    run.state.pop("odd", None)
+    check_next_save(run)
+
+
+def a_plan_that_fails_is_made_again(root: Path) -> None:
+    """The exchange of descriptions breaks off once; later saves hold all that there is by then."""
+    run = Run(root, on_error="warn")
+    run.ckpt.save(1).wait(WAIT_S)  # before the first step: no optimizer state
+    run.train(2)
+    durable = run.ckpt._durable
+    original, durable._make_plan = durable._make_plan, None  # not callable: fails on every rank
+    with pytest.raises(Exception, match="not callable"):
+        run.ckpt.save(2).wait(WAIT_S)
+    durable._make_plan = original
+    run.train(1)
+    copy = run.copy()
+    run.ckpt.save(3).wait(WAIT_S)
+    check_saved(root, 3, copy)
+    run.ckpt.close()
+    dist.barrier()
+    assert holdfast.steps(str(root)) == [1, 3]
+
+
 CASES = [
     snapshots_are_of_the_moment_of_the_call,
     a_write_in_the_window_fails_aloud,
@@ -336,6 +371,8 @@ CASES = [
     a_failed_save_is_a_warning_unless_asked_otherwise,
     ranks_that_save_different_steps_are_told,
     a_tensor_that_differs_between_ranks_is_refused,
+    state_that_one_rank_cannot_save_fails_the_save_on_all,
+    a_plan_that_fails_is_made_again,
     a_rank_that_never_saves_is_named_in_time,
 ]
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import holdfast
 from holdfast import events
@@ -95,7 +94,6 @@ def test_the_next_optimizer_step_waits_for_the_copy(
     """The copy begins when the optimizer stands before its step, and must not see what it does."""
     before = run.copy()
     standing, stepped = threading.Event(), threading.Event()
-    hook = register_optimizer_step_pre_hook(lambda *_: standing.set())  # before the window's own
 
     def late(copy: Callable[[], None]) -> None:
         assert standing.wait(WAIT_S)
@@ -105,11 +103,12 @@ def test_the_next_optimizer_step_waits_for_the_copy(
     with around_copy(monkeypatch, late):
         save = run.ckpt.save(1)
         run.forward()
-        thread = threading.Thread(target=lambda: (run.optimizer.step(), stepped.set()))
+        thread = threading.Thread(
+            target=lambda: (standing.set(), run.optimizer.step(), stepped.set())
+        )
         thread.start()
         save.wait(WAIT_S)
         thread.join(WAIT_S)
-    hook.remove()
     assert stepped.is_set()
     assert different(saved(tmp_path, 1), before) == []
     assert "model.body.0.weight" in different(run.copy(), before)

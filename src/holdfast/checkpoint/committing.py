@@ -14,26 +14,33 @@ import os
 import re
 import socket
 import time
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from holdfast.checkpoint.names import committed, manifest_key, read_manifest, step_prefix
+from holdfast.checkpoint.reading import in_threads
 from holdfast.errors import (
     Exists,
     FormatError,
     HoldfastError,
     NotFound,
+    StoreError,
     UnsupportedVersion,
     UsageError,
 )
 from holdfast.events import emit
-from holdfast.format.manifest import Manifest, encode
+from holdfast.format.manifest import FileEntry, Manifest, encode
 from holdfast.store import Store
 
 INDEX = ".safetensors.index.json"
 """What a consolidated step has beside its manifest, for Hugging Face's loaders."""
+
+CHECK_THREADS = 8
 
 _CLAIM = re.compile(r"claims/(\d{10})\.json")
 _IMAGE = re.compile(r"steps/(\d{10})/(\d{4,})-(\d{6})/[^/]+")
@@ -55,6 +62,10 @@ class Claim(msgspec.Struct, frozen=True):
         if self.boot != boot_id() or self.pid == os.getpid():
             return False
         return process_start(self.pid) == self.started
+
+    def is_over(self) -> bool:
+        """Whether the claimant has closed, or was on this host and is gone."""
+        return self.started == "closed" or (self.boot == boot_id() and not self.alive_elsewhere())
 
     def __str__(self) -> str:
         return f"run {self.run} (host {self.host}, pid {self.pid}, since {self.created})"
@@ -135,7 +146,7 @@ def newest_claim(store: Store) -> Claim | None:
         try:
             found = msgspec.json.decode(store.get(key), type=Claim)
         except NotFound:
-            continue
+            return newest_claim(store)  # superseded since it was listed: there is a newer one
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             found = None
         run = int(match[1])
@@ -147,9 +158,10 @@ def newest_claim(store: Store) -> Claim | None:
 def check_claim(store: Store, mine: Claim) -> None:
     """UsageError if another run has taken the root since."""
     held = newest_claim(store)
-    if held is not None and held.run != mine.run:
+    if held is None or held.run != mine.run:
         raise UsageError(
-            f"{store.url} was taken over by {held}; this is run {mine.run}, which commits no more",
+            f"{store.url} was taken over by {held or 'nobody'}; this is run {mine.run}, which "
+            "commits no more",
             hint="two runs must not write to one root; stop one of them",
         )
 
@@ -163,10 +175,36 @@ def release(store: Store, mine: Claim) -> None:
 
 
 def commit(store: Store, manifest: Manifest, mine: Claim | None = None) -> None:
-    """Make a step exist.  Everything that the manifest names must be durable already."""
+    """Make a step exist.  Everything that the manifest names must be durable already.
+
+    StoreError if a file cannot be seen from here or has another length: then nothing is committed.
+    """
     if mine is not None:
         check_claim(store, mine)
+    check_files(store, manifest)
     store.put(manifest_key(manifest.step), encode(manifest))
+
+
+def check_files(store: Store, manifest: Manifest) -> None:
+    """StoreError unless every file of a manifest is there, with its length."""
+    prefix = step_prefix(manifest.step)
+
+    def check(file: FileEntry) -> None:
+        try:
+            size = store.size(prefix + file.path)
+        except NotFound:
+            raise StoreError(
+                f"the file of rank {file.rank} cannot be seen by rank 0",
+                key=prefix + file.path,
+                hint="is the root on a file system that all hosts share?",
+            ) from None
+        if size != file.bytes:
+            raise StoreError(
+                f"the file of rank {file.rank} has {size} bytes, {file.bytes} were written",
+                key=prefix + file.path,
+            )
+
+    in_threads(check, list(manifest.files), CHECK_THREADS)
 
 
 def attempt_of(store: Store, step: int) -> str | None:
@@ -190,12 +228,20 @@ def discard(store: Store, step: int, attempt: str) -> None:
         store.delete(key)
 
 
-def prune(store: Store, keep: Keep) -> list[int]:
+def prune(
+    store: Store,
+    keep: Keep,
+    *,
+    spare: Collection[int] = (),
+    lock: AbstractContextManager[Any] | None = None,
+) -> list[int]:
     """Delete what `keep` does not keep; returns the steps deleted.
 
-    A damaged newest step does not count: the newest good step always stays.
+    A damaged newest step does not count: the newest good step always stays.  So do steps to `spare`,
+    which are being saved anew; `lock` keeps commits away while a manifest is deleted.
     """
-    gone = [step for step in prunable(store, keep) if delete_step(store, step)]
+    due = [step for step in prunable(store, keep) if step not in spare]
+    gone = [step for step in due if delete_step(store, step, lock)]
     for step in gone:
         emit("pruned", step=step)
     return gone
@@ -224,20 +270,23 @@ def _sound(store: Store, step: int) -> bool:
         return False
 
 
-def delete_step(store: Store, step: int) -> bool:
+def delete_step(store: Store, step: int, lock: AbstractContextManager[Any] | None = None) -> bool:
     """Delete the manifest first: from then on the step does not exist, whatever stops us.
+
+    `lock` is held from reading the manifest to deleting it, so that it is no newer one that goes.
 
     Then the files that it named, and no others: another rank may be writing this very step anew.
     A step of a newer format stays (False): its files are not known here.
     """
     attempt = None
-    try:
-        attempt = read_manifest(store, step).attempt
-    except UnsupportedVersion:
-        return False
-    except FormatError:
-        pass
-    store.delete(manifest_key(step))
+    with lock or nullcontext():
+        try:
+            attempt = read_manifest(store, step).attempt
+        except UnsupportedVersion:
+            return False
+        except FormatError:
+            pass
+        store.delete(manifest_key(step))
     named = f"{step_prefix(step)}{attempt}/"
     for key in store.list(step_prefix(step)) if attempt else ():
         if key.startswith(named) or key.endswith(INDEX):

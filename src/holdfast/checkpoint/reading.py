@@ -35,6 +35,8 @@ from holdfast.layout import Box, flat_range, row_major
 from holdfast.store import Store
 
 BLOCK_CHUNKS = 8
+TABLES_BYTES = 32 << 20
+"""Of digest tables to keep: those of a terabyte."""
 
 
 def threads_here() -> int:
@@ -234,7 +236,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 class Files:
-    """Verified ranges of a step's files.  Thread-safe; digest tables are read once and kept."""
+    """Verified ranges of a step's files.  Thread-safe; the digest tables used last are kept."""
 
     def __init__(self, store: Store, prefix: str, manifest: Manifest, *, verify: bool) -> None:
         self.store = store
@@ -242,6 +244,8 @@ class Files:
         self.manifest = manifest
         self.verify = verify
         self._tables: dict[str, Digests] = {}
+        """The last used last."""
+        self._reading: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def key(self, file: FileEntry) -> str:
@@ -250,10 +254,29 @@ class Files:
     def table(self, file: FileEntry) -> Digests:
         """The digest of every chunk; Corrupt if the table itself is damaged."""
         with self._lock:
-            found = self._tables.get(file.path)
-            if found is None:
-                found = self._tables[file.path] = self._read_table(file)
+            found = self._kept(file)
+            reading = self._reading.setdefault(file.path, threading.Lock())
+        if found is not None:
             return found
+        with reading:
+            with self._lock:
+                found = self._kept(file)
+            if found is None:
+                found = self._read_table(file)
+                with self._lock:
+                    self._keep(file, found)
+        return found
+
+    def _kept(self, file: FileEntry) -> Digests | None:
+        found = self._tables.pop(file.path, None)
+        if found is not None:
+            self._tables[file.path] = found
+        return found
+
+    def _keep(self, file: FileEntry, table: Digests) -> None:
+        self._tables[file.path] = table
+        while len(self._tables) > 1 and sum(t.nbytes for t in self._tables.values()) > TABLES_BYTES:
+            del self._tables[next(iter(self._tables))]
 
     def _read_table(self, file: FileEntry) -> Digests:
         self._check_size(file)

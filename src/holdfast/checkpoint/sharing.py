@@ -18,7 +18,7 @@ The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -39,10 +39,11 @@ from holdfast.checkpoint.reading import (
     needs,
     plan_blocks,
     plan_rows,
+    read_alone,
     run_blocks,
     threads_here,
 )
-from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, RankErrors, Unavailable
+from holdfast.errors import Corrupt, FormatError, NotFound, RankErrors, Unavailable
 from holdfast.format.manifest import FileEntry
 
 WINDOW_BYTES = 4 << 20
@@ -68,11 +69,17 @@ class Peers(Protocol):
     rank: int
     size: int
 
-    def exchange(self, payloads: list[bytes]) -> list[bytes]:
+    def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
         """Send `payloads[r]` to each rank r; returns what each sent to this one."""
+
+    def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
+        """The same, for payloads in parts."""
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so; returns when all have said."""
+
+    def most(self, number: int) -> int:
+        """The largest number that any rank says."""
 
     def window(self, size: int) -> Window:
         """Memory that is shared within the host."""
@@ -190,7 +197,7 @@ def _pack(rows: list[tuple[int, ...]]) -> bytes:
     return np.array(rows, np.int64).tobytes()
 
 
-def _unpack(data: bytes, width: int) -> list[tuple[int, ...]]:
+def _unpack(data: memoryview, width: int) -> list[tuple[int, ...]]:
     return [tuple(r) for r in np.frombuffer(data, np.int64).reshape(-1, width).tolist()]
 
 
@@ -242,16 +249,19 @@ def _spread(peers: Peers, orders: list[tuple[int, int, int, int]]) -> Deal:
     return result
 
 
-def _round_runs(
-    runs: list[tuple[int, int, int, int]], number: int, per_round: int
-) -> list[tuple[int, int, int, int]]:
-    """The parts of runs whose positions fall into a round: (file, first, stop, slot in window)."""
-    lo, hi = number * per_round, (number + 1) * per_round
-    out = []
+Run = tuple[int, int, int, int]
+"""(file, first, stop, slot): chunks of a file, and where in a reader's window they begin."""
+
+
+def by_round(runs: Iterable[Run], per_round: int) -> dict[int, list[Run]]:
+    """Cut runs, given with their positions among all chunks of a reader, where its rounds end."""
+    out: dict[int, list[Run]] = {}
     for file, a, b, position in runs:
-        first, stop = max(position, lo), min(position + b - a, hi)
-        if first < stop:
-            out.append((file, a + first - position, a + stop - position, first - lo))
+        while a < b:
+            number, slot = divmod(position, per_round)
+            n = min(b - a, per_round - slot)
+            out.setdefault(number, []).append((file, a, a + n, slot))
+            a, position = a + n, position + n
     return out
 
 
@@ -266,54 +276,62 @@ class Rounds:
     peers: Peers
     threads: int
 
-    def run(self) -> None:
+    def run(self) -> BaseException | None:
+        """Returns what went wrong here in the last round, which the others do not know yet."""
         size = self.files.manifest.chunk_bytes
-        rounds = self._plan(size)
-        if not rounds:
-            return
-        mine = [(f, a, b, p) for (f, a, b), p in zip(self.deal.read, _positions(self.deal.read))]
-        window = self.peers.window(2 * self.per_round * size)
+        longest = self.peers.most(sum(b - a for _, a, b in self.deal.read))
+        if not longest:
+            return None
+        per_window = max(1, WINDOW_BYTES // size)
+        window = self.peers.window(2 * per_window * size)
         try:
-            self.remote = {r for r in range(self.peers.size) if r not in window.theirs}
-            self.remote -= {self.peers.rank}
-            self.any_remote = self.peers.any(bool(self.remote))
-            self._all(window, mine, size, rounds)
+            self.remote = set(range(self.peers.size)) - set(window.theirs) - {self.peers.rank}
+            self.most_remote = self.peers.most(len(self.remote))
+            # a rank sends to, and gets from, every remote rank at once
+            self.per_round = max(1, per_window // max(1, self.most_remote))
+            self._cut_up()
+            return self._all(window, size, -(-longest // self.per_round))
         finally:
             window.close()
 
-    def _plan(self, size: int) -> int:
-        """Agree on chunks per round and the number of rounds."""
-        most = max(1, WINDOW_BYTES // size)
-        total = sum(b - a for _, a, b in self.deal.read)
-        answers = self.peers.exchange([total.to_bytes(8, "little")] * self.peers.size)
-        self.per_round = most
-        longest = max(int.from_bytes(a, "little") for a in answers)
-        return -(-longest // most)
+    def _cut_up(self) -> None:
+        """Who reads, gets and sends what in each round."""
+        positions = dict(zip(self.deal.read, _positions(self.deal.read)))
+        mine = [(*run, position) for run, position in positions.items()]
+        self.mine = by_round(mine, self.per_round)
+        self.get = {r: by_round(runs, self.per_round) for r, runs in self.deal.get.items()}
+        to: dict[int, list[Run]] = {}
+        for file, a, b, rank in self.deal.to:
+            if rank in self.remote:
+                to.setdefault(rank, []).append((file, a, b, positions[file, a, b]))
+        self.to = {r: by_round(runs, self.per_round) for r, runs in to.items()}
 
-    def _all(
-        self, window: Window, mine: list[tuple[int, int, int, int]], size: int, rounds: int
-    ) -> None:
+    def _all(self, window: Window, size: int, rounds: int) -> BaseException | None:
         step = self.files.manifest.step
+        failed: BaseException | None = None
         with ThreadPoolExecutor(1, "holdfast-ahead") as ahead:
-            reading = ahead.submit(self._read, window, mine, 0, size)
+            reading = ahead.submit(self._read, window, 0, size)
             for number in range(rounds):
-                error = reading.exception()
-                agree(self.peers, error, step)
+                agree(self.peers, failed or reading.exception(), step)
                 if number + 1 < rounds:
-                    reading = ahead.submit(self._read, window, mine, number + 1, size)
-                self._place(window, mine, number, size)
+                    reading = ahead.submit(self._read, window, number + 1, size)
+                try:
+                    self._place(window, number, size)
+                except Exception as error:
+                    failed = error  # told at the next chance: the others are not waiting for it
+                if self.most_remote:
+                    failed = self._send(window, number, size) or failed
+        return failed
 
     def _half(self, view: memoryview, number: int, size: int) -> memoryview:
         half = self.per_round * size
         return view[(number % 2) * half : (number % 2 + 1) * half]
 
-    def _read(
-        self, window: Window, mine: list[tuple[int, int, int, int]], number: int, size: int
-    ) -> None:
+    def _read(self, window: Window, number: int, size: int) -> None:
         half = self._half(window.mine, number, size)
         blocks = [
             (self.by_number[file], first, min(first + BLOCK_CHUNKS, b), slot + first - a)
-            for file, a, b, slot in _round_runs(mine, number, self.per_round)
+            for file, a, b, slot in self.mine.get(number, ())
             for first in range(a, b, BLOCK_CHUNKS)
         ]
 
@@ -323,49 +341,48 @@ class Rounds:
 
         in_threads(one, blocks, self.threads)
 
-    def _place(
-        self, window: Window, mine: list[tuple[int, int, int, int]], number: int, size: int
-    ) -> None:
+    def _place(self, window: Window, number: int, size: int) -> None:
+        """Copy from the windows that can be seen."""
         work = []
-        for reader, runs in self.deal.get.items():
+        for reader, runs in self.get.items():
             view = window.mine if reader == self.peers.rank else window.theirs.get(reader)
             if view is not None:
                 half = self._half(view, number, size)
-                work += [(r, half) for r in _round_runs(runs, number, self.per_round)]
+                work += [(run, half) for run in runs.get(number, ())]
         in_threads(lambda item: self._copy(item[0], item[1], size), work, self.threads)
-        if self.any_remote:
-            self._send(window, number, size)
 
-    def _copy(self, run: tuple[int, int, int, int], half: memoryview, size: int) -> None:
-        file, first, stop, slot = run
-        entry = self.by_number[file]
-        a, b = self.files.span(entry, first, stop)
+    def _copy(self, run: Run, half: memoryview, size: int) -> None:
+        entry, a, b = self._span(run)
+        slot = run[3]
         self._put(entry, half[slot * size : slot * size + b - a], a)
+
+    def _span(self, run: Run) -> tuple[FileEntry, int, int]:
+        entry = self.by_number[run[0]]
+        return entry, *self.files.span(entry, run[1], run[2])
 
     def _put(self, entry: FileEntry, view: memoryview, at: int) -> None:
         for row in self.indexes[entry.path].touching(at, at + len(view)):
             row.place(view, at)
 
-    def _send(self, window: Window, number: int, size: int) -> None:
+    def _send(self, window: Window, number: int, size: int) -> Exception | None:
         """Bytes for and from ranks whose memory cannot be seen from here."""
         half = self._half(window.mine, number, size)
-        positions = dict(zip(self.deal.read, _positions(self.deal.read)))
         out: list[list[memoryview]] = [[] for _ in range(self.peers.size)]
-        for file, a, b, rank in self.deal.to:
-            if rank in self.remote:
-                run = [(file, a, b, positions[file, a, b])]
-                for f, first, stop, slot in _round_runs(run, number, self.per_round):
-                    lo, hi = self.files.span(self.by_number[f], first, stop)
-                    out[rank].append(half[slot * size : slot * size + hi - lo])
-        answers = self.peers.exchange([b"".join(parts) for parts in out])
-        for reader in self.remote:
-            view, at = memoryview(answers[reader]), 0
-            for f, first, stop, _ in _round_runs(
-                self.deal.get.get(reader, []), number, self.per_round
-            ):
-                lo, hi = self.files.span(self.by_number[f], first, stop)
-                self._put(self.by_number[f], view[at : at + hi - lo], lo)
-                at += hi - lo
+        for rank, runs in self.to.items():
+            for run in runs.get(number, ()):
+                _, a, b = self._span(run)
+                out[rank].append(half[run[3] * size : run[3] * size + b - a])
+        answers = self.peers.exchange_parts(out)
+        try:
+            for reader in self.remote & self.get.keys():
+                view, at = answers[reader], 0
+                for run in self.get[reader].get(number, ()):
+                    entry, a, b = self._span(run)
+                    self._put(entry, view[at : at + b - a], a)
+                    at += b - a
+        except Exception as error:
+            return error
+        return None
 
 
 def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
@@ -381,22 +398,21 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
 
     Any rank's failure is raised on every rank, after which targets are partly overwritten.
     """
+    if peers is None or peers.size == 1:
+        read_alone(files, wants)
+        return
     threads = threads_here()
     size = files.manifest.chunk_bytes
     by_number = sorted(files.manifest.files, key=lambda f: f.path)
     number_of = {f.path: i for i, f in enumerate(by_number)}
     error: BaseException | None = None
     indexes: dict[str, RowIndex] = {}
+    needed: dict[int, list[Interval]] = {}
     try:
         indexes = group_rows(plan_rows(files.manifest, wants))
-    except HoldfastError as failed:
+        needed = {number_of[path]: runs for path, runs in needs(indexes, size).items()}
+    except Exception as failed:
         error = failed
-    if peers is None or peers.size == 1:
-        if error is not None:
-            raise error
-        run_blocks(files, _alone(files, indexes, needs(indexes, size), size), indexes, threads)
-        return
-    needed = {number_of[path]: runs for path, runs in needs(indexes, size).items()}
     dealt = deal(peers, needed)
     alone = {by_number[n].path: sorted(runs) for n, runs in dealt.alone.items()}
     if error is None:
@@ -405,8 +421,8 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
         except Exception as failed:
             error = failed
     agree(peers, error, files.manifest.step)
-    Rounds(files, by_number, indexes, dealt, peers, threads).run()
-    agree(peers, None, files.manifest.step)
+    error = Rounds(files, by_number, indexes, dealt, peers, threads).run()
+    agree(peers, error, files.manifest.step)
 
 
 def _alone(

@@ -26,6 +26,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     agreement: str
     extras: dict[str, tuple[str, str]]
     """key: (digest, rule)"""
+    error: str | None = None
+    """Why this rank cannot save."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +39,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     per_rank: dict[str, str | None]
     send: dict[str, list[int]]
     """Extras of which these ranks shall send their version."""
+    errors: dict[int, str] = {}
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):

@@ -5,7 +5,7 @@ Planned, and refused where it must be, before any tensor is read; put back when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -151,11 +151,19 @@ class Extras:
         rule = self._rule(key)
         emit("extras.resized", key=key, rule=rule)
         if rule in ("rank0", "same"):
-            self._put_one(key, value, self.checkpoint.rank_extras(0)[key])
+            first = next(iter(self._of_all(key)), None)
+            if first is not None:
+                self._put_one(key, value, first)
         elif rule == "redistribute":
-            ranks = sorted(self.checkpoint.manifest.file_of)
-            states = [self._decode(self.checkpoint.rank_extras(r)[key]) for r in ranks]
+            states = [self._decode(tree) for tree in self._of_all(key)]
             value.redistribute(states, self.group.rank, self.group.size)
+
+    def _of_all(self, key: str) -> Iterator[Any]:
+        """What each rank that had this key saved, in rank order."""
+        for rank in sorted(self.checkpoint.manifest.file_of):
+            own = self.checkpoint.rank_extras(rank)
+            if key in own:
+                yield own[key]
 
     def _put_one(self, key: str, value: Any, tree: Any) -> None:
         if isinstance(value, Optimizer):

@@ -7,15 +7,15 @@ in one error); read every rank's boxes together, straight into the live tensors;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import Want
-from holdfast.checkpoint.sharing import read_together
-from holdfast.errors import UsageError
+from holdfast.checkpoint.sharing import agree, read_together
 from holdfast.events import span
 from holdfast.group import Group
 from holdfast.state.compare import Problems, compare, judge_together
@@ -32,13 +32,28 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options
     """
     check_keys(state)
     prepared = _prepare(checkpoint, state, group, options)
-    with span("restore.read", step=checkpoint.step):
-        try:
+    try:
+        with span("restore.read", step=checkpoint.step):
             read_together(checkpoint.files, prepared.wants, group if group.size > 1 else None)
-        except Exception:
-            poison(prepared.live)
-            raise
-    prepared.put_extras()
+        with alike(group, checkpoint.step):
+            prepared.put_extras()
+    except Exception:
+        poison(prepared.live)
+        raise
+
+
+@contextmanager
+def alike(group: Group, step: int) -> Iterator[None]:
+    """What fails in this block on one rank fails on all.  Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failed:
+        error = failed
+    if group.size > 1:
+        agree(group, error, step)
+    elif error is not None:
+        raise error
 
 
 def poison(live: Live) -> None:
@@ -70,15 +85,17 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         problems = compare(checkpoint, live, state, options)
         plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
-    except UsageError as failed:
+    except Exception as failed:
         error = failed
         problems.lines.append(str(failed))
     changed = judge_together(checkpoint, live, problems, error, group, options)
     assert plan is not None
     plan.resized = changed
-    plan.check_rules()
-    for change in changes:
-        change.apply()
+    with alike(group, checkpoint.step):
+        plan.check_rules()
+    with alike(group, checkpoint.step):
+        for change in changes:
+            change.apply()
     wants = [
         Want(
             checkpoint.index(name),

@@ -14,7 +14,6 @@ The image's memory and the list of copies are made once and used again while sha
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Iterable
@@ -34,6 +33,7 @@ from holdfast.state.live import Live
 
 MAX_RETAKES = 100
 MARK_BYTES = 4 << 20
+TOUCH_PAGES = 1 << 12
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -45,7 +45,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
-        self._pinned = False
+        self._pinned_on: torch.device | None = None
         self.view = memoryview(b"")
 
     def reserve(self, size: int) -> memoryview:
@@ -66,13 +66,21 @@ class Memory:
         device = first_device(live)
         if device is not None and device.type == "cuda":
             with torch.cuda.device(device):
-                torch.cuda.cudart().cudaHostRegister(self._address(), len(self.view), PORTABLE)
-            self._pinned = True
+                register = torch.cuda.cudart().cudaHostRegister
+                failed = int(register(self._address(), len(self.view), PORTABLE))
+            self._pinned_on = device if not failed else None
 
     def _unpin(self) -> None:
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._address())
-            self._pinned = False
+        if self._pinned_on is not None:
+            with torch.cuda.device(self._pinned_on):
+                torch.cuda.cudart().cudaHostUnregister(self._address())
+            self._pinned_on = None
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be using it."""
+        self._unpin()
+        self.view = memoryview(b"")
+        self._map = None
 
     def _address(self) -> int:
         return int(np.frombuffer(self.view, np.uint8).ctypes.data)
@@ -132,6 +140,13 @@ class Filling:
         """Until it is known that the filling of `turn` stays."""
         self._until(lambda: self._complete, turn)
 
+    def conclude(self) -> None:
+        """Until it is known how it ends; the copier's error if it fails."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._complete or self._error)
+        if self._error is not None:
+            raise self._error
+
     def _until(self, reached: Callable[[], bool], turn: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: reached() or self._error or self.turn != turn)
@@ -142,30 +157,41 @@ class Filling:
 
 
 class Window:
-    """From a snapshot's call to the next optimizer step.  `close` is the hook's, `done` the copier's."""
+    """From a snapshot's call to the next optimizer step, which waits for the copy."""
 
     def __init__(self, step: int) -> None:
         self.step = step
         self._copied = threading.Event()
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def _before_step(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Wait until the copy is complete or given up."""
+    def wait(self) -> None:
+        """On the training thread: until the copy is complete or given up."""
         if not self._copied.is_set():
             with span("window.wait", step=self.step):
                 self._copied.wait()
-        self.forget()
-
-    def forget(self) -> None:
-        """Let later optimizer steps pass; on the training thread."""
-        self._hook.remove()
 
     def done(self) -> None:
         """The copy is complete, or will not be."""
         self._copied.set()
+
+
+class Gate:
+    """A hook before every torch optimizer's step, at which the open window is waited for.
+
+    One hook for as long as there are saves: torch cannot bear one that removes itself.
+    """
+
+    def __init__(self) -> None:
+        self.window: Window | None = None
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, *_: Any) -> None:
+        if self.window is not None:
+            self.window.wait()
+
+    def close(self) -> None:
+        """Let every later step pass; on the training thread."""
+        self.window = None
+        self._hook.remove()
 
 
 def set_aside(live: Live, kept: dict[str, torch.Tensor]) -> None:
@@ -249,18 +275,23 @@ class Copies:
     def _run_device(self, ready: torch.Event | None) -> None:
         streams = []
         for device in dict.fromkeys(source.device for _, source in self.device):
-            stream = torch.Stream(device)
+            stream = torch.cuda.Stream(device) if device.type == "cuda" else torch.Stream(device)
             if ready is not None and ready.device == device:
                 stream.wait_event(ready)
             else:
                 torch.accelerator.synchronize(device)
-            with stream:
+            with _on(stream):
                 for into, source in self.device:
                     if source.device == device:
                         into.copy_(source, non_blocking=True)
             streams.append(stream)
         for stream in streams:
             stream.synchronize()
+
+
+def _on(stream: torch.Stream) -> Any:
+    """A context in which work goes to `stream`; torch 2.6 knows `with stream` of CUDA only so."""
+    return torch.cuda.stream(stream) if stream.device.type == "cuda" else stream
 
 
 def first_device(live: Live) -> torch.device | None:
@@ -323,11 +354,11 @@ def copy_steadily(
     )
 
 
-def touch(memory: memoryview, piece_bytes: int = 1 << 20) -> None:
-    """Write to every page, so that the first snapshot does not have to wait for the kernel."""
-    address = np.frombuffer(memory, np.uint8).ctypes.data
-    for at in range(0, len(memory), piece_bytes):
-        ctypes.memset(address + at, 0, min(piece_bytes, len(memory) - at))
+def touch(memory: memoryview) -> None:
+    """Write to every page, changing nothing, so that the first snapshot need not wait for the kernel."""
+    first_bytes = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
+    for at in range(0, len(first_bytes), TOUCH_PAGES):
+        first_bytes[at : at + TOUCH_PAGES] |= 0
 
 
 def changed(live: Live, before: Iterable[int], after: Iterable[int]) -> str:
