@@ -65,7 +65,7 @@ from holdfast.store import Store, Writer
 from holdfast.version import __version__
 
 WRITE_BYTES = 8 << 20
-WRITE_THREADS = 2
+WRITE_THREADS = 4
 
 
 class Save:
