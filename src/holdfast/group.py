@@ -5,7 +5,8 @@ Two ways to talk, both apart from the training's own collectives:
 * the *board*: a TCP key-value store of our own, hosted by rank 0, for the small messages of a save
   (who is ready, who failed, is it committed).  A wait on it has a deadline and names who is missing;
   it works from background threads and does not disturb a collective under way.
-* the *exchange*: an all-to-all over a gloo group of our own, made when first needed, for loads.
+* the *exchange*: collectives over a gloo group of our own, for loads.  It is made when first needed
+  and used by every `Group` after that, since to end one takes 20 ms.
 
 Without torch.distributed there is one rank, and nothing is sent.
 """
@@ -16,9 +17,11 @@ import mmap
 import os
 import secrets
 import socket
+import struct
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -45,6 +48,17 @@ LEAVE_S = 15.0
 ANSWER_S = 10.0
 """Beyond the deadline for the ranks' answers: how long rank 0 may take to decide."""
 NONCE_BYTES = 16
+SHARE_BYTES = 1 << 10
+BROADCAST_BYTES = 16 << 10
+"""What goes along with the sizes."""
+_SIZE = struct.Struct("<q")
+
+_gloos: dict[float, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+"""By deadline: the default process group, and the gloo group made in it; torch.distributed owns both."""
+
+
+def _nothing() -> None:
+    return None
 
 
 class Group:
@@ -60,7 +74,6 @@ class Group:
         self.size = dist.get_world_size() if on else 1
         self.asked = 0
         """Number of collective questions so far that have no number of their own."""
-        self._gloo: Any = None
         self._board: Any = self._open_board() if self.size > 1 else None
         self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
@@ -234,10 +247,6 @@ class Group:
         except AgentError:
             pass  # whoever is gone does not need the board
         self._board = None
-        gloo, self._gloo = self._gloo, None
-        if gloo is not None and dist.is_initialized():
-            with suppress(RuntimeError, ValueError, dist.DistError):
-                dist.destroy_process_group(gloo)  # its sockets and threads
 
     # -- the exchange -----------------------------------------------------------------------------
 
@@ -250,8 +259,7 @@ class Group:
         out = bytearray().join(p for to in parts for p in to)
         if self.size == 1:
             return [memoryview(out)]
-        group = self._gloo_group()
-        with _translated("exchange"):
+        with self._talking("exchange") as group:
             sizes = torch.tensor([sum(map(len, to)) for to in parts], dtype=torch.int64)
             theirs = torch.empty_like(sizes)
             dist.all_to_all_single(theirs, sizes, group=group)
@@ -264,6 +272,26 @@ class Group:
             at += n
         return answers
 
+    def share(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, on every rank; one round trip if all are short.  Collective."""
+        if self.size == 1:
+            return [data]
+        with self._talking("share") as group:
+            heads = self._all_gather(_SIZE.pack(len(data)) + data, SHARE_BYTES, group)
+            sizes = [_SIZE.unpack(h[: _SIZE.size])[0] for h in heads]
+            rest = max(sizes) - (SHARE_BYTES - _SIZE.size)
+            tails = [b""] * self.size
+            if rest > 0:
+                tails = self._all_gather(data[SHARE_BYTES - _SIZE.size :], rest, group)
+        return [(h[_SIZE.size :] + t)[:n] for h, t, n in zip(heads, tails, sizes)]
+
+    def _all_gather(self, data: bytes, width: int, group: Any) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data[:width].ljust(width, b"\0")), dtype=torch.uint8)
+        into = torch.empty(self.size * width, dtype=torch.uint8)
+        dist.all_gather_into_tensor(into, mine, group=group)
+        found = into.numpy().tobytes()
+        return [found[r * width : (r + 1) * width] for r in range(self.size)]
+
     def any(self, flag: bool) -> bool:
         """Whether any rank says so; returns when all have said.  Collective."""
         return bool(self.most(int(flag)))
@@ -273,24 +301,27 @@ class Group:
         if self.size == 1:
             return number
         said = torch.tensor([number], dtype=torch.int64)
-        with _translated("agree"):
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._gloo_group())
+        with self._talking("agree") as group:
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
         return int(said)
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank.  Collective."""
+        """Rank 0's bytes, on every rank; one round trip if they are few.  Collective."""
+        data = data or b""
         if self.size == 1:
-            return data or b""
-        group = self._gloo_group()
-        with _translated("broadcast"):
-            size = torch.tensor([len(data or b"")], dtype=torch.int64)
-            dist.broadcast(size, 0, group=group)
-            into = torch.empty(int(size), dtype=torch.uint8)
-            if self.rank == 0 and data:
-                into = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if len(into):
-                dist.broadcast(into, 0, group=group)
-        return into.numpy().tobytes()
+            return data
+        with self._talking("broadcast") as group:
+            head = bytearray((_SIZE.pack(len(data)) + data)[:BROADCAST_BYTES])
+            into = torch.frombuffer(head.ljust(BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
+            dist.broadcast(into, 0, group=group)
+            found = into.numpy().tobytes()
+            (size,) = _SIZE.unpack(found[: _SIZE.size])
+            found = found[_SIZE.size : _SIZE.size + size]
+            if len(found) < size:
+                rest = bytearray(data[len(found) :]) or bytearray(size - len(found))
+                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), 0, group=group)
+                found += rest
+        return found
 
     def from_rank0(self, work: Callable[[], bytes]) -> bytes:
         """What `work` returns or raises on rank 0, the only one to call it, on every rank.  Collective.
@@ -312,12 +343,28 @@ class Group:
             raise _learnt(answer[1:])
         return answer[1:]
 
+    @contextmanager
+    def _talking(self, what: str) -> Iterator[Any]:
+        """The gloo group, for collectives.  One that failed is of no more use, here or elsewhere."""
+        gloo = self._gloo_group()
+        try:
+            with _translated(what):
+                yield gloo
+        except BaseException:
+            _gloos.pop(self.deadline_s, None)
+            with suppress(RuntimeError, ValueError, AssertionError, dist.DistError):
+                dist.destroy_process_group(gloo)  # so that the others learn it, too
+            raise
+
     def _gloo_group(self) -> Any:
-        if self._gloo is None:
-            self._gloo = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=max(self.deadline_s, 1.0))
-            )
-        return self._gloo
+        world = dist.group.WORLD
+        made_in, kept = (ref() for ref in _gloos.get(self.deadline_s, (_nothing, _nothing)))
+        if kept is not None and made_in is world:
+            return kept
+        timeout = timedelta(seconds=max(self.deadline_s, 1.0))
+        gloo = dist.new_group(backend="gloo", timeout=timeout)
+        _gloos[self.deadline_s] = weakref.ref(world), weakref.ref(gloo)
+        return gloo
 
     def window(self, size: int) -> HostWindow:
         """Memory of this rank that the ranks on its host can see.  Collective."""
@@ -346,12 +393,12 @@ class HostWindow:
             except OSError:
                 self.mine = memoryview(bytearray(size))
             card = msgspec.msgpack.encode((_host() if self._maps else "", os.getpid(), fd, nonce))
-            for rank, data in enumerate(group.exchange([card] * group.size)):
+            for rank, data in enumerate(group.share(card)):
                 if rank != group.rank and self._maps:
                     self._map(rank, msgspec.msgpack.decode(data), size)
-            seen = [bytes([r in self.theirs or r == group.rank]) for r in range(group.size)]
-            for rank, answer in enumerate(group.exchange(seen)):  # both ways, or not at all
-                if bytes(answer) == b"\0":
+            seen = msgspec.msgpack.encode(list(self.theirs))
+            for rank, data in enumerate(group.share(seen)):  # both ways, or not at all
+                if group.rank not in msgspec.msgpack.decode(data):
                     self.theirs.pop(rank, None)
         finally:
             if fd >= 0:

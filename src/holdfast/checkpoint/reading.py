@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +45,9 @@ def threads_here() -> int:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(4, max(1, (os.cpu_count() or 2) // ranks))
 
+
+_row_major = lru_cache(4096)(row_major)
+"""Few shapes, many rows."""
 
 RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """Element types by size, for moving bytes about."""
@@ -130,7 +134,7 @@ class Row:
         self.want.target.put(common.within(self.want.box.start), view)
 
     def _target_byte(self) -> int:
-        strides = row_major(self.want.box.shape)
+        strides = _row_major(self.want.box.shape)
         origin = self.want.box.start
         return self.itemsize * sum((a - o) * s for a, o, s in zip(self.part.start, origin, strides))
 
@@ -213,7 +217,7 @@ def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
 
 
 def _row(file: FileEntry, origin: int, piece: Box, part: Box, itemsize: int, want: Want) -> Row:
-    strides = row_major(piece.shape)
+    strides = _row_major(piece.shape)
     first = sum((p - o) * s for p, o, s in zip(part.start, piece.start, strides))
     last = sum((p - 1 - o) * s for p, o, s in zip(part.stop, piece.start, strides))
     start, stop = origin + first * itemsize, origin + (last + 1) * itemsize

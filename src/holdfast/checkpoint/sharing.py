@@ -4,7 +4,8 @@ A cut along another dim touches every chunk of a tensor, and a replicated tensor
 if each rank read for itself, the store would be read once per rank.  Instead:
 
 1. each rank tells, for each file, the chunks that it needs to the file's coordinator (files are dealt to
-   ranks in turn, so no rank sees everything);
+   ranks in turn, so no rank sees everything; a few chunks are told to all, and then 2 and 3 need no
+   messages);
 2. the coordinator gives each chunk to one of the ranks that need it, evenly, and tells these readers;
 3. each reader tells the others in which of its rounds their chunks come.
    Chunks that one rank alone needs it reads alone, straight into place where it can.
@@ -25,7 +26,6 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast.checkpoint.reading import (
     BLOCK_CHUNKS,
@@ -46,11 +46,14 @@ from holdfast.checkpoint.reading import (
 from holdfast.errors import Corrupt, FormatError, NotFound, RankErrors, Unavailable
 from holdfast.format.manifest import FileEntry
 
-WINDOW_BYTES = 4 << 20
+WINDOW_BYTES = 8 << 20
 """Read per rank and round.  Small windows stay in the cache and cost few first touches of fresh pages,
 which are slow; a round costs about a millisecond (bench/load_resharded.py)."""
 
-Ints = NDArray[np.int64]
+OPEN_CLAIMS = 1000
+"""Up to so many claims are told to all ranks instead of to coordinators: fewer round trips."""
+AGAIN = 0.01
+"""Every rank reads for itself if that reads at most such a part of the bytes again."""
 
 
 class Window(Protocol):
@@ -74,6 +77,9 @@ class Peers(Protocol):
 
     def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
         """The same, for payloads in parts."""
+
+    def share(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes."""
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so; returns when all have said."""
@@ -128,7 +134,7 @@ def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
     RankErrors."""
     if not peers.any(error is not None):
         return
-    answers = peers.exchange([report_of(error)] * peers.size)
+    answers = peers.share(report_of(error))
     reports = {r: msgspec.msgpack.decode(a, type=_Report) for r, a in enumerate(answers) if a}
     if not reports:
         return
@@ -193,24 +199,56 @@ def assign(
                 yield lo, hi, reader, needers
 
 
-def _pack(rows: list[tuple[int, ...]]) -> bytes:
+def _pack(rows: Sequence[tuple[int, ...]]) -> bytes:
     return np.array(rows, np.int64).tobytes()
 
 
-def _unpack(data: memoryview, width: int) -> list[tuple[int, ...]]:
+def _unpack(data: bytes | memoryview, width: int) -> list[tuple[int, ...]]:
     return [tuple(r) for r in np.frombuffer(data, np.int64).reshape(-1, width).tolist()]
 
 
 def deal(peers: Peers, needed: dict[int, list[Interval]]) -> Deal:
     """Agree who reads what.  `needed`: chunks by file number."""
+    mine = [(file, a, b) for file, intervals in needed.items() for a, b in intervals]
+    if peers.most(len(mine)) * peers.size <= OPEN_CLAIMS:
+        return _deal_openly(peers, needed, peers.share(_pack(mine)))
     out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
-    for file, intervals in needed.items():
-        out[file % peers.size] += [(file, a, b) for a, b in intervals]
+    for claim in mine:
+        out[claim[0] % peers.size].append(claim)
+    claims = _claims(peers.exchange([_pack(rows) for rows in out]))
+    return _spread(peers, _orders(peers, claims))
+
+
+def _claims(packed: Sequence[bytes | memoryview]) -> dict[int, list[tuple[int, int, int]]]:
+    """By file, what each rank needs of it: (rank, first, stop)."""
     claims: dict[int, list[tuple[int, int, int]]] = {}
-    for rank, data in enumerate(peers.exchange([_pack(rows) for rows in out])):
+    for rank, data in enumerate(packed):
         for file, a, b in _unpack(data, 3):
             claims.setdefault(file, []).append((rank, a, b))
-    return _spread(peers, _orders(peers, claims))
+    return claims
+
+
+def _deal_openly(peers: Peers, needed: dict[int, list[Interval]], packed: list[bytes]) -> Deal:
+    """Every rank knows all claims and decides the same."""
+    claims, load = _claims(packed), dict[int, int]()
+    orders = [(file, *order) for file in sorted(claims) for order in assign(claims[file], load)]
+    again = sum((b - a) * (len(needers) - 1) for _, a, b, _, needers in orders)
+    if again <= AGAIN * sum(b - a for _, a, b, _, _ in orders):
+        return Deal(alone=needed)
+    result = Deal()
+    positions = [0] * peers.size
+    for file, a, b, reader, needers in orders:
+        if needers == (reader,):
+            if reader == peers.rank:
+                result.alone.setdefault(file, []).append((a, b))
+            continue
+        if reader == peers.rank:
+            result.read.append((file, a, b))
+            result.to += [(file, a, b, rank) for rank in needers]
+        if peers.rank in needers:
+            result.get.setdefault(reader, []).append((file, a, b, positions[reader]))
+        positions[reader] += b - a
+    return result
 
 
 def _orders(
@@ -276,12 +314,12 @@ class Rounds:
     peers: Peers
     threads: int
 
-    def run(self) -> BaseException | None:
-        """Returns what went wrong here in the last round, which the others do not know yet."""
+    def run(self, longest: int) -> BaseException | None:
+        """Pass on up to `longest` chunks of each rank.
+
+        Returns what went wrong here in the last round, which the others do not know yet.
+        """
         size = self.files.manifest.chunk_bytes
-        longest = self.peers.most(sum(b - a for _, a, b in self.deal.read))
-        if not longest:
-            return None
         per_window = max(1, WINDOW_BYTES // size)
         window = self.peers.window(2 * per_window * size)
         try:
@@ -421,8 +459,10 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
         except Exception as failed:
             error = failed
     agree(peers, error, files.manifest.step)
-    error = Rounds(files, by_number, indexes, dealt, peers, threads).run()
-    agree(peers, error, files.manifest.step)
+    longest = peers.most(sum(b - a for _, a, b in dealt.read))
+    if longest:
+        error = Rounds(files, by_number, indexes, dealt, peers, threads).run(longest)
+        agree(peers, error, files.manifest.step)
 
 
 def _alone(
