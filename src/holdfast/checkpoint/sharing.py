@@ -47,8 +47,8 @@ from holdfast.errors import Corrupt, FormatError, NotFound, RankErrors, Unavaila
 from holdfast.format.manifest import FileEntry
 
 WINDOW_BYTES = 8 << 20
-"""Read per rank and round.  Small windows stay in the cache and cost few first touches of fresh pages,
-which are slow; a round costs about a millisecond (bench/load_resharded.py)."""
+"""Read per rank and round.  Small windows cost few first touches of fresh pages, which can be slow;
+large ones cost fewer rounds.  bench/load_resharded.py shows the whole."""
 
 OPEN_CLAIMS = 1000
 """Up to so many claims are told to all ranks instead of to coordinators: fewer round trips."""

@@ -14,7 +14,7 @@ answers for one reader in time proportional to what the reader wants.
     >>> placement.pieces(1).start.tolist(), placement.pieces(1).bytes.tolist()
     ([[4, 0]], [64])
 
-Everything is in numpy arrays with one row per piece: 60,000 tensors on 4,096 ranks are planned in a
+Everything is in numpy arrays with one row per piece: 45,000 tensors on 4,096 ranks are planned in a
 fraction of a second (bench/plan_scale.py).  Tensors of fewer dims are padded with trailing ones.
 """
 
