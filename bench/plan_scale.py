@@ -95,7 +95,7 @@ class Memoryless:
 
 def make_wants(rank: int) -> list[Any]:
     """What a rank of the live mesh holds: known from its live tensors, so not part of the plan."""
-    from holdfast.checkpoint.reading import Want
+    from holdfast.checkpoint.rows import Want
     from holdfast.layout import Mesh
 
     mesh, target = Mesh(LIVE), Memoryless()
@@ -115,7 +115,8 @@ def timed(work: Callable[[], Any], rounds: int) -> tuple[list[float], Any]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    from holdfast.checkpoint.reading import group_rows, needs, plan_blocks, plan_rows
+    from holdfast.checkpoint.reading import plan_blocks
+    from holdfast.checkpoint.rows import group_rows, needs, plan_rows
     from holdfast.format.image import plan_image
     from holdfast.format.manifest import decode, encode
     from holdfast.layout import Placement

@@ -20,8 +20,8 @@ from holdfast.version import __version__
 
 if TYPE_CHECKING:
     from holdfast import errors, events
-    from holdfast.checkpoint.committing import Keep
     from holdfast.checkpoint.opened import Checkpoint
+    from holdfast.checkpoint.tidying import Keep
     from holdfast.checkpointer import Checkpointer, Every, HoldfastWarning, load, save
     from holdfast.durable import Save
     from holdfast.errors import HoldfastError
@@ -36,7 +36,7 @@ _HOME = {
     "Every": "holdfast.checkpointer",
     "HoldfastError": "holdfast.errors",
     "HoldfastWarning": "holdfast.checkpointer",
-    "Keep": "holdfast.checkpoint.committing",
+    "Keep": "holdfast.checkpoint.tidying",
     "Rng": "holdfast.state.rng",
     "Save": "holdfast.durable",
     "errors": "holdfast",

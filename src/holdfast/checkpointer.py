@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import uuid
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.checkpoint.committing import Claim, Keep, claim, newest_claim, release, sweep
+from holdfast.checkpoint.claiming import Claim, claim, newest_claim, once_attempt, release
 from holdfast.checkpoint.names import check_step, committed, describe, manifest_key
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.tidying import Keep, sweep
 from holdfast.durable import Durable, Save
 from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
 from holdfast.events import emit, span
@@ -289,7 +289,11 @@ def save(
 def _once(store: Store) -> bytes:
     held = newest_claim(store)
     run = max([held.run if held else 0, *(s.run for s in committed(store))])
-    return msgspec.json.encode((run, f"once-{uuid.uuid4().hex[:12]}"))
+    try:
+        sweep(store)
+    except HoldfastError as error:
+        emit("sweep.failed", error=str(error))
+    return msgspec.json.encode((run, once_attempt()))
 
 
 def load(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,11 +13,13 @@ from single import memory
 import holdfast
 from builders import Tensor, build
 from holdfast import Keep
-from holdfast.checkpoint.committing import claim, delete_step, discard, prune, sweep
+from holdfast.checkpoint.claiming import claim, once_attempt
 from holdfast.checkpoint.names import manifest_key, read_manifest
+from holdfast.checkpoint.tidying import delete_step, discard, prune, sweep
 from holdfast.checkpoint.verifying import verify
 from holdfast.layout import Mesh
-from holdfast.store import Store
+from holdfast.store import Store, open_store
+from holdfast.testing import Counting
 
 
 def step(store: Store, number: int, run: int = 1, value: float = 1.0, **options) -> str:
@@ -29,6 +34,13 @@ def put_image(store: Store, step: int, attempt: str, rank: int = 1) -> str:
     return key
 
 
+def dead_attempt() -> str:
+    """As `once_attempt` of a process that has ended."""
+    code = "from holdfast.checkpoint.claiming import once_attempt; print(once_attempt())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
 def test_sweep_spares_what_is_named_and_what_is_under_way() -> None:
     store = memory()
     mine = msgspec.structs.replace(claim(store), run=3)
@@ -36,11 +48,14 @@ def test_sweep_spares_what_is_named_and_what_is_under_way() -> None:
     gone = [
         put_image(store, 10, "0002-000009"),  # an older run's, of the same step
         put_image(store, 20, "0003-000004"),  # a failed one of this run
+        put_image(store, 50, dead_attempt()),  # a save by itself, of a process that is gone
     ]
     stay = [
         put_image(store, 30, "0003-000006"),  # the next save of this run: rank 1 is ahead of us
         put_image(store, 40, "0004-000001"),  # a run that has superseded us
-        put_image(store, 50, "once-aabbcc"),  # a save by itself
+        put_image(store, 50, once_attempt()),  # a save by itself, of a process that runs
+        put_image(store, 50, "once-0123456789abcdef-1-1-01234567"),  # of another host
+        put_image(store, 50, "once-aabbcc"),  # of who knows whom
     ]
     sweep(store, mine, 5)
     left = store.list("steps/")
@@ -101,3 +116,20 @@ def test_keep_every() -> None:
     assert prune(store, Keep(last=2, every=4)) == [1, 2, 3, 5, 6, 7]
     assert holdfast.steps(store.url) == [4, 8, 9, 10]
     assert prune(store, Keep()) == []
+
+
+def test_sweeping_reads_no_whole_manifest_where_there_is_nothing_to_delete() -> None:
+    store = Counting(memory())
+    for number in (1, 2, 3):
+        step(store, number)
+    store.calls.clear()
+    assert sweep(store, msgspec.structs.replace(claim(store), run=9), 99) == []
+    assert store.calls["get"] == 0
+
+
+def test_a_save_by_itself_sweeps_what_a_dead_one_left(tmp_path) -> None:
+    store = open_store(tmp_path)
+    left = put_image(store, 7, dead_attempt())
+    holdfast.save(tmp_path, {"x": 1}, step=8)
+    assert left not in store.list("steps/")
+    assert holdfast.steps(str(tmp_path)) == [8]

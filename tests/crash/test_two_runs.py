@@ -14,7 +14,7 @@ from single import WAIT_S, contents, life, memory, state_of
 
 import holdfast
 import holdfast.checkpointer
-from holdfast.checkpoint.committing import claim, newest_claim
+from holdfast.checkpoint.claiming import claim, newest_claim
 from holdfast.errors import RankErrors, UsageError
 
 HOLDER = """

@@ -346,11 +346,11 @@ def a_plan_that_fails_is_made_again(root: Path) -> None:
     run = Run(root, on_error="warn")
     run.ckpt.save(1).wait(WAIT_S)  # before the first step: no optimizer state
     run.train(2)
-    durable = run.ckpt._durable
-    original, durable._make_plan = durable._make_plan, None  # not callable: fails on every rank
+    planner = run.ckpt._durable._planner
+    original, planner.make_plan = planner.make_plan, None  # not callable: fails on every rank
     with pytest.raises(Exception, match="not callable"):
         run.ckpt.save(2).wait(WAIT_S)
-    durable._make_plan = original
+    planner.make_plan = original
     run.train(1)
     copy = run.copy()
     run.ckpt.save(3).wait(WAIT_S)

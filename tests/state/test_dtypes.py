@@ -41,6 +41,8 @@ def round_trip(path: Path, tensor: torch.Tensor, into: torch.Tensor) -> torch.Te
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype(tmp_path: Path, name: str) -> None:
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
     dtype = getattr(torch, name)
     shapes = ((), (0, 3), (5, 7), (1000, 3, 101))
     saved = [filled(shape, dtype) for shape in shapes]

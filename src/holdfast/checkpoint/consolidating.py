@@ -18,17 +18,19 @@ import json
 import math
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.committing import INDEX, attempt_of, commit, discard, newest_claim
+from holdfast.checkpoint.claiming import newest_claim, once_attempt
+from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.names import committed, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.reading import RAW, ArrayTarget, Want, read_alone
+from holdfast.checkpoint.reading import read_alone
+from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
+from holdfast.checkpoint.tidying import INDEX, attempt_of, discard
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
 from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES
@@ -150,7 +152,7 @@ def _draft(source: Checkpoint, store: Store, files: list[_File]) -> Manifest:
         holdfast=old.holdfast,
         step=old.step,
         run=max([old.run, held.run if held else 0, *(s.run for s in committed(store))]),
-        attempt=f"once-{uuid.uuid4().hex[:12]}",
+        attempt=once_attempt(),
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         software={**old.software, "holdfast": __version__},
         mesh=((AXIS, max(len(files), 1)),),

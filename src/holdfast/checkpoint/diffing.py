@@ -17,7 +17,8 @@ import numpy as np
 
 from holdfast.checkpoint.brief import brief
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
-from holdfast.checkpoint.reading import RAW, Array, ArrayTarget, Want, read_alone
+from holdfast.checkpoint.reading import read_alone
+from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Want
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry

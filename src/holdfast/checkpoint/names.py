@@ -14,11 +14,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from holdfast.errors import Corrupt, FormatError, NotFound, NotRecoverable, StoreError, UsageError
+from holdfast.errors import (
+    Corrupt,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    NotRecoverable,
+    StoreError,
+    UsageError,
+)
 from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head
 from holdfast.store import Store
 
 _MANIFEST = re.compile(r"steps/(\d{10})/manifest\.json")
+_ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,6 +71,17 @@ def _head(store: Store, key: str, step: int) -> Saved:
     except (FormatError, Corrupt):
         return Saved(-1, step)
     return Saved(run if stated == step else -1, step)
+
+
+def stated_attempt(store: Store, step: int) -> str | None:
+    """The attempt that the beginning of a step's manifest states; not verified.  None if it states none."""
+    data = bytearray(HEAD_BYTES + 128)
+    try:
+        store.read(manifest_key(step), 0, memoryview(data))
+    except HoldfastError:
+        return None
+    match = _ATTEMPT.match(data)
+    return match[1].decode() if match else None
 
 
 def read_manifest(store: Store, step: int) -> Manifest:

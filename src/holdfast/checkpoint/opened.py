@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.names import describe, newest, read_manifest, step_prefix
-from holdfast.checkpoint.reading import RAW, Array, ArrayTarget, Files, Want, read_alone
+from holdfast.checkpoint.reading import read_alone
+from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Want
 from holdfast.codec.digest import num_chunks
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype

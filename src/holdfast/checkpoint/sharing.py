@@ -1,17 +1,11 @@
 """Reading together: chunks that several ranks need are read by one of them and passed on.
 
 A cut along another dim touches every chunk of a tensor, and a replicated tensor is wanted whole by all;
-if each rank read for itself, the store would be read once per rank.  Instead:
-
-1. each rank tells, for each file, the chunks that it needs to the file's coordinator (files are dealt to
-   ranks in turn, so no rank sees everything; a few chunks are told to all, and then 2 and 3 need no
-   messages);
-2. the coordinator gives each chunk to one of the ranks that need it, evenly, and tells these readers;
-3. each reader tells the others in which of its rounds their chunks come.
-   Chunks that one rank alone needs it reads alone, straight into place where it can.
-4. Round by round, each rank reads and verifies its next chunks into its window (shared memory on a
-   host; another host's ranks get the bytes sent), all agree that the round is there, and each places
-   what it needs from all windows, while the next round is being read.
+if each rank read for itself, the store would be read once per rank.  Instead the ranks agree who reads
+what (`holdfast.checkpoint.dealing`).  Chunks that one rank alone needs it reads alone, straight into
+place where it can.  The others go round by round: each rank reads and verifies its next chunks into its
+window (shared memory on a host; another host's ranks get the bytes sent), all agree that the round is
+there, and each places what it needs from all windows, while the next round is being read.
 
 Two windows per rank bound the memory; `agree` carries a failure of any rank to all of them.
 The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk instead of per file.
@@ -19,272 +13,29 @@ The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
-import msgspec
-import numpy as np
-
+from holdfast.checkpoint.dealing import Deal, deal
+from holdfast.checkpoint.files import Files
+from holdfast.checkpoint.peers import Peers, Window, agree
 from holdfast.checkpoint.reading import (
     BLOCK_CHUNKS,
     Block,
-    Files,
-    Interval,
-    RowIndex,
-    Want,
-    group_rows,
-    in_threads,
-    needs,
+    cores_here,
     plan_blocks,
-    plan_rows,
     read_alone,
     run_blocks,
     threads_here,
 )
-from holdfast.errors import Corrupt, FormatError, NotFound, RankErrors, Unavailable
+from holdfast.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.format.manifest import FileEntry
+from holdfast.threads import in_threads
 
 WINDOW_BYTES = 8 << 20
 """Read per rank and round.  Small windows cost few first touches of fresh pages, which can be slow;
 large ones cost fewer rounds.  bench/load_resharded.py shows the whole."""
-
-OPEN_CLAIMS = 1000
-"""Up to so many claims are told to all ranks instead of to coordinators: fewer round trips."""
-AGAIN = 0.01
-"""Every rank reads for itself if that reads at most such a part of the bytes again."""
-
-
-class Window(Protocol):
-    """Memory of this rank that the ranks of its host can read."""
-
-    mine: memoryview
-    theirs: dict[int, memoryview]
-    """Windows of other ranks on this host; a rank that is not here must be sent its bytes."""
-
-    def close(self) -> None: ...
-
-
-class Peers(Protocol):
-    """The ranks that load together; every method is collective and has a deadline."""
-
-    rank: int
-    size: int
-
-    def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
-        """Send `payloads[r]` to each rank r; returns what each sent to this one."""
-
-    def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
-        """The same, for payloads in parts."""
-
-    def share(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes."""
-
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says so; returns when all have said."""
-
-    def most(self, number: int) -> int:
-        """The largest number that any rank says."""
-
-    def window(self, size: int) -> Window:
-        """Memory that is shared within the host."""
-
-
-_SAME = (Unavailable, NotFound, FormatError)
-"""Errors by which a caller decides whether an older step may be tried."""
-
-
-class _Report(msgspec.Struct, frozen=True):
-    """What each rank says when a round is read: its error, if it has one."""
-
-    message: str | None = None
-    key: str | None = None
-    start: int | None = None
-    stop: int | None = None
-    expected: str | None = None
-    found: str | None = None
-    kind: str = ""
-    """Class of the error, if the other ranks shall raise the same."""
-
-
-def report_of(error: BaseException | None) -> bytes:
-    """An error as bytes for the other ranks; empty for none."""
-    if error is None:
-        return b""
-    if isinstance(error, Corrupt):
-        report = _Report(
-            error.message,
-            error.key,
-            error.start,
-            error.stop,
-            error.expected,
-            error.found,
-            "Corrupt",
-        )
-    elif type(error) in _SAME:
-        report = _Report(error.message, error.key, kind=type(error).__name__)  # type: ignore[attr-defined]
-    else:
-        report = _Report(f"{type(error).__name__}: {error}")
-    return msgspec.msgpack.encode(report)
-
-
-def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
-    """Raise on every rank if any rank has an error: the same one where its kind matters, else
-    RankErrors."""
-    if not peers.any(error is not None):
-        return
-    answers = peers.share(report_of(error))
-    reports = {r: msgspec.msgpack.decode(a, type=_Report) for r, a in enumerate(answers) if a}
-    if not reports:
-        return
-    for rank, one in reports.items():
-        if one.kind == "Corrupt":
-            raise Corrupt(
-                one.message or "",
-                key=one.key,
-                start=one.start,
-                stop=one.stop,
-                expected=one.expected,
-                found=one.found,
-                rank=rank,
-                step=step,
-            ) from error
-    for kind in _SAME:
-        for rank, one in reports.items():
-            if one.kind == kind.__name__:
-                raise kind(one.message or "", key=one.key, rank=rank, step=step) from error
-    raise RankErrors("load", {r: x.message or "" for r, x in reports.items()}, step=step) from error
-
-
-@dataclass
-class Deal:
-    """What one rank reads for others and gets from others; chunks as (file, first, stop, ...)."""
-
-    alone: dict[int, list[Interval]] = field(default_factory=dict)
-    read: list[tuple[int, int, int]] = field(default_factory=list)
-    """Runs that this rank reads for several, in the order in which it does."""
-    to: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(file, first, stop, recipient): who needs which of them."""
-    get: dict[int, list[tuple[int, int, int, int]]] = field(default_factory=dict)
-    """By reader: (file, first, stop, position of first among all chunks that the reader reads)."""
-
-
-def assign(
-    claims: list[tuple[int, int, int]], load: dict[int, int]
-) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-    """Give each chunk to one of the ranks that claim it.
-
-    From (rank, first, stop) to (first, stop, reader, all that need it); `load` counts the chunks that
-    each rank reads so far and is kept even.
-    """
-    edges = sorted({e for _, a, b in claims for e in (a, b)})
-    starts: dict[int, list[tuple[int, int]]] = {}
-    for rank, a, b in claims:
-        starts.setdefault(a, []).append((rank, b))
-    active: dict[int, int] = {}
-    for a, b in zip(edges, edges[1:]):
-        for rank, until in starts.get(a, ()):
-            active[rank] = max(until, active.get(rank, 0))
-        active = {r: until for r, until in active.items() if until > a}
-        if not active:
-            continue
-        needers = tuple(sorted(active))
-        order = sorted(needers, key=lambda r: (load.get(r, 0), r))
-        for i, reader in enumerate(order):
-            # rounded up, so that what is left over goes to those who have read the least
-            lo, hi = (a - (a - b) * k // len(order) for k in (i, i + 1))
-            if hi > lo:
-                load[reader] = load.get(reader, 0) + hi - lo
-                yield lo, hi, reader, needers
-
-
-def _pack(rows: Sequence[tuple[int, ...]]) -> bytes:
-    return np.array(rows, np.int64).tobytes()
-
-
-def _unpack(data: bytes | memoryview, width: int) -> list[tuple[int, ...]]:
-    return [tuple(r) for r in np.frombuffer(data, np.int64).reshape(-1, width).tolist()]
-
-
-def deal(peers: Peers, needed: dict[int, list[Interval]]) -> Deal:
-    """Agree who reads what.  `needed`: chunks by file number."""
-    mine = [(file, a, b) for file, intervals in needed.items() for a, b in intervals]
-    if peers.most(len(mine)) * peers.size <= OPEN_CLAIMS:
-        return _deal_openly(peers, needed, peers.share(_pack(mine)))
-    out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
-    for claim in mine:
-        out[claim[0] % peers.size].append(claim)
-    claims = _claims(peers.exchange([_pack(rows) for rows in out]))
-    return _spread(peers, _orders(peers, claims))
-
-
-def _claims(packed: Sequence[bytes | memoryview]) -> dict[int, list[tuple[int, int, int]]]:
-    """By file, what each rank needs of it: (rank, first, stop)."""
-    claims: dict[int, list[tuple[int, int, int]]] = {}
-    for rank, data in enumerate(packed):
-        for file, a, b in _unpack(data, 3):
-            claims.setdefault(file, []).append((rank, a, b))
-    return claims
-
-
-def _deal_openly(peers: Peers, needed: dict[int, list[Interval]], packed: list[bytes]) -> Deal:
-    """Every rank knows all claims and decides the same."""
-    claims, load = _claims(packed), dict[int, int]()
-    orders = [(file, *order) for file in sorted(claims) for order in assign(claims[file], load)]
-    again = sum((b - a) * (len(needers) - 1) for _, a, b, _, needers in orders)
-    if again <= AGAIN * sum(b - a for _, a, b, _, _ in orders):
-        return Deal(alone=needed)
-    result = Deal()
-    positions = [0] * peers.size
-    for file, a, b, reader, needers in orders:
-        if needers == (reader,):
-            if reader == peers.rank:
-                result.alone.setdefault(file, []).append((a, b))
-            continue
-        if reader == peers.rank:
-            result.read.append((file, a, b))
-            result.to += [(file, a, b, rank) for rank in needers]
-        if peers.rank in needers:
-            result.get.setdefault(reader, []).append((file, a, b, positions[reader]))
-        positions[reader] += b - a
-    return result
-
-
-def _orders(
-    peers: Peers, claims: dict[int, list[tuple[int, int, int]]]
-) -> list[tuple[int, int, int, int]]:
-    """As coordinator decide; as reader learn: (file, first, stop, recipient), own copies included."""
-    load: dict[int, int] = {}
-    out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
-    for file in sorted(claims):
-        for a, b, reader, needers in assign(claims[file], load):
-            out[reader] += [(file, a, b, rank) for rank in needers]
-    answers = peers.exchange([_pack(rows) for rows in out])
-    return sorted(r for data in answers for r in _unpack(data, 4))  # type: ignore[misc]
-
-
-def _spread(peers: Peers, orders: list[tuple[int, int, int, int]]) -> Deal:
-    """Number the shared chunks that this rank reads and tell each recipient where its own come."""
-    result = Deal()
-    runs: dict[tuple[int, int, int], list[int]] = {}
-    for file, a, b, rank in orders:
-        runs.setdefault((file, a, b), []).append(rank)
-    out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
-    position = 0
-    for (file, a, b), ranks in runs.items():
-        if ranks == [peers.rank]:
-            result.alone.setdefault(file, []).append((a, b))
-            continue
-        result.read.append((file, a, b))
-        for rank in ranks:
-            out[rank].append((file, a, b, position))
-            result.to.append((file, a, b, rank))
-        position += b - a
-    for reader, data in enumerate(peers.exchange([_pack(rows) for rows in out])):
-        if data:
-            result.get[reader] = _unpack(data, 4)  # type: ignore[assignment]
-    return result
 
 
 Run = tuple[int, int, int, int]
@@ -313,6 +64,7 @@ class Rounds:
     deal: Deal
     peers: Peers
     threads: int
+    """To read with, and as many to place with: both go on at once."""
 
     def run(self, longest: int) -> BaseException | None:
         """Pass on up to `longest` chunks of each rank.
@@ -453,16 +205,17 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
         error = failed
     dealt = deal(peers, needed)
     alone = {by_number[n].path: sorted(runs) for n, runs in dealt.alone.items()}
-    if error is None:
-        try:
-            run_blocks(files, _alone(files, indexes, alone, size), indexes, threads)
-        except Exception as failed:
-            error = failed
-    agree(peers, error, files.manifest.step)
-    longest = peers.most(sum(b - a for _, a, b in dealt.read))
-    if longest:
-        error = Rounds(files, by_number, indexes, dealt, peers, threads).run(longest)
+    with files.open.kept():
+        if error is None:
+            try:
+                run_blocks(files, _alone(files, indexes, alone, size), indexes, threads)
+            except Exception as failed:
+                error = failed
         agree(peers, error, files.manifest.step)
+        longest = peers.most(sum(b - a for _, a, b in dealt.read))
+        if longest:
+            error = Rounds(files, by_number, indexes, dealt, peers, cores_here()).run(longest)
+            agree(peers, error, files.manifest.step)
 
 
 def _alone(

@@ -22,10 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.listing import wrong_size
 from holdfast.checkpoint.names import committed, manifest_key, read_manifest
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
-from holdfast.checkpoint.reading import Files, Scratch, in_threads, merge, threads_here
+from holdfast.checkpoint.reading import Scratch, threads_here
+from holdfast.checkpoint.rows import merge
 from holdfast.codec.digest import Digests, digest_chunks, num_chunks
 from holdfast.errors import FormatError, HoldfastError
 from holdfast.format.extras import decode
@@ -33,6 +35,7 @@ from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.layout import Placement
 from holdfast.store import Store
+from holdfast.threads import in_threads
 
 BLOCK_CHUNKS = 32
 """8 MiB at the usual chunk size: large enough for full speed, small enough to report progress."""
@@ -188,7 +191,8 @@ class _Verification:
             found = np.empty(stop - first, "<u8")
             try:
                 view = self._scratch.get(BLOCK_CHUNKS * size)[: b - a]
-                self.store.read(self.files.key(file), a, view)
+                with self.files.open.reader(self.files.key(file)) as reader:
+                    reader.read(a, view)
                 digest_chunks(view, found, size)
                 wrong = np.flatnonzero(found != table[first:stop]) + first
             except HoldfastError as error:
@@ -199,7 +203,8 @@ class _Verification:
                 bad.extend((i, i + 1) for i in wrong.tolist())
             self.progress(b - a)
 
-        in_threads(one, list(range(0, chunks, BLOCK_CHUNKS)), self.threads)
+        with self.files.open.kept():
+            in_threads(one, list(range(0, chunks, BLOCK_CHUNKS)), self.threads)
         return merge(bad)
 
     def _check_header(self, file: FileEntry, image: Image) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from holdfast.checkpoint.committing import Keep, prunable, prune
 from holdfast.checkpoint.listing import Step, survey
+from holdfast.checkpoint.tidying import Keep, prunable, prune
 from holdfast.cli.screen import AsJson, Root, bad, dim, good, many, print_json, say, size, table
 from holdfast.errors import UsageError
 from holdfast.store import open_store

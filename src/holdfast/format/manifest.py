@@ -141,7 +141,7 @@ def from_sharding(sharding: Sharding) -> ShardingEntry:
     held = None
     if sharding.held is not None:
         held = tuple(FragmentEntry(r, b.start, b.stop) for r, b in sharding.held)
-    cuts = tuple(CutEntry(c.dim, c.axes) for c in sharding.cuts)
+    cuts = tuple([CutEntry(c.dim, c.axes) for c in sharding.cuts])  # empty: the default itself
     return ShardingEntry(cuts, dict(sharding.on), held)
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import UsageError
 from holdfast.format import extras
-from holdfast.state.placed import Placed, place
+from holdfast.state.placed import Placed, place, torch_dtype
 
 State = dict[str, Any]
 
@@ -360,5 +360,5 @@ def outline_tensor(body: Any) -> torch.Tensor:
     dtype, shape, data = body
     raw = bytearray(base64.b64decode(data))
     if not raw:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    return torch.frombuffer(raw, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+        return torch.empty(shape, dtype=torch_dtype(dtype))
+    return torch.frombuffer(raw, dtype=torch.uint8).view(torch_dtype(dtype)).reshape(shape)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import LayoutError
+from holdfast.errors import FormatError, LayoutError
 from holdfast.layout import Axis, Box, chunk, whole
 
 AxisCut = tuple[int, Axis]
@@ -36,6 +36,17 @@ class Placed:
         return str(self.local.dtype).removeprefix("torch.")
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """A dtype by the name that manifests use; FormatError if this torch lacks it."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise FormatError(
+            f"torch {torch.__version__} has no dtype {name}",
+            hint="install a newer torch, or read such tensors by holdfast.open()",
+        )
+    return found
+
+
 def place(tensor: torch.Tensor, name: str) -> Placed:
     """Describe a tensor.  Shares memory with it.  LayoutError for what has no place."""
     if isinstance(tensor, DTensor):
@@ -47,10 +58,10 @@ def place(tensor: torch.Tensor, name: str) -> Placed:
 
 
 def _place_dtensor(tensor: DTensor, name: str) -> Placed:
-    mesh, placements = tensor.device_mesh, tensor.placements
-    shape = tuple(tensor.shape)
-    with torch.no_grad():
-        local = tensor.detach().to_local()
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    with torch.no_grad():  # detaching a DTensor is slow; a parameter would mark its local tensor
+        plain = tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor
+        local = plain.to_local().detach()
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LayoutError(f"{name!r}: this rank is not in the tensor's mesh {mesh}")
@@ -59,19 +70,27 @@ def _place_dtensor(tensor: DTensor, name: str) -> Placed:
             f"{name!r}: placement {placements} is a pending reduction",
             hint="redistribute it to Replicate() or Shard() before saving",
         )
-    box = whole(shape)
-    order = shard_order(placements, tuple(mesh.shape))
-    for mesh_dim, dim in order:
-        box = chunk(box, dim, coordinate[mesh_dim], mesh.size(mesh_dim))
+    box, cuts = _cut(mesh, tuple(coordinate), tuple(placements), shape)
     if box.shape != tuple(local.shape):
         raise LayoutError(
             f"{name!r}: {placements} over {mesh} should leave {box.shape} here, "
             f"but the local tensor is {tuple(local.shape)}",
             hint="only cuts as torch.chunk makes them are known",
         )
-    axes = mesh_axes(mesh)
-    cuts = None if axes is None else tuple((dim, axes[m]) for m, dim in order)
     return Placed(local, shape, box, cuts)
+
+
+@lru_cache(4096)
+def _cut(
+    mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any, ...], shape: tuple[int, ...]
+) -> tuple[Box, tuple[AxisCut, ...] | None]:
+    """The box of a DTensor at a coordinate of its mesh, and the cuts that make it."""
+    box = whole(shape)
+    order = shard_order(placements, tuple(mesh.shape))
+    for mesh_dim, dim in order:
+        box = chunk(box, dim, coordinate[mesh_dim], mesh.size(mesh_dim))
+    axes = mesh_axes(mesh)
+    return box, None if axes is None else tuple((dim, axes[m]) for m, dim in order)
 
 
 def shard_order(placements: Any, sizes: Any) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.reading import Want
+from holdfast.checkpoint.rows import Want
 from holdfast.errors import FormatError, RuleError, StateMismatch
 from holdfast.events import emit
 from holdfast.format import extras
@@ -30,7 +30,7 @@ from holdfast.state.live import (
     param_names,
     stages,
 )
-from holdfast.state.placed import place
+from holdfast.state.placed import place, torch_dtype
 from holdfast.state.targets import Options, target_of, tensors_in
 
 RULES = "same, rank0, redistribute, fresh"
@@ -81,7 +81,7 @@ class Extras:
                 live.owned.add(name)
             if is_stateful(self.state[key]) or not self.options.strict:
                 info = self.checkpoint.info(name)
-                tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+                tensor = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
                 self._loaded[name] = tensor
                 box = place(tensor, name).box
                 index = self.checkpoint.index(name)

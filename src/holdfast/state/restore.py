@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.reading import Want
-from holdfast.checkpoint.sharing import agree, read_together
+from holdfast.checkpoint.peers import agree
+from holdfast.checkpoint.rows import Want
+from holdfast.checkpoint.sharing import read_together
 from holdfast.events import span
 from holdfast.group import Group
 from holdfast.state.compare import Problems, compare, judge_together

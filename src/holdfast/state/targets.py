@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.reading import RAW, Array, ArrayTarget, Target
+from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
 from holdfast.state.live import (
@@ -34,7 +34,7 @@ from holdfast.state.live import (
     stages,
     unwrap,
 )
-from holdfast.state.placed import place
+from holdfast.state.placed import place, torch_dtype
 from holdfast.state.snapshot import raw_array
 
 _KINDS = ("param", "buffer", "tensor")
@@ -73,7 +73,7 @@ class TorchTarget:
 
 def target_of(local: torch.Tensor, dtype: str) -> Target:
     """The memory of a live local tensor, for values of the saved dtype."""
-    saved = getattr(torch, dtype)
+    saved = torch_dtype(dtype)
     if local.device.type == "cpu" and local.dtype == saved and not local.is_conj():
         raw = raw_array(local)
         return ArrayTarget(raw.view(RAW[raw.dtype.itemsize]))
@@ -234,7 +234,7 @@ def _new_state(
 ) -> torch.Tensor:
     """Memory for a saved state: cut like its parameter if it has its shape, else on every rank."""
     info = checkpoint.info(name)
-    dtype = getattr(torch, info.dtype)
+    dtype = torch_dtype(info.dtype)
     with torch.no_grad():
         if info.shape == tuple(p.shape):
             return torch.empty_like(p, dtype=dtype, requires_grad=False)

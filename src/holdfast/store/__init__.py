@@ -14,11 +14,11 @@ from urllib.parse import unquote_to_bytes
 
 from holdfast.errors import UsageError
 from holdfast.near import near
-from holdfast.store.base import Store, Writer
+from holdfast.store.base import Reader, Store, Writer
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 
-__all__ = ["LocalStore", "MemoryStore", "Store", "Writer", "open_store"]
+__all__ = ["LocalStore", "MemoryStore", "Reader", "Store", "Writer", "open_store"]
 
 _OBJECT_STORAGE = ("s3", "gs", "az")
 _SCHEMES = ("file", "memory", *_OBJECT_STORAGE)

@@ -9,7 +9,7 @@ a store, and each has one answer that object storage can give as well as a file 
   `create` opens a large one: parts arrive in any order and from several threads, the object
   appears at `finish()`, durable, or never.
 * *How is it read?*  By ranges, into the caller's memory.  A range past the end is an error, never
-  a short read.
+  a short read.  Who reads many ranges of one object opens it first: a file system then reads ahead.
 * *What is there?*  `list(prefix)`: every key below, sorted.  A key whose `put` or `finish`
   returned before the call is listed.  (No `exists()`: two ranks may see two answers.)
 * *How does it go?*  `delete`; deleting what is not there is fine.
@@ -44,6 +44,17 @@ class Writer(Protocol):
 
 
 @runtime_checkable
+class Reader(Protocol):
+    """One object being read; owned by the caller, who must not close it under a `read`."""
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Store.read`.  Thread-safe."""
+
+    def close(self) -> None:
+        """Let go of it.  Safe to call twice."""
+
+
+@runtime_checkable
 class Store(Protocol):
     """Flat keys to immutable bytes."""
 
@@ -61,6 +72,9 @@ class Store(Protocol):
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on.  `NotFound`; `Corrupt` if it ends before."""
+
+    def open(self, key: str) -> Reader:
+        """For reading many ranges of one object.  `NotFound` if there is none, now or at a read."""
 
     def size(self, key: str) -> int:
         """Length of an object in bytes.  `NotFound` if there is none."""

@@ -9,9 +9,6 @@ training data out of the page cache.
     writer = store.create("steps/0000000010/rank0.seg", size=1 << 30)
     writer.write(0, memory)
     writer.finish()
-
-A read opens its file anew.  A kept descriptor would save a few microseconds, and could serve the
-bytes of an object that was deleted and made again.
 """
 
 from __future__ import annotations
@@ -86,16 +83,17 @@ class LocalStore:
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
-        path, view = self._path(key), target_view(into, offset)
+        reader = self.open(key)
+        try:
+            reader.read(offset, into)
+        finally:
+            reader.close()
+
+    def open(self, key: str) -> LocalReader:
+        """For many reads of one object.  It stays readable, and its space in use, until `close`."""
+        path = self._path(key)
         with translated("read", key, path):
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                missing = _fill(fd, offset, view)
-                size = os.fstat(fd).st_size if missing else 0
-            finally:
-                os.close(fd)
-        if missing:
-            raise past_end(key, offset, offset + len(view), size)
+            return LocalReader(key, path, os.open(path, os.O_RDONLY))
 
     def size(self, key: str) -> int:
         """Length of an object in bytes."""
@@ -144,6 +142,33 @@ def _fill(fd: int, offset: int, view: memoryview) -> int:
         offset += num_bytes
         view = view[num_bytes:]
     return len(view)
+
+
+class LocalReader:
+    """One object being read.  The kernel reads ahead of whoever reads in order by one descriptor."""
+
+    def __init__(self, key: str, path: str, fd: int) -> None:
+        self._key = key
+        self._path = path
+        self._fd = fd
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
+        if self._fd < 0:
+            raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
+        view = target_view(into, offset)
+        with translated("read", self._key, self._path):
+            missing = _fill(self._fd, offset, view)
+            size = os.fstat(self._fd).st_size if missing else 0
+        if missing:
+            raise past_end(self._key, offset, offset + len(view), size)
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
 
 class LocalWriter:

@@ -60,11 +60,11 @@ class MemoryStore:
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
-        data, view = self._object(key), target_view(into, offset)
-        stop = offset + len(view)
-        if view and stop > len(data):
-            raise past_end(key, offset, stop, len(data))
-        view[:] = memoryview(data)[offset:stop]
+        self.open(key).read(offset, into)
+
+    def open(self, key: str) -> MemoryReader:
+        """For many reads of one object."""
+        return MemoryReader(key, self._object(key))
 
     def size(self, key: str) -> int:
         """Length of an object in bytes."""
@@ -96,6 +96,28 @@ class MemoryStore:
         if data is None:
             raise not_found(key, self.url)
         return data
+
+
+class MemoryReader:
+    """One object being read."""
+
+    def __init__(self, key: str, data: bytes | bytearray) -> None:
+        self._key = key
+        self._data: bytes | bytearray | None = data
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Copy a range; `Corrupt` if the object ends before."""
+        if self._data is None:
+            raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
+        data, view = self._data, target_view(into, offset)
+        stop = offset + len(view)
+        if view and stop > len(data):
+            raise past_end(self._key, offset, stop, len(data))
+        view[:] = memoryview(data)[offset:stop]
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._data = None
 
 
 class MemoryWriter:

@@ -201,6 +201,40 @@ class StoreTests:
             for start, stop in ((0, 10_000), (0, 1), (9_999, 10_000), (4095, 4097), (7, 7)):
                 assert read(store, key, start, stop) == data[start:stop]
 
+    def test_open_reads_ranges(self, store: Store) -> None:
+        data = sample(10_000)
+        make(store, "a", data)
+        reader = store.open("a")
+        for start, stop in ((9_999, 10_000), (0, 10_000), (4095, 4097), (7, 7)):
+            into = bytearray(stop - start)
+            reader.read(start, memoryview(into))
+            assert into == data[start:stop]
+        error = raised(Corrupt, reader.read, 9_999, memoryview(bytearray(2)))
+        assert error.key == "a"
+        reader.close()
+        reader.close()
+
+    def test_open_of_nothing_is_not_found(self, store: Store) -> None:
+        def attempt() -> None:
+            store.open("a/b").read(0, memoryview(bytearray(1)))
+
+        assert raised(NotFound, attempt).key == "a/b"
+
+    def test_readers_in_several_threads(self, store: Store) -> None:
+        data = sample(1 << 20)
+        make(store, "a", data)
+        reader = store.open("a")
+
+        def attempt(start: int) -> None:
+            into = bytearray(1000)
+            for at in range(start, 1 << 20, 100_000):
+                part = memoryview(into)[: min(1000, (1 << 20) - at)]
+                reader.read(at, part)
+                assert part == data[at : at + len(part)]
+
+        together(*(partial(attempt, start) for start in range(0, 8000, 1001)))
+        reader.close()
+
     def test_read_into_typed_memory(self, store: Store) -> None:
         numbers = array.array("d", [1.5, -2.5, 3.5])
         store.put("a", memoryview(numbers))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
-from holdfast.store.base import Bytes, Store, Writer
+from holdfast.store.base import Bytes, Reader, Store, Writer
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Operation:
 
 
 class Wrapper(ABC):
-    """A store whose every call, and every call of its writers, goes through `around`."""
+    """A store whose every call, and every call of its readers and writers, goes through `around`."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -73,6 +73,12 @@ class Wrapper(ABC):
         self.around(operation, lambda: self.inner.read(key, offset, into))
 
     @final
+    def open(self, key: str) -> Reader:
+        """`Store.open`."""
+        reader = self.around(Operation("open", key), lambda: self.inner.open(key))
+        return WrappedReader(self, key, reader)
+
+    @final
     def size(self, key: str) -> int:
         """`Store.size`."""
         return self.around(Operation("size", key), lambda: self.inner.size(key))
@@ -86,6 +92,25 @@ class Wrapper(ABC):
     def delete(self, key: str) -> None:
         """`Store.delete`."""
         self.around(Operation("delete", key), lambda: self.inner.delete(key))
+
+
+@final
+class WrappedReader:
+    """The reader of a `Wrapper`."""
+
+    def __init__(self, store: Wrapper, key: str, inner: Reader) -> None:
+        self._store = store
+        self._key = key
+        self._inner = inner
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """`Reader.read`."""
+        operation = Operation("read", self._key, into.nbytes)
+        self._store.around(operation, lambda: self._inner.read(offset, into))
+
+    def close(self) -> None:
+        """`Reader.close`."""
+        self._inner.close()
 
 
 @final

@@ -1,0 +1,109 @@
+"""One save: the handle that its caller holds, the plan that it follows, and what is known of it so far."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
+from holdfast.errors import Deadline
+from holdfast.format.image import Image
+from holdfast.format.manifest import VERSION, Manifest
+from holdfast.layout import Placement
+from holdfast.state.agreed import Agreement
+from holdfast.state.live import Live
+from holdfast.state.protocol import Verdict
+from holdfast.state.snapshot import Copies, Moment, Window
+
+
+class Save:
+    """A save under way.  `wait` raises what went wrong; `skipped` tells that another was in flight."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.skipped = False
+        self.told = False
+        """Whether the caller of `wait` has been given the failure."""
+        self._future: Future[bool] = Future()
+
+    def done(self) -> bool:
+        """Whether it is committed, failed or skipped."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the step is committed.  Raises the failure, or Deadline after `timeout` s."""
+        try:
+            self._future.result(timeout)
+        except (FutureTimeout, TimeoutError):
+            if self._future.done():
+                self.told = True
+                raise
+            raise Deadline(
+                f"the save of step {self.step} is not done after {timeout:g} s", step=self.step
+            ) from None
+        except BaseException:
+            self.told = True
+            raise
+
+    @property
+    def error(self) -> BaseException | None:
+        """The failure of a save that is done; None if it succeeded or is still under way."""
+        return self._future.exception() if self._future.done() else None
+
+
+@dataclass
+class Plan:
+    """An agreement and what follows from it for this rank."""
+
+    agreement: Agreement
+    digest: str
+    placement: Placement
+    image: Image | None = None
+    copies: Copies | None = None
+    fingerprint: Any = None
+    description: bytes = b""
+
+
+def new_plan(agreement: Agreement, digest: str) -> Plan:
+    """The closed form of where everything goes, from an agreement."""
+    shell = Manifest(
+        VERSION, 0, 0, "", "", {}, agreement.mesh, CHUNK_BYTES, ALGORITHM,
+        agreement.shardings, agreement.tensors, agreement.aliases, (), {}, {},
+    )  # fmt: skip
+    return Plan(agreement, digest, shell.placement)
+
+
+@dataclass
+class Job:
+    """One save on this rank."""
+
+    number: int
+    step: int
+    save: Save
+    window: Window | None
+    moment: Moment
+    busy: bool
+    description: bytes = b""
+    holds_image: bool = False
+    error: BaseException | None = None
+    plan: Plan | None = None
+    replaced: str | None = None
+    """On rank 0: the attempt that the step had before."""
+    verdict: Verdict | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def live(self) -> Live:
+        return self.moment.live
+
+    def close_window(self) -> None:
+        """The next optimizer step may go ahead."""
+        if self.window is not None:
+            self.window.done()
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

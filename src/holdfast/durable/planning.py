@@ -1,0 +1,120 @@
+"""Planning a save: what all ranks agree on, and where this rank's bytes go.
+
+A plan is made once and holds for the saves that follow, until some rank's description changes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from holdfast.codec.digest import hexdigest
+from holdfast.durable.job import Job, Plan, new_plan, text_of
+from holdfast.errors import HoldfastError, RuleError, UsageError
+from holdfast.format.image import ALIGN, Image, plan_image
+from holdfast.group import Group
+from holdfast.layout import Mesh
+from holdfast.state.agreed import Agreement, merge
+from holdfast.state.live import INLINE_BYTES
+from holdfast.state.protocol import Ready, Verdict, sort_extras
+from holdfast.state.snapshot import Copies, Memory, fingerprint
+
+
+class Planner:
+    """The plan of a run's saves.  `agree` and `make_plan` are collective."""
+
+    def __init__(self, group: Group, mesh: Mesh | None, deadline_s: float) -> None:
+        self.group = group
+        self.mesh = mesh
+        self.deadline_s = deadline_s
+        self.plan: Plan | None = None
+        self._proposed: list[str] = []
+        self._kinds: list[str] | None = None
+        """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
+
+    def agree(self, job: Job) -> Verdict:
+        extras = {
+            k: (
+                hexdigest(msgspec.json.encode([v, job.live.contents.get(k, [])])),
+                job.live.rules.get(k, ""),
+            )
+            for k, v in job.live.extras.items()
+        }
+        held = self.plan.digest if self.plan else ""
+        error = None if job.error is None else text_of(job.error)
+        ready = Ready(job.step, job.busy, hexdigest(job.description), held, extras, error)
+        answer = self.group.ask(
+            f"agree/{job.number}", msgspec.msgpack.encode(ready), self._judge, self.deadline_s
+        )
+        return msgspec.msgpack.decode(answer, type=Verdict)
+
+    def _judge(self, answers: list[bytes]) -> bytes:
+        """Rank 0: may this save go on, and how?"""
+        ready = [msgspec.msgpack.decode(a, type=Ready) for a in answers]
+        for rank, r in enumerate(ready):
+            if r.step != ready[0].step:
+                raise UsageError(f"rank {rank} saves step {r.step}, rank 0 step {ready[0].step}")
+        errors = {rank: r.error for rank, r in enumerate(ready) if r.error is not None}
+        if errors:
+            return msgspec.msgpack.encode(Verdict(False, [], {}, {}, errors))
+        if any(r.busy for r in ready):
+            return msgspec.msgpack.encode(Verdict(False, [], {}, {}))
+        kinds = [r.description for r in ready]
+        describing: list[int] = []
+        held = {r.agreement for r in ready}
+        if kinds != self._kinds or len(held) != 1 or "" in held:
+            describing = [kinds.index(k) for k in dict.fromkeys(kinds)]
+            self._kinds, self._proposed = None, kinds  # the plan holds when all ranks have it
+        per_rank, send = sort_extras(ready)
+        return msgspec.msgpack.encode(Verdict(True, describing, per_rank, send))
+
+    def make_plan(self, job: Job, describing: list[int]) -> None:
+        mine = job.description if self.group.rank in describing else b""
+        data = self.group.ask(
+            f"plan/{job.number}",
+            mine,
+            lambda answers: self._merge([answers[rank] for rank in describing], describing),
+            self.deadline_s,
+        )
+        agreement = msgspec.msgpack.decode(data, type=Agreement)
+        self.plan = new_plan(agreement, hexdigest(data))
+        self.plan.description = job.description
+
+    def _merge(self, docs: list[bytes], describing: list[int]) -> bytes:
+        kinds = self._proposed
+        order = {kinds[rank]: i for i, rank in enumerate(describing)}
+        agreement = merge(docs, [order[k] for k in kinds], self.mesh)
+        self._kinds = kinds
+        return msgspec.msgpack.encode(agreement)
+
+    def lay_out(self, job: Job, memory: Memory, aside: dict[str, torch.Tensor]) -> Image:
+        """The image for this save: the last one, if nothing that it depends on has changed."""
+        plan, verdict = self.plan, job.verdict
+        assert plan is not None and verdict is not None
+        if plan.description != job.description:
+            raise HoldfastError("the state differs from what the ranks have planned together")
+        own = {k: v for k, v in job.live.extras.items() if k in verdict.per_rank}
+        for key in own.keys() & job.live.contents.keys():
+            raise RuleError(
+                f"{key!r} differs between ranks and holds tensors of more than {INLINE_BYTES} bytes",
+                hint="declare a rule for it (on_resize), or save such tensors under names per rank",
+            )
+        kept = plan.image is not None and plan.image.extras_bytes > 0
+        data = msgspec.json.encode(own) if own or kept else b""
+        image = plan.image
+        if image is None or len(data) > image.extras_bytes:
+            room = -(-len(data) * 5 // 4 // ALIGN) * ALIGN if data else 0
+            pieces = plan.placement.pieces(self.group.rank)
+            image = plan.image = plan_image(plan.agreement.tensors, pieces, extras_bytes=room)
+            plan.copies = None
+        old = len(memory.view)
+        view = memory.reserve(-(-image.total_bytes // ALIGN) * ALIGN)
+        if len(view) != old:
+            memory.pin(job.live)
+            plan.copies = None
+        mark = fingerprint(job.live)
+        if plan.copies is None or mark != plan.fingerprint:
+            plan.copies = Copies.plan(image, plan.agreement.tensors, job.live, aside, view)
+            plan.fingerprint = mark
+        view[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
+        return image
