@@ -4,6 +4,7 @@ Made-up metadata only: 1,250 layers of width 8,192 on pipeline 16 x data 32 x te
 parallelism).  Measured: the manifest's size; the save plan of one rank (where its pieces lie, and its
 image); the restore plan of one rank of another mesh, 8 x 64 x 8: parse the manifest, find the bytes of
 everything that the rank wants, and cut the reads into blocks.  Nothing is read or written.
+All of it once more with the `step` of each parameter, 15,000 scalars that every rank of a stage holds.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ def sharding(tp_dim: int | None, stage: int) -> Any:
     return Sharding((*cuts, Cut(0, ("dp",))), (("pp", (stage,)),))
 
 
-def tensors(stages: int) -> tuple[list[Any], list[tuple[str, str, tuple[int, ...], int]]]:
+def tensors(
+    stages: int, steps: bool
+) -> tuple[list[Any], list[tuple[str, str, tuple[int, ...], int]]]:
     """Shardings, and (name, state, shape, sharding's number) of every tensor."""
+    from holdfast.layout import Sharding
+
     shardings: dict[Any, int] = {}
     found = []
     for layer in range(LAYERS):
@@ -50,15 +55,19 @@ def tensors(stages: int) -> tuple[list[Any], list[tuple[str, str, tuple[int, ...
             full = f"layers.{layer}.{name}"
             found.append((f"model.{full}", "param", shape, number))
             found += [(f"optim.{full}.{s}", s, shape, number) for s in ("exp_avg", "exp_avg_sq")]
+            if steps:
+                everywhere = Sharding((), (("pp", (layer * stages // LAYERS,)),))
+                number = shardings.setdefault(everywhere, len(shardings))
+                found.append((f"optim.{full}.step", "step", (), number))
     return list(shardings), found
 
 
-def make_manifest() -> Any:
+def make_manifest(steps: bool) -> Any:
     from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, num_chunks
     from holdfast.format.image import plan_image
     from holdfast.format.manifest import VERSION, FileEntry, Manifest, TensorEntry, from_sharding
 
-    shardings, listed = tensors(dict(SAVED)["pp"])
+    shardings, listed = tensors(dict(SAVED)["pp"], steps)
     entries = tuple(TensorEntry(n, "float32", shape, i, state) for n, state, shape, i in listed)
 
     def manifest(files: tuple[FileEntry, ...]) -> Manifest:
@@ -68,11 +77,12 @@ def make_manifest() -> Any:
         )  # fmt: skip
 
     placement = manifest(()).placement
-    alike: dict[tuple[int, int], Any] = {}
+    alike: dict[tuple[int, int, int], Any] = {}
     files = []
     for rank in range(placement.mesh.world):
-        kind = tuple(placement.mesh.coordinate(rank, axis) for axis in ("pp", "tp"))
-        if kind not in alike:  # ranks that differ along dp hold equally much
+        pp, dp, tp = (placement.mesh.coordinate(rank, axis) for axis in ("pp", "dp", "tp"))
+        kind = pp, min(dp, 1), tp  # the first along dp holds the scalars, the others equally much
+        if kind not in alike:
             alike[kind] = plan_image(entries, placement.pieces(rank), extras_bytes=8192)
         image = alike[kind]
         size = image.table_start + 8 * num_chunks(image.table_start)
@@ -93,13 +103,13 @@ class Memoryless:
         raise NotImplementedError
 
 
-def make_wants(rank: int) -> list[Any]:
+def make_wants(rank: int, steps: bool) -> list[Any]:
     """What a rank of the live mesh holds: known from its live tensors, so not part of the plan."""
     from holdfast.checkpoint.rows import Want
     from holdfast.layout import Mesh
 
     mesh, target = Mesh(LIVE), Memoryless()
-    shardings, listed = tensors(dict(LIVE)["pp"])
+    shardings, listed = tensors(dict(LIVE)["pp"], steps)
     boxes = [(i, shardings[s].box(shape, mesh, rank)) for i, (_, _, shape, s) in enumerate(listed)]
     return [Want(i, box, target) for i, box in boxes if box is not None]
 
@@ -114,14 +124,14 @@ def timed(work: Callable[[], Any], rounds: int) -> tuple[list[float], Any]:
     return samples, result
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, steps: bool) -> dict[str, Any]:
     from holdfast.checkpoint.reading import plan_blocks
     from holdfast.checkpoint.rows import group_rows, needs, plan_rows
     from holdfast.format.image import plan_image
     from holdfast.format.manifest import decode, encode
     from holdfast.layout import Placement
 
-    manifest = make_manifest()
+    manifest = make_manifest(steps)
     data = encode(manifest)
     table, layout = manifest.placement.table, manifest.layout
     rank = 777
@@ -130,7 +140,7 @@ def measure(rounds: int) -> dict[str, Any]:
         pieces = Placement(layout, table).pieces(rank)
         return plan_image(manifest.tensors, pieces, extras_bytes=8192)
 
-    wants = make_wants(rank)
+    wants = make_wants(rank, steps)
 
     def restore_plan() -> Any:
         found = decode(data, "manifest.json")
@@ -159,7 +169,11 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
-def rows(f: dict[str, Any]) -> list[dict[str, Any]]:
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [line for f in found.values() for line in rows_of(f)]
+
+
+def rows_of(f: dict[str, Any]) -> list[dict[str, Any]]:
     size = f["manifest_bytes"] / 1e6
     what = (
         f"{f['parameters'] / 1e12:.2f} T parameters, {f['tensors']} tensors, {f['ranks']} ranks: "
@@ -178,7 +192,7 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     started = time.time()
-    found = measure(args.rounds)
+    found = {"moments": measure(args.rounds, False), "with step": measure(args.rounds, True)}
     report("plan_scale", __doc__, args, found, rows(found), started)
 
 
