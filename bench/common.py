@@ -16,7 +16,6 @@ import gc
 import json
 import os
 import platform
-import random
 import shutil
 import signal
 import subprocess
@@ -254,16 +253,25 @@ def settle(job: Job, *remove: Path) -> None:
 
 
 def take_turns(contestants: dict[str, Callable[[int], float]], rounds: int) -> Seconds:
-    """Run everybody once per round, each round in another order, the same on every rank.
+    """Run everybody once per round, each round in another order.
 
-    Shuffled: in a rotation everybody would always follow the same one, and a disk with a budget makes
-    the next one pay.
+    In a rotation everybody would always follow the same one, and a disk with a budget makes the next
+    one pay.  So orders are the rows of a Williams square: in each cycle of rounds everybody is as often
+    in each place, and follows each other one equally often.
     """
     names, samples = list(contestants), {name: [] for name in contestants}
+    orders = williams(len(names))
     for number in range(rounds):
-        for name in random.Random(number).sample(names, len(names)):
-            samples[name].append(contestants[name](number))
+        for i in orders[number % len(orders)]:
+            samples[names[i]].append(contestants[names[i]](number))
     return samples
+
+
+def williams(n: int) -> list[list[int]]:
+    """n orders of 0..n-1, or 2 n if n is odd, balanced in place and in neighbours."""
+    first = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]
+    rows = [[(x + shift) % n for x in first] for shift in range(n)]
+    return rows + [row[::-1] for row in rows] if n % 2 else rows
 
 
 def ratio(samples: Seconds, over: str, under: str) -> float:

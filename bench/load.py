@@ -87,4 +87,4 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main("load", __doc__, work, rows, rounds=9)
+    main("load", __doc__, work, rows, rounds=12)

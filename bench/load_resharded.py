@@ -98,6 +98,6 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     main(
-        "load_resharded", __doc__, work, rows, ranks="2,4",
+        "load_resharded", __doc__, work, rows, rounds=6, ranks="2,4",
         phases=lambda n: [(n[0], " save"), (n[1], " load")],
     )  # fmt: skip

@@ -92,4 +92,4 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main("save_durable", __doc__, work, rows)
+    main("save_durable", __doc__, work, rows, rounds=8)

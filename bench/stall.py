@@ -156,4 +156,4 @@ def extend(p: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    main("stall", __doc__, work, rows, extend=extend)
+    main("stall", __doc__, work, rows, rounds=4, extend=extend)

@@ -34,13 +34,18 @@ SECTIONS = (
     ),
     ("Looking", "holdfast", ("open", "steps", "Checkpoint", "TensorInfo", "Box")),
     ("Events", "holdfast.events", ("Event", "subscribe", "listen", "counters")),
-    ("Stores", "holdfast.store", ("open_store", "LocalStore", "MemoryStore", "Store", "Writer")),
+    (
+        "Stores",
+        "holdfast.store",
+        ("open_store", "LocalStore", "MemoryStore", "Store", "Reader", "Writer"),
+    ),
     ("Testing", "holdfast.testing", tuple(holdfast.testing.__all__)),
     ("Errors", "holdfast.errors", ()),
 )
 ELSEWHERE = {
     "TensorInfo": opened.TensorInfo,
     "Store": base.Store,
+    "Reader": base.Reader,
     "Writer": base.Writer,
 }
 BRIEF = {"StoreTests", "LocalStore", "MemoryStore"}

@@ -13,7 +13,7 @@ import pytest
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("errors", "events", "near", "threads", "version"),
+    ("errors", "events", "here", "near", "threads", "version"),
     ("layout", "codec", "store", "group"),
     ("format",),
     ("checkpoint",),

@@ -277,6 +277,7 @@ def save(
     check_keys(state)
     group = Group(deadline_s)
     store = open_shared(url, group)
+    _sweep_host(store)
     run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store)))
     durable = Durable(store, group, claim=None, run=run, attempt=attempt, deadline_s=deadline_s)
     try:

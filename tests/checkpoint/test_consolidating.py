@@ -15,11 +15,11 @@ from holdfast.checkpoint.diffing import compare
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.verifying import verify
-from holdfast.errors import Corrupt, UsageError
+from holdfast.errors import Corrupt, OutOfSpace, UsageError
 from holdfast.format.dtypes import numpy_dtype
 from holdfast.layout import Cut, Sharding
 from holdfast.store import LocalStore, MemoryStore
-from holdfast.testing import StopAfter, Stopped
+from holdfast.testing import Faulty, StopAfter, Stopped
 
 
 def source_of(store: MemoryStore | None = None, **options: object) -> Checkpoint:
@@ -150,3 +150,14 @@ def test_not_into_itself() -> None:
     store = memory()
     with pytest.raises(UsageError, match="itself"):
         consolidate(source_of(store), store)
+
+
+def test_one_that_fails_leaves_nothing() -> None:
+    source, target = source_of(step=7), memory()
+
+    def fail(op: str, key: str) -> Exception | None:
+        return OutOfSpace("full") if op == "put" and key.endswith("manifest.json") else None
+
+    with pytest.raises(OutOfSpace):
+        consolidate(source, Faulty(target, fail), max_file_bytes=800)
+    assert not any(key.endswith(".safetensors") for key in target.list())

@@ -133,3 +133,22 @@ def test_a_save_by_itself_sweeps_what_a_dead_one_left(tmp_path) -> None:
     holdfast.save(tmp_path, {"x": 1}, step=8)
     assert left not in store.list("steps/")
     assert holdfast.steps(str(tmp_path)) == [8]
+
+
+KILLED = """
+import os, signal, sys
+import holdfast
+from holdfast.store.local import LocalWriter
+LocalWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+import torch
+holdfast.save(sys.argv[1], {"x": torch.zeros(300_000)}, step=7)
+"""
+
+
+def test_a_save_by_itself_leaves_nothing_of_one_killed_while_it_wrote(tmp_path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
+    assert done.returncode == -9
+    assert any(p.name.startswith(".tmp-") for p in tmp_path.rglob("*"))
+    holdfast.save(tmp_path, {"x": 1}, step=8)
+    assert not any(p.name.startswith(".tmp-") for p in tmp_path.rglob("*"))
+    assert [p.name for p in (tmp_path / "steps").iterdir()] == ["0000000008"]

@@ -205,7 +205,11 @@ def test_a_checkpointer_saves_and_restores_current_numbers(tmp_path: Path) -> No
     assert state == {"tokens": 10, "history": [1]}
 
 
-@pytest.mark.parametrize("value", [object(), lambda: 0, nn.ReLU, {"x": [open]}], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), lambda: 0, nn.ReLU, {"x": [open]}],
+    ids=["object", "lambda", "class", "built-in"],
+)
 def test_what_cannot_be_saved_is_refused_with_its_path(tmp_path: Path, value: Any) -> None:
     with pytest.raises(holdfast.errors.UsageError, match=r"thing.*cannot be saved"):
         holdfast.save(tmp_path, {"thing": value}, step=1)

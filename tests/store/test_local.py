@@ -538,7 +538,7 @@ def dead_process() -> int:
 def test_sweep_removes_only_what_the_dead_of_this_host_left(store: LocalStore) -> None:
     store.put("d/a", b"x")
     writer = store.create("d/b", 3)
-    mine, pid, dead = tempfiles.host(), os.getpid(), dead_process()
+    mine, pid, dead = tempfiles.owner(), os.getpid(), dead_process()
     names = {
         f".tmp-{mine}-{dead}-{'0' * 16}": True,
         f".tmp-{mine}-{pid}-{'0' * 16}": False,

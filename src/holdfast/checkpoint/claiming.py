@@ -7,13 +7,13 @@ import re
 import secrets
 import socket
 import time
-from pathlib import Path
 
 import msgspec
 
 from holdfast.checkpoint.names import committed
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Exists, NotFound, UsageError
+from holdfast.here import fate, place, started
 from holdfast.store import Store
 
 _CLAIM = re.compile(r"claims/(\d{10})\.json")
@@ -31,36 +31,20 @@ class Claim(msgspec.Struct, frozen=True):
     created: str
 
     def alive_elsewhere(self) -> bool:
-        """Whether the claimant runs on this host now and is not this process."""
-        if self.boot != boot_id() or self.pid == os.getpid():
-            return False
-        return process_start(self.pid) == self.started
+        """Whether the claimant is known to run now, and is not this process."""
+        return self._fate() == "runs"
 
     def is_over(self) -> bool:
-        """Whether the claimant has closed, or was on this host and is gone."""
-        return self.started == "closed" or (self.boot == boot_id() and not self.alive_elsewhere())
+        """Whether the claimant has closed, or is known to be gone."""
+        return self.started == "closed" or self._fate() == "gone"
+
+    def _fate(self) -> str:
+        if self.boot != place():
+            return "unknown"
+        return "gone" if self.pid == os.getpid() else fate(self.pid, self.started)
 
     def __str__(self) -> str:
         return f"run {self.run} (host {self.host}, pid {self.pid}, since {self.created})"
-
-
-def boot_id() -> str:
-    """Where process numbers mean the same processes: a boot of a host, and a pid namespace in it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def process_start(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot: tells a process from a later one of its pid."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rsplit(")", 1)[1].split()
-    return None if fields[0] in "ZX" else fields[19]
 
 
 def claim(store: Store) -> Claim:
@@ -81,9 +65,9 @@ def claim(store: Store) -> Claim:
         mine = Claim(
             run=run,
             host=socket.gethostname(),
-            boot=boot_id(),
+            boot=place() or "",
             pid=os.getpid(),
-            started=process_start(os.getpid()) or "",
+            started=started(os.getpid()) or "",
             job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
@@ -136,15 +120,18 @@ _ONCE = re.compile(r"once-([0-9a-f]{16})-(\d+)-(\d+)-[0-9a-f]{8}")
 
 
 def once_attempt() -> str:
-    """The attempt of a save that takes no claim: unique, and tells whether its process still runs."""
-    pid = os.getpid()
-    where = hexdigest(boot_id().encode())
-    return f"once-{where}-{pid}-{process_start(pid) or 0}-{secrets.token_hex(4)}"
+    """The attempt of a save that takes no claim: unique, and tells whether its process still runs.
+
+    To be made by the process that will commit it.
+    """
+    where, pid = place(), os.getpid()
+    since = started(pid) if where else None
+    return f"once-{hexdigest((where or '').encode())}-{pid}-{since or 0}-{secrets.token_hex(4)}"
 
 
 def is_abandoned(attempt: str) -> bool:
-    """Whether an attempt is by a process of this host that took no claim and is gone."""
-    match = _ONCE.fullmatch(attempt)
-    if match is None or match[1] != hexdigest(boot_id().encode()) or match[3] == "0":
+    """Whether an attempt is by a process that took no claim, ran in this place, and is gone."""
+    match, where = _ONCE.fullmatch(attempt), place()
+    if match is None or where is None or match[3] == "0":
         return False
-    return process_start(int(match[2])) != match[3]
+    return match[1] == hexdigest(where.encode()) and fate(int(match[2]), match[3]) == "gone"

@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -30,9 +31,10 @@ from holdfast.checkpoint.names import committed, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
-from holdfast.checkpoint.tidying import INDEX, attempt_of, discard
+from holdfast.checkpoint.tidying import INDEX, attempt_of, discard, sweep
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.events import emit
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import (
@@ -42,7 +44,8 @@ from holdfast.format.manifest import (
     TensorEntry,
 )
 from holdfast.layout import flat_range
-from holdfast.store import Store, open_store
+from holdfast.store import LocalStore, Store, open_store
+from holdfast.store.local import sweep as sweep_unfinished
 from holdfast.version import __version__
 
 BLOCK_BYTES = 64 << 20
@@ -92,9 +95,35 @@ def consolidate(
     if max_file_bytes < 1:
         raise UsageError(f"max_file_bytes={max_file_bytes}: must be positive")
     files = _assign(source.manifest, max_file_bytes)
+    _sweep(target)
     manifest = _draft(source, target, files)
+    try:
+        manifest, left_out = _carry_over(
+            source, target, manifest, files, progress or (lambda _: None)
+        )
+    except BaseException:
+        with suppress(HoldfastError):
+            discard(target, manifest.step, manifest.attempt)
+        raise
+    return Consolidated(Checkpoint(target, manifest), left_out)
+
+
+def _sweep(target: Store) -> None:
+    """Delete what interrupted ones left."""
+    try:
+        if isinstance(target, LocalStore):
+            sweep_unfinished(target.root)
+        sweep(target)
+    except HoldfastError as error:
+        emit("sweep.failed", error=str(error))
+
+
+def _carry_over(
+    source: Checkpoint, target: Store, manifest: Manifest, files: list[_File], progress: Progress
+) -> tuple[Manifest, tuple[str, ...]]:
+    """Write all files and commit."""
     written = [
-        _write(source, target, manifest, number, file, progress or (lambda _: None))
+        _write(source, target, manifest, number, file, progress)
         for number, file in enumerate(files)
     ]
     extras, left_out = _keep_extras(source)
@@ -106,7 +135,7 @@ def consolidate(
     commit(target, manifest)
     if replaced is not None:
         discard(target, manifest.step, replaced)
-    return Consolidated(Checkpoint(target, manifest), left_out)
+    return manifest, left_out
 
 
 def _assign(manifest: Manifest, max_file_bytes: int) -> list[_File]:

@@ -3,84 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
+from holdfast.checkpoint.readers import Readers
 from holdfast.codec.digest import Digests, first_difference, hexdigest, num_chunks
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.events import count
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.store import Reader, Store
+from holdfast.store import Store
 
 TABLES_BYTES = 32 << 20
 """Of digest tables to keep: those of a terabyte."""
-
-
-MOST_OPEN = 64
-"""Files that one process keeps open between reads."""
-
-
-@dataclass
-class _Open:
-    reader: Reader
-    num_users: int
-
-
-class OpenFiles:
-    """Readers of a store's objects.  Inside `kept` they stay open from read to read.  Thread-safe."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._open: dict[str, _Open] = {}
-        """The last used last."""
-        self._num_keepers = 0
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep files open until this and every other such block has ended."""
-        with self._lock:
-            self._num_keepers += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_keepers -= 1
-                self._trim()
-
-    @contextmanager
-    def reader(self, key: str) -> Iterator[Reader]:
-        """A reader that nobody closes under this block."""
-        found = self._take(key, None) or self._take(key, self._store.open(key))
-        assert found is not None
-        try:
-            yield found.reader
-        finally:
-            with self._lock:
-                found.num_users -= 1
-                self._trim()
-
-    def _take(self, key: str, opened: Reader | None) -> _Open | None:
-        """The reader there is, else the one just opened."""
-        with self._lock:
-            found = self._open.pop(key, None)
-            if found is None and opened is not None:
-                found = _Open(opened, 0)
-            elif opened is not None:
-                opened.close()  # another thread was faster
-            if found is not None:
-                found.num_users += 1
-                self._open[key] = found
-            return found
-
-    def _trim(self) -> None:
-        most = MOST_OPEN if self._num_keepers else 0
-        idle = [key for key, found in self._open.items() if not found.num_users]
-        for key in idle[: max(len(self._open) - most, 0)]:
-            self._open.pop(key).reader.close()
 
 
 class Files:
@@ -91,7 +25,7 @@ class Files:
         self.prefix = prefix
         self.manifest = manifest
         self.verify = verify
-        self.open = OpenFiles(store)
+        self.readers = Readers(store)
         self._tables: dict[str, Digests] = {}
         """The last used last."""
         self._reading: dict[str, threading.Lock] = {}
@@ -163,8 +97,7 @@ class Files:
 
     def _read(self, file: FileEntry, offset: int, into: memoryview) -> None:
         try:
-            with self.open.reader(self.key(file)) as reader:
-                reader.read(offset, into)
+            self.readers.read(self.key(file), offset, into)
         except HoldfastError as error:
             error.step = self.manifest.step
             raise

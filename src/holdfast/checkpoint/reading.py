@@ -116,5 +116,5 @@ def read_alone(files: Files, wants: list[Want]) -> None:
     for path, intervals in needs(indexes, size).items():
         index = indexes[path]
         blocks += plan_blocks(index.rows[0].file, intervals, index, size)
-    with files.open.kept():
+    with files.readers.kept():
         run_blocks(files, blocks, indexes, threads)

@@ -205,7 +205,7 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
         error = failed
     dealt = deal(peers, needed)
     alone = {by_number[n].path: sorted(runs) for n, runs in dealt.alone.items()}
-    with files.open.kept():
+    with files.readers.kept():
         if error is None:
             try:
                 run_blocks(files, _alone(files, indexes, alone, size), indexes, threads)

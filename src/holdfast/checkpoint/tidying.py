@@ -141,14 +141,15 @@ def sweep(store: Store, mine: Claim | None = None, upto: int = 0) -> list[str]:
     Later ones of this run may be under way: another rank may already write the next save.  Attempts
     without a run go when their process is gone.
     """
-    orphans: dict[int, dict[str, list[str]]] = {}
+    found: dict[int, dict[str, list[str]]] = {}
     for key in store.list("steps/"):
         match = _IMAGE.fullmatch(key)
-        if match and (_is_old(match[2], mine, upto) or is_abandoned(match[2])):
-            orphans.setdefault(int(match[1]), {}).setdefault(match[2], []).append(key)
+        if match:
+            found.setdefault(int(match[1]), {}).setdefault(match[2], []).append(key)
     gone = []
-    for step, attempts in orphans.items():
-        if list(attempts) == [stated_attempt(store, step)]:
+    for step, theirs in found.items():
+        attempts = {a: k for a, k in theirs.items() if _is_old(a, mine, upto) or is_abandoned(a)}
+        if not attempts or list(attempts) == [stated_attempt(store, step)]:
             continue  # nothing to delete, so nothing to prove
         try:
             named = read_manifest(store, step).attempt

@@ -191,8 +191,7 @@ class _Verification:
             found = np.empty(stop - first, "<u8")
             try:
                 view = self._scratch.get(BLOCK_CHUNKS * size)[: b - a]
-                with self.files.open.reader(self.files.key(file)) as reader:
-                    reader.read(a, view)
+                self.files.readers.read(self.files.key(file), a, view)
                 digest_chunks(view, found, size)
                 wrong = np.flatnonzero(found != table[first:stop]) + first
             except HoldfastError as error:
@@ -203,13 +202,17 @@ class _Verification:
                 bad.extend((i, i + 1) for i in wrong.tolist())
             self.progress(b - a)
 
-        with self.files.open.kept():
+        with self.files.readers.kept():
             in_threads(one, list(range(0, chunks, BLOCK_CHUNKS)), self.threads)
         return merge(bad)
 
     def _check_header(self, file: FileEntry, image: Image) -> None:
         found = memoryview(bytearray(file.data))
-        self.store.read(self.files.key(file), 0, found)
+        try:
+            self.store.read(self.files.key(file), 0, found)
+        except HoldfastError as error:
+            self._say(f"cannot be read: {error.message}", self.files.key(file), 0, file.data)
+            return
         if found != image.header:
             at = next(i for i, (a, b) in enumerate(zip(found, image.header)) if a != b)
             self._say(

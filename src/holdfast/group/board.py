@@ -31,7 +31,7 @@ class Board:
         self.rank = rank
         self.size = size
         self.deadline_s = deadline_s
-        self._store: Any = self._open() if size > 1 else None
+        self._tcp: Any = self._open() if size > 1 else None
         self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
 
@@ -68,7 +68,7 @@ class Board:
             self._local[key] = value
             return
         with translated(f"post {key}"):
-            self._store.set(key, value)
+            self._tcp.set(key, value)
 
     def _wait(self, key: str, limit: float) -> bytes:
         """Rank 0's answer to `key`, as soon as it is there.
@@ -78,10 +78,10 @@ class Board:
         until, alive = time.monotonic() + limit, False
         for pause in self._pauses():
             with translated(f"wait for rank 0 ({key})"):
-                if self._store.check([f"{key}/answer"]):
-                    return bytes(self._store.get(f"{key}/answer"))
+                if self._tcp.check([f"{key}/answer"]):
+                    return bytes(self._tcp.get(f"{key}/answer"))
                 late = time.monotonic() > until
-                if late and not alive and self._store.check([f"{key}/alive"]):
+                if late and not alive and self._tcp.check([f"{key}/alive"]):
                     until, alive, late = time.monotonic() + limit, True, False
             if late:
                 raise Deadline(
@@ -104,7 +104,7 @@ class Board:
         if self.size == 1:
             return self._local.get(key)
         with translated(f"look for {key}"):
-            return bytes(self._store.get(key)) if self._store.check([key]) else None
+            return bytes(self._tcp.get(key)) if self._tcp.check([key]) else None
 
     def gather(self, key: str, value: bytes, deadline_s: float | None = None) -> list[bytes]:
         """On rank 0 every rank's value, in rank order; elsewhere an empty list, at once.
@@ -137,9 +137,9 @@ class Board:
         with translated(f"gather {key}"):
             for rank in range(self.size):
                 name = f"{key}/{rank}"
-                if rank not in answers and self._store.check([name]):
-                    answers[rank] = bytes(self._store.get(name))
-                    self._store.delete_key(name)
+                if rank not in answers and self._tcp.check([name]):
+                    answers[rank] = bytes(self._tcp.get(name))
+                    self._tcp.delete_key(name)
                     found = True
         return found
 
@@ -187,12 +187,12 @@ class Board:
         old, self._answered[family] = self._answered.get(family), key
         if old is not None and number:
             with translated(f"forget {old}"):
-                self._store.delete_key(f"{old}/answer")
-                self._store.delete_key(f"{old}/alive")
+                self._tcp.delete_key(f"{old}/answer")
+                self._tcp.delete_key(f"{old}/alive")
 
     def close(self) -> None:
         """Leave.  Rank 0 hosts the board and stays until all have left, but no longer than a while."""
-        if self._store is None:
+        if self._tcp is None:
             return
         try:
             if self.rank == 0:
@@ -201,7 +201,7 @@ class Board:
                 self.post(f"bye/{self.rank}", b"")
         except AgentError:
             pass  # whoever is gone does not need the board
-        self._store = None
+        self._tcp = None
 
 
 def _ranks(ranks: list[int], most: int = 8) -> str:

@@ -31,12 +31,11 @@ def _nothing() -> None:
 
 
 class Exchange:
-    """Collectives; with one rank, nothing is sent."""
+    """Collectives among all ranks; with one rank, nothing is sent."""
 
-    def __init__(self, rank: int, size: int, deadline_s: float) -> None:
-        self.rank = rank
-        self.size = size
-        self.deadline_s = deadline_s
+    rank: int
+    size: int
+    deadline_s: float
 
     def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
         """Send `payloads[r]` to each rank r; returns what each sent here.  Collective."""

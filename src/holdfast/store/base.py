@@ -45,7 +45,11 @@ class Writer(Protocol):
 
 @runtime_checkable
 class Reader(Protocol):
-    """One object being read; owned by the caller, who must not close it under a `read`."""
+    """One object being read; owned by the caller, who must not close it under a `read`.
+
+    After the object was deleted, a read gives its bytes, or `NotFound`, or `Unavailable`: never another
+    object's.
+    """
 
     def read(self, offset: int, into: memoryview) -> None:
         """As `Store.read`.  Thread-safe."""

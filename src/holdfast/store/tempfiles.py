@@ -3,7 +3,7 @@
 An object is written under a temporary name in the directory it will live in, made durable, and
 only then given its own name:
 
-    temp = open_temp(directory)            # .tmp-<host>-<pid>-<random>
+    temp = open_temp(directory)            # .tmp-<place>-<pid>-<random>
     temp.write(0, view)
     temp.publish(final, root, replace=False)
     temp.discard()                         # always; after publish there is nothing left to do
@@ -21,40 +21,45 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import mmap
 import os
 import re
 import secrets
-import socket
 from contextlib import suppress
 
 import numpy as np
 
+from holdfast.here import place
 from holdfast.store.contract import BLOCK_BYTES
-from holdfast.store.directories import fsync_directories, make_directory, walk
+from holdfast.store.directories import (
+    fsync_directories,
+    make_directory,
+    remove_empty_directories,
+    walk,
+)
 from holdfast.store.oserrors import REFUSED, translated
 
 BOUNCE_BYTES = 1 << 20
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # no such thing on macOS
 
-_TEMP_NAME = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d{1,9})-[0-9a-f]{16}")
+_TEMP_NAME = re.compile(r"\.tmp-(?P<place>.+)-(?P<pid>\d{1,9})-[0-9a-f]{16}")
 
 
-def host() -> str:
-    """Names the machine and, since containers may share its name, the space of process ids."""
-    space = 0
-    with suppress(OSError):
-        space = os.stat("/proc/self/ns/pid").st_ino
-    return f"{socket.gethostname().replace('/', '_')}.{space}"
+def owner() -> str:
+    """Names where this process runs, for file names; `unknown` if that cannot be told apart."""
+    where = place()
+    return "unknown" if where is None else hashlib.sha256(where.encode()).hexdigest()[:16]
 
 
 def temp_name() -> str:
     """A file name that no other process has, and that tells whose it is."""
-    return f".tmp-{host()}-{os.getpid()}-{secrets.token_hex(8)}"
+    return f".tmp-{owner()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def sweep(root: str | os.PathLike[str]) -> list[str]:
-    """Remove temporary files below `root` whose process is dead; returns their paths.
+    """Remove temporary files below `root` whose process is dead, and the directories that this
+    empties; returns the files' paths.
 
     Only those of this host can be judged and are touched.  Safe at any time, next to writers.
     """
@@ -64,22 +69,21 @@ def sweep(root: str | os.PathLike[str]) -> list[str]:
         for path in stale:
             with suppress(FileNotFoundError):
                 os.unlink(path)
+            remove_empty_directories(os.path.dirname(path), top)
     return stale
 
 
 def _is_stale(name: str) -> bool:
     match = _TEMP_NAME.fullmatch(name)
-    return match is not None and match["host"] == host() and not _is_alive(int(match["pid"]))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+    if match is None or match["place"] != owner() or place() is None:
         return False
-    except OSError:  # not ours to signal, so it lives
+    try:
+        os.kill(int(match["pid"]), 0)
+    except ProcessLookupError:
         return True
-    return True
+    except OSError:  # not ours to signal, so it lives
+        pass
+    return False
 
 
 def open_temp(directory: str, *, direct: bool = False) -> TempFile:

@@ -37,7 +37,10 @@ class Operation:
 
 
 class Wrapper(ABC):
-    """A store whose every call, and every call of its readers and writers, goes through `around`."""
+    """A store whose every call, and every call of its readers and writers, goes through `around`.
+
+    But a reader's `close`: it must work after anything.
+    """
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
