@@ -141,7 +141,9 @@ def report(
         "name": name,
         "what": doc.strip().splitlines()[0],
         "machine": machine(args.root or HERE.parent.parent),
-        "arguments": {k: v for k, v in vars(args).items() if k in ("ranks", "rounds", "small")},
+        "arguments": {
+            k: v for k, v in vars(args).items() if k in ("ranks", "rounds", "small", "width")
+        },
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),
         "found": found,

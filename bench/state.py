@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 Shape = tuple[int, ...]
 
 
-def shapes(small: bool = False) -> dict[str, Shape]:
-    """GPT-2's names and shapes: 125 M parameters; `small`: a tenth."""
-    layers, width, vocab, context = (8, 384, 5024, 512) if small else (12, 768, 50304, 2048)
+def shapes(small: bool = False, width: int = 768) -> dict[str, Shape]:
+    """GPT-2's names and shapes: 125 M parameters, or more if wider; `small`: a tenth."""
+    layers, width, vocab, context = (8, 384, 5024, 512) if small else (12, width, 50304, 2048)
     found: dict[str, Shape] = {"wte.weight": (vocab, width), "wpe.weight": (context, width)}
     for i in range(layers):
         for name, *shape in (
@@ -50,11 +50,15 @@ class State:
     A tensor that lacks the dim is cut along dim 0.  The moments are made by hand.
     """
 
-    def __init__(self, ranks: int, *, small: bool = False, dim: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, ranks: int, *, small: bool = False, width: int = 768, dim: int = 0, seed: int = 0
+    ) -> None:
         self.mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)) if ranks > 1 else None
         self.dim = dim
         torch.manual_seed(seed)
-        self.model = Weights({name: self._tensor(shape) for name, shape in shapes(small).items()})
+        self.model = Weights(
+            {name: self._tensor(shape) for name, shape in shapes(small, width).items()}
+        )
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         for p in self.model.parameters():
             self.optim.state[p] = {
