@@ -44,13 +44,29 @@ def test_a_process_that_cannot_be_seen_is_not_gone(monkeypatch: pytest.MonkeyPat
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refuse)
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     assert fate(os.getpid(), "1") == "unknown"
 
 
 @pytest.mark.parametrize("pid", [2**40, 2**80])
 def test_impossible_numbers(pid: int) -> None:
     assert fate(pid, "1") in ("unknown", "gone")
+
+
+@pytest.mark.parametrize("since", ["", "0", "?", "closed"])
+def test_a_start_that_is_no_time_proves_nothing(since: str) -> None:
+    assert fate(os.getpid(), since) == "unknown"
+
+
+def test_a_process_with_half_a_letter_in_its_name(tmp_path: Path) -> None:
+    """The kernel cuts names at 15 bytes."""
+    script = tmp_path / "apprentissages\u00e9"
+    script.write_text(f"#!{sys.executable}\ninput()\n")
+    script.chmod(0o755)
+    child = subprocess.Popen([script], stdin=subprocess.PIPE)
+    assert fate(child.pid, started(child.pid) or "") == "runs"
+    child.kill()
+    child.wait()
 
 
 def test_place() -> None:

@@ -19,26 +19,36 @@ def place() -> str | None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         processes = os.stat("/proc/self/ns/pid").st_ino
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return None  # /proc shows the processes of another namespace
     except OSError:
         return None
     return f"{socket.gethostname()} {boot} {processes}"
 
 
+def _status(pid: int) -> tuple[bool, str] | None:
+    """Whether a process is alive, and its start time in clock ticks since boot; None if unseen."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = line.rpartition(b")")[2].split()
+    return (fields[0] not in b"ZX", fields[19].decode()) if len(fields) > 19 else None
+
+
 def started(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot: tells it from a later one of its number.
+    """Start time of a process: tells it from a later one of its number.
 
     None if there is no such process, or if it cannot be seen.
     """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rsplit(")", 1)[1].split()
-    return None if fields[0] in "ZX" else fields[19]
+    seen = _status(pid)
+    return seen[1] if seen is not None and seen[0] else None
 
 
 def fate(pid: int, since: str) -> Literal["runs", "gone", "unknown"]:
     """What became of the process that had number `pid`, in this place, and started at `since`."""
+    if pid <= 0 or not since.isdigit() or int(since) == 0:
+        return "unknown"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -47,10 +57,7 @@ def fate(pid: int, since: str) -> Literal["runs", "gone", "unknown"]:
         pass
     except (OSError, OverflowError):
         return "unknown"
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
+    seen = _status(pid)
+    if seen is None:
         return "unknown"
-    if fields[0] in "ZX" or fields[19] != since:
-        return "gone"
-    return "runs"
+    return "runs" if seen == (True, since) else "gone"

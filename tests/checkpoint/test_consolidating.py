@@ -160,4 +160,17 @@ def test_one_that_fails_leaves_nothing() -> None:
 
     with pytest.raises(OutOfSpace):
         consolidate(source, Faulty(target, fail), max_file_bytes=800)
-    assert not any(key.endswith(".safetensors") for key in target.list())
+    assert target.list() == []
+
+
+def test_one_that_fails_leaves_the_one_before_readable() -> None:
+    source, target = source_of(step=7), memory()
+    consolidate(source, target)
+    before = {key: target.get(key) for key in target.list()}
+
+    def fail(op: str, key: str) -> Exception | None:
+        return OutOfSpace("full") if op == "put" and key.endswith("manifest.json") else None
+
+    with pytest.raises(OutOfSpace):
+        consolidate(source, Faulty(target, fail), max_file_bytes=800)
+    assert {key: target.get(key) for key in target.list()} == before

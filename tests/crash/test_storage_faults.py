@@ -118,11 +118,15 @@ def test_input_output_errors(monkeypatch, broken) -> None:
         failing.wait(WAIT_S)
     on["now"] = False
     assert contents(store) == {1: 1.0}
-    assert leftovers(store) == []
+    if (
+        broken != "put"
+    ):  # there the manifest may still appear, so its files stay until the next save
+        assert leftovers(store) == []
     state["data"].update(state_of(3.0)["data"])
     ckpt.save(2).wait(WAIT_S)
     ckpt.close()
     assert contents(store) == {1: 1.0, 2: 3.0}
+    assert leftovers(store) == []
 
 
 class LostAnswer(Wrapper):

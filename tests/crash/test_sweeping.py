@@ -152,3 +152,24 @@ def test_a_save_by_itself_leaves_nothing_of_one_killed_while_it_wrote(tmp_path) 
     holdfast.save(tmp_path, {"x": 1}, step=8)
     assert not any(p.name.startswith(".tmp-") for p in tmp_path.rglob("*"))
     assert [p.name for p in (tmp_path / "steps").iterdir()] == ["0000000008"]
+
+
+def test_unfinished_files_of_older_runs_go_whoever_made_them(tmp_path) -> None:
+    """Of another host, or of this one before it booted: the run is over, and that is enough."""
+    store = open_store(tmp_path)
+    attempts = {"0001-000003": True, "0009-000001": False, "once-aabbcc": False}
+    for attempt in attempts:
+        folder = tmp_path / "steps/0000000007" / attempt
+        folder.mkdir(parents=True)
+        (folder / f".tmp-0123456789abcdef-1-{'0' * 16}").write_bytes(b"half")
+    sweep(store, msgspec.structs.replace(claim(store), run=2), 0)
+    left = {a: not (tmp_path / "steps/0000000007" / a).exists() for a in attempts}
+    assert left == attempts
+
+
+def test_a_live_run_of_this_process_is_not_over() -> None:
+    """Two Checkpointers in one process: the second supersedes the first, and deletes nothing of it."""
+    store = memory()
+    first = claim(store)
+    assert not first.is_over()
+    assert claim(store).run == first.run + 1

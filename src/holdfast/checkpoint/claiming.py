@@ -32,16 +32,14 @@ class Claim(msgspec.Struct, frozen=True):
 
     def alive_elsewhere(self) -> bool:
         """Whether the claimant is known to run now, and is not this process."""
-        return self._fate() == "runs"
+        return self._fate() == "runs" and self.pid != os.getpid()
 
     def is_over(self) -> bool:
         """Whether the claimant has closed, or is known to be gone."""
         return self.started == "closed" or self._fate() == "gone"
 
     def _fate(self) -> str:
-        if self.boot != place():
-            return "unknown"
-        return "gone" if self.pid == os.getpid() else fate(self.pid, self.started)
+        return fate(self.pid, self.started) if self.boot == place() else "unknown"
 
     def __str__(self) -> str:
         return f"run {self.run} (host {self.host}, pid {self.pid}, since {self.created})"
@@ -132,6 +130,6 @@ def once_attempt() -> str:
 def is_abandoned(attempt: str) -> bool:
     """Whether an attempt is by a process that took no claim, ran in this place, and is gone."""
     match, where = _ONCE.fullmatch(attempt), place()
-    if match is None or where is None or match[3] == "0":
+    if match is None or where is None:
         return False
     return match[1] == hexdigest(where.encode()) and fate(int(match[2]), match[3]) == "gone"

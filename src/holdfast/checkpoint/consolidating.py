@@ -33,7 +33,7 @@ from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
 from holdfast.checkpoint.tidying import INDEX, attempt_of, discard, sweep
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError, Unavailable, UsageError
 from holdfast.events import emit
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import Image, plan_image
@@ -44,8 +44,7 @@ from holdfast.format.manifest import (
     TensorEntry,
 )
 from holdfast.layout import flat_range
-from holdfast.store import LocalStore, Store, open_store
-from holdfast.store.local import sweep as sweep_unfinished
+from holdfast.store import Store, open_store
 from holdfast.version import __version__
 
 BLOCK_BYTES = 64 << 20
@@ -83,9 +82,10 @@ def consolidate(
 ) -> Consolidated:
     """Write a step into another root with every tensor whole; returns it, opened.
 
-    Blocks while it copies; `progress` is told the bytes just written.  Commits last: interrupted at any
-    point, the root is as it was.  Extras that single ranks keep are left out unless their rule is
-    `rank0` or `same`.  UsageError if `store` is where `source` lies.
+    Blocks while it copies; `progress` is told the bytes just written.  Interrupted before the commit, the
+    root is as it was; after it, an index of Hugging Face's may be missing or old: consolidate again.
+    Extras that single ranks keep are left out unless their rule is `rank0` or `same`.
+    UsageError if `store` is where `source` lies.
     """
     target = open_store(store) if isinstance(store, (str, os.PathLike)) else store
     if target.url == source.store.url:
@@ -101,18 +101,25 @@ def consolidate(
         manifest, left_out = _carry_over(
             source, target, manifest, files, progress or (lambda _: None)
         )
-    except BaseException:
-        with suppress(HoldfastError):
-            discard(target, manifest.step, manifest.attempt)
+        replaced = attempt_of(target, manifest.step)
+        commit(target, manifest)
+    except BaseException as error:
+        if not isinstance(error, Unavailable):  # else the manifest may still appear
+            with suppress(HoldfastError):
+                discard(target, manifest.step, manifest.attempt)
         raise
+    _write_indexes(target, manifest, files)
+    if replaced is not None:
+        try:
+            discard(target, manifest.step, replaced)
+        except HoldfastError as error:
+            emit("tidy.failed", step=manifest.step, error=str(error))
     return Consolidated(Checkpoint(target, manifest), left_out)
 
 
 def _sweep(target: Store) -> None:
     """Delete what interrupted ones left."""
     try:
-        if isinstance(target, LocalStore):
-            sweep_unfinished(target.root)
         sweep(target)
     except HoldfastError as error:
         emit("sweep.failed", error=str(error))
@@ -121,7 +128,7 @@ def _sweep(target: Store) -> None:
 def _carry_over(
     source: Checkpoint, target: Store, manifest: Manifest, files: list[_File], progress: Progress
 ) -> tuple[Manifest, tuple[str, ...]]:
-    """Write all files and commit."""
+    """Write all files; returns the manifest that is to be committed."""
     written = [
         _write(source, target, manifest, number, file, progress)
         for number, file in enumerate(files)
@@ -130,11 +137,6 @@ def _carry_over(
     manifest = msgspec.structs.replace(
         manifest, files=tuple(f for f in written if f is not None), extras=extras
     )
-    _write_indexes(target, manifest, files)
-    replaced = attempt_of(target, manifest.step)
-    commit(target, manifest)
-    if replaced is not None:
-        discard(target, manifest.step, replaced)
     return manifest, left_out
 
 

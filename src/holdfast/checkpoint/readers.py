@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from holdfast.errors import HoldfastError, Unavailable
+from holdfast.errors import HoldfastError, NotFound, Unavailable
 from holdfast.store import Reader, Store
 
 MOST_OPEN = 64
@@ -47,19 +47,19 @@ class Readers:
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """As `Store.read`."""
         found = self._find(key)
-        fresh = found is None
-        if found is None:
-            found = self._add(key, self._open_anew(key))
+        if found is not None:
+            try:
+                found.reader.read(offset, into)
+                return
+            except (Unavailable, NotFound):  # it may have been replaced (NFS: ESTALE)
+                self._forget(key, found)
+            finally:
+                self._release(key, found)
+        found = self._add(key, self._open_anew(key))
         try:
             found.reader.read(offset, into)
-            return
-        except Unavailable:
-            if fresh:
-                raise
-            self._forget(key, found)
         finally:
             self._release(key, found)
-        self._store.read(key, offset, into)  # what was open may have been replaced (NFS: ESTALE)
 
     def _find(self, key: str) -> _Open | None:
         with self._lock:

@@ -22,7 +22,8 @@ from holdfast.checkpoint.names import (
 )
 from holdfast.errors import FormatError, HoldfastError, NotFound, UnsupportedVersion, UsageError
 from holdfast.events import emit
-from holdfast.store import Store
+from holdfast.store import LocalStore, Store
+from holdfast.store.local import sweep as sweep_unfinished
 
 INDEX = ".safetensors.index.json"
 """What a consolidated step has beside its manifest, for Hugging Face's loaders."""
@@ -162,6 +163,8 @@ def sweep(store: Store, mine: Claim | None = None, upto: int = 0) -> list[str]:
                 for key in keys:
                     store.delete(key)
                 gone.append(attempt)
+    if isinstance(store, LocalStore):
+        sweep_unfinished(store.root, lambda attempt: _is_old(attempt, mine, upto))
     return gone
 
 

@@ -92,6 +92,8 @@ class Job:
     plan: Plan | None = None
     replaced: str | None = None
     """On rank 0: the attempt that the step had before."""
+    uncertain: bool = False
+    """On rank 0: storage did not answer the commit, so the manifest may still appear."""
     verdict: Verdict | None = None
     started: float = field(default_factory=time.perf_counter)
 

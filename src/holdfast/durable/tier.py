@@ -20,7 +20,7 @@ from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.durable.job import Job, Save, text_of
 from holdfast.durable.planning import Planner
 from holdfast.durable.writing import write_image
-from holdfast.errors import Deadline, HoldfastError, RankErrors
+from holdfast.errors import Deadline, HoldfastError, RankErrors, Unavailable
 from holdfast.events import emit, span
 from holdfast.format.image import Image
 from holdfast.format.manifest import VERSION, Manifest
@@ -320,7 +320,8 @@ class Durable:
             self._release(job)
         outcome = msgspec.msgpack.decode(answer, type=Outcome)
         if outcome.errors:
-            self._discard(job.step, attempt)
+            if not job.uncertain:
+                self._discard(job.step, attempt)
             raise RankErrors(
                 f"save of step {job.step}", outcome.errors, step=job.step
             ) from job.error
@@ -340,6 +341,7 @@ class Durable:
                     commit(self.store, manifest, self.claim)
             except Exception as error:
                 errors = {0: f"commit: {text_of(error)}"}
+                job.uncertain = isinstance(error, Unavailable)
         return msgspec.msgpack.encode(Outcome(errors))
 
     def _manifest(self, job: Job, attempt: str, written: list[Written]) -> Manifest:

@@ -64,15 +64,22 @@ def remove_empty_directories(path: str, root: str) -> None:
             path = os.path.dirname(path)
 
 
-def walk(directory: str) -> Iterator[str]:
-    """Paths of all files below `directory`; what vanishes meanwhile is left out."""
+def walk(directory: str, *, forbidden: bool = True) -> Iterator[str]:
+    """Paths of all files below `directory`; what vanishes meanwhile is left out.
+
+    A directory that may not be read is a PermissionError, or left out too unless `forbidden`.
+    """
     try:
         with os.scandir(directory) as scan:
             entries = list(scan)
     except (FileNotFoundError, NotADirectoryError):
         return
+    except PermissionError:
+        if forbidden:
+            raise
+        return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            yield from walk(entry.path)
+            yield from walk(entry.path, forbidden=forbidden)
         elif entry.is_file():
             yield entry.path

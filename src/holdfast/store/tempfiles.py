@@ -26,6 +26,7 @@ import mmap
 import os
 import re
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -38,7 +39,7 @@ from holdfast.store.directories import (
     remove_empty_directories,
     walk,
 )
-from holdfast.store.oserrors import REFUSED, translated
+from holdfast.store.oserrors import REFUSED
 
 BOUNCE_BYTES = 1 << 20
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # no such thing on macOS
@@ -57,25 +58,30 @@ def temp_name() -> str:
     return f".tmp-{owner()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def sweep(root: str | os.PathLike[str]) -> list[str]:
+def sweep(
+    root: str | os.PathLike[str], is_over: Callable[[str], bool] = lambda _: False
+) -> list[str]:
     """Remove temporary files below `root` whose process is dead, and the directories that this
     empties; returns the files' paths.
 
-    Only those of this host can be judged and are touched.  Safe at any time, next to writers.
+    Only those of this place (a boot of a host) can be judged and are touched, and those in
+    directories whose name `is_over` knows to be of finished writers.  Safe at any time, next to
+    writers.  What may not be read or removed is left.
     """
-    top = os.path.abspath(root)
-    with translated("sweep", "", top):
-        stale = [path for path in walk(top) if _is_stale(os.path.basename(path))]
-        for path in stale:
-            with suppress(FileNotFoundError):
+    top, removed = os.path.abspath(root), []
+    for path in walk(top, forbidden=False):
+        directory, name = os.path.split(path)
+        match = _TEMP_NAME.fullmatch(name)
+        if match and (_is_stale(match) or is_over(os.path.basename(directory))):
+            with suppress(OSError):
                 os.unlink(path)
-            remove_empty_directories(os.path.dirname(path), top)
-    return stale
+                removed.append(path)
+            remove_empty_directories(directory, top)
+    return removed
 
 
-def _is_stale(name: str) -> bool:
-    match = _TEMP_NAME.fullmatch(name)
-    if match is None or match["place"] != owner() or place() is None:
+def _is_stale(match: re.Match[str]) -> bool:
+    if place() is None or match["place"] != owner():
         return False
     try:
         os.kill(int(match["pid"]), 0)
