@@ -22,11 +22,12 @@ from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
 from holdfast.events import emit, span
 from holdfast.format.manifest import decode
 from holdfast.group import Group
+from holdfast.interop.detect import open_foreign
 from holdfast.layout import Mesh
 from holdfast.recovery import newest_good
 from holdfast.state.live import Live, State, check_keys, collect
 from holdfast.state.putback import RULES
-from holdfast.state.restore import restore
+from holdfast.state.restore import alike, restore
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
 from holdfast.store import LocalStore, MemoryStore, Store, open_store
@@ -313,12 +314,17 @@ def load(
 
     Only what `state` names is loaded: `{"model": model}` loads weights alone.  `only`: patterns of
     tensor names (`model.h.0.*`).  `cast`: convert dtypes.  Collective; blocks.  NotRecoverable if
-    there is no step.
+    there is no step.  A directory of torch.distributed.checkpoint is read where it lies.
     """
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
     options = Options(patterns, cast, strict, on_resize or {})
     group = Group(deadline_s)
     try:
+        with alike(group, 0):
+            foreign = open_foreign(url, step)
+        if foreign is not None:
+            restore(foreign, state, group, options)
+            return foreign.step
         store = open_shared(url, group)
         if step is None:
             steps = _newest_first(store, group)

@@ -6,6 +6,7 @@ import os
 
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.interop.detect import open_foreign
 from holdfast.store import open_store
 
 
@@ -15,8 +16,10 @@ def open(
     """Open step `step`, or the newest, of a root for reading.
 
     `verify=False` leaves digests unchecked.  NotFound or NotRecoverable if there is no such step.
+    A directory of torch.distributed.checkpoint is opened where it lies (also as `dcp:PATH`).
     """
-    return Checkpoint.open(os.fspath(url), step, verify=verify)
+    found = open_foreign(url, step)
+    return found or Checkpoint.open(os.fspath(url), step, verify=verify)
 
 
 def steps(url: str | os.PathLike[str]) -> list[int]:

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast import events
@@ -274,7 +276,25 @@ def what_must_be_the_same_is_checked(root: Path) -> None:
     assert holdfast.steps(str(root)) == [1]
 
 
+def a_dcp_directory_loads_on_other_cuts(root: Path) -> None:
+    """Saved by DCP from rows, wanted in columns and whole: the tensors that torch gathers."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    shapes = ((700, 501), (1001, 3), (2, 64), (5,))
+    full = {f"w{i}": torch.randn(s) for i, s in enumerate(shapes)}
+    saved = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in full.items()}
+    dcp.save({"m": saved, "epoch": 3}, checkpoint_id=root)
+    for placement in (Shard(1), Replicate(), Shard(0)):
+        live = nn.ParameterDict()
+        for name, t in full.items():
+            cut = [placement if t.ndim > 1 else Shard(0)]
+            live[name] = nn.Parameter(distribute_tensor(torch.zeros_like(t), mesh, cut))
+        assert holdfast.load(root, {"m": live}, deadline_s=30) == 0
+        assert all(torch.equal(whole(t), full[name]) for name, t in live.items())
+
+
 CASES = [
+    a_dcp_directory_loads_on_other_cuts,
     meta_models_become_real_and_stay_tied,
     state_goes_on_under_fsdp,
     a_mismatch_is_the_same_on_every_rank,

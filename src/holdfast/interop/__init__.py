@@ -1,0 +1,1 @@
+"""Foreign checkpoints, read where they lie: each format becomes tensors, fragments and extras."""

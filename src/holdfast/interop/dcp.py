@@ -1,0 +1,144 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), read where they lie and without torch.
+
+`.metadata` is a pickle: each tensor's size and chunks, and for each chunk the file, offset and length of
+a small torch.save archive.  Those are opened when their tensor is read.  Values that are no tensors are
+archives too, and become extras.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import FormatError, NotFound
+from holdfast.format import extras
+from holdfast.format.dtypes import DTYPES
+from holdfast.interop.foreign import Foreign, Fragment, Place, foreign
+from holdfast.interop.torchfile import Section, TensorRef, read_tree, table
+from holdfast.interop.unpickle import Record, record, unpickle
+from holdfast.layout import Box
+from holdfast.store import Store
+
+METADATA = ".metadata"
+_META = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    (_META, name): record(name)
+    for name in (
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): record("_StorageInfo"),
+    ("torch.serialization", "_get_layout"): lambda name: name,
+}  # fmt: skip
+
+Key = tuple[str, tuple[int, ...] | None]
+
+
+def is_dcp(store: Store) -> bool:
+    """Whether a directory holds a DCP checkpoint."""
+    try:
+        return store.size(METADATA) > 0
+    except NotFound:
+        return False
+
+
+def open_dcp(store: Store) -> Checkpoint:
+    """A DCP directory as a checkpoint, its step 0.  FormatError, Corrupt or NotFound."""
+    data = store.get(METADATA)
+    try:
+        meta = unpickle(data, table() | _KNOWN)
+    except FormatError as error:
+        error.key = error.key or METADATA
+        raise
+    if not isinstance(meta, Record) or meta.name != "Metadata":
+        raise FormatError("not the metadata of DCP", key=METADATA)
+    places: dict[Key, Record] = {}
+    for index, info in _dict(meta["storage_data"]).items():
+        if not (isinstance(index, Record) and isinstance(info, Record)):
+            raise FormatError("malformed storage_data", key=METADATA)
+        places[str(index["fqn"]), index.get("offset")] = info
+    tensors, values = [], {}
+    for name, entry in _dict(meta["state_dict_metadata"]).items():
+        if not isinstance(entry, Record):
+            raise FormatError(f"malformed entry of {name!r}", key=METADATA)
+        if entry.name == "BytesStorageMetadata":
+            values[str(name)] = _value(store, _place(places, (str(name), None)))
+        else:
+            tensors.append(_tensor(store, str(name), entry, places))
+    software = {"torch.distributed.checkpoint": str(meta.get("version") or "unknown")}
+    return foreign(store, tensors, step=0, software=software, extras=values)
+
+
+def _tensor(store: Store, name: str, entry: Record, places: dict[Key, Record]) -> Foreign:
+    shape, dtype = tuple(entry["size"]), _dtype(entry["properties"])
+    fragments = []
+    for chunk in entry["chunks"]:
+        start, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
+        box = Box(start, tuple(a + n for a, n in zip(start, sizes)))
+        if not box.size:
+            continue
+        info = _place(places, (name, start))
+        where = partial(_where, store, name, info, sizes, dtype)
+        fragments.append(Fragment(box, str(info["relative_path"]), where))
+    return Foreign(name, dtype, shape, "tensor", tuple(fragments))
+
+
+def _dtype(properties: Any) -> str:
+    """Properties are pickled as a tuple, the dtype first, or as fields."""
+    found = properties.get("dtype") if isinstance(properties, Record) else None
+    if found is None and isinstance(properties, Record):
+        state = properties.get("state")
+        found = state[0] if isinstance(state, tuple) and state else None
+    if found not in DTYPES:
+        raise FormatError(f"unknown dtype {found!r}", key=METADATA)
+    return str(found)
+
+
+def _place(places: dict[Key, Record], key: Key) -> Record:
+    found = places.get(key)
+    if found is None:
+        at = "" if key[1] is None else f" at {list(key[1])}"
+        raise FormatError(f"no file is listed for {key[0]!r}{at}", key=METADATA)
+    if found.get("transform_descriptors"):
+        raise FormatError(f"{key[0]!r} is stored by an extension (compressed?)", key=METADATA)
+    return found
+
+
+def _section_tree(store: Store, info: Record) -> Any:
+    path, offset, length = str(info["relative_path"]), int(info["offset"]), int(info["length"])
+    reader = store.open(path)
+    try:
+        return read_tree(Section(reader, offset, offset + length), path)
+    finally:
+        reader.close()
+
+
+def _where(store: Store, name: str, info: Record, sizes: tuple[int, ...], dtype: str) -> Place:
+    """Where the bytes of one chunk begin in its file."""
+    found = _section_tree(store, info)
+    if not isinstance(found, TensorRef) or (found.shape, found.dtype) != (sizes, dtype):
+        raise FormatError(
+            f"{name!r}: a {dtype} part of shape {sizes} was expected, found {found}",
+            key=str(info["relative_path"]),
+        )
+    if not found.contiguous:
+        raise FormatError(f"{name!r}: strides {found.strides}", key=str(info["relative_path"]))
+    return found.path, found.offset
+
+
+def _value(store: Store, info: Record) -> Any:
+    """A value that is no tensor, as extras hold it; tensors in it stay behind."""
+    path = str(info["relative_path"])
+
+    def refuse(leaf: Any, where: str) -> Any:
+        raise FormatError(f"a value with a {type(leaf).__name__} at {where or 'its top'}", key=path)
+
+    return extras.encode(_section_tree(store, info), refuse)
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise FormatError("malformed metadata", key=METADATA)
+    return value

@@ -1,0 +1,340 @@
+"""Reading pickles as data: an interpreter that builds values and cannot run anything.
+
+Foreign checkpoints are pickled.  Python's own unpickler imports and calls whatever a pickle names, and
+even a restricted one can be made to allocate without bounds.  This one knows the opcodes that data
+needs, keeps its memo in a dict, and turns every global into what a table says, or refuses it:
+
+    tree = unpickle(data, {("collections", "OrderedDict"): dict})
+
+A table maps (module, name) to a function, which is called where the pickle calls the global, or to a
+plain value (a dtype's name, say).  Classes whose instances only carry fields are `Record`s.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.errors import FormatError
+
+Table = Mapping[tuple[str, str], Any]
+
+MAX_STACK = 1 << 24
+
+
+class Record:
+    """An instance of a class that is known by name only: what it was made from, and its fields."""
+
+    def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
+        self.name = name
+        self.args = args
+        self.fields: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.args} {self.fields}>"
+
+    def __getitem__(self, field: str) -> Any:
+        if field not in self.fields:
+            raise FormatError(f"malformed pickle: a {self.name} without {field!r}")
+        return self.fields[field]
+
+    def get(self, field: str, default: Any = None) -> Any:
+        return self.fields.get(field, default)
+
+
+def record(name: str) -> Callable[..., Record]:
+    """For a table: a class whose instances become Records."""
+    return lambda *args: Record(name, args)
+
+
+class _Mark:
+    pass
+
+
+_MARK = _Mark()
+
+
+class _Refuse(Exception):
+    pass
+
+
+def unpickle(
+    data: bytes | memoryview, table: Table, persistent: Callable[[Any], Any] | None = None
+) -> Any:
+    """The value that a pickle of protocol 2 to 5 describes.
+
+    FormatError for anything malformed, any opcode that data does not need, and any global that is not
+    in the table; nothing of the pickle is run.
+    """
+    machine = _Machine(memoryview(data), table, persistent)
+    try:
+        return machine.run()
+    except _Refuse as error:
+        raise FormatError(f"pickle refused at byte {machine.at}: {error}") from None
+    except FormatError:
+        raise
+    except (IndexError, KeyError, ValueError, TypeError, struct.error, UnicodeDecodeError,
+            RecursionError, OverflowError, AttributeError) as error:  # fmt: skip
+        what = f"{type(error).__name__}: {error}"
+        raise FormatError(f"malformed pickle at byte {machine.at}: {what}") from None
+
+
+class _Global:
+    """A global that the table knows, on the stack."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self.value = value
+
+
+class _Machine:
+    def __init__(
+        self, data: memoryview, table: Table, persistent: Callable[[Any], Any] | None
+    ) -> None:
+        self.data = data
+        self.table = table
+        self.persistent = persistent
+        self.at = 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        while True:
+            code = self.take(1)[0]
+            if code == 0x2E:  # STOP
+                result = self.stack.pop()
+                if self.stack:
+                    raise _Refuse("something is left on the stack")
+                return _value(result)
+            step = _STEPS.get(code)
+            if step is None:
+                raise _Refuse(f"opcode {bytes([code])!r} has no place in data")
+            step(self)
+            if len(self.stack) > MAX_STACK:
+                raise _Refuse("the stack grows without end")
+
+    # -- bytes ------------------------------------------------------------------------------------
+
+    def take(self, count: int) -> memoryview:
+        if count < 0 or self.at + count > len(self.data):
+            raise _Refuse("the pickle is cut short")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, form: str) -> int:
+        return int(struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))[0])
+
+    def line(self) -> str:
+        stop = bytes(self.data[self.at : self.at + 512]).find(b"\n")
+        if stop < 0:
+            raise _Refuse("a name without end")
+        text = bytes(self.take(stop)).decode()
+        self.take(1)
+        return text
+
+    # -- stack ------------------------------------------------------------------------------------
+
+    def since_mark(self) -> list[Any]:
+        for i in range(len(self.stack) - 1, -1, -1):
+            if self.stack[i] is _MARK:
+                items = self.stack[i + 1 :]
+                del self.stack[i:]
+                return [_value(x) for x in items]
+        raise _Refuse("no mark")
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if value is _MARK:
+            raise _Refuse("a mark where a value should be")
+        return value
+
+    def find(self, module: str, name: str) -> None:
+        if (module, name) not in self.table:
+            raise _Refuse(f"it names {module}.{name}, which is not known to be data")
+        self.stack.append(_Global(f"{module}.{name}", self.table[module, name]))
+
+    def call(self, args: Any) -> None:
+        function = self.pop()
+        if not isinstance(function, _Global) or not callable(function.value):
+            raise _Refuse(f"it calls {getattr(function, 'name', type(function).__name__)}")
+        if not isinstance(args, tuple):
+            raise _Refuse("a call whose arguments are no tuple")
+        self.stack.append(function.value(*args))
+
+    def build(self) -> None:
+        state, target = _value(self.pop()), self.stack[-1]
+        if isinstance(target, Record):
+            parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+            for part in parts:
+                if isinstance(part, dict):
+                    target.fields.update({str(k): v for k, v in part.items()})
+                elif part is not None:
+                    target.fields["state"] = part
+        elif not isinstance(target, (dict, list)):  # attributes of containers are nobody's data
+            raise _Refuse(f"it sets the state of a {type(target).__name__}")
+
+
+def _value(x: Any) -> Any:
+    """What a global stands for where it is used as a value."""
+    if x is _MARK:
+        raise _Refuse("a mark where a value should be")
+    if isinstance(x, _Global):
+        if callable(x.value):
+            return Record(x.name)
+        return x.value
+    return x
+
+
+def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    return lambda m: m.stack.append(make(m))
+
+
+def _sized(form: str, wrap: Callable[[bytes], Any]) -> Callable[[_Machine], None]:
+    return lambda m: m.stack.append(wrap(bytes(m.take(m.number(form)))))
+
+
+def _tuple(count: int) -> Callable[[_Machine], None]:
+    def step(m: _Machine) -> None:
+        items = [_value(m.pop()) for _ in range(count)]
+        m.stack.append(tuple(reversed(items)))
+
+    return step
+
+
+def _set_items(m: _Machine, items: list[Any]) -> None:
+    target = m.stack[-1]
+    if not isinstance(target, dict):
+        raise _Refuse(f"it sets items of a {type(target).__name__}")
+    target.update(zip(items[::2], items[1::2], strict=True))
+
+
+def _append(m: _Machine, items: list[Any]) -> None:
+    target = m.stack[-1]
+    if not isinstance(target, list):
+        raise _Refuse(f"it appends to a {type(target).__name__}")
+    target.extend(items)
+
+
+def _add_items(m: _Machine) -> None:
+    items, target = m.since_mark(), m.stack[-1]
+    if not isinstance(target, set):
+        raise _Refuse(f"it adds to a {type(target).__name__}")
+    target.update(items)
+
+
+def _set_item(m: _Machine) -> None:
+    value, key = _value(m.pop()), _value(m.pop())
+    _set_items(m, [key, value])
+
+
+def _append_one(m: _Machine) -> None:
+    item = _value(m.pop())
+    _append(m, [item])
+
+
+def _put(index: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+    def step(m: _Machine) -> None:
+        m.memo[index(m)] = m.stack[-1]
+
+    return step
+
+
+def _long(m: _Machine, form: str) -> int:
+    size = m.number(form)
+    if size > 1 << 16:
+        raise _Refuse("a number of more than 65,536 bytes")
+    return int.from_bytes(m.take(size), "little", signed=True)
+
+
+def _reduce(m: _Machine) -> None:
+    m.call(m.pop())
+
+
+def _global(m: _Machine) -> None:
+    module, name = m.line(), m.line()
+    m.find(module, name)
+
+
+def _stack_global(m: _Machine) -> None:
+    name, module = m.pop(), m.pop()
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise _Refuse("a global whose name is no text")
+    m.find(module, name)
+
+
+def _persistent(m: _Machine) -> None:
+    if m.persistent is None:
+        raise _Refuse("it refers to an object outside of it")
+    m.stack.append(m.persistent(_value(m.pop())))
+
+
+def _skip(count: int) -> Callable[[_Machine], None]:
+    def step(m: _Machine) -> None:
+        m.take(count)
+
+    return step
+
+
+def _pop(m: _Machine) -> None:
+    m.stack.pop()
+
+
+def _pop_mark(m: _Machine) -> None:
+    m.since_mark()
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+_STEPS: dict[int, Callable[[_Machine], None]] = {
+    0x80: _skip(1),  # PROTO
+    0x95: _skip(8),  # FRAME
+    ord("("): _push(lambda m: _MARK),
+    ord("N"): _push(lambda m: None),
+    0x88: _push(lambda m: True),
+    0x89: _push(lambda m: False),
+    ord("J"): _push(lambda m: m.number("i")),
+    ord("K"): _push(lambda m: m.number("B")),
+    ord("M"): _push(lambda m: m.number("H")),
+    0x8A: _push(lambda m: _long(m, "B")),
+    0x8B: _push(lambda m: _long(m, "i")),
+    ord("G"): _push(lambda m: struct.unpack(">d", m.take(8))[0]),
+    0x8C: _sized("B", _text),
+    ord("X"): _sized("I", _text),
+    0x8D: _sized("Q", _text),
+    ord("C"): _sized("B", bytes),
+    ord("B"): _sized("I", bytes),
+    0x8E: _sized("Q", bytes),
+    0x96: _sized("Q", bytearray),
+    ord("]"): _push(lambda m: []),
+    ord(")"): _push(lambda m: ()),
+    ord("}"): _push(lambda m: {}),
+    0x8F: _push(lambda m: set()),
+    ord("a"): _append_one,
+    ord("e"): lambda m: _append(m, m.since_mark()),
+    ord("s"): _set_item,
+    ord("u"): lambda m: _set_items(m, m.since_mark()),
+    0x90: _add_items,
+    0x91: lambda m: m.stack.append(frozenset(m.since_mark())),
+    ord("t"): lambda m: m.stack.append(tuple(m.since_mark())),
+    ord("l"): lambda m: m.stack.append(m.since_mark()),
+    0x85: _tuple(1),
+    0x86: _tuple(2),
+    0x87: _tuple(3),
+    ord("q"): _put(lambda m: m.number("B")),
+    ord("r"): _put(lambda m: m.number("I")),
+    0x94: _put(lambda m: len(m.memo)),
+    ord("h"): _push(lambda m: m.memo[m.number("B")]),
+    ord("j"): _push(lambda m: m.memo[m.number("I")]),
+    ord("c"): _global,
+    0x93: _stack_global,
+    ord("R"): _reduce,
+    0x81: _reduce,  # NEWOBJ: a call of the class
+    ord("b"): lambda m: m.build(),
+    ord("Q"): _persistent,
+    ord("0"): _pop,
+    ord("1"): _pop_mark,
+    ord("2"): lambda m: m.stack.append(m.stack[-1]),
+}

@@ -1,0 +1,157 @@
+"""DCP directories, read where they lie: the same bytes as torch reads, and damage named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+from holdfast.errors import Corrupt, FormatError, NotFound, StateMismatch, UsageError
+from holdfast.format.dtypes import DTYPES
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    found = {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "large": torch.randn(700, 501),
+    }
+    for name in DTYPES:
+        raw = torch.randint(0, 2 if name == "bool" else 100, (3, 5, DTYPES[name].bytes))
+        plain = raw.to(torch.uint8)
+        found[name] = plain.view(getattr(torch, name)).reshape(3, 5)
+    found["view"] = torch.randn(20, 30)[3:9, 4:6]
+    found["transposed"] = torch.randn(6, 4).t()
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dcp") / "ck"
+    tree = {"t": tensors(), "epoch": 7, "lr": [0.1, 0.2], "name": "run", "none": None}
+    dcp.save(tree, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def test_every_tensor(root: Path) -> None:
+    with holdfast.open(root) as checkpoint:
+        expected = {f"t.{name}": tensor for name, tensor in tensors().items()}
+        assert sorted(checkpoint.names()) == sorted(expected)
+        for name, tensor in expected.items():
+            info = checkpoint.info(name)
+            assert (info.shape, f"torch.{info.dtype}") == (tuple(tensor.shape), str(tensor.dtype))
+            if name != "t.transposed":
+                assert checkpoint.read(name).tobytes() == as_bytes(tensor), name
+
+
+def test_parts_across_chunks(root: Path) -> None:
+    """Elements of a section are aligned however the archive lies in its file."""
+    large = tensors()["large"].numpy()
+    with holdfast.open(root) as checkpoint:
+        for box in ((None, (7, 11)), ((690, 700), None), ((3, 699), (250, 501))):
+            a, b = (slice(*r) if r else slice(None) for r in box)
+            assert np.array_equal(checkpoint.read("t.large", box), large[a, b])
+
+
+def test_values_are_extras(root: Path) -> None:
+    with holdfast.open(f"dcp:{root}") as checkpoint:
+        assert checkpoint.extras["epoch"] == 7
+        assert checkpoint.extras["name"] == "run" and checkpoint.extras["none"] is None
+        assert [v for k, v in checkpoint.extras.items() if k.startswith("lr")] in (
+            [[0.1, 0.2]],
+            [0.1, 0.2],
+        )
+
+
+def test_weights_load_into_a_live_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make = lambda: torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.LayerNorm(400))  # noqa: E731
+    saved, live = make(), make()
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    assert holdfast.load(tmp_path, {"model": live}) == 0
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), live.parameters()))
+    with pytest.raises(StateMismatch, match=r"0\.weight"):
+        holdfast.load(tmp_path, {"model": torch.nn.Sequential(torch.nn.Linear(300, 401))})
+
+
+def test_without_torch(root: Path) -> None:
+    code = "import holdfast, sys; c = holdfast.open(sys.argv[1]); c.read('t.float32'); c.read('t.large');"
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, root], check=False).returncode == 0
+
+
+def copied(root: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in root.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def test_a_transposed_part_is_not_misread(root: Path) -> None:
+    """DCP keeps strides; what is not row-major is refused until it can be read."""
+    with holdfast.open(root) as checkpoint, pytest.raises(FormatError, match="strides"):
+        checkpoint.read("t.transposed")
+
+
+def test_a_missing_file_is_named(root: Path, tmp_path: Path) -> None:
+    broken = copied(root, tmp_path / "ck")
+    (data,) = broken.glob("*.distcp")
+    data.unlink()
+    with pytest.raises(NotFound, match=r"\.distcp"):
+        holdfast.open(broken).read("t.large")
+
+
+def test_a_file_cut_short_is_named(root: Path, tmp_path: Path) -> None:
+    broken = copied(root, tmp_path / "ck")
+    (data,) = broken.glob("*.distcp")
+    os.truncate(data, data.stat().st_size // 2)
+    with pytest.raises((Corrupt, FormatError)):
+        read_all(broken)
+
+
+def read_all(path: Path) -> None:
+    checkpoint = holdfast.open(path)
+    for name in checkpoint.names():
+        if name != "t.transposed":
+            checkpoint.read(name)
+
+
+def test_damaged_metadata(root: Path, tmp_path: Path) -> None:
+    """Cut anywhere: an error of ours, at once."""
+    broken = copied(root, tmp_path / "ck")
+    whole = (broken / ".metadata").read_bytes()
+    for keep in range(1, len(whole), max(1, len(whole) // 40)):
+        (broken / ".metadata").write_bytes(whole[:keep])
+        with pytest.raises((FormatError, Corrupt)):
+            holdfast.open(broken)
+
+
+def test_metadata_that_would_run_something(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    code = f"cos\nsystem\n(X{chr(len(f'touch {mark}'))}\0\0\0touch {mark}tR."
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + code.encode())
+    with pytest.raises(FormatError, match=r"os\.system"):
+        holdfast.open(tmp_path)
+    assert not mark.exists()
+
+
+def test_prefixes(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown format 'dpc'"):
+        holdfast.open(f"dpc:{root}")
+    with pytest.raises(NotFound, match="no dcp checkpoint"):
+        holdfast.open(f"dcp:{tmp_path}")
+    with pytest.raises(NotFound, match="no step 3"):
+        holdfast.open(root, 3)

@@ -1,0 +1,149 @@
+"""Pickles as data: what data needs is understood, everything else refused, and nothing is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import FormatError
+from holdfast.interop.unpickle import Record, record, unpickle
+
+TABLE = {("collections", "OrderedDict"): lambda *items: dict(*items)}
+
+leaves = (
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
+    | st.text(max_size=300) | st.binary(max_size=300)
+)  # fmt: skip
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=5).map(tuple)
+        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=5)
+        | st.sets(st.integers(), max_size=5)
+        | st.frozensets(st.text(max_size=3), max_size=5)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(values, st.integers(2, 5))
+def test_plain_data_comes_back(value: Any, protocol: int) -> None:
+    table = TABLE | {("builtins", "set"): set, ("builtins", "frozenset"): frozenset,
+                     ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
+                     ("__builtin__", "set"): set, ("__builtin__", "frozenset"): frozenset,
+                     ("__builtin__", "bytes"): bytes}  # fmt: skip
+    assert unpickle(pickle.dumps(value, protocol), table) == value
+
+
+def test_shared_and_ordered_values() -> None:
+    part = [1, 2]
+    value = OrderedDict(a=part, b=part, c=OrderedDict())
+    found = unpickle(pickle.dumps(value, 4), TABLE)
+    assert found == {"a": part, "b": part, "c": {}}
+    assert found["a"] is found["b"]
+
+
+class Card:
+    def __init__(self) -> None:
+        self.name = "x"
+        self.size = (1, 2)
+
+
+def test_instances_become_records() -> None:
+    found = unpickle(pickle.dumps(Card(), 4), {(__name__, "Card"): record("Card")})
+    assert isinstance(found, Record) and found.name == "Card"
+    assert found.fields == {"name": "x", "size": (1, 2)}
+    with pytest.raises(FormatError, match="without 'colour'"):
+        found["colour"]
+
+
+class Hostile:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.how = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.how
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_nothing_is_run(tmp_path: Path, protocol: int) -> None:
+    mark = tmp_path / "mark"
+    for hostile in (
+        Hostile(os.system, f"touch {mark}"),
+        Hostile(eval, f"open({str(mark)!r}, 'w')"),
+        Hostile(exec, f"open({str(mark)!r}, 'w')"),
+        Hostile(open, str(mark), "w"),
+    ):
+        with pytest.raises(FormatError, match="not known to be data"):
+            unpickle(pickle.dumps({"a": [1, hostile]}, protocol), TABLE)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    {
+        "empty": b"",
+        "stop": b"\x80\x02.",
+        "a huge string": b"\x80\x02X\xff\xff\xff\x7fabc.",
+        "a huge bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 50) + b"abc.",
+        "a negative size": b"\x80\x02\x8b\xff\xff\xff\xff.",
+        "a mark as result": b"\x80\x02(.",
+        "a memo that is not there": b"\x80\x02h\x07.",
+        "an unhashable key": b"\x80\x02}]Ns.",
+        "an extension": b"\x80\x02\x82\x01.",
+        "an instance by text": b"\x80\x02(ios\nsystem\n.",
+        "a name without end": b"\x80\x02c" + b"a" * 1000,
+        "a call of text": b"\x80\x02X\x01\x00\x00\x00a)R.",
+        "state for a tuple": b"\x80\x02)}b.",
+        "an outside reference": b"\x80\x02K\x01Q.",
+        "two results": b"\x80\x02NN.",
+    }.values(),
+)
+def test_malformed(data: bytes) -> None:
+    with pytest.raises(FormatError, match="pickle"):
+        unpickle(data, TABLE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_end_in_a_value_or_a_format_error(data: bytes) -> None:
+    try:
+        unpickle(b"\x80\x04" + data, TABLE)
+    except FormatError:
+        pass
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_flipped_bytes(data: Any) -> None:
+    whole = bytearray(
+        pickle.dumps({"a": [1, 2.5, "text", (None, True)], "b": OrderedDict(c=b"x")}, 4)
+    )
+    whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        unpickle(bytes(whole), TABLE)
+    except FormatError:
+        pass
+
+
+def test_a_huge_memo_index_costs_nothing() -> None:
+    """Python's own unpickler makes an array that long."""
+    assert unpickle(b"\x80\x02]r\xff\xff\xff\x7f.", TABLE) == []
+
+
+def test_deep_nesting_is_no_problem() -> None:
+    found = unpickle(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".", TABLE)
+    depth = 0
+    while found:
+        found, depth = found[0], depth + 1
+    assert depth == 99_999
