@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import holdfast
 from holdfast.errors import Corrupt, FormatError, NotFound, StateMismatch, UsageError
@@ -155,3 +156,34 @@ def test_prefixes(root: Path, tmp_path: Path) -> None:
         holdfast.open(f"dcp:{tmp_path}")
     with pytest.raises(NotFound, match="no step 3"):
         holdfast.open(root, 3)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_optimizer_goes_on(tmp_path: Path, groups: int) -> None:
+    """Saved as torch advises (`get_state_dict`): the next steps are those of the run that saved."""
+
+    def make(seed: int, lr: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 2))
+        parts = [{"params": list(m.parameters()), "lr": lr * (i + 1)} for i, m in enumerate(net)]
+        params = net.parameters() if groups == 1 else parts
+        return net, torch.optim.AdamW(params, lr=lr, betas=(0.8, 0.95))
+
+    def train(net: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
+        for i in range(3):
+            optim.zero_grad()
+            net(torch.full((5, 30), float(i))).square().sum().backward()
+            optim.step()
+
+    net, optim = make(0, 0.01)
+    train(net, optim)
+    weights, states = get_state_dict(net, optim)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path, no_dist=True)
+    other, fresh = make(1, 0.5)
+    holdfast.load(tmp_path, {"model": other, "optim": fresh})
+    assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optim.param_groups]
+    assert fresh.param_groups[0]["betas"] == (0.8, 0.95)
+    train(net, optim)
+    train(other, fresh)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters()))
+    assert "optim.0.weight.exp_avg" in holdfast.open(tmp_path).names()

@@ -7,6 +7,7 @@ archives too, and become extras.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,55 @@ def open_dcp(store: Store) -> Checkpoint:
         else:
             tensors.append(_tensor(store, str(name), entry, places))
     software = {"torch.distributed.checkpoint": str(meta.get("version") or "unknown")}
+    tensors, values = _optimizers(tensors, values, _paths(meta))
     return foreign(store, tensors, step=0, software=software, extras=values)
+
+
+def _paths(meta: Record) -> dict[str, tuple[Any, ...]]:
+    """Where in the saved dict each flat name was: (key, key or index, ...)."""
+    found = meta.get("planner_data")
+    if not isinstance(found, dict):
+        return {}
+    return {str(k): v for k, v in found.items() if isinstance(v, tuple) and v}
+
+
+def _optimizers(
+    tensors: list[Foreign], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]
+) -> tuple[list[Foreign], dict[str, Any]]:
+    """What `get_state_dict` makes of optimizers, as our own checkpoints hold it.
+
+    `<key>.state.<parameter>.<state>` loses `state`; `<key>.param_groups.<i>.<name>` become the groups of
+    the key's extra.
+    """
+    groups: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, value in values.items():
+        match paths.get(name):
+            case (str(key), "param_groups", int(i), str(what)):
+                groups.setdefault(key, {}).setdefault(i, {})[what] = value
+    known = {
+        k for k, g in groups.items() if all(isinstance(x.get("params"), list) for x in g.values())
+    }
+    rest: dict[str, Any] = {k: {"$optimizer": {"groups": [], "state": {}}} for k in known}
+    for name, value in values.items():
+        match paths.get(name):
+            case (str(key), "param_groups", int(), str()) if key in known:
+                pass
+            case (str(key), "state", str(param), str(what)) if key in known:
+                rest[key]["$optimizer"]["state"].setdefault(param, {})[what] = value
+            case _:
+                rest[name] = value
+    for key in known:
+        for _, group in sorted(groups[key].items()):
+            params = group.pop("params")
+            rest[key]["$optimizer"]["groups"].append({"params": params, "hyper": group})
+    return [_renamed(t, paths, known) for t in tensors], rest
+
+
+def _renamed(t: Foreign, paths: dict[str, tuple[Any, ...]], known: set[str]) -> Foreign:
+    match paths.get(t.name):
+        case (str(key), "state", str(param), str(what)) if key in known:
+            return replace(t, name=f"{key}.{param}.{what}", state=what)
+    return t
 
 
 def _tensor(store: Store, name: str, entry: Record, places: dict[Key, Record]) -> Foreign:
