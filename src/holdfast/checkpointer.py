@@ -22,7 +22,7 @@ from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
 from holdfast.events import emit, span
 from holdfast.format.manifest import decode
 from holdfast.group import Group
-from holdfast.interop.detect import open_foreign
+from holdfast.interop.detect import detect, open_as
 from holdfast.layout import Mesh
 from holdfast.recovery import newest_good
 from holdfast.state.live import Live, State, check_keys, collect
@@ -320,9 +320,10 @@ def load(
     options = Options(patterns, cast, strict, on_resize or {})
     group = Group(deadline_s)
     try:
-        with alike(group, 0):
-            foreign = open_foreign(url, step)
-        if foreign is not None:
+        found = group.from_rank0(lambda: (detect(url) or "").encode()).decode()
+        if found:  # rank 0 decides: ranks may see a file system differently
+            with alike(group, step or 0):
+                foreign = open_as(found, url, step)
             restore(foreign, state, group, options)
             return foreign.step
         store = open_shared(url, group)

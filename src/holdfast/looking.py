@@ -6,7 +6,7 @@ import os
 
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.interop.detect import open_foreign
+from holdfast.interop.detect import detect, open_as
 from holdfast.store import open_store
 
 
@@ -18,8 +18,10 @@ def open(
     `verify=False` leaves digests unchecked.  NotFound or NotRecoverable if there is no such step.
     A directory of torch.distributed.checkpoint is opened where it lies (also as `dcp:PATH`).
     """
-    found = open_foreign(url, step)
-    return found or Checkpoint.open(os.fspath(url), step, verify=verify)
+    found = detect(url)
+    if found is not None:
+        return open_as(found, url, step)
+    return Checkpoint.open(os.fspath(url), step, verify=verify)
 
 
 def steps(url: str | os.PathLike[str]) -> list[int]:

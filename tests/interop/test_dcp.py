@@ -187,3 +187,12 @@ def test_an_optimizer_goes_on(tmp_path: Path, groups: int) -> None:
     train(other, fresh)
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters()))
     assert "optim.0.weight.exp_avg" in holdfast.open(tmp_path).names()
+
+
+def test_a_root_of_our_own_stays_ours(tmp_path: Path) -> None:
+    """Whatever else lies in it: a run that moved from DCP kept its directory."""
+    dcp.save({"model": torch.nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    holdfast.save(tmp_path, {"x": 5}, step=9)
+    assert holdfast.open(tmp_path).step == 9
+    assert holdfast.load(tmp_path, {"x": 0}) == 9
+    assert "model.weight" in holdfast.open(f"dcp:{tmp_path}").names()

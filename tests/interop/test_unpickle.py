@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import FormatError
-from holdfast.interop.unpickle import Record, record, unpickle
+from holdfast.interop.unpickle import Record, check_size, record, unpickle
 
 TABLE = {("collections", "OrderedDict"): lambda *items: dict(*items)}
 
@@ -147,3 +147,23 @@ def test_deep_nesting_is_no_problem() -> None:
     while found:
         found, depth = found[0], depth + 1
     assert depth == 99_999
+
+
+def test_what_would_take_for_ever_is_refused() -> None:
+    """Few bytes that stand for 2^60 parts: hashed, walked, or copied."""
+    tuples = b"\x80\x02)q\0" + b"0h\0h\0\x86q\0" * 60 + b"0"
+    with pytest.raises(FormatError, match="nested tuples"):
+        unpickle(tuples + b"}h\0Ns.", TABLE)
+    lists = unpickle(b"\x80\x02]q\0" + b"0](h\0h\0eq\0" * 60 + b".", TABLE)
+    with pytest.raises(FormatError, match="more than"):
+        check_size(lists)
+    many = b"\x80\x02(" + b"N" * 10_000 + b"tq\0" + b"ccollections\nOrderedDict\nh\0\x85R0" * 100
+    with pytest.raises(FormatError):
+        unpickle(many + b"N.", {("collections", "OrderedDict"): lambda x: list(x)})
+
+
+def test_a_value_that_holds_itself() -> None:
+    found = unpickle(b"\x80\x02]q\0(h\0h\0e.", TABLE)
+    assert found[0] is found
+    with pytest.raises(FormatError, match="more than"):
+        check_size(found)

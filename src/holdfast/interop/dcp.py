@@ -17,7 +17,7 @@ from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.foreign import Foreign, Fragment, Place, foreign
 from holdfast.interop.torchfile import Section, TensorRef, read_tree, table
-from holdfast.interop.unpickle import Record, record, unpickle
+from holdfast.interop.unpickle import Record, check_size, record, unpickle
 from holdfast.layout import Box
 from holdfast.store import Store
 
@@ -49,10 +49,15 @@ def open_dcp(store: Store) -> Checkpoint:
     """A DCP directory as a checkpoint, its step 0.  FormatError, Corrupt or NotFound."""
     data = store.get(METADATA)
     try:
-        meta = unpickle(data, table() | _KNOWN)
+        return _open(store, unpickle(data, table() | _KNOWN))
     except FormatError as error:
         error.key = error.key or METADATA
         raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise FormatError(f"malformed metadata: {error}", key=METADATA) from None
+
+
+def _open(store: Store, meta: Any) -> Checkpoint:
     if not isinstance(meta, Record) or meta.name != "Metadata":
         raise FormatError("not the metadata of DCP", key=METADATA)
     places: dict[Key, Record] = {}
@@ -157,6 +162,8 @@ def _place(places: dict[Key, Record], key: Key) -> Record:
 
 def _section_tree(store: Store, info: Record) -> Any:
     path, offset, length = str(info["relative_path"]), int(info["offset"]), int(info["length"])
+    if offset < 0 or length < 0:
+        raise FormatError(f"bytes {offset}..{offset + length} of {path!r}", key=METADATA)
     reader = store.open(path)
     try:
         return read_tree(Section(reader, offset, offset + length), path)
@@ -184,7 +191,9 @@ def _value(store: Store, info: Record) -> Any:
     def refuse(leaf: Any, where: str) -> Any:
         raise FormatError(f"a value with a {type(leaf).__name__} at {where or 'its top'}", key=path)
 
-    return extras.encode(_section_tree(store, info), refuse)
+    value = _section_tree(store, info)
+    check_size(value)
+    return extras.encode(value, refuse)
 
 
 def _dict(value: Any) -> dict[Any, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,9 +106,10 @@ def read_tree(section: Section, path: str, more: Table | None = None) -> Any:
             raise FormatError(f"data.pkl of {tree.file_size} bytes", key=path)
         data = archive.read(tree)
         order = top + "byteorder"
-        if order in members and archive.read(order) != b"little":
+        if order in members and (members[order].file_size > 6 or archive.read(order) != b"little"):
             raise FormatError("a file of a big-endian machine", key=path)
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, struct.error, EOFError,
+            RuntimeError, ValueError) as error:  # fmt: skip
         raise Corrupt(f"not a whole zip archive of torch.save: {error}", key=path) from None
 
     def storage(pid: Any) -> _Storage:
@@ -169,7 +171,7 @@ def table() -> dict[tuple[str, str], Any]:
     known |= {("torch", name): _StorageKind(dtype) for name, dtype in STORAGES.items()}
     known["torch.storage", "UntypedStorage"] = _StorageKind(None)
     return known | {
-        ("collections", "OrderedDict"): lambda *items: dict(*items),
+        ("collections", "OrderedDict"): dict,
         ("torch", "Size"): lambda *sizes: tuple(*sizes),
         ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
         ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,

@@ -21,6 +21,8 @@ from holdfast.errors import FormatError
 Table = Mapping[tuple[str, str], Any]
 
 MAX_STACK = 1 << 24
+MAX_NODES = 1 << 24
+"""Of a value, counting shared parts as often as they are met."""
 
 
 class Record:
@@ -98,6 +100,7 @@ class _Machine:
         self.at = 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self.spent = 0
 
     def run(self) -> Any:
         while True:
@@ -160,6 +163,9 @@ class _Machine:
             raise _Refuse(f"it calls {getattr(function, 'name', type(function).__name__)}")
         if not isinstance(args, tuple):
             raise _Refuse("a call whose arguments are no tuple")
+        self.spent += sum(len(a) for a in args if isinstance(a, (tuple, list, dict, set)))
+        if self.spent > 4 * len(self.data) + 1024:  # parts made once and copied again and again
+            raise _Refuse("it asks for more than it holds")
         self.stack.append(function.value(*args))
 
     def build(self) -> None:
@@ -186,6 +192,21 @@ def _value(x: Any) -> Any:
     return x
 
 
+def check_size(value: Any) -> None:
+    """FormatError for what a walk would not end in: parts that hold each other, or are shared over and
+    over."""
+    count, todo = 0, [value]
+    while todo:
+        count += 1
+        if count > MAX_NODES:
+            raise FormatError(f"malformed pickle: a value of more than {MAX_NODES} parts")
+        node = todo.pop()
+        if isinstance(node, dict):
+            todo += [*node.keys(), *node.values()]
+        elif isinstance(node, (list, tuple, set, frozenset)):
+            todo += node
+
+
 def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
     return lambda m: m.stack.append(make(m))
 
@@ -206,7 +227,7 @@ def _set_items(m: _Machine, items: list[Any]) -> None:
     target = m.stack[-1]
     if not isinstance(target, dict):
         raise _Refuse(f"it sets items of a {type(target).__name__}")
-    target.update(zip(items[::2], items[1::2], strict=True))
+    target.update(zip(_keys(items[::2]), items[1::2], strict=True))
 
 
 def _append(m: _Machine, items: list[Any]) -> None:
@@ -220,7 +241,16 @@ def _add_items(m: _Machine) -> None:
     items, target = m.since_mark(), m.stack[-1]
     if not isinstance(target, set):
         raise _Refuse(f"it adds to a {type(target).__name__}")
-    target.update(items)
+    target.update(_keys(items))
+
+
+def _keys(items: list[Any]) -> list[Any]:
+    """To be hashed, which takes exponential time for tuples of shared tuples."""
+    for item in items:
+        parts = item if isinstance(item, tuple) else ()
+        if isinstance(item, frozenset) or any(isinstance(p, (tuple, frozenset)) for p in parts):
+            raise _Refuse("a key of nested tuples")
+    return items
 
 
 def _set_item(m: _Machine) -> None:
@@ -317,7 +347,7 @@ _STEPS: dict[int, Callable[[_Machine], None]] = {
     ord("s"): _set_item,
     ord("u"): lambda m: _set_items(m, m.since_mark()),
     0x90: _add_items,
-    0x91: lambda m: m.stack.append(frozenset(m.since_mark())),
+    0x91: lambda m: m.stack.append(frozenset(_keys(m.since_mark()))),
     ord("t"): lambda m: m.stack.append(tuple(m.since_mark())),
     ord("l"): lambda m: m.stack.append(m.since_mark()),
     0x85: _tuple(1),
