@@ -140,10 +140,24 @@ def test_interrupted_anywhere_the_target_is_as_it_was_or_good() -> None:
             consolidate(source, StopAfter(target, n), max_file_bytes=600)
         except Stopped:
             assert verify(target, 5).good, n
+            assert_indexes_name_files(target)
         else:
             assert verify(target, 5).good
+            assert_indexes_name_files(target)
             break
     assert 5 < n < 59
+
+
+def assert_indexes_name_files(store: MemoryStore) -> None:
+    """Whenever it stopped, a Hugging Face loader finds what the index says, old or new."""
+    keys = set(store.list())
+    for key in keys:
+        if key.endswith(".safetensors.index.json"):
+            folder = key.rpartition("/")[0]
+            named = {
+                f"{folder}/{path}" for path in json.loads(store.get(key))["weight_map"].values()
+            }
+            assert named <= keys
 
 
 def test_not_into_itself() -> None:
