@@ -6,7 +6,7 @@ import os
 
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.interop.detect import detect, open_as
+from holdfast.interop.detect import detect, open_as, steps_as
 from holdfast.store import open_store
 
 
@@ -26,4 +26,7 @@ def open(
 
 def steps(url: str | os.PathLike[str]) -> list[int]:
     """All committed steps, ascending; empty if there are none."""
+    found = detect(url)
+    if found is not None:
+        return steps_as(found, url)
     return sorted(s.step for s in committed(open_store(os.fspath(url))))

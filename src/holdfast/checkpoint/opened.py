@@ -52,6 +52,8 @@ class Checkpoint:
         self.store = store
         self.manifest = manifest
         self.files = Files(store, step_prefix(manifest.step), manifest, verify=verify)
+        self.others: tuple[Checkpoint, ...] = ()
+        """Of a foreign checkpoint: further copies of replicated tensors, which ought to be equal."""
 
     @staticmethod
     def open(url: str, step: int | None = None, *, verify: bool = True) -> Checkpoint:

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from holdfast.errors import Corrupt
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.layout import Box, Located, flat_range, row_major
+from holdfast.layout import Box, Located, Stored, flat_range, row_major
 
 _row_major = lru_cache(4096)(row_major)
 """Few shapes, many rows."""
@@ -82,6 +83,8 @@ class Row:
     at: int | None
     """Where in the want's box, as flat bytes, the part lies, if it is one range of that, too."""
     want: Want
+    stored: Stored | None = None
+    """How a piece that is not dense lies: `piece` and `part` are then in the order of its array."""
 
     def place(self, block: memoryview, begin: int) -> None:
         """Copy what of this row lies in `block`, which begins at byte `begin` of the file."""
@@ -105,6 +108,8 @@ class Row:
         strides = self._strides()
         skip = sum((a - o) * s for a, o, s in zip(common.start, self.piece.start, strides)) - first
         view = as_strided(values[skip:], common.shape, [s * self.itemsize for s in strides])
+        if self.stored is not None:
+            common, view = _logical(self.stored, common, view)
         self.want.target.put(common.within(self.want.box.start), view)
 
     def _strides(self) -> tuple[int, ...]:
@@ -145,6 +150,15 @@ class Row:
         return starts, length
 
 
+def _logical(stored: Stored, box: Box, view: Array) -> tuple[Box, Array]:
+    """A box of the array that a piece is of, and its elements, in the order of the tensor."""
+    places = stored.places()
+    if len(stored.shape) > len(places):
+        view = view[..., 0]
+    start, stop = (tuple(side[k] for k in places) for side in (box.start, box.stop))
+    return Box(start, stop), view.transpose(places)
+
+
 def _shifted(box: Box, by: tuple[int, ...]) -> Box:
     return Box(
         tuple(a + o for a, o in zip(box.start, by)), tuple(b + o for b, o in zip(box.stop, by))
@@ -162,8 +176,9 @@ def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
     columns = (*_spans(found, table.itemsize[tensor], *boxes), found.rank, found.offset,
                found.piece_start, found.piece_stop, found.start, found.stop)  # fmt: skip
     rows = []
-    for w, itemsize, first, last, solid, at, rank, offset, a, b, c, d in zip(
-        found.want.tolist(), *(x.tolist() for x in columns)
+    listed = found.stored or repeat(None)
+    for w, stored, itemsize, first, last, solid, at, rank, offset, a, b, c, d in zip(
+        found.want.tolist(), listed, *(x.tolist() for x in columns)
     ):
         want = wants[w]
         n = len(want.box.start)
@@ -171,14 +186,25 @@ def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
         if file is None:
             name = table.names[want.tensor]
             raise Corrupt(f"no file of rank {rank} is listed, which holds part of {name!r}")
+        piece, part = Box(tuple(a[:n]), tuple(b[:n])), Box(tuple(c[:n]), tuple(d[:n]))
+        if stored is not None:
+            piece, part = stored.piece(piece), stored.box(part)
+            first, last, solid, at = *_span(piece, part, itemsize), False, -1
         origin = file.data + offset
         start, stop = origin + first, origin + last
         if not file.data <= start <= stop <= file.extras:
             raise Corrupt(f"bytes {start}..{stop} are outside the file's data", key=file.path)
-        piece, part = Box(tuple(a[:n]), tuple(b[:n])), Box(tuple(c[:n]), tuple(d[:n]))
         at = at if at >= 0 else None
-        rows.append(Row(file, start, stop, origin, piece, part, itemsize, solid, at, want))
+        rows.append(Row(file, start, stop, origin, piece, part, itemsize, solid, at, want, stored))
     return rows
+
+
+def _span(piece: Box, part: Box, itemsize: int) -> Interval:
+    """The bytes of a piece from the first to the last of a part."""
+    strides = _row_major(piece.shape)
+    first = sum((a - o) * s for a, o, s in zip(part.start, piece.start, strides))
+    last = sum((b - 1 - o) * s for b, o, s in zip(part.stop, piece.start, strides))
+    return first * itemsize, (last + 1) * itemsize
 
 
 def _padded(boxes: list[Box], width: int) -> tuple[Ints, Ints]:

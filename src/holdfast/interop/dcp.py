@@ -15,7 +15,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
-from holdfast.interop.foreign import Foreign, Fragment, Place, foreign
+from holdfast.interop.foreign import Foreign, Part, Place, foreign
 from holdfast.interop.torchfile import Section, TensorRef, read_tree, table
 from holdfast.interop.unpickle import Record, check_size, record, unpickle
 from holdfast.layout import Box
@@ -45,8 +45,10 @@ def is_dcp(store: Store) -> bool:
         return False
 
 
-def open_dcp(store: Store) -> Checkpoint:
+def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
     """A DCP directory as a checkpoint, its step 0.  FormatError, Corrupt or NotFound."""
+    if step not in (None, 0):
+        raise NotFound(f"{store.url} is a dcp checkpoint; it has no step {step}")
     data = store.get(METADATA)
     try:
         return _open(store, unpickle(data, table() | _KNOWN))
@@ -127,7 +129,7 @@ def _renamed(t: Foreign, paths: dict[str, tuple[Any, ...]], known: set[str]) -> 
 
 def _tensor(store: Store, name: str, entry: Record, places: dict[Key, Record]) -> Foreign:
     shape, dtype = tuple(entry["size"]), _dtype(entry["properties"])
-    fragments = []
+    parts = []
     for chunk in entry["chunks"]:
         start, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
         box = Box(start, tuple(a + n for a, n in zip(start, sizes)))
@@ -135,8 +137,8 @@ def _tensor(store: Store, name: str, entry: Record, places: dict[Key, Record]) -
             continue
         info = _place(places, (name, start))
         where = partial(_where, store, name, info, sizes, dtype)
-        fragments.append(Fragment(box, str(info["relative_path"]), where))
-    return Foreign(name, dtype, shape, "tensor", tuple(fragments))
+        parts.append(Part.of(box, str(info["relative_path"]), where))
+    return Foreign(name, dtype, shape, "tensor", tuple(parts))
 
 
 def _dtype(properties: Any) -> str:

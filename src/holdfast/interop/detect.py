@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import NotFound, UsageError
 from holdfast.interop.dcp import is_dcp, open_dcp
 from holdfast.near import near
-from holdfast.store import open_store
+from holdfast.store import Store, open_store
 
-FORMATS = {"dcp": (is_dcp, open_dcp)}
-"""By prefix: whether a store holds it, and how it is opened."""
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What there is to know of a foreign format."""
+
+    is_there: Callable[[Store], bool]
+    open: Callable[[Store, int | None], Checkpoint]
+    """Step None: the newest.  NotFound if there is no such step."""
+    steps: Callable[[Store], list[int]]
+    """Ascending."""
+
+
+FORMATS = {
+    "dcp": Format(is_dcp, open_dcp, lambda _: [0]),
+}
+"""By prefix, in the order in which they are looked for."""
 
 
 def detect(url: str | os.PathLike[str]) -> str | None:
@@ -23,20 +39,21 @@ def detect(url: str | os.PathLike[str]) -> str | None:
     prefix, path = _split(os.fspath(url))
     store = open_store(path)
     if prefix:
-        if not FORMATS[prefix][0](store):
+        if not FORMATS[prefix].is_there(store):
             raise NotFound(f"no {prefix} checkpoint in {store.url}")
         return prefix
-    found = next((name for name, (is_there, _) in FORMATS.items() if is_there(store)), None)
+    found = next((name for name, format in FORMATS.items() if format.is_there(store)), None)
     return None if found is None or committed(store) else found
 
 
 def open_as(name: str, url: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
-    """Open what `detect` has found.  NotFound if it is not of step `step`."""
-    store = open_store(_split(os.fspath(url))[1])
-    checkpoint = FORMATS[name][1](store)
-    if step not in (None, checkpoint.step):
-        raise NotFound(f"{store.url} is a {name} checkpoint; it has no step {step}")
-    return checkpoint
+    """Open what `detect` has found.  NotFound if there is no step `step`."""
+    return FORMATS[name].open(open_store(_split(os.fspath(url))[1]), step)
+
+
+def steps_as(name: str, url: str | os.PathLike[str]) -> list[int]:
+    """The steps of what `detect` has found, ascending."""
+    return FORMATS[name].steps(open_store(_split(os.fspath(url))[1]))
 
 
 def _split(text: str) -> tuple[str, str]:

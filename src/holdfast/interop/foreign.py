@@ -1,15 +1,17 @@
-"""A foreign checkpoint as a manifest: tensors, and fragments that lie anywhere in any file.
+"""A foreign checkpoint as a manifest: tensors, and parts that lie anywhere in any file.
 
-Our own images follow from shardings in closed form; foreign fragments have to be listed.  Each counts as a
+Our own images follow from shardings in closed form; foreign parts have to be listed.  Each counts as a
 file of its own, a section of a real one, so that its elements are aligned; `Listed` answers `locate`
-from the list.  All that reads (rows, blocks, sharing, restoring) stays as it is.  Foreign files have no
-digests, so nothing is verified but lengths.
+from the list.  All that reads (rows, blocks, sharing, restoring) stays as it is.  A part that has several
+sources is their mean: a section that is computed as it is read.  Foreign files have no digests, so nothing
+is verified but lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,17 +20,28 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
-from holdfast.errors import FormatError, UsageError
-from holdfast.format.dtypes import DTYPES
+from holdfast.errors import FormatError, LayoutError, UsageError
+from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.manifest import (
     VERSION,
     FileEntry,
     FragmentEntry,
     Manifest,
+    Replica,
     ShardingEntry,
     TensorEntry,
 )
-from holdfast.layout import Box, Located, Mesh, Placement, Table, num_corners, tiles
+from holdfast.layout import (
+    Box,
+    Fragment,
+    Located,
+    Mesh,
+    Placement,
+    Stored,
+    Table,
+    num_corners,
+    tiles,
+)
 from holdfast.store import Reader, Store, Writer
 from holdfast.store.base import Bytes
 
@@ -36,54 +49,86 @@ Ints = NDArray[np.int64]
 
 MAX_CORNERS = 1 << 24
 
-
 Place = tuple[str, int]
-"""A file's key, and where in it a fragment begins."""
+"""A file's key, and the byte at which a storage begins in it."""
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """A part of a tensor, contiguous and row-major in a file.  `place` is asked when it is read."""
+class Part:
+    """A fragment, and the storages that hold it; of several the mean is taken.
 
-    box: Box
+    `sources` are asked when the part is read; `path` is for messages.
+    """
+
+    fragment: Fragment
+    sources: tuple[Callable[[], Place], ...]
     path: str
-    place: Callable[[], Place]
+
+    @staticmethod
+    def of(box: Box, path: str, place: Callable[[], Place]) -> Part:
+        """A box that lies dense at a place."""
+        return Part(Fragment.dense(box), (place,), path)
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A tensor of a foreign checkpoint."""
+    """A tensor of a foreign checkpoint.  `copies`: further whole sets of parts, of replicas."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     state: str
-    fragments: tuple[Fragment, ...]
+    parts: tuple[Part, ...]
+    replica: Replica = "unique"
+    copies: tuple[tuple[Part, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Bytes of a storage that begin `skip` after its start; computed where there are several or a scale."""
+
+    sources: tuple[Callable[[], Place], ...]
+    skip: int
+    bytes: int
+    dtype: str
+    scale: float
 
 
 class Sections:
     """A store to read from: parts of another store's objects, by key."""
 
-    def __init__(self, store: Store, places: Mapping[str, tuple[Callable[[], Place], int]]) -> None:
+    def __init__(self, store: Store, sections: Mapping[str, _Section]) -> None:
         self.url = store.url
         self._store = store
-        self._places = places
-        """By key, what tells its place, and its length."""
-        self._known: dict[str, Place] = {}
+        self._sections = sections
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """As `Store.read`."""
-        path, start = self._place(key)
-        self._store.read(path, start + offset, into)
+        reader = self.open(key)
+        try:
+            reader.read(offset, into)
+        finally:
+            reader.close()
 
     def open(self, key: str) -> Reader:
         """As `Store.open`."""
-        path, start = self._place(key)
-        return _SectionReader(self._store.open(path), start)
+        section = self._sections[key]
+        places = [source() for source in section.sources]
+        readers: list[Reader] = []
+        try:
+            for path, start in places:
+                readers.append(_SectionReader(self._store.open(path), start + section.skip))
+        except BaseException:
+            for reader in readers:
+                reader.close()
+            raise
+        if len(readers) == 1 and section.scale == 1.0:
+            return readers[0]
+        return _ComputedReader(readers, numpy_dtype(section.dtype), section.scale)
 
     def size(self, key: str) -> int:
         """As `Store.size`."""
-        return self._places[key][1]
+        return self._sections[key].bytes
 
     def get(self, key: str) -> bytes:
         """As `Store.get`."""
@@ -93,7 +138,7 @@ class Sections:
 
     def list(self, prefix: str = "") -> list[str]:
         """As `Store.list`."""
-        return sorted(key for key in self._places if key.startswith(prefix))
+        return sorted(key for key in self._sections if key.startswith(prefix))
 
     def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
         """UsageError: nothing is written into foreign checkpoints."""
@@ -106,12 +151,6 @@ class Sections:
     def delete(self, key: str) -> None:
         """UsageError."""
         raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
-
-    def _place(self, key: str) -> Place:
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._places[key][0]()
-        return found
 
 
 class _SectionReader:
@@ -130,36 +169,81 @@ class _SectionReader:
         self._inner.close()
 
 
+class _ComputedReader:
+    """A reader of the mean of several sections, times a factor; in the arithmetic of their dtype."""
+
+    def __init__(self, inner: Sequence[Reader], dtype: np.dtype[Any], scale: float) -> None:
+        self._inner = inner
+        self._dtype = dtype
+        self._scale = scale
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        self._inner[0].read(offset, into)
+        values = np.frombuffer(into, self._dtype)
+        other = bytearray(len(into) if len(self._inner) > 1 else 0)
+        for reader in self._inner[1:]:
+            reader.read(offset, memoryview(other))
+            values += np.frombuffer(other, self._dtype)
+        if len(self._inner) > 1:
+            values /= self._dtype.type(len(self._inner))
+        if self._scale != 1.0:
+            values *= self._dtype.type(self._scale)
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        for reader in self._inner:
+            reader.close()
+
+
 class Listed(Placement):
     """Where listed fragments lie: each at the start of its own file."""
 
-    def __init__(
-        self, mesh: Mesh, table: Table, boxes: Sequence[Sequence[tuple[int, Box]]]
-    ) -> None:
+    def __init__(self, mesh: Mesh, table: Table, parts: Sequence[Sequence[_Held]]) -> None:
         super().__init__(mesh, table)
-        self._boxes = boxes
-        """By tensor, (file's number, box)."""
+        self._parts = parts
+        """By tensor."""
+        self._bounds = lru_cache(1024)(self._bounds_of)
+
+    def _bounds_of(self, tensor: int) -> tuple[Ints, Ints]:
+        """Starts and stops of a tensor's parts, padded."""
+        width = self.table.shape.shape[1]
+        held = self._parts[tensor]
+        start, stop = np.zeros((len(held), width), np.int64), np.ones((len(held), width), np.int64)
+        n = int(self.table.ndim[tensor])
+        if held and n:
+            start[:, :n] = [h.box.start for h in held]
+            stop[:, :n] = [h.box.stop for h in held]
+        return start, stop
 
     def locate(self, tensor: Ints, start: Ints, stop: Ints) -> Located:
         """As `Placement.locate`."""
+        want, held, columns = [], [], []
+        for row, number in enumerate(tensor.tolist()):
+            low, high = self._bounds(number)
+            lower, upper = np.maximum(low, start[row]), np.minimum(high, stop[row])
+            hit = np.flatnonzero(np.all(upper > lower, axis=1))
+            want += [row] * len(hit)
+            held += [self._parts[number][i] for i in hit.tolist()]
+            columns.append((low[hit], high[hit], lower[hit], upper[hit]))
         width = self.table.shape.shape[1]
-        rows: list[tuple[int, int, Ints, Ints, Ints, Ints]] = []
-        for want, number in enumerate(tensor.tolist()):
-            low, high = start[want], stop[want]
-            for file, box in self._boxes[number] if np.all(high > low) else ():
-                a, b = _padded(box.start, 0, width), _padded(box.stop, 1, width)
-                lower, upper = np.maximum(a, low), np.minimum(b, high)
-                if np.all(upper > lower):
-                    rows.append((want, file, a, b, lower, upper))
-        want_, file_ = (np.array([r[i] for r in rows], np.int64) for i in (0, 1))
-        a, b, lower, upper = (
-            np.array([r[i] for r in rows], np.int64).reshape(len(rows), width) for i in range(2, 6)
+        none = np.zeros((0, width), np.int64)
+        low, high, lower, upper = (
+            np.concatenate([none, *(c[i] for c in columns)]) for i in range(4)
         )
-        return Located(want_, file_, np.zeros(len(rows), np.int64), a, b, lower, upper)
+        files = np.array([h.file for h in held], np.int64)
+        stored = [h.stored for h in held] if any(h.stored for h in held) else None
+        rows = np.array(want, np.int64)
+        return Located(rows, files, np.zeros_like(files), low, high, lower, upper, stored)
 
 
-def _padded(numbers: tuple[int, ...], fill: int, width: int) -> Ints:
-    return np.array([*numbers, *[fill] * (width - len(numbers))], np.int64)
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A part in the file of its own, by number; `stored` if it is not dense there."""
+
+    file: int
+    box: Box
+    stored: Stored | None
 
 
 def foreign(
@@ -170,41 +254,83 @@ def foreign(
     software: Mapping[str, str],
     extras: Mapping[str, Any],
 ) -> Checkpoint:
-    """A checkpoint of `tensors`, whose fragments lie in the files of a store.
+    """A checkpoint of `tensors`, whose parts lie in the files of a store.
 
-    FormatError if fragments overlap or leave a hole.
+    FormatError if parts overlap or leave a hole.  `others` of the checkpoint are the further copies of
+    replicated tensors.
     """
-    entries, shardings, boxes = [], [], []
+    found = _opened(store, tensors, step, software, extras)
+    copies = max((len(t.copies) for t in tensors), default=0)
+    found.others = tuple(
+        _opened(
+            store,
+            [replace(t, parts=t.copies[i], copies=()) for t in tensors if len(t.copies) > i],
+            step,
+            software,
+            {},
+        )
+        for i in range(copies)
+    )
+    return found
+
+
+def _opened(
+    store: Store,
+    tensors: Sequence[Foreign],
+    step: int,
+    software: Mapping[str, str],
+    extras: Mapping[str, Any],
+) -> Checkpoint:
+    entries, shardings, parts = [], [], []
     files: list[FileEntry] = []
-    places: dict[str, tuple[Callable[[], Place], int]] = {}
+    sections: dict[str, _Section] = {}
     for number, t in enumerate(tensors):
         _check(t)
-        held, mine = [], []
-        for fragment in t.fragments:
-            size = fragment.box.size * DTYPES[t.dtype].bytes
-            key, rank = f"{fragment.path}:{len(files)}", len(files)
-            places[key] = fragment.place, size
-            files.append(FileEntry(rank, key, size, 0, size, size, ""))
-            held.append(FragmentEntry(rank, fragment.box.start, fragment.box.stop))
-            mine.append((rank, fragment.box))
-        shardings.append(ShardingEntry(held=tuple(held)))
-        entries.append(TensorEntry(t.name, t.dtype, t.shape, number, t.state))
-        boxes.append(mine)
+        mine = []
+        for part in t.parts:
+            section = _section(t, part)
+            key, rank = f"{part.path}:{len(files)}", len(files)
+            sections[key] = section
+            files.append(FileEntry(rank, key, section.bytes, 0, section.bytes, section.bytes, ""))
+            mine.append(_Held(rank, part.fragment.box, _stored(t, part)))
+        held = tuple(FragmentEntry(h.file, h.box.start, h.box.stop) for h in mine)
+        shardings.append(ShardingEntry(held=held))
+        entries.append(TensorEntry(t.name, t.dtype, t.shape, number, t.state, t.replica))
+        parts.append(mine)
     manifest = Manifest(
         VERSION, step, 0, "", "", dict(software), (("file", max(len(files), 1)),), CHUNK_BYTES,
         ALGORITHM, tuple(shardings), tuple(entries), {}, tuple(files), dict(extras), {},
     )  # fmt: skip
-    listed = Listed(manifest.layout, manifest.placement.table, boxes)
+    listed = Listed(manifest.layout, manifest.placement.table, parts)
     manifest.__dict__["placement"] = listed  # instead of the closed form of our own images
-    found = Checkpoint(Sections(store, places), manifest, verify=False)
+    found = Checkpoint(Sections(store, sections), manifest, verify=False)
     found.files = Files(found.store, "", manifest, verify=False)
     return found
+
+
+def _section(t: Foreign, part: Part) -> _Section:
+    itemsize = DTYPES[t.dtype].bytes
+    fragment = part.fragment
+    computed = len(part.sources) > 1 or fragment.scale != 1.0
+    if not part.sources or (computed and numpy_dtype(t.dtype).kind not in "fVc"):
+        raise FormatError(f"{t.name!r}: no mean or scale of {t.dtype}", key=part.path)
+    size = fragment.span * itemsize
+    return _Section(part.sources, fragment.offset * itemsize, size, t.dtype, fragment.scale)
+
+
+def _stored(t: Foreign, part: Part) -> Stored | None:
+    if part.fragment.is_dense:
+        return None
+    try:
+        return part.fragment.stored()
+    except LayoutError as error:
+        raise FormatError(f"{t.name!r}: {error}", key=part.path) from None
 
 
 def _check(t: Foreign) -> None:
     if t.dtype not in DTYPES:
         raise FormatError(f"{t.name!r}: unknown dtype {t.dtype!r}")
-    boxes = [f.box for f in t.fragments]
+    boxes = [p.fragment.box for p in t.parts]
     inside = all(
         len(b.start) == len(b.stop) == len(t.shape)
         and all(0 <= lo <= hi <= n for lo, hi, n in zip(b.start, b.stop, t.shape))

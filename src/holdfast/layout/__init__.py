@@ -1,6 +1,7 @@
 """The layout algebra: boxes, meshes, shardings, and where every element lies.  Pure."""
 
 from holdfast.layout.box import Box, flat_range, num_corners, row_major, tiles, whole
+from holdfast.layout.fragment import Fragment, Stored
 from holdfast.layout.mesh import Axis, Mesh, common_mesh
 from holdfast.layout.pieces import Located, Pieces, Placement, Table
 from holdfast.layout.sharding import Cut, Sharding, chunk, part_of, parts_of
@@ -9,11 +10,13 @@ __all__ = [
     "Axis",
     "Box",
     "Cut",
+    "Fragment",
     "Located",
     "Mesh",
     "Pieces",
     "Placement",
     "Sharding",
+    "Stored",
     "Table",
     "chunk",
     "common_mesh",

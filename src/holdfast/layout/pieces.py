@@ -27,6 +27,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.layout.fragment import Stored
 from holdfast.layout.mesh import Mesh
 from holdfast.layout.sharding import Sharding, part_of, parts_of
 
@@ -114,6 +115,8 @@ class Located:
     piece_stop: Ints
     start: Ints
     stop: Ints
+    stored: Sequence[Stored | None] | None = None
+    """By row, how a piece that is not dense lies; None where all are."""
 
 
 @dataclass(frozen=True)
@@ -293,8 +296,8 @@ class Placement:
         if not found:
             none = np.zeros((0, self.table.shape.shape[1]), np.int64)
             return Located(none[:, 0], none[:, 0], none[:, 0], none, none, none, none)
-        columns = [np.concatenate(c) for c in zip(*found)]
-        return Located(*columns)
+        want, rank, offset, a, b, c, d = (np.concatenate(column) for column in zip(*found))
+        return Located(want, rank, offset, a, b, c, d)
 
     def _locate_regular(
         self, number: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
