@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from builders import FSDP_TP, Tensor, build, memory, transformer
-from holdfast.checkpoint import consolidating
 from holdfast.checkpoint.consolidating import consolidate
 from holdfast.checkpoint.diffing import compare
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.outfiles import MIN_MEMORY_BYTES
 from holdfast.checkpoint.verifying import verify
 from holdfast.errors import Corrupt, OutOfSpace, UsageError
 from holdfast.format.dtypes import numpy_dtype
@@ -37,7 +37,7 @@ def test_the_round_trip_is_bit_exact(tmp_path: Path, max_file_bytes: int) -> Non
     assert found.num_equal == len(source.manifest.tensors)
     assert verify(LocalStore(tmp_path), 7).good
     m = made.checkpoint.manifest
-    assert sum(told) == sum(f.table for f in m.files)
+    assert sum(told) == sum(f.bytes for f in m.files)
     holders = [len(s.on["file"]) for s in m.shardings]
     assert holders == [1] * len(m.mesh and m.files)
     for f in m.files:
@@ -45,9 +45,9 @@ def test_the_round_trip_is_bit_exact(tmp_path: Path, max_file_bytes: int) -> Non
         assert f.extras - f.data <= max_file_bytes or num == 1
 
 
-def test_blocks_smaller_than_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_smaller_than_tensors(tmp_path: Path, threads: int) -> None:
     """Blocks that begin and end inside tensors of odd shapes and every size of element."""
-    monkeypatch.setattr(consolidating, "BLOCK_BYTES", consolidating.CHUNK_BYTES)
     random = np.random.default_rng(1)
     cuts = (Sharding((Cut(1, ("dp",)), Cut(0, ("tp",)))), Sharding((Cut(0, ("dp", "tp")),)))
     tensors = {}
@@ -56,7 +56,7 @@ def test_blocks_smaller_than_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyP
         tensors[f"model.{i}"] = Tensor(raw, cuts[i % 2])
     store = memory()
     source = Checkpoint(store, build(store, FSDP_TP, tensors))
-    made = consolidate(source, tmp_path)
+    made = consolidate(source, tmp_path, memory_bytes=threads * MIN_MEMORY_BYTES)
     assert compare(source, made.checkpoint).identical
     assert verify(LocalStore(tmp_path), 1).good
 

@@ -9,7 +9,7 @@ is the index that Hugging Face's loaders look for, so that they read the weights
     steps/0000001000/<attempt>/model-00001-of-00002.safetensors
     steps/0000001000/<attempt>/optim-00001-of-00001.safetensors
 
-Memory: one block of `BLOCK_BYTES`, and what reading it takes.
+Files are written as `holdfast.checkpoint.outfiles` does: several blocks at a time, in bounded memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,8 +30,7 @@ from holdfast.checkpoint.claiming import newest_claim, once_attempt
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.names import committed, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.reading import read_alone
-from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
+from holdfast.checkpoint.outfiles import Literal, Outfile, Progress, Span, write_files
 from holdfast.checkpoint.tidying import INDEX, attempt_of, discard, sweep
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
 from holdfast.errors import HoldfastError, Unavailable, UsageError
@@ -43,15 +43,11 @@ from holdfast.format.manifest import (
     ShardingEntry,
     TensorEntry,
 )
-from holdfast.layout import flat_range
 from holdfast.store import Store, open_store
 from holdfast.version import __version__
 
-BLOCK_BYTES = 64 << 20
 AXIS = "file"
 WEIGHTS = ("param", "buffer")
-
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -78,12 +74,14 @@ def consolidate(
     store: Store | str | os.PathLike[str],
     *,
     max_file_bytes: int = 5_000_000_000,
+    memory_bytes: int = 1 << 30,
     progress: Progress | None = None,
 ) -> Consolidated:
     """Write a step into another root with every tensor whole; returns it, opened.
 
-    Blocks while it copies; `progress` is told the bytes just written.  Interrupted before the commit, the
-    root is as it was; after it, an index of Hugging Face's may be missing or old: consolidate again.
+    Blocks while it copies; `progress` is told the bytes just written, `memory_bytes` bounds its buffers.
+    Interrupted before the commit, the root is as it was; after it, an index of Hugging Face's may be
+    missing or old: consolidate again.
     Extras that single ranks keep are left out unless their rule is `rank0` or `same`.
     UsageError if `store` is where `source` lies.
     """
@@ -92,29 +90,66 @@ def consolidate(
         raise UsageError(
             f"cannot consolidate {target.url} into itself", hint="give a root of its own"
         )
-    if max_file_bytes < 1:
-        raise UsageError(f"max_file_bytes={max_file_bytes}: must be positive")
-    files = _assign(source.manifest, max_file_bytes)
     _sweep(target)
-    manifest = _draft(source, target, files)
+    plan = plan_consolidation(source, target, once_attempt(), max_file_bytes)
     try:
-        manifest, left_out = _carry_over(
-            source, target, manifest, files, progress or (lambda _: None)
-        )
-        replaced = attempt_of(target, manifest.step)
-        commit(target, manifest)
+        write_files(source, target, plan.outfiles, memory_bytes=memory_bytes, progress=progress)
+        manifest, replaced = plan.commit(target, target)
     except BaseException as error:
         if not isinstance(error, Unavailable):  # else the manifest may still appear
             with suppress(HoldfastError):
-                discard(target, manifest.step, manifest.attempt)
+                discard(target, plan.draft.step, plan.draft.attempt)
         raise
-    _write_indexes(target, manifest, files)
-    if replaced is not None:
-        try:
-            discard(target, manifest.step, replaced)
-        except HoldfastError as error:
-            emit("tidy.failed", step=manifest.step, error=str(error))
-    return Consolidated(Checkpoint(target, manifest), left_out)
+    plan.finish(target, replaced)
+    return Consolidated(Checkpoint(target, manifest), plan.left_out)
+
+
+@dataclass(frozen=True)
+class Consolidation:
+    """A consolidated step, planned: its files, and what makes it exist once they are written."""
+
+    draft: Manifest
+    """Without entries of files."""
+    files: tuple[_File, ...]
+    planned: tuple[_Planned, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def outfiles(self) -> list[Outfile]:
+        return [p.out for p in self.planned]
+
+    def commit(self, written: Store, target: Store) -> tuple[Manifest, str | None]:
+        """Make the step exist in `target`; digests come from the files in `written`.
+
+        Returns the manifest, and the attempt that it has replaced.
+        """
+        entries = tuple(p.entry(written) for p in self.planned)
+        manifest = msgspec.structs.replace(self.draft, files=entries)
+        replaced = attempt_of(target, manifest.step)
+        commit(target, manifest)
+        return manifest, replaced
+
+    def finish(self, target: Store, replaced: str | None) -> None:
+        """What follows a commit: the indexes; the replaced attempt's files go."""
+        _write_indexes(target, self.draft, self.files)
+        if replaced not in (None, self.draft.attempt):
+            try:
+                discard(target, self.draft.step, replaced)
+            except HoldfastError as error:
+                emit("tidy.failed", step=self.draft.step, error=str(error))
+
+
+def plan_consolidation(
+    source: Checkpoint, target: Store, attempt: str, max_file_bytes: int
+) -> Consolidation:
+    """Plan the files of a consolidated step, as newest of a root's runs."""
+    if max_file_bytes < 1:
+        raise UsageError(f"max_file_bytes={max_file_bytes}: must be positive")
+    files = _assign(source.manifest, max_file_bytes)
+    extras, left_out = keep_extras(source)
+    draft = _draft(source, target, files, attempt, extras)
+    planned = [_plan(source, draft, number, file) for number, file in enumerate(files)]
+    return Consolidation(draft, tuple(files), tuple(p for p in planned if p is not None), left_out)
 
 
 def _sweep(target: Store) -> None:
@@ -123,21 +158,6 @@ def _sweep(target: Store) -> None:
         sweep(target)
     except HoldfastError as error:
         emit("sweep.failed", error=str(error))
-
-
-def _carry_over(
-    source: Checkpoint, target: Store, manifest: Manifest, files: list[_File], progress: Progress
-) -> tuple[Manifest, tuple[str, ...]]:
-    """Write all files; returns the manifest that is to be committed."""
-    written = [
-        _write(source, target, manifest, number, file, progress)
-        for number, file in enumerate(files)
-    ]
-    extras, left_out = _keep_extras(source)
-    manifest = msgspec.structs.replace(
-        manifest, files=tuple(f for f in written if f is not None), extras=extras
-    )
-    return manifest, left_out
 
 
 def _assign(manifest: Manifest, max_file_bytes: int) -> list[_File]:
@@ -170,8 +190,10 @@ def _key(name: str) -> str:
     return name.split(".", 1)[0]
 
 
-def _draft(source: Checkpoint, store: Store, files: list[_File]) -> Manifest:
-    """The new manifest, but for files and extras."""
+def _draft(
+    source: Checkpoint, store: Store, files: list[_File], attempt: str, extras: dict[str, Any]
+) -> Manifest:
+    """The new manifest, but for files."""
     old = source.manifest
     home = {number: i for i, file in enumerate(files) for number in file.tensors}
     tensors = tuple(
@@ -183,7 +205,7 @@ def _draft(source: Checkpoint, store: Store, files: list[_File]) -> Manifest:
         holdfast=old.holdfast,
         step=old.step,
         run=max([old.run, held.run if held else 0, *(s.run for s in committed(store))]),
-        attempt=once_attempt(),
+        attempt=attempt,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         software={**old.software, "holdfast": __version__},
         mesh=((AXIS, max(len(files), 1)),),
@@ -193,13 +215,14 @@ def _draft(source: Checkpoint, store: Store, files: list[_File]) -> Manifest:
         tensors=tensors,
         aliases=old.aliases,
         files=(),
-        extras={},
+        extras=extras,
         per_rank={},
     )
 
 
-def _keep_extras(source: Checkpoint) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Extras of all ranks, with those of rank 0 where its rule says that they stand for all."""
+def keep_extras(source: Checkpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Encoded extras of all ranks, with those of rank 0 where its rule says that they stand for all; and
+    the keys of those that cannot be kept."""
     m = source.manifest
     kept = {k for k, rule in m.per_rank.items() if rule in ("rank0", "same")}
     first = source.rank_extras(0) if kept else {}
@@ -210,76 +233,65 @@ def _keep_extras(source: Checkpoint) -> tuple[dict[str, object], tuple[str, ...]
 # -- one file -------------------------------------------------------------------------------------
 
 
-def _write(
-    source: Checkpoint,
-    store: Store,
-    manifest: Manifest,
-    number: int,
-    file: _File,
-    progress: Progress,
-) -> FileEntry | None:
-    """Write one file block by block; None if its tensors are all empty."""
+def _plan(source: Checkpoint, manifest: Manifest, number: int, file: _File) -> _Planned | None:
+    """What file `number` will be; None if its tensors are all empty."""
     pieces = manifest.placement.pieces(number)
     if not pieces.total_bytes:
         return None
     image = plan_image(manifest.tensors, pieces, strip=file.strip)
+    begin = (pieces.offset + image.data_start).tolist()
+    tensors = [manifest.tensors[i] for i in pieces.tensor.tolist()]
+    spans = tuple(
+        Span(at, source.index(t.name), 0, math.prod(t.shape), t.dtype)
+        for at, t in zip(begin, tensors)
+    )
     path = f"{manifest.attempt}/{file.name}"
-    writer = store.create(step_prefix(manifest.step) + path, image.total_bytes)
-    try:
-        table = np.empty(num_chunks(image.table_start), "<u8")
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, image.table_start) + table.nbytes))
-        for start in range(0, image.table_start, BLOCK_BYTES):
-            stop = min(start + BLOCK_BYTES, image.table_start)
-            block = buffer[: stop - start]
-            _fill(source, manifest, image, start, block)
-            digest_chunks(block, table[start // CHUNK_BYTES :])
-            if stop == image.table_start:
-                buffer[stop - start : stop - start + table.nbytes] = table.tobytes()
-                block = buffer[: image.total_bytes - start]
-            writer.write(start, block)
-            progress(stop - start)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    offsets = (image.total_bytes, image.data_start, image.extras_start, image.table_start)
-    return FileEntry(number, path, *offsets, hexdigest(table.tobytes()), file.strip)
+    key = step_prefix(manifest.step) + path
+    out = Outfile(
+        key, image.total_bytes, (Literal(0, image.header),), spans, lambda: _TableSeal(image)
+    )
+    return _Planned(number, path, file.strip, image, out)
 
 
-def _fill(
-    source: Checkpoint, manifest: Manifest, image: Image, start: int, block: memoryview
-) -> None:
-    """Bytes `start..` of a file: header, and tensors straight from the source."""
-    header = image.header[start : start + len(block)]
-    block[: len(header)] = header
-    read_alone(source.files, list(_wants(source, manifest, image, start, block)))
+@dataclass(frozen=True)
+class _Planned:
+    """A file whose image is planned."""
+
+    number: int
+    path: str
+    strip: str
+    image: Image
+    out: Outfile
+
+    def entry(self, store: Store) -> FileEntry:
+        """For the manifest, once the file is written."""
+        image = self.image
+        table = memoryview(bytearray(image.total_bytes - image.table_start))
+        store.read(self.out.path, image.table_start, table)
+        offsets = (image.total_bytes, image.data_start, image.extras_start, image.table_start)
+        return FileEntry(self.number, self.path, *offsets, hexdigest(bytes(table)), self.strip)
 
 
-def _wants(
-    source: Checkpoint, manifest: Manifest, image: Image, start: int, block: memoryview
-) -> Iterator[Want]:
-    """What lies in a block, as boxes whose targets are the block's own memory."""
-    pieces = image.pieces
-    begin = pieces.offset + image.data_start
-    stop = start + len(block)
-    hit = np.flatnonzero((begin < stop) & (begin + pieces.bytes > start))
-    for i in hit.tolist():
-        t = manifest.tensors[int(pieces.tensor[i])]
-        at, itemsize = int(begin[i]), DTYPES[t.dtype].bytes
-        first = (max(start, at) - at) // itemsize
-        last = (min(stop, at + int(pieces.bytes[i])) - at) // itemsize
-        number = source.index(t.name)
-        for box in flat_range(t.shape, first, last):
-            offset = at + first * itemsize - start
-            array = np.frombuffer(block, RAW[itemsize], box.size, offset).reshape(box.shape)
-            first += box.size
-            yield Want(number, box, ArrayTarget(array))
+class _TableSeal:
+    """Puts the table of digests behind the data."""
+
+    def __init__(self, image: Image) -> None:
+        self._start = image.table_start
+        self._table = np.empty(num_chunks(image.table_start), "<u8")
+
+    def __call__(self, start: int, block: memoryview) -> None:
+        data = block[: max(self._start - start, 0)]
+        if len(data):
+            digest_chunks(data, self._table[start // CHUNK_BYTES :])
+        if len(data) < len(block):
+            at = start + len(data) - self._start
+            block[len(data) :] = self._table.tobytes()[at : at + len(block) - len(data)]
 
 
 # -- the index ------------------------------------------------------------------------------------
 
 
-def _write_indexes(store: Store, manifest: Manifest, files: list[_File]) -> None:
+def _write_indexes(store: Store, manifest: Manifest, files: Sequence[_File]) -> None:
     """One index per key with weights; paths in it are relative to itself."""
     maps: dict[str, dict[str, str]] = {}
     sizes: dict[str, int] = {}

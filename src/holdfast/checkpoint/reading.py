@@ -107,9 +107,9 @@ def run_blocks(
     in_threads(one, blocks, threads)
 
 
-def read_alone(files: Files, wants: list[Want]) -> None:
+def read_alone(files: Files, wants: list[Want], threads: int | None = None) -> None:
     """Fill every want from the store, with no help from other ranks."""
-    threads = threads_here()
+    threads = threads or threads_here()
     indexes = group_rows(plan_rows(files.manifest, wants))
     size = files.manifest.chunk_bytes
     blocks = []

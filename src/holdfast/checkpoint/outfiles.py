@@ -1,0 +1,280 @@
+"""Writing files out of a checkpoint's tensors, whatever their format.
+
+A file is planned whole before its first byte is read: literal bytes (headers), and spans of tensors
+between them.  Then blocks of all files are filled straight from the source, several side by side, so
+memory is a few blocks however large the files are.  What depends on the data itself (a table of digests, a
+CRC) is put in by the file's *seal*, which sees the blocks of a file in order, each before it is written.
+
+    span = Span(len(header), tensor=0, first=0, last=10, dtype="float32")
+    file = Outfile("model.safetensors", len(header) + 40, (Literal(0, header),), (span,))
+    write_files(source, store, [file], memory_bytes=1 << 30)
+
+Each file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reading import read_alone
+from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
+from holdfast.errors import UsageError
+from holdfast.format.dtypes import DTYPES, numpy_dtype
+from holdfast.layout import flat_range
+from holdfast.store import Store, Writer
+from holdfast.threads import in_threads
+
+MAX_BLOCK_BYTES = 16 << 20
+MIN_BLOCK_BYTES = 1 << 20
+CAST_BYTES = 2 << 20
+READ_BYTES = 2 << 20
+"""Scratch of a reading thread (`reading.BLOCK_CHUNKS` chunks)."""
+MIN_MEMORY_BYTES = MIN_BLOCK_BYTES + CAST_BYTES + READ_BYTES
+
+Progress = Callable[[int], object]
+Seal = Callable[[int, memoryview], None]
+"""Called with each block's first byte and the block, in order; may change the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes that are known beforehand, at byte `start` of a file."""
+
+    start: int
+    data: bytes
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements `first..last` (row-major) of a tensor, as `dtype`, at byte `start` of a file.
+
+    `tensor` is its number in the source; `start` is a multiple of the size of an element.
+    """
+
+    start: int
+    tensor: int
+    first: int
+    last: int
+    dtype: str
+
+    @property
+    def stop(self) -> int:
+        return self.start + (self.last - self.first) * DTYPES[self.dtype].bytes
+
+
+@dataclass(frozen=True)
+class Outfile:
+    """A file to be.  What neither literals nor spans cover is zero, or the seal's."""
+
+    path: str
+    bytes: int
+    literals: tuple[Literal, ...]
+    spans: tuple[Span, ...]
+    seal: Callable[[], Seal] | None = None
+    """Makes the seal of one writing of the file."""
+
+
+def write_files(
+    source: Checkpoint,
+    store: Store,
+    files: Sequence[Outfile],
+    *,
+    memory_bytes: int = 1 << 30,
+    progress: Progress | None = None,
+) -> None:
+    """Write all files, large ones first.  Blocks; the first error stops all, and no torn file appears.
+
+    `memory_bytes` bounds buffers; `progress` is told the bytes just written.
+    """
+    threads, block_bytes = _shares(memory_bytes)
+    jobs = [_Job(source, store, f, block_bytes) for f in sorted(files, key=lambda f: -f.bytes)]
+    blocks = [(job, start) for job in jobs for start in job.starts()]
+    buffers = _Buffers(block_bytes)
+    tell = progress or (lambda _: None)
+    errors: list[BaseException] = []
+
+    def one(block: tuple[_Job, int]) -> None:
+        job, start = block
+        try:
+            tell(job.write(start, buffers.get()))
+        except BaseException as error:
+            errors.append(error)
+            for job in jobs:
+                job.fail()
+            raise
+
+    try:
+        with source.files.readers.kept():
+            in_threads(one, blocks, threads)
+    except BaseException:
+        if errors:  # the others only gave up because of it
+            raise errors[0] from None
+        raise
+    finally:
+        for job in jobs:
+            job.abort()
+
+
+def _shares(memory_bytes: int) -> tuple[int, int]:
+    """How many threads, and how large their blocks, within a bound."""
+    if memory_bytes < MIN_MEMORY_BYTES:
+        raise UsageError(f"memory of {memory_bytes} bytes: at least {MIN_MEMORY_BYTES} are needed")
+    cores = max(1, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = min(max(4, min(cores, 16)), memory_bytes // MIN_MEMORY_BYTES)
+    block = memory_bytes // threads - CAST_BYTES - READ_BYTES
+    return threads, min(block // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES, MAX_BLOCK_BYTES)
+
+
+class _Buffers(threading.local):
+    """One page-aligned buffer per thread."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._view: memoryview | None = None
+
+    def get(self) -> memoryview:
+        if self._view is None:
+            self._view = memoryview(mmap.mmap(-1, self._size))
+        return self._view
+
+
+class _GivenUpError(Exception):
+    """Another block failed."""
+
+
+class _Job:
+    """A file being written; its blocks come from several threads."""
+
+    def __init__(self, source: Checkpoint, store: Store, file: Outfile, block_bytes: int) -> None:
+        self._source = source
+        self._store = store
+        self._file = file
+        self._block_bytes = block_bytes
+        self._parts: list[Literal | Span] = sorted(
+            [*file.literals, *file.spans], key=lambda part: part.start
+        )
+        self._starts = [part.start for part in self._parts]
+        self._stops = [part.stop for part in self._parts]
+        self._turn = threading.Condition()
+        self._writer: Writer | None = None
+        self._seal = file.seal() if file.seal else None
+        self._sealed = 0
+        self._written = 0
+        self._failed = False
+
+    def starts(self) -> range:
+        return range(0, max(self._file.bytes, 1), self._block_bytes)
+
+    def write(self, start: int, buffer: memoryview) -> int:
+        """Fill, seal and write one block; returns the number of its bytes.
+
+        The block that is written last ends the file.
+        """
+        block = buffer[: min(self._block_bytes, self._file.bytes - start)]
+        self._fill(start, block)
+        with self._in_order(start):
+            if self._seal is not None:
+                self._seal(start, block)
+            if self._writer is None:
+                self._writer = self._store.create(self._file.path, self._file.bytes)
+        if len(block):
+            self._writer.write(start, block)
+        with self._turn:
+            self._written += 1
+            last = self._written == len(self.starts())
+        if last:
+            self._writer.finish()
+            self._writer = None
+        return len(block)
+
+    @contextmanager
+    def _in_order(self, start: int) -> Iterator[None]:
+        with self._turn:
+            self._turn.wait_for(lambda: self._sealed == start or self._failed)
+            if self._failed:
+                raise _GivenUpError
+            yield
+            self._sealed = start + self._block_bytes
+            self._turn.notify_all()
+
+    def fail(self) -> None:
+        """Wake those who wait for a block that will not come."""
+        with self._turn:
+            self._failed = True
+            self._turn.notify_all()
+
+    def abort(self) -> None:
+        """Leave nothing of a file that is not finished."""
+        if self._writer is not None:
+            self._writer.abort()
+
+    def _fill(self, start: int, block: memoryview) -> None:
+        stop = start + len(block)
+        lo, hi = bisect_right(self._stops, start), bisect_left(self._starts, stop)
+        at, wants = start, []
+        for part in self._parts[lo:hi]:
+            _zero(block[at - start : max(part.start, at) - start])
+            a, b = max(part.start, start), min(part.stop, stop)
+            into = block[a - start : b - start]
+            if isinstance(part, Literal):
+                into[:] = part.data[a - part.start : b - part.start]
+            else:
+                wants += self._wants(part, a, into)
+            at = max(at, b)
+        _zero(block[at - start :])
+        read_alone(self._source.files, wants, threads=1)
+
+    def _wants(self, span: Span, at: int, into: memoryview) -> list[Want]:
+        """What fills `into`, which is the span's bytes from file byte `at` on; casts are done at once."""
+        tensor = self._source.manifest.tensors[span.tensor]
+        itemsize = DTYPES[span.dtype].bytes
+        first = span.first + (at - span.start) // itemsize
+        if tensor.dtype == span.dtype:
+            return _boxes(span.tensor, tensor.shape, first, into, itemsize)
+        for begin in range(0, len(into), CAST_BYTES // 16 * itemsize):
+            part = into[begin : begin + CAST_BYTES // 16 * itemsize]
+            self._cast(span, first + begin // itemsize, part)
+        return []
+
+    def _cast(self, span: Span, first: int, into: memoryview) -> None:
+        tensor = self._source.manifest.tensors[span.tensor]
+        kind = numpy_dtype(tensor.dtype)
+        target = np.frombuffer(into, numpy_dtype(span.dtype))
+        values = np.empty(len(target), kind)
+        raw = memoryview(values.view(np.uint8))  # type: ignore[arg-type]
+        wants = _boxes(span.tensor, tensor.shape, first, raw, kind.itemsize)
+        read_alone(self._source.files, wants, threads=1)
+        with np.errstate(over="ignore"):
+            target[:] = values.astype(target.dtype)
+
+
+def _zero(view: memoryview) -> None:
+    if len(view):
+        np.frombuffer(view, np.uint8)[:] = 0
+
+
+def _boxes(
+    tensor: int, shape: tuple[int, ...], first: int, into: memoryview, itemsize: int
+) -> list[Want]:
+    """Elements `first..` of a tensor as boxes whose targets are consecutive parts of `into`."""
+    wants, at = [], 0
+    for box in flat_range(shape, first, first + len(into) // itemsize):
+        kind: Any = RAW[itemsize]
+        array = np.frombuffer(into, kind, box.size, at).reshape(box.shape)
+        wants.append(Want(tensor, box, ArrayTarget(array)))
+        at += box.size * itemsize
+    return wants

@@ -1,0 +1,1 @@
+"""Writers: a checkpoint planned as the files that another system loads."""
