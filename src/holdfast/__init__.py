@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.opened import Checkpoint
     from holdfast.checkpoint.tidying import Keep
     from holdfast.checkpointer import Checkpointer, Every, HoldfastWarning, load, save
+    from holdfast.converting import Converted, convert
     from holdfast.durable import Save
     from holdfast.errors import HoldfastError
     from holdfast.layout import Box
@@ -33,12 +34,14 @@ _HOME = {
     "Box": "holdfast.layout",
     "Checkpoint": "holdfast.checkpoint.opened",
     "Checkpointer": "holdfast.checkpointer",
+    "Converted": "holdfast.converting",
     "Every": "holdfast.checkpointer",
     "HoldfastError": "holdfast.errors",
     "HoldfastWarning": "holdfast.checkpointer",
     "Keep": "holdfast.checkpoint.tidying",
     "Rng": "holdfast.state.rng",
     "Save": "holdfast.durable",
+    "convert": "holdfast.converting",
     "errors": "holdfast",
     "events": "holdfast",
     "load": "holdfast.checkpointer",
@@ -51,6 +54,7 @@ __all__ = [
     "Box",
     "Checkpoint",
     "Checkpointer",
+    "Converted",
     "Every",
     "HoldfastError",
     "HoldfastWarning",
@@ -58,6 +62,7 @@ __all__ = [
     "Rng",
     "Save",
     "__version__",
+    "convert",
     "errors",
     "events",
     "load",

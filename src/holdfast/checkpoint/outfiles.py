@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.reading import read_alone
+from holdfast.checkpoint.reading import Scratch, read_alone, threads_here
 from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
-from holdfast.errors import UsageError
+from holdfast.codec.digest import digest
+from holdfast.errors import Corrupt, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.layout import flat_range
 from holdfast.store import Store, Writer
@@ -88,17 +89,28 @@ class Outfile:
     """Makes the seal of one writing of the file."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a file ought to hold: digests of its blocks."""
+
+    path: str
+    bytes: int
+    block_bytes: int
+    digests: tuple[int, ...]
+
+
 def write_files(
     source: Checkpoint,
-    store: Store,
+    store: Store | None,
     files: Sequence[Outfile],
     *,
     memory_bytes: int = 1 << 30,
     progress: Progress | None = None,
-) -> None:
+) -> list[Written]:
     """Write all files, large ones first.  Blocks; the first error stops all, and no torn file appears.
 
-    `memory_bytes` bounds buffers; `progress` is told the bytes just written.
+    `memory_bytes` bounds buffers; `progress` is told the bytes just written.  Without a store nothing is
+    written: the digests say what a file that is there already ought to hold.
     """
     threads, block_bytes = _shares(memory_bytes)
     jobs = [_Job(source, store, f, block_bytes) for f in sorted(files, key=lambda f: -f.bytes)]
@@ -127,6 +139,31 @@ def write_files(
     finally:
         for job in jobs:
             job.abort()
+    return [job.written() for job in jobs]
+
+
+def check_files(
+    store: Store, files: Sequence[Written], *, progress: Progress | None = None
+) -> None:
+    """Read files back.  Corrupt, with the first range that is not what was written."""
+    tell = progress or (lambda _: None)
+    scratch = Scratch()
+
+    def one(block: tuple[Written, int, int]) -> None:
+        file, start, expected = block
+        view = scratch.get(MAX_BLOCK_BYTES)[: min(file.block_bytes, file.bytes - start)]
+        if len(view):
+            store.read(file.path, start, view)
+        if digest(view) != expected:
+            what = f"bytes {start}..{start + len(view)} are not what was written"
+            raise Corrupt(what, key=file.path, hint="is the disk sound?  Convert again")
+        tell(len(view))
+
+    for file in files:
+        if store.size(file.path) != file.bytes:
+            raise Corrupt(f"{store.size(file.path)} bytes, {file.bytes} written", key=file.path)
+    blocks = [(f, i * f.block_bytes, d) for f in files for i, d in enumerate(f.digests)]
+    in_threads(one, blocks, threads_here())
 
 
 def _shares(memory_bytes: int) -> tuple[int, int]:
@@ -159,7 +196,9 @@ class _GivenUpError(Exception):
 class _Job:
     """A file being written; its blocks come from several threads."""
 
-    def __init__(self, source: Checkpoint, store: Store, file: Outfile, block_bytes: int) -> None:
+    def __init__(
+        self, source: Checkpoint, store: Store | None, file: Outfile, block_bytes: int
+    ) -> None:
         self._source = source
         self._store = store
         self._file = file
@@ -172,8 +211,8 @@ class _Job:
         self._turn = threading.Condition()
         self._writer: Writer | None = None
         self._seal = file.seal() if file.seal else None
-        self._sealed = 0
-        self._written = 0
+        self._digests: list[int] = []
+        self._num_done = 0
         self._failed = False
 
     def starts(self) -> range:
@@ -189,26 +228,36 @@ class _Job:
         with self._in_order(start):
             if self._seal is not None:
                 self._seal(start, block)
-            if self._writer is None:
+            if self._store is not None and self._writer is None:
                 self._writer = self._store.create(self._file.path, self._file.bytes)
-        if len(block):
-            self._writer.write(start, block)
-        with self._turn:
-            self._written += 1
-            last = self._written == len(self.starts())
-        if last:
-            self._writer.finish()
-            self._writer = None
+        self._digests[start // self._block_bytes] = digest(block)
+        if self._writer is not None:
+            self._put(self._writer, start, block)
         return len(block)
+
+    def _put(self, writer: Writer, start: int, block: memoryview) -> None:
+        if len(block):
+            writer.write(start, block)
+        with self._turn:
+            self._num_done += 1
+            last = self._num_done == len(self.starts())
+        if last:
+            writer.finish()
+            self._writer = None
+
+    def written(self) -> Written:
+        return Written(self._file.path, self._file.bytes, self._block_bytes, tuple(self._digests))
 
     @contextmanager
     def _in_order(self, start: int) -> Iterator[None]:
         with self._turn:
-            self._turn.wait_for(lambda: self._sealed == start or self._failed)
+            self._turn.wait_for(
+                lambda: len(self._digests) * self._block_bytes == start or self._failed
+            )
             if self._failed:
                 raise _GivenUpError
             yield
-            self._sealed = start + self._block_bytes
+            self._digests.append(0)
             self._turn.notify_all()
 
     def fail(self) -> None:

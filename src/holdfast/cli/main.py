@@ -17,7 +17,7 @@ from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
 from holdfast.near import near
 from holdfast.version import __version__
 
-VERBS = ("ls", "inspect", "verify", "diff", "plan", "prune")
+VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "prune")
 
 
 class Verbs(TyperGroup):
@@ -92,7 +92,7 @@ def holdfast(
         False, "--version", is_eager=True, callback=_version, help="Show the version."
     ),
 ) -> None:
-    """Look at, verify, compare and prune holdfast checkpoints.
+    """Look at, verify, compare, convert and prune checkpoints.
 
     URL is a folder of checkpoints; URL@STEP one step of it, URL alone the newest.
     Exit codes: 0 fine, 1 a problem was found, 2 wrong usage.  All verbs take --json.

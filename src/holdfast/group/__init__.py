@@ -7,6 +7,10 @@ nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from holdfast.group.board import Board
@@ -36,4 +40,17 @@ class Group(Board, Exchange):
         return HostWindow(self, size)
 
 
-__all__ = ["Group", "HostWindow"]
+@contextmanager
+def joined() -> Iterator[None]:
+    """Join the other processes of this torchrun, for a tool that is no training script."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", timeout=timedelta(hours=1))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+__all__ = ["Group", "HostWindow", "joined"]

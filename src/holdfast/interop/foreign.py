@@ -99,7 +99,8 @@ class Sections:
 
     def __init__(self, store: Store, sections: Mapping[str, _Section]) -> None:
         self.url = store.url
-        self._store = store
+        self.origin = store
+        """What the sections are of."""
         self._sections = sections
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
@@ -117,7 +118,7 @@ class Sections:
         readers: list[Reader] = []
         try:
             for path, start in places:
-                readers.append(_SectionReader(self._store.open(path), start + section.skip))
+                readers.append(_SectionReader(self.origin.open(path), start + section.skip))
         except BaseException:
             for reader in readers:
                 reader.close()

@@ -10,10 +10,13 @@ from __future__ import annotations
 import struct
 import zlib
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+
+import numpy as np
 
 from holdfast.checkpoint.outfiles import Literal, Outfile, Span
 from holdfast.format.dtypes import DTYPES
@@ -103,6 +106,20 @@ def add_archive(plan: Plan, tree: Any, name: str = "archive") -> None:
         members.append(_storage(plan, begin, f"{name}/data/{number}", tensor))
     members.append(_literal(plan, begin, f"{name}/version", b"3\n"))
     _central(plan, begin, members)
+
+
+def for_torch(value: Any) -> Any:
+    """A decoded extra with arrays as tensors and numpy's scalars as Python's."""
+    if isinstance(value, np.ndarray):
+        return Tensor(str(value.dtype), value.shape, data=np.ascontiguousarray(value).tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {for_torch(k): for_torch(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        kind = tuple if isinstance(value, tuple) else list
+        return kind(for_torch(v) for v in value)
+    return value
 
 
 class _Storages:

@@ -1,0 +1,119 @@
+"""`holdfast convert SRC[@STEP] DST --to FORMAT`: any checkpoint as what another system loads."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.screen import AsJson, Target, good, many, print_json, say, size, split_target
+from holdfast.converting import FORMATS, Converted, convert
+from holdfast.errors import UsageError
+
+Destination = Annotated[str, typer.Argument(metavar="DST", help="Where to; must not be there yet.")]
+To = Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")]
+From = Annotated[
+    str | None, typer.Option("--from", metavar="FORMAT", help="The source's, if not recognised.")
+]
+Key = Annotated[str, typer.Option("--key", metavar="KEY", help="Whose weights, of the state.")]
+DType = Annotated[
+    str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast weights: bfloat16, ...")
+]
+MaxFile = Annotated[str, typer.Option("--max-file", metavar="SIZE", help="Of one file.")]
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="For buffers, at most.")]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not read the result back.")]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
+
+
+def run(
+    source: Target,
+    target: Destination,
+    to: To = "universal",
+    from_: From = None,
+    key: Key = "model",
+    dtype: DType = None,
+    max_file: MaxFile = "5GB",
+    memory: Memory = "2GiB",
+    no_verify: NoVerify = False,
+    as_json: AsJson = False,
+) -> None:
+    """Rewrite a checkpoint in another format.  Interrupted, the same command goes on where it was.
+
+    universal: holdfast's own with whole tensors, also for Hugging Face's loaders.
+    deepspeed: its universal format.  dcp: torch.distributed.checkpoint.
+    huggingface, torch: weights alone, as safetensors or one file of torch.save.
+    Under torchrun the ranks share the work.
+    """
+    url, step = split_target(source)
+    with _shown() as told:
+        made = convert(
+            f"{from_}:{url}" if from_ else url,
+            target,
+            to=to,
+            step=step,
+            key=key,
+            dtype=dtype,
+            max_file_bytes=parse_size("--max-file", max_file),
+            memory_bytes=parse_size("--memory", memory),
+            verify=not no_verify,
+            progress=told,
+        )
+    print_json(asdict(made)) if as_json else _show(made, not no_verify)
+
+
+def parse_size(option: str, text: str) -> int:
+    """`2GiB`, `500 MB`, `1000000` in bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise UsageError(f"{option} {text!r}: not a size", hint="such as 2GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _show(made: Converted, verified: bool) -> None:
+    speed = made.bytes / max(made.seconds, 1e-9)
+    say(f"{good('converted')}  step {made.step} to {made.to}: {made.path}")
+    say(
+        f"  {many(made.num_files, 'file')}, {size(made.bytes)} in {made.seconds:.1f} s, {size(speed)}/s"
+        + (
+            f"; {many(made.num_resumed, 'file')} of them from an earlier try"
+            * bool(made.num_resumed)
+        )
+    )
+    say("  every byte read back" if verified else "  not read back (--no-verify)")
+    if made.left_out:
+        say(
+            f"  left out, because each rank had its own: {', '.join(made.left_out)}", style="yellow"
+        )
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[str, int, int], object] | None]:
+    """A bar per phase on stderr, if it is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description:>9}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def told(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=total)
+            bar.advance(tasks[phase], done)
+
+        yield told
+
+
+__all__ = ["parse_size", "run"]

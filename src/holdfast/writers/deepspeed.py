@@ -1,0 +1,188 @@
+"""DeepSpeed's universal format: what an engine with `"load_universal": true` continues from.
+
+```
+<root>/latest_universal                                   the tag
+<root>/<tag>/zero/<parameter>/fp32.pt, exp_avg.pt, ...    {"param": tensor, "cat_dim": 0}; step.pt: a number
+<root>/<tag>/zero/optimizer_state.pt                      groups with their hyper-parameters
+<root>/<tag>/mp_rank_00_model_states.pt                   counters, scheduler, what the client had saved
+```
+Weights are fp32, as DeepSpeed holds them, and stand in `zero/` alone: the module's own copy, which its
+converter keeps beside them, is not written.  ZeRO stages 1, 2 and 3 load the same files.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from holdfast.checkpoint.consolidating import keep_extras
+from holdfast.checkpoint.opened import Checkpoint, plain_tensor
+from holdfast.checkpoint.outfiles import Outfile
+from holdfast.errors import UsageError
+from holdfast.format.extras import decode
+from holdfast.format.manifest import TensorEntry
+from holdfast.writers.archive import Plan, Tensor, add_archive, for_torch
+from holdfast.writers.pickling import Call, Global
+from holdfast.writers.planned import Options, Planned, is_float
+
+VERSION = "0.16.0"
+"""Of DeepSpeed, if the source does not say; loaders refuse files that name none."""
+SCHEDULERS = ("lr_scheduler", "scheduler", "sched", "opt_param_scheduler")
+STAGES = ("", "zero_pp_rank_0_")
+"""Prefix of the file of model states that stages 1 and 2, and stage 3, look for."""
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def plan_deepspeed(source: Checkpoint, options: Options) -> Planned:
+    """Weights, optimizer states, groups, counters and the scheduler."""
+    tag = f"global_step{source.step}_universal"
+    extras, left_out = keep_extras(source)
+    plain = {k: decode(v, partial(_tagged, source)) for k, v in extras.items()}
+    optimizers = [k for k, v in extras.items() if isinstance(v, dict) and "$optimizer" in v]
+    if len(optimizers) > 1:
+        names = ", ".join(optimizers)
+        raise UsageError(f"an engine of DeepSpeed has one optimizer; the source has {names}")
+    optim = optimizers[0] if optimizers else None
+    files = [*_parameters(source, options.key, optim, plain, f"{tag}/zero")]
+    if not files:
+        raise UsageError(f"{source.store.url} holds no parameters under {options.key!r}")
+    state = _archive(f"{tag}/zero/optimizer_state.pt", _optimizer_state(source, plain, optim))
+    model = _model_states(source, options.key, plain, optim)
+    models = [_archive(f"{tag}/{prefix}mp_rank_00_model_states.pt", model) for prefix in STAGES]
+    return Planned(
+        (*files, state, *models),
+        (("latest_universal", tag.encode()), ("latest", tag.encode())),
+        left_out,
+    )
+
+
+def _tagged(source: Checkpoint, tag: str, body: Any) -> Any:
+    """As `plain_tensor`, but a tensor that an object refers to by name is taken from the source."""
+    if tag == "$object":
+        return decode(body, partial(_tagged, source))
+    if tag != "$at":
+        return plain_tensor(tag, body)
+    number = source.index(body)
+    t = source.manifest.tensors[number]
+    return Tensor(t.dtype, t.shape, number)
+
+
+def _archive(path: str, tree: Any) -> Outfile:
+    plan = Plan()
+    add_archive(plan, tree)
+    return plan.outfile(path)
+
+
+def _parameters(
+    source: Checkpoint, key: str, optim: str | None, plain: dict[str, Any], folder: str
+) -> list[Outfile]:
+    """One file per parameter and state; those of a tied one under its first name."""
+    tensors = source.manifest.tensors
+    params = {
+        t.name.removeprefix(f"{key}."): (i, t)
+        for i, t in enumerate(tensors)
+        if t.name.startswith(f"{key}.") and t.state in ("param", "tensor") and is_float(t.dtype)
+    }
+    files = [_tensor(f"{folder}/{name}/fp32.pt", number, t) for name, (number, t) in params.items()]
+    done: set[str] = set()
+    for number, t in enumerate(tensors):
+        name, _, state = t.name.removeprefix(f"{optim}.").rpartition(".")
+        if not optim or not t.name.startswith(f"{optim}.") or name not in params:
+            continue
+        if state == "step":
+            value = Tensor(t.dtype, t.shape, number)
+            files.append(_archive(f"{folder}/{name}/step.pt", value))
+            done.add(name)
+        else:
+            files.append(_tensor(f"{folder}/{name}/{state}.pt", number, t))
+    for name, states in (plain[optim]["state"] if optim else {}).items():
+        if name in params and name not in done and "step" in states:
+            files.append(_archive(f"{folder}/{name}/step.pt", for_torch(states["step"])))
+    return files
+
+
+def _tensor(path: str, number: int, t: TensorEntry) -> Outfile:
+    dtype = "float32" if is_float(t.dtype) else t.dtype
+    return _archive(path, {"param": Tensor(dtype, t.shape, number), "cat_dim": 0})
+
+
+def _optimizer_state(
+    source: Checkpoint, plain: dict[str, Any], optim: str | None
+) -> dict[str, Any]:
+    """The state that all parameters share."""
+    groups = [
+        {**for_torch({k: v for k, v in g.items() if k != "params"}), "params": []}
+        for g in (plain[optim]["param_groups"] if optim else ())
+    ]
+    return {
+        "ds_version": _version(source),
+        "overflow": False,
+        "param_groups": groups,
+        "optimizer_state_dict": {
+            "state": {0: {"step": _step(source, plain, optim)}},
+            "param_groups": groups,
+        },
+    }
+
+
+def _step(source: Checkpoint, plain: dict[str, Any], optim: str | None) -> Any:
+    """The step of the first parameter that has one."""
+    for number, t in enumerate(source.manifest.tensors):
+        if optim and t.state == "step" and t.name.startswith(f"{optim}."):
+            return Tensor(t.dtype, t.shape, number)
+    for states in (plain[optim]["state"] if optim else {}).values():
+        if "step" in states:
+            return for_torch(states["step"])
+    return source.step
+
+
+def _version(source: Checkpoint) -> str:
+    return source.manifest.software.get("deepspeed", VERSION)
+
+
+def _model_states(
+    source: Checkpoint, key: str, plain: dict[str, Any], optim: str | None
+) -> dict[str, Any]:
+    """What is not sharded; weights stay out of it, buffers do not."""
+    tensors = list(enumerate(source.manifest.tensors))
+    buffers = {
+        t.name.removeprefix(f"{key}."): Tensor(t.dtype, t.shape, i)
+        for i, t in tensors
+        if t.state == "buffer" and t.name.startswith(f"{key}.")
+    }
+    shapes = {
+        t.name.removeprefix(f"{key}."): Call(Global("torch", "Size"), (t.shape,))
+        for _, t in tensors
+        if t.state == "param" and t.name.startswith(f"{key}.")
+    }
+    scheduler = next((plain[k] for k in SCHEDULERS if k in plain), None)
+    counters = {k: plain[k] for k in COUNTERS if isinstance(plain.get(k), int)}
+    rest = {k: v for k, v in plain.items() if k not in (*SCHEDULERS, *COUNTERS, optim, "client")}
+    client = plain.get("client")
+    return {
+        **for_torch(rest),
+        **(for_torch(client) if isinstance(client, dict) else {}),
+        "module": buffers,
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": [shapes],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {
+            alias.removeprefix(f"{key}."): name.removeprefix(f"{key}.")
+            for alias, name in source.manifest.aliases.items()
+            if alias.startswith(f"{key}.")
+        },
+        "lr_scheduler": for_torch(scheduler),
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": set(),
+        "global_steps": source.step,
+        "global_samples": 0,
+        "skipped_steps": 0,
+        **counters,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _version(source),
+    }

@@ -1,0 +1,121 @@
+"""What every writer makes of a checkpoint: files to be written, and small ones that make them count.
+
+A writer decides everything before anything is read: which tensors go where, under which names.  Then
+`holdfast.converting` writes the files, in any order, and the small ones last, in theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint.consolidating import WEIGHTS
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.outfiles import Outfile
+from holdfast.errors import UsageError
+from holdfast.format.dtypes import DTYPES, numpy_dtype
+from holdfast.format.manifest import TensorEntry
+from holdfast.near import near
+
+Rename = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`dtype`: of weights in formats that hold weights alone.  `rename`: their new names."""
+
+    max_file_bytes: int = 5_000_000_000
+    dtype: str | None = None
+    rename: Rename | None = None
+    key: str = "model"
+    """Of the source's state, where weights are asked for."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Files of tensors; small files, written last and in order; what the format cannot hold."""
+
+    files: tuple[Outfile, ...]
+    last: tuple[tuple[str, bytes], ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor that goes into a file of weights, under its new name."""
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+    also: tuple[str, ...] = field(default=())
+    """Further names of a tied one."""
+
+    @property
+    def bytes(self) -> int:
+        size = DTYPES[self.dtype].bytes
+        for n in self.shape:
+            size *= n
+        return size
+
+
+def weights(source: Checkpoint, options: Options) -> list[Weight]:
+    """The model's parameters and buffers, named without their key, then renamed, and cast."""
+    found = _of_key(source, options.key)
+    new = {name: (options.rename or str)(name) for name, _, _ in found}
+    _check_names(new)
+    also: dict[str, list[str]] = {}
+    prefix = _prefix(source, options.key)
+    for alias, name in source.manifest.aliases.items():
+        if alias.startswith(prefix) and name.startswith(prefix):
+            shown = alias.removeprefix(prefix)
+            also.setdefault(name.removeprefix(prefix), []).append((options.rename or str)(shown))
+    return [
+        Weight(new[name], number, t.shape, _cast(t, options.dtype), tuple(also.get(name, ())))
+        for name, number, t in found
+    ]
+
+
+def _prefix(source: Checkpoint, key: str) -> str:
+    names = source.manifest.tensors
+    return f"{key}." if any(t.name.startswith(f"{key}.") for t in names) else ""
+
+
+def _of_key(source: Checkpoint, key: str) -> list[tuple[str, int, TensorEntry]]:
+    """(name without the key, number, entry) of all weights of a key; all there is if it has no keys."""
+    tensors = list(enumerate(source.manifest.tensors))
+    prefix = _prefix(source, key)
+    keys = sorted({t.name.split(".", 1)[0] for _, t in tensors if t.state in WEIGHTS})
+    if not prefix and keys:
+        raise UsageError(
+            f"no weights under {key!r}; there are some under {', '.join(keys)}",
+            hint=near(key, keys) or "say which with --key",
+        )
+    chosen = [(i, t) for i, t in tensors if t.name.startswith(prefix)]
+    typed = [(i, t) for i, t in chosen if t.state in WEIGHTS]
+    found = typed or [(i, t) for i, t in chosen if t.state == "tensor"]
+    if not found:
+        raise UsageError(f"{source.store.url} holds no weights")
+    return [(t.name.removeprefix(prefix), i, t) for i, t in found]
+
+
+def _check_names(new: dict[str, str]) -> None:
+    taken: dict[str, str] = {}
+    for old, name in new.items():
+        if name in taken:
+            raise UsageError(f"{taken[name]!r} and {old!r} would both be named {name!r}")
+        taken[name] = old
+
+
+def is_float(dtype: str) -> bool:
+    """Whether a dtype is a real floating one."""
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _cast(t: TensorEntry, dtype: str | None) -> str:
+    if dtype is None or not is_float(t.dtype):
+        return t.dtype
+    if not is_float(dtype):
+        raise UsageError(f"dtype {dtype}: weights are cast among floating types only")
+    numpy_dtype(dtype)
+    return dtype

@@ -1,0 +1,15 @@
+"""holdfast's own format with every tensor whole: an ordinary step that Hugging Face's loaders open too."""
+
+from __future__ import annotations
+
+from holdfast.checkpoint.consolidating import Consolidation, plan_consolidation
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.store import Store
+from holdfast.writers.planned import Options
+
+
+def plan_universal(
+    source: Checkpoint, target: Store, identity: str, options: Options
+) -> Consolidation:
+    """Plan a step of `target`; the same `identity` gives the same files."""
+    return plan_consolidation(source, target, f"convert-{identity}", options.max_file_bytes)

@@ -1,0 +1,221 @@
+"""One training state as every format, read by those whose format it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import holdfast
+from holdfast.checkpoint.diffing import compare
+from holdfast.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
+
+class Model(nn.Module):
+    """Tied, with buffers, two kinds of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(100, 16)
+        self.body = nn.Sequential(nn.Linear(16, 33), nn.BatchNorm1d(33), nn.Linear(33, 16))
+        self.out = nn.Linear(16, 100, bias=False)
+        self.out.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.body(self.emb(x)))
+
+
+def run(seed: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Model()
+    wide = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": rest, "lr": 3e-4}]
+    optim = torch.optim.AdamW(groups, lr=1e-3)
+    sched = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 100)
+    for _ in range(steps):
+        model(torch.randint(0, 100, (8,))).square().sum().backward()
+        optim.step()
+        optim.zero_grad()
+        sched.step()
+    return {"model": model, "optim": optim, "sched": sched}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    return run(0, 3)
+
+
+@pytest.fixture(scope="module")
+def source(trained: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    url = str(tmp_path_factory.mktemp("run"))
+    holdfast.save(url, {**trained, "more": {"a": [1, 2], "t": torch.arange(5)}}, step=3)
+    return url
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    for (name, x), y in zip(a["model"].state_dict().items(), b["model"].state_dict().values()):
+        assert torch.equal(x, y), name
+    for x, y in zip(a["optim"].param_groups, b["optim"].param_groups):
+        assert {k: v for k, v in x.items() if k != "params"} == {
+            k: v for k, v in y.items() if k != "params"
+        }
+    for p, q in zip(a["model"].parameters(), b["model"].parameters()):
+        x, y = a["optim"].state[p], b["optim"].state[q]
+        assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+
+
+def test_universal(source: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    made = holdfast.convert(source, tmp_path / "u")
+    assert compare(holdfast.open(source), holdfast.open(tmp_path / "u")).identical
+    assert made.bytes == sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
+    fresh = run(1, 1)
+    assert holdfast.load(tmp_path / "u", fresh) == 3
+    assert_same(trained, fresh)
+    assert not (tmp_path / "u.partial").exists()
+
+
+def test_universal_into_a_root_with_steps(source: str, tmp_path: Path) -> None:
+    holdfast.save(tmp_path, run(5, 1), step=9)
+    holdfast.convert(source, tmp_path)
+    holdfast.convert(source, tmp_path)
+    assert holdfast.steps(tmp_path) == [3, 9]
+    found = holdfast.open(tmp_path, 3)
+    assert compare(holdfast.open(source), found).identical
+    folder = tmp_path / "steps/0000000003"
+    assert {p.name for p in folder.iterdir()} == {
+        "manifest.json", "model.safetensors.index.json", found.manifest.attempt,
+    }  # fmt: skip
+
+
+def test_dcp(source: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    holdfast.convert(source, tmp_path / "d", to="dcp")
+    fresh = run(1, 1)
+    model, optim = get_state_dict(fresh["model"], fresh["optim"])
+    state = {"model": model, "optim": optim, "sched": fresh["sched"].state_dict(),
+             "more": {"a": None, "t": torch.zeros(5, dtype=torch.int64)}}  # fmt: skip
+    dcp.load(state, checkpoint_id=tmp_path / "d")
+    set_state_dict(fresh["model"], fresh["optim"], model_state_dict=state["model"],
+                   optim_state_dict=state["optim"])  # fmt: skip
+    assert_same(trained, fresh)
+    assert state["more"]["a"] == [1, 2] and state["more"]["t"].tolist() == list(range(5))
+    assert state["sched"] == trained["sched"].state_dict()
+
+
+def test_dcp_and_back(source: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    holdfast.convert(source, tmp_path / "d", to="dcp")
+    holdfast.convert(tmp_path / "d", tmp_path / "back")
+    fresh = run(1, 1)
+    holdfast.load(tmp_path / "back", {"model": fresh["model"], "optim": fresh["optim"]})
+    assert_same(trained, fresh)
+
+
+def test_dcp_converts_it_by_its_own_tool(
+    source: str, trained: dict[str, Any], tmp_path: Path
+) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    holdfast.convert(source, tmp_path / "d", to="dcp")
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt", weights_only=False)
+    for name, value in trained["model"].state_dict().items():
+        assert torch.equal(found["model"][name], value)
+
+
+def test_large_tensors_are_chunks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.writers import dcp as writer
+
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 1000)
+    value = {"w": torch.randn(61, 7, 3), "v": torch.randn(999), "e": torch.zeros(0, 4)}
+    holdfast.save(tmp_path / "s", {"x": value}, step=0)
+    holdfast.convert(tmp_path / "s", tmp_path / "d", to="dcp", max_file_bytes=4000)
+    found = {"x": {k: torch.full_like(v, 9.0) for k, v in value.items()}}
+    dcp.load(found, checkpoint_id=tmp_path / "d")
+    assert all(torch.equal(found["x"][k], v) for k, v in value.items())
+    metadata = dcp.FileSystemReader(tmp_path / "d").read_metadata()
+    assert len(metadata.state_dict_metadata["x.w"].chunks) == 6
+    assert len(list((tmp_path / "d").glob("*.distcp"))) > 1
+
+
+def test_huggingface(source: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    holdfast.convert(source, tmp_path / "h", to="huggingface")
+    found = load_file(tmp_path / "h/model.safetensors")
+    expected = trained["model"].state_dict()
+    assert found.keys() == expected.keys() - {"out.weight"}
+    assert all(torch.equal(v, expected[k]) for k, v in found.items())
+
+
+def test_huggingface_shards_and_casts(source: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    holdfast.convert(
+        source, tmp_path / "h", to="huggingface", dtype="bfloat16", max_file_bytes=2000
+    )
+    index = json.loads((tmp_path / "h/model.safetensors.index.json").read_text())
+    expected = trained["model"].state_dict()
+    files = set(index["weight_map"].values())
+    assert len(files) > 2
+    total = 0
+    for file in files:
+        for name, value in load_file(tmp_path / "h" / file).items():
+            wide = expected[name].is_floating_point()
+            assert torch.equal(value, expected[name].bfloat16() if wide else expected[name])
+            assert index["weight_map"][name] == file
+            total += value.nbytes
+    assert index["metadata"]["total_size"] == total
+
+
+def test_names_are_mapped(source: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    holdfast.convert(source, tmp_path / "h", to="huggingface", rename=lambda n: f"net.{n}")
+    assert all(n.startswith("net.") for n in load_file(tmp_path / "h/model.safetensors"))
+    with pytest.raises(UsageError, match="would both be named 'x'"):
+        holdfast.convert(source, tmp_path / "i", to="huggingface", rename=lambda n: "x")
+
+
+def test_one_file_of_torch_save(source: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    holdfast.convert(source, tmp_path / "w.pt", to="torch")
+    fresh = Model()
+    fresh.load_state_dict(torch.load(tmp_path / "w.pt"))
+    assert list(tmp_path.iterdir()) == [tmp_path / "w.pt"]
+    for name, value in trained["model"].state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value)
+
+
+def test_what_a_format_cannot_do_is_refused(source: str, tmp_path: Path) -> None:
+    for options, match in (
+        ({"to": "hugingface"}, "huggingface"),
+        ({"to": "dcp", "dtype": "bfloat16"}, "keep the state as it is"),
+        ({"to": "torch", "dtype": "int8"}, "floating"),
+        ({"to": "torch", "key": "modle"}, "model"),
+        ({"memory_bytes": 1000}, "at least"),
+        ({"max_file_bytes": 0}, "positive"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            holdfast.convert(source, tmp_path / "x", **options)
+        assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("to", ["universal", "dcp", "huggingface", "deepspeed", "torch"])
+def test_nothing_is_overwritten(source: str, tmp_path: Path, to: str) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/mine").write_text("mine")
+    with pytest.raises(UsageError, match="not there yet"):
+        holdfast.convert(source, tmp_path / "x", to=to)
+    (tmp_path / "y.partial").mkdir()
+    (tmp_path / "y.partial/mine").write_text("mine")
+    with pytest.raises(UsageError, match="in the way"):
+        holdfast.convert(source, tmp_path / "y", to=to)
+    assert (tmp_path / "y.partial/mine").read_text() == "mine"
+    assert (tmp_path / "x/mine").read_text() == "mine"
