@@ -10,11 +10,12 @@ Under torchrun the ranks share the files evenly.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from holdfast.interop.foreign import Sections
 from holdfast.looking import open as open_checkpoint
 from holdfast.near import near
 from holdfast.store import LocalStore, Store, open_store
-from holdfast.store.directories import fsync_directory
+from holdfast.store.directories import fsync_directory, walk
 from holdfast.version import __version__
 from holdfast.writers.dcp import plan_dcp
 from holdfast.writers.deepspeed import plan_deepspeed
@@ -136,10 +137,11 @@ class _Conversion:
         with _ranks() as ranks:
             plan = self._plan()
             files = plan.outfiles if isinstance(plan, Consolidation) else list(plan.files)
-            ranks.first("begin", lambda: self._begin(files))
-            with ranks.all("written"):
-                there = self._write(ranks.share(files))
-            ranks.first("end", lambda: self._end(plan))
+            with ExitStack() as held:
+                ranks.first("begin", lambda: self._begin(files, held))
+                with ranks.all("written"):
+                    there = self._write(ranks.share(files))
+                ranks.first("end", lambda: self._end(plan))
         return Converted(
             self.target,
             self.to,
@@ -164,27 +166,37 @@ class _Conversion:
                 return plan_huggingface(self.source, self.options)
         return plan_torch(self.source, self.options, os.path.basename(self.target))
 
-    def _begin(self, files: Sequence[Outfile]) -> None:
+    def _begin(self, files: Sequence[Outfile], held: ExitStack) -> None:
         """Go on with what an interrupted conversion of the same has left, or clear it away."""
+        os.makedirs(self.work.root, exist_ok=True)
+        held.enter_context(_locked(self.work.root))
         mark = msgspec.json.encode({"conversion": self.identity, "boot": _boot()})
         try:
             same = self.work.get(_MARK) == mark
         except NotFound:
-            same = not os.path.exists(self.work.root)
-            if not same:
+            if any(walk(self.work.root)):
                 raise UsageError(
                     f"{self.work.root} is in the way, and is not of a conversion",
                     hint="remove it, or give another target",
                 ) from None
-        if not same:
-            shutil.rmtree(self.work.root)
+            same = False
+        self._clear(files if same else ())
         self.work.put(_MARK, mark)
         wanted = sum(f.bytes for f in files if not self._is_there(f))
         free = shutil.disk_usage(self.work.root).free
         if wanted > free:
+            if not same:
+                shutil.rmtree(self.work.root)
             raise OutOfSpace(
                 f"{wanted:,} bytes are to be written into {self.work.root}, {free:,} are free"
             )
+
+    def _clear(self, files: Sequence[Outfile]) -> None:
+        """Delete all but these: what a killed process was writing, or another conversion."""
+        mine = {os.path.join(self.work.root, f.path) for f in files}
+        for path in list(walk(self.work.root)):
+            if path not in mine:
+                os.unlink(path)
 
     def _is_there(self, file: Outfile) -> bool:
         try:
@@ -228,14 +240,14 @@ class _Conversion:
             return
         for path, data in plan.last:
             self.work.put(path, data)
-        self.work.delete(_MARK)
         if self.to == "torch":
             os.rename(os.path.join(self.work.root, os.path.basename(self.target)), self.target)
-            os.rmdir(self.work.root)
+            shutil.rmtree(self.work.root)
         else:
             if os.path.isdir(self.target):
                 os.rmdir(self.target)  # it was found empty
             os.rename(self.work.root, self.target)
+            os.unlink(os.path.join(self.target, _MARK))
         fsync_directory(os.path.dirname(self.target))
 
     def _commit(self, plan: Consolidation) -> None:
@@ -288,6 +300,24 @@ def _identity(source: Checkpoint, to: str, options: Options) -> str:
     names = [options.rename(t.name) for t in source.manifest.tensors] if options.rename else []
     told = repr((source.store.url, manifest, files, to, asked, names, __version__))
     return hexdigest(told.encode())
+
+
+@contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """Keep other conversions out; the lock goes with the process.  Where there are no locks, nothing."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another conversion is writing into {directory}",
+                    hint="wait for it, or stop it",
+                ) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def _boot() -> str:

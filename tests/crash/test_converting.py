@@ -1,0 +1,163 @@
+"""Conversions that are killed, run out of room, or read damage: never half a result, and then go on."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.checkpoint.diffing import compare
+from holdfast.errors import Corrupt, HoldfastError, UsageError
+
+FORMATS = ("universal", "dcp", "deepspeed", "huggingface")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6)))
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 1024)).sum().backward()
+    optim.step()
+    url = tmp_path_factory.mktemp("run")
+    holdfast.save(url, {"model": model, "optim": optim}, step=1)
+    return url
+
+
+def command(source: Path, target: Path, to: str) -> list[str]:
+    options = ["--to", to, "--max-file", "8MB", "--memory", "20MB"]
+    run = "from holdfast.cli.main import main; main()"
+    return [sys.executable, "-c", run, "convert", str(source), str(target), *options]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", FORMATS)
+def test_killed_at_random_it_goes_on(source: Path, tmp_path: Path, to: str) -> None:
+    chance = random.Random(to)
+    target = tmp_path / "out"
+    subprocess.run(command(source, tmp_path / "whole", to), check=True, capture_output=True)
+    kills = 0
+    for _ in range(8):
+        process = subprocess.Popen(
+            command(source, target, to), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        while not (tmp_path / "out.partial").exists() and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        _, said = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), said
+        if process.returncode == 0:
+            break
+        kills += 1
+        if to == "universal":
+            assert holdfast.steps(target) in ([], [1])
+        else:
+            assert not target.exists() or not (tmp_path / "out.partial").exists()
+    if not target.exists() or (to == "universal" and not holdfast.steps(target)):
+        subprocess.run(command(source, target, to), check=True, capture_output=True)
+    assert kills
+    if to == "universal":
+        assert compare(holdfast.open(source), holdfast.open(target)).identical
+    else:
+        assert files(target) == files(tmp_path / "whole")
+
+
+def interrupted(source: Path, target: Path, to: str, after: int) -> None:
+    """Convert, and stop by an error once `after` bytes are written."""
+    done = 0
+
+    def stop(phase: str, size: int, total: int) -> None:
+        nonlocal done
+        done += size
+        if phase == "write" and done > after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        holdfast.convert(source, target, to=to, max_file_bytes=8_000_000, progress=stop)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_finished_files_are_not_written_again(source: Path, tmp_path: Path, to: str) -> None:
+    target = tmp_path / "out"
+    interrupted(source, target, to, 1)
+    found = [p for p in (tmp_path / "out.partial").rglob("*") if p.is_file()]
+    there = {p: p.stat().st_ino for p in found if p.name != "holdfast-conversion.json"}
+    assert there
+    made = holdfast.convert(source, target, to=to, max_file_bytes=8_000_000)
+    assert made.num_resumed == len(there) < made.num_files
+    kept = {p.stat().st_ino for p in target.rglob("*") if p.is_file()}
+    assert len(kept & set(there.values())) == made.num_resumed
+
+
+def test_a_finished_file_that_was_changed_is_found_out(source: Path, tmp_path: Path) -> None:
+    interrupted(source, tmp_path / "out", "huggingface", 1)
+    victim = next((tmp_path / "out.partial").glob("*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-5] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(Corrupt, match="not what was written") as caught:
+        holdfast.convert(source, tmp_path / "out", to="huggingface", max_file_bytes=8_000_000)
+    assert caught.value.key == victim.name
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_conversions_do_not_meet(source: Path, tmp_path: Path) -> None:
+    def meanwhile(phase: str, size: int, total: int) -> None:
+        if phase == "write" and not size:
+            with pytest.raises(UsageError, match="another conversion"):
+                holdfast.convert(source, tmp_path / "out", to="dcp")
+
+    holdfast.convert(source, tmp_path / "out", to="dcp", progress=meanwhile)
+    assert (tmp_path / "out/.metadata").exists()
+
+
+def test_another_conversion_starts_anew(source: Path, tmp_path: Path) -> None:
+    interrupted(source, tmp_path / "out", "huggingface", 1)
+    made = holdfast.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16")
+    assert made.num_resumed == 0
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_damaged_source_gives_no_result(source: Path, tmp_path: Path, to: str) -> None:
+    import shutil
+
+    shutil.copytree(source, tmp_path / "src")
+    image = next((tmp_path / "src").rglob("r00000.safetensors"))
+    with image.open("r+b") as file:
+        file.seek(100_000)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(Corrupt):
+        holdfast.convert(tmp_path / "src", tmp_path / "out", to=to)
+    assert not (tmp_path / "out/steps").exists() and not (tmp_path / "out/.metadata").exists()
+    assert to == "universal" or not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_told_before_anything_is_written(source: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(small)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        with pytest.raises(HoldfastError, match=r"bytes are to be written .* are free"):
+            holdfast.convert(source, small / "out", to="dcp")
+        assert not (small / "out").exists()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
