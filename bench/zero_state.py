@@ -1,6 +1,7 @@
-"""A GPT-2-small-like model trained for two steps by DeepSpeed on CPUs, and its checkpoint: what is converted.
+"""A GPT-2-small-like model trained for two steps by DeepSpeed on CPUs, and its checkpoint.
 
-Started under torchrun by bench/convert.py and bench/restart.py; bf16 weights, fp32 masters and AdamW's moments.
+Started under torchrun by bench/convert.py and bench/restart.py; bf16 weights, fp32 masters and AdamW's
+moments.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def step(engine: Any, seed: int = 0) -> float:
     loss = engine(torch.randint(0, 50304, (1, 16)))
     engine.backward(loss)
     engine.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def main() -> None:
