@@ -1,10 +1,10 @@
 """Converting what DeepSpeed saved: holdfast against `ds_to_universal`, and against the raw device.
 
 Sources are ZeRO stages 1, 2 and 3 of 2 ranks, made by DeepSpeed itself (bench/zero_state.py).  Whole
-processes are timed, sources in the page cache.  `ds_to_universal` runs with several numbers of workers in the
-first round, and with the best of them after.  `raw` reads the bytes that the conversion needs and writes as
-many, with O_DIRECT, in several threads: what the disk can do; there, the time inside the process counts
-for both.  Peak memory is that of all processes together; disk is the most that was there at any time.
+processes are timed, sources in the page cache.  `ds_to_universal` runs with several numbers of workers in
+the first round, and with the best of them after.  `raw` reads the bytes that the conversion needs and
+writes as many, with O_DIRECT, in several threads: what the disk can do; there, the time inside the process
+counts for both.  Peak memory is that of all processes together; disk is the most that was there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes from outside: how long one takes, what memory it and its children hold, what it puts on disk."""
+"""Processes from outside: how long one takes, what memory it and its children hold, what it writes."""
 
 from __future__ import annotations
 

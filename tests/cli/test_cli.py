@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from builders import FSDP_TP, Tensor, build, transformer
 from holdfast.checkpoint.names import committed
+from holdfast.cli.convert import parse_size
 from holdfast.cli.main import VERBS, app
 from holdfast.cli.screen import ranks_text, size, split_target
 from holdfast.layout import Cut, Mesh, Sharding
@@ -406,3 +407,29 @@ def test_a_large_grid_is_abbreviated(tmp_path: Path) -> None:
     assert "⋯" in out and "⋮" in out
     assert len(out.splitlines()) < 60
     assert call("inspect", tmp_path, "m.w", "--all")[0] == 0
+
+
+def test_convert(root: Path, tmp_path: Path) -> None:
+    code, out, err = call("convert", f"{root}@20", tmp_path / "h", "--to", "huggingface")
+    assert code == 0, err
+    assert "converted  step 20 to huggingface" in out and "every byte read back" in out
+    code, found = call_json("convert", root, tmp_path / "d", "--to", "dcp", "--no-verify")
+    assert code == 0 and found["step"] == 30 and found["to"] == "dcp"
+    code, _, err = call("convert", root, tmp_path / "d", "--to", "dcp")
+    assert code == 2 and "exists" in err and "not there yet" in err
+    code, _, err = call("convert", root, tmp_path / "x", "--to", "dpc")
+    assert code == 2 and "did you mean 'dcp'?" in err
+    code, _, err = call("convert", root, tmp_path / "x", "--memory", "lots")
+    assert code == 2 and "--memory 'lots': not a size" in err
+    code, _, err = call("convert", root, tmp_path / "x", "--from", "dcp")
+    assert code == 1 and "no dcp checkpoint" in err
+    code, _, err = call("convert", tmp_path / "nothing", tmp_path / "x")
+    assert code == 1 and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2GiB", 2 << 30), ("500MB", 500_000_000), ("1.5 kB", 1500), ("7", 7), ("64Mi", 64 << 20)],
+)
+def test_sizes_that_users_write(text: str, expected: int) -> None:
+    assert parse_size("--memory", text) == expected

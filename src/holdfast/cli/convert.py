@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -65,7 +66,13 @@ def run(
             verify=not no_verify,
             progress=told,
         )
-    print_json(asdict(made)) if as_json else _show(made, not no_verify)
+    if _is_first():
+        print_json(asdict(made)) if as_json else _show(made, not no_verify)
+
+
+def _is_first() -> bool:
+    """Whether this is the only process, or rank 0 of a torchrun: the others keep quiet."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def parse_size(option: str, text: str) -> int:
@@ -96,7 +103,7 @@ def _show(made: Converted, verified: bool) -> None:
 @contextmanager
 def _shown() -> Iterator[Callable[[str, int, int], object] | None]:
     """A bar per phase on stderr, if it is a terminal."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr.isatty() and _is_first()):
         yield None
         return
     from rich.console import Console
