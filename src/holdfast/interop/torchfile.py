@@ -11,14 +11,21 @@ import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import prod
 from typing import Any
 
-from holdfast.errors import Corrupt, FormatError
+from holdfast.errors import Corrupt, FormatError, HoldfastError
 from holdfast.format.dtypes import DTYPES
-from holdfast.interop.unpickle import Table, unpickle
+from holdfast.interop.foreign import Part, Place
+from holdfast.interop.unpickle import Table, new_set, unpickle
+from holdfast.layout import Box, Fragment, whole
 from holdfast.store import Reader
 
 MAX_TREE_BYTES = 1 << 30
+MAX_PARTS = 1 << 12
+"""Into which an expanded tensor is divided."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,41 @@ class TensorRef:
             expected *= size
         return True
 
+    def parts(self, box: Box | None = None) -> tuple[Part, ...]:
+        """Where the elements lie; `box`: of what larger tensor this is which part.
+
+        A dim of stride 0 (`expand`) holds the same elements again and again: a part for each.
+        """
+        box = whole(self.shape) if box is None else box
+        if not box.size:
+            return ()
+        again = [range(n) if not s and n > 1 else (0,) for n, s in zip(self.shape, self.strides)]
+        if prod(map(len, again)) > MAX_PARTS:
+            raise FormatError(
+                f"a tensor of shape {self.shape} and strides {self.strides}: expanded",
+                key=self.path,
+                hint="save tensor.contiguous()",
+            )
+        place = partial(_place, self.path, self.offset)
+        wide = [n for n, s in zip(self.shape, self.strides) if s or n == 1]
+        if len(wide) == len(self.shape):
+            return (Part(Fragment(box, 0, self.strides), (place,), self.path),)
+        return tuple(
+            Part(Fragment(_one_of(box, at, again), 0, self.strides), (place,), self.path)
+            for at in product(*again)
+        )
+
+
+def _place(path: str, start: int) -> Place:
+    return path, start
+
+
+def _one_of(box: Box, at: tuple[int, ...], again: list[Any]) -> Box:
+    """Of the dims that repeat, one index."""
+    start = tuple(a + i for a, i in zip(box.start, at))
+    stops = zip(start, box.stop, again)
+    return Box(start, tuple(a + 1 if len(r) > 1 else b for a, b, r in stops))
+
 
 @dataclass(frozen=True)
 class _Storage:
@@ -55,7 +97,7 @@ class Section:
     def __init__(self, reader: Reader, start: int, stop: int) -> None:
         self._reader = reader
         self.start = start
-        self._size = stop - start
+        self.bytes = stop - start
         self._at = 0
 
     def seekable(self) -> bool:
@@ -65,11 +107,11 @@ class Section:
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        self._at = max(0, offset + (0, self._at, self.bytes)[whence])
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self._size - self._at, 0)
+        left = max(self.bytes - self._at, 0)
         into = bytearray(left if size < 0 else min(size, left))
         if into:
             self._reader.read(self.start + self._at, memoryview(into))
@@ -93,52 +135,168 @@ class _StorageKind:
         self.dtype = dtype
 
 
-def read_tree(section: Section, path: str, more: Table | None = None) -> Any:
-    """What torch.save was given, tensors as `TensorRef`s.  FormatError or Corrupt if it is unsound."""
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of an archive: where its own header lies in the section, its length and its CRC-32."""
+
+    name: str
+    header: int
+    bytes: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The members of a torch.save file, by name without the folder that they all lie in."""
+
+    members: dict[str, Member]
+
+    @property
+    def has_crc(self) -> bool:
+        """Whether torch wrote checksums (`torch.serialization.set_crc32_options`); 0 stands for none."""
+        return any(m.crc for m in self.members.values())
+
+
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+"""How files of torch before 1.6 begin."""
+RESOLVE = "save tensor.resolve_conj().resolve_neg()"
+RESAVE = "convert it where it can be trusted: torch.save(torch.load(old), new)"
+
+
+def read_archive(section: Section, path: str) -> Archive:
+    """What lies in a torch.save file.  Corrupt if it is not whole; FormatError if it is of another kind."""
+    section.seek(0)
+    head = section.read(len(LEGACY))
+    if head == LEGACY:
+        raise FormatError(
+            "a file of torch before 1.6, which cannot be read lazily", key=path, hint=RESAVE
+        )
+    if head[:2] != b"PK":
+        raise FormatError(
+            "not a file of torch.save: it is no zip archive",
+            key=path,
+            hint="was it copied whole?  files of torch before 1.6 have to be converted: " + RESAVE,
+        )
     try:
-        archive = zipfile.ZipFile(section)
-        members = {m.filename: m for m in archive.infolist()}
-        top = next((n[: -len("data.pkl")] for n in members if n.endswith("data.pkl")), None)
+        infos = zipfile.ZipFile(section).infolist()
+        top = next((n[: -len("data.pkl")] for n in _names(infos) if _is_tree(n)), None)
         if top is None:
             raise FormatError("not a file of torch.save: it has no data.pkl", key=path)
-        tree = members[top + "data.pkl"]
-        if tree.file_size > MAX_TREE_BYTES:
-            raise FormatError(f"data.pkl of {tree.file_size} bytes", key=path)
-        data = archive.read(tree)
-        order = top + "byteorder"
-        if order in members and (members[order].file_size > 6 or archive.read(order) != b"little"):
-            raise FormatError("a file of a big-endian machine", key=path)
+        members = [_member(section, info, top, path) for info in infos]
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, struct.error, EOFError,
             RuntimeError, ValueError) as error:  # fmt: skip
+        if isinstance(error, HoldfastError):
+            raise
         raise Corrupt(f"not a whole zip archive of torch.save: {error}", key=path) from None
+    found = {m.name: m for m in members}
+    if len(found) != len(members):
+        raise Corrupt("two members of the archive have one name", key=path)
+    return Archive(found)
+
+
+def _names(infos: list[zipfile.ZipInfo]) -> list[str]:
+    return [info.filename for info in infos]
+
+
+def _is_tree(name: str) -> bool:
+    return name.rpartition("/")[2] == "data.pkl"
+
+
+def _member(section: Section, info: zipfile.ZipInfo, top: str, path: str) -> Member:
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        kind = "encrypted" if info.flag_bits & 1 else "compressed"
+        raise FormatError(f"member {info.filename!r} is {kind}", key=path, hint=RESAVE)
+    if info.file_size < 0 or info.file_size != info.compress_size:
+        raise Corrupt(f"member {info.filename!r} has two lengths", key=path)
+    return Member(info.filename.removeprefix(top), info.header_offset, info.file_size, info.CRC)
+
+
+def start_of(section: Section, member: Member, path: str) -> int:
+    """Where a member's bytes begin, from the start of the file that the section is of."""
+    section.seek(member.header)
+    head = section.read(30)
+    if len(head) < 30 or head[:4] != b"PK\x03\x04":
+        raise Corrupt(f"member {member.name!r} has no header", key=path)
+    name, extra = struct.unpack("<HH", head[26:30])
+    start = section.start + member.header + 30 + int(name) + int(extra)
+    if start + member.bytes > section.start + section.bytes:
+        raise Corrupt(f"member {member.name!r} reaches past the end of the file", key=path)
+    return start
+
+
+def read_tree(section: Section, path: str, more: Table | None = None) -> Any:
+    """What torch.save was given, tensors as `TensorRef`s.  FormatError or Corrupt if it is unsound."""
+    archive = read_archive(section, path)
+    data = _read_member(section, archive, "data.pkl", path)
+    if "byteorder" in archive.members:
+        if _read_member(section, archive, "byteorder", path, most=6) != b"little":
+            raise FormatError("a file of a big-endian machine", key=path)
 
     def storage(pid: Any) -> _Storage:
         tag, kind, key, _, _ = pid
         if tag != "storage" or not isinstance(kind, _StorageKind):
             raise FormatError(f"unknown kind of reference: {tag!r}", key=path)
-        member = members.get(f"{top}data/{key}")
+        member = archive.members.get(f"data/{key}")
         if member is None:
             raise Corrupt(f"storage {key!r} is missing", key=path)
-        if member.compress_type != zipfile.ZIP_STORED:
-            raise FormatError(f"storage {key!r} is compressed", key=path)
-        return _Storage(kind.dtype, _data_start(section, member), member.file_size, path)
+        return _Storage(kind.dtype, start_of(section, member, path), member.bytes, path)
 
-    return unpickle(data, table() | dict(more or {}), storage)
-
-
-def _data_start(section: Section, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin, from the start of the file that the section is of."""
-    section.seek(member.header_offset)
-    head = section.read(30)
-    if len(head) < 30 or head[:4] != b"PK\x03\x04":
-        raise Corrupt(f"member {member.filename!r} has no header")
-    name, extra = struct.unpack("<HH", head[26:30])
-    return section.start + member.header_offset + 30 + int(name) + int(extra)
+    try:
+        return unpickle(data, table() | dict(more or {}), storage)
+    except FormatError as error:
+        error.key = error.key or path
+        raise
 
 
-def _rebuild(
-    storage: Any, offset: Any, shape: Any, strides: Any, *_: Any, dtype: str | None = None
+def _read_member(
+    section: Section, archive: Archive, name: str, path: str, most: int = MAX_TREE_BYTES
+) -> bytes:
+    member = archive.members[name]
+    if member.bytes > most:
+        raise FormatError(f"{name} of {member.bytes} bytes", key=path)
+    start = start_of(section, member, path)
+    section.seek(start - section.start)
+    data = section.read(member.bytes)
+    if archive.has_crc:
+        check_crc(member, start, zlib.crc32(data), path)
+    return data
+
+
+def check_crc(member: Member, start: int, found: int, path: str) -> None:
+    """Corrupt if the bytes of a member have another CRC-32 than was written."""
+    if found != member.crc:
+        raise Corrupt(
+            f"{member.name} differs from what was written: CRC-32 {found:08x}, "
+            f"expected {member.crc:08x}",
+            key=path,
+            start=start,
+            stop=start + member.bytes,
+            expected=f"{member.crc:08x}",
+            found=f"{found:08x}",
+        )
+
+
+def rebuild_parameter(data: Any, *_: Any) -> Any:
+    """`torch._utils._rebuild_parameter`."""
+    return data
+
+
+def rebuild(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any = None,
+    hooks: Any = None,
+    metadata: Any = None,
+    *,
+    dtype: str | None = None,
 ) -> TensorRef:
+    """`torch._utils._rebuild_tensor_v2`."""
+    if metadata:
+        raise FormatError(
+            f"a tensor with {metadata}: its values are not what is stored", hint=RESOLVE
+        )
     if not isinstance(storage, _Storage):
         raise FormatError("a tensor of no storage")
     kind = dtype or storage.dtype
@@ -160,9 +318,16 @@ def _rebuild(
 
 
 def _rebuild_v3(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
 ) -> TensorRef:
-    return _rebuild(storage, offset, shape, strides, dtype=dtype)
+    return rebuild(storage, offset, shape, strides, metadata=metadata, dtype=dtype)
 
 
 def table() -> dict[tuple[str, str], Any]:
@@ -173,12 +338,13 @@ def table() -> dict[tuple[str, str], Any]:
     return known | {
         ("collections", "OrderedDict"): dict,
         ("torch", "Size"): lambda *sizes: tuple(*sizes),
-        ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+        ("torch._utils", "_rebuild_tensor_v2"): rebuild,
         ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
-        ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+        ("torch._utils", "_rebuild_parameter"): rebuild_parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): rebuild_parameter,
         ("torch.serialization", "_get_layout"): lambda name: name,
         ("torch", "device"): lambda *args: ":".join(map(str, args)),
         ("pathlib", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
-        ("builtins", "set"): lambda *items: set(*items),
+        ("builtins", "set"): new_set,
         ("builtins", "complex"): lambda *parts: complex(*parts),
     }

@@ -77,12 +77,12 @@ def unpickle(
     except FormatError:
         raise
     except (IndexError, KeyError, ValueError, TypeError, struct.error, UnicodeDecodeError,
-            RecursionError, OverflowError, AttributeError) as error:  # fmt: skip
+            RecursionError, ArithmeticError, AttributeError) as error:  # fmt: skip
         what = f"{type(error).__name__}: {error}"
         raise FormatError(f"malformed pickle at byte {machine.at}: {what}") from None
 
 
-class _Global:
+class Global:
     """A global that the table knows, on the stack."""
 
     def __init__(self, name: str, value: Any) -> None:
@@ -155,11 +155,11 @@ class _Machine:
     def find(self, module: str, name: str) -> None:
         if (module, name) not in self.table:
             raise _Refuse(f"it names {module}.{name}, which is not known to be data")
-        self.stack.append(_Global(f"{module}.{name}", self.table[module, name]))
+        self.stack.append(Global(f"{module}.{name}", self.table[module, name]))
 
     def call(self, args: Any) -> None:
         function = self.pop()
-        if not isinstance(function, _Global) or not callable(function.value):
+        if not isinstance(function, Global) or not callable(function.value):
             raise _Refuse(f"it calls {getattr(function, 'name', type(function).__name__)}")
         if not isinstance(args, tuple):
             raise _Refuse("a call whose arguments are no tuple")
@@ -185,7 +185,7 @@ def _value(x: Any) -> Any:
     """What a global stands for where it is used as a value."""
     if x is _MARK:
         raise _Refuse("a mark where a value should be")
-    if isinstance(x, _Global):
+    if isinstance(x, Global):
         if callable(x.value):
             return Record(x.name)
         return x.value
@@ -251,6 +251,11 @@ def _keys(items: list[Any]) -> list[Any]:
         if isinstance(item, frozenset) or any(isinstance(p, (tuple, frozenset)) for p in parts):
             raise _Refuse("a key of nested tuples")
     return items
+
+
+def new_set(items: Any = ()) -> set[Any]:
+    """For a table: the built-in `set`."""
+    return set(_keys(list(items)))
 
 
 def _set_item(m: _Machine) -> None:

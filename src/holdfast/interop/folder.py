@@ -1,0 +1,90 @@
+"""What lies at the top of a store, and a store of which one file is meant.
+
+Formats are found by the names of files, and a path may name a file itself (`weights/model.safetensors`).
+Then the store is its directory, and `top` shows that file alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.store import LocalStore, Reader, Store, Writer, open_store
+from holdfast.store.base import Bytes
+from holdfast.store.contract import HIDDEN
+from holdfast.store.oserrors import translated
+
+SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".bin",
+    ".ckpt",
+)
+"""Of files that can be checkpoints by themselves."""
+
+
+class OneFile:
+    """A store of whose objects `name` is meant; the others can be read (an index names them)."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.inner = store
+        self.name = name
+        self.url = f"{store.url}/{name}"
+
+    def read(self, key: str, offset: int, into: memoryview) -> None:
+        """As `Store.read`."""
+        self.inner.read(key, offset, into)
+
+    def open(self, key: str) -> Reader:
+        """As `Store.open`."""
+        return self.inner.open(key)
+
+    def size(self, key: str) -> int:
+        """As `Store.size`."""
+        return self.inner.size(key)
+
+    def get(self, key: str) -> bytes:
+        """As `Store.get`."""
+        return self.inner.get(key)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """The file's name."""
+        return [self.name] if self.name.startswith(prefix) else []
+
+    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
+        """As `Store.put`."""
+        self.inner.put(key, data, if_absent=if_absent)
+
+    def create(self, key: str, size: int) -> Writer:
+        """As `Store.create`."""
+        return self.inner.create(key, size)
+
+    def delete(self, key: str) -> None:
+        """As `Store.delete`."""
+        self.inner.delete(key)
+
+
+def open_place(path: str) -> Store:
+    """The store at a path or URL; `OneFile` if a file lies there."""
+    store = open_store(path)
+    if isinstance(store, LocalStore):
+        folder, name = os.path.split(store.root)
+        return OneFile(LocalStore(folder), name) if os.path.isfile(store.root) else store
+    above, slash, name = path.rpartition("/")
+    if name.endswith(SUFFIXES) and slash and not above.endswith("/"):
+        folder_store = open_store(above)
+        if name in folder_store.list(name):
+            return OneFile(folder_store, name)
+    return store
+
+
+def top(store: Store) -> list[str]:
+    """The objects of a store that lie in no folder, sorted."""
+    if not isinstance(store, LocalStore):
+        return [key for key in store.list() if "/" not in key]
+    if not os.path.isdir(store.root):
+        return []
+    with translated("list", "", store.root), os.scandir(store.root) as scan:
+        return sorted(e.name for e in scan if e.is_file() and not e.name.startswith(HIDDEN))

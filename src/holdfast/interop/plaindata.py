@@ -1,0 +1,100 @@
+"""Plain data of pickles that is not built in: numpy's arrays and scalars, namespaces, paths, versions.
+
+`TABLE` names what may occur; `plain` turns what the pickle interpreter has made of it into values that
+extras can hold.  Classes of users are not data: they are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import FormatError
+from holdfast.interop.unpickle import Record, new_set, record
+
+
+def _encode(text: Any, how: Any) -> bytes:
+    if not isinstance(text, str) or how not in ("latin1", "latin-1"):
+        raise FormatError(f"bytes in the encoding {how!r}")
+    return text.encode("latin1")
+
+
+def _both(name: str, value: Any) -> dict[tuple[str, str], Any]:
+    """A built-in, by its names in Python 2 (torch.save writes protocol 2) and 3."""
+    return {("builtins", name): value, ("__builtin__", name): value}
+
+
+def _path(*parts: Any) -> str:
+    return "/".join(map(str, parts)).replace("//", "/")
+
+
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_ATTRIBUTE_DICTS = (
+    "lightning.fabric.utilities.data",
+    "lightning_fabric.utilities.data",
+    "lightning.pytorch.utilities.parsing",
+    "pytorch_lightning.utilities.parsing",
+)
+TABLE: dict[tuple[str, str], Any] = {
+    ("_codecs", "encode"): _encode,
+    ("argparse", "Namespace"): record("Namespace"),
+    ("types", "SimpleNamespace"): record("Namespace"),
+    ("collections", "defaultdict"): lambda *_: {},
+    ("collections", "deque"): lambda *_: [],
+    ("collections", "Counter"): lambda counts=(): dict(counts),
+    ("numpy", "ndarray"): "ndarray",
+    ("numpy", "dtype"): record("dtype"),
+    ("torch.torch_version", "TorchVersion"): lambda text="": text,
+    **_both("set", new_set),
+    **_both("frozenset", lambda items=(): frozenset(new_set(items))),
+    **_both("complex", lambda *parts: complex(*parts)),
+    **_both("bytearray", lambda text="", how="latin1": _encode(text, how)),
+    **_both("bytes", lambda: b""),
+    **{
+        (b, t): t
+        for b in ("builtins", "__builtin__")
+        for t in ("int", "float", "str", "list", "dict")
+    },
+    **{(m, "scalar"): record("scalar") for m in _NUMPY},
+    **{(m, "_reconstruct"): record("ndarray") for m in _NUMPY},
+    **{(m, "AttributeDict"): lambda *_: {} for m in _ATTRIBUTE_DICTS},
+    **{
+        (module, kind): _path
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+}
+
+
+def plain(value: Any) -> Any:
+    """What a Record of `TABLE` stands for.  FormatError for any other."""
+    if isinstance(value, Record) and value.name == "Namespace":
+        return dict(value.fields)
+    if isinstance(value, Record) and value.name in ("scalar", "ndarray", "dtype"):
+        try:
+            return _numpy(value)
+        except (TypeError, ValueError, IndexError, LookupError, AttributeError) as error:
+            raise FormatError(f"malformed {value.name} of numpy: {error}") from None
+    kind = value.name if isinstance(value, Record) else type(value).__name__
+    raise FormatError(f"a {kind}, which is not known to be data")
+
+
+def _numpy(value: Record) -> Any:
+    if value.name == "dtype":
+        return str(_dtype(value))
+    if value.name == "scalar":
+        dtype, data = value.args
+        return np.frombuffer(data, _dtype(dtype), 1)[0]
+    _, shape, dtype, in_columns, data = value["state"]
+    array = np.frombuffer(data, _dtype(dtype))
+    return array.reshape(tuple(shape), order="F" if in_columns else "C").copy()
+
+
+def _dtype(value: Any) -> np.dtype[Any]:
+    """Numbers alone: what else a dtype can be made from is not data."""
+    order = value["state"][1]
+    found = np.dtype(str(value.args[0]))
+    if found.kind not in "biufc" or order not in "<>|=":
+        raise FormatError(f"an array of numpy's type {value.args[0]!r}")
+    return found.newbyteorder(order) if order in "<>" else found
