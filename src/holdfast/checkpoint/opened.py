@@ -52,6 +52,8 @@ class Checkpoint:
         self.store = store
         self.manifest = manifest
         self.files = Files(store, step_prefix(manifest.step), manifest, verify=verify)
+        self.format = "holdfast"
+        """Of a foreign checkpoint the prefix that names its format: `dcp`, ..."""
         self.others: tuple[Checkpoint, ...] = ()
         """Of a foreign checkpoint: further copies of replicated tensors, which ought to be equal."""
 

@@ -10,8 +10,12 @@ from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import NotFound, UsageError
 from holdfast.interop.dcp import is_dcp, open_dcp
+from holdfast.interop.folder import OneFile, open_place, top
+from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open_huggingface
+from holdfast.interop.torchfiles import holds_torch, is_torch
+from holdfast.interop.torchsave import open_torch, torch_steps
 from holdfast.near import near
-from holdfast.store import Store, open_store
+from holdfast.store import LocalStore, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +23,23 @@ class Format:
     """What there is to know of a foreign format."""
 
     is_there: Callable[[Store], bool]
+    """Whether a folder is one beyond doubt: asked where nobody has said what it is."""
     open: Callable[[Store, int | None], Checkpoint]
     """Step None: the newest.  NotFound if there is no such step."""
     steps: Callable[[Store], list[int]]
     """Ascending."""
+    if_named: Callable[[Store], bool] | None = None
+    """Whether it may be one, where a prefix says so; None: as `is_there`."""
+    of_files: bool = False
+    """Whether a file by itself can be one."""
 
 
 FORMATS = {
     "dcp": Format(is_dcp, open_dcp, lambda _: [0]),
+    "huggingface": Format(
+        is_huggingface, open_huggingface, lambda _: [0], holds_safetensors, of_files=True
+    ),
+    "torch": Format(is_torch, open_torch, torch_steps, holds_torch, of_files=True),
 }
 """By prefix, in the order in which they are looked for."""
 
@@ -36,31 +49,73 @@ def detect(url: str | os.PathLike[str]) -> str | None:
 
     A root with steps of our own is ours, whatever else lies in it.
     """
-    prefix, path = _split(os.fspath(url))
-    store = open_store(path)
+    prefix, path = split(os.fspath(url))
+    store = open_place(path)
     if prefix:
-        if not FORMATS[prefix].is_there(store):
-            raise NotFound(f"no {prefix} checkpoint in {store.url}")
+        if not _may_be(prefix, store):
+            raise NotFound(f"no {prefix} checkpoint in {store.url}", hint=_instead(path, store))
         return prefix
-    found = next((name for name, format in FORMATS.items() if format.is_there(store)), None)
+    found = next((name for name in FORMATS if _is(name, store)), None)
+    if isinstance(store, OneFile):
+        if found is None:
+            raise NotFound(f"{store.url} is a file of no format that holdfast knows")
+        return found
     return None if found is None or committed(store) else found
+
+
+def _is(name: str, store: Store) -> bool:
+    format = FORMATS[name]
+    return (format.of_files or not isinstance(store, OneFile)) and format.is_there(store)
+
+
+def _may_be(name: str, store: Store) -> bool:
+    loose = FORMATS[name].if_named
+    return _is(name, store) or (loose is not None and loose(store))
+
+
+def _instead(path: str, store: Store) -> str | None:
+    """What the user may have meant: another format, or another path."""
+    found = [name for name in FORMATS if _may_be(name, store)]
+    if found:
+        return f"what is there looks like {' or '.join(found)}"
+    if not isinstance(store, OneFile) and committed(store):
+        return "there are steps of holdfast: leave the prefix out"
+    return near_path(path) or (None if top(store) else "there are no files")
+
+
+def near_path(path: str) -> str | None:
+    """Near misses of a path that does not exist."""
+    store = open_place(path)
+    if not isinstance(store, LocalStore) or os.path.exists(store.root):
+        return None
+    folder, name = os.path.split(store.root)
+    try:
+        beside = os.listdir(folder)
+    except OSError:
+        return f"there is no {folder}"
+    hint = near(name, [n for n in beside if not n.startswith(".")])
+    return f"there is no {store.root}" + (f"; {hint}" if hint else "")
 
 
 def open_as(name: str, url: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
     """Open what `detect` has found.  NotFound if there is no step `step`."""
-    return FORMATS[name].open(open_store(_split(os.fspath(url))[1]), step)
+    found = FORMATS[name].open(open_place(split(os.fspath(url))[1]), step)
+    found.format = name
+    return found
 
 
 def steps_as(name: str, url: str | os.PathLike[str]) -> list[int]:
     """The steps of what `detect` has found, ascending."""
-    return FORMATS[name].steps(open_store(_split(os.fspath(url))[1]))
+    return FORMATS[name].steps(open_place(split(os.fspath(url))[1]))
 
 
-def _split(text: str) -> tuple[str, str]:
+def split(text: str) -> tuple[str, str]:
     """(prefix or "", path or URL).  A path that exists is a path, with or without a colon."""
     prefix, colon, rest = text.partition(":")
     if not colon or "/" in prefix or rest.startswith("//") or os.path.exists(text):
         return "", text
     if prefix not in FORMATS:
         raise UsageError(f"unknown format {prefix!r} in {text!r}", hint=near(prefix, FORMATS))
+    if not rest:
+        raise UsageError(f"{text!r} names a format and no path", hint=f"{prefix}:PATH")
     return prefix, rest

@@ -9,6 +9,7 @@ is verified but lengths.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -282,6 +283,9 @@ def _opened(
     software: Mapping[str, str],
     extras: Mapping[str, Any],
 ) -> Checkpoint:
+    names = Counter(t.name for t in tensors)
+    if len(names) != len(tensors):
+        raise FormatError(f"two tensors are named {names.most_common(1)[0][0]!r}")
     entries, shardings, parts = [], [], []
     files: list[FileEntry] = []
     sections: dict[str, _Section] = {}

@@ -54,7 +54,7 @@ def open_huggingface(store: Store, step: int | None = None) -> Checkpoint:
     if step not in (None, 0):
         raise NotFound(f"{store.url} is a huggingface checkpoint; it has no step {step}")
     name = _choose(store)
-    index = _read_index(store, name) if name.endswith(INDEX) else None
+    index = read_index(store, name, (SUFFIX,)) if name.endswith(INDEX) else None
     files = sorted(set(index.files.values())) if index else [name]
     headers = _headers(store, files, name)
     if index is not None:
@@ -99,7 +99,7 @@ def _choose(store: Store) -> str:
 
 
 @dataclass(frozen=True)
-class _Index:
+class Index:
     """Which file holds each tensor."""
 
     key: str
@@ -107,7 +107,8 @@ class _Index:
     metadata: dict[str, Any]
 
 
-def _read_index(store: Store, key: str) -> _Index:
+def read_index(store: Store, key: str, suffixes: tuple[str, ...]) -> Index:
+    """An index of shards.  FormatError if it is malformed or names files elsewhere."""
     try:
         found = json.loads(store.get(key))
         files, metadata = found["weight_map"], found.get("metadata") or {}
@@ -117,31 +118,38 @@ def _read_index(store: Store, key: str) -> _Index:
     if not plain or not files:
         raise FormatError("malformed index: no map of names to files", key=key)
     for file in files.values():
-        if not file.endswith(SUFFIX) or file.startswith("/") or ".." in file.split("/"):
+        if not file.endswith(suffixes) or file.startswith("/") or ".." in file.split("/"):
             raise FormatError(f"malformed index: it names the file {file!r}", key=key)
-    return _Index(key, files, {str(k): v for k, v in metadata.items()})
+    return Index(key, files, {str(k): v for k, v in metadata.items()})
 
 
 def _headers(store: Store, files: list[str], named_by: str) -> dict[str, Header]:
-    """The header of each file; NotFound names every file that is missing."""
+    """The header of each file."""
+    missing_files(store, files, named_by)
     found: dict[str, Header] = {}
-    missing: list[str] = []
 
     def one(file: str) -> None:
-        try:
-            found[file] = header_of(store, file)
-        except NotFound:
-            missing.append(file)
+        found[file] = header_of(store, file)
 
     in_threads(one, files, threads_here())
+    return found
+
+
+def missing_files(store: Store, files: list[str], named_by: str) -> None:
+    """NotFound, with every file that an index names and that is not there."""
+    missing = []
+    for file in files:
+        try:
+            store.size(file)
+        except NotFound:
+            missing.append(file)
     if missing:
         raise NotFound(
             f"{len(missing)} of {len(files)} files that {named_by} names are missing: "
-            + ", ".join(sorted(missing)[:5]),
-            key=min(missing),
+            + ", ".join(missing[:5]),
+            key=missing[0],
             hint="was it copied or downloaded whole?",
         )
-    return found
 
 
 def header_of(store: Store, file: str) -> Header:
@@ -159,7 +167,7 @@ def header_of(store: Store, file: str) -> Header:
         reader.close()
 
 
-def _check_index(index: _Index, headers: dict[str, Header]) -> None:
+def _check_index(index: Index, headers: dict[str, Header]) -> None:
     """Every tensor lies where the index says, and nowhere else."""
     where: dict[str, str] = {}
     for file, header in headers.items():
@@ -199,7 +207,7 @@ def _place(file: str, start: int) -> Place:
     return file, start
 
 
-def _metadata(headers: dict[str, Header], index: _Index | None) -> dict[str, Any]:
+def _metadata(headers: dict[str, Header], index: Index | None) -> dict[str, Any]:
     """What the files say of themselves: once if they agree, else by file."""
     found = {file: h.metadata for file, h in headers.items() if h.metadata}
     same = len({tuple(sorted(m.items())) for m in found.values()}) == 1

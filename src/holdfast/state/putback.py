@@ -61,6 +61,8 @@ class Extras:
             if isinstance(value, Optimizer) and key in manifest.extras:
                 pairs = optimizer_params(key, value, param_names(self.state, value))
                 match_groups(key, manifest.extras[key], pairs)
+                if self.options.strict:
+                    self.problems += _all_unknown(key, manifest.extras[key], pairs)
             plain = stages(value) is None and not isinstance(value, torch.Tensor)
             optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
@@ -75,7 +77,7 @@ class Extras:
         their own; the latter are unexpected unless strict is off."""
         for name in self.checkpoint.object_tensors:
             key = name.split(".", 1)[0]
-            if key not in self.state or name in live.tensors:
+            if key not in self.state or name in live.tensors or stages(self.state[key]):
                 continue
             if is_stateful(self.state[key]):
                 live.owned.add(name)
@@ -128,6 +130,8 @@ class Extras:
                 tree = own.get(name, manifest.extras.get(name))
                 if tree is not None:
                     module.set_extra_state(self._decode(tree))
+            if stages(value) is not None:
+                continue  # of a foreign dict of tensors; those alone make up a module
             if key in manifest.extras:
                 self._put_one(key, value, manifest.extras[key])
             elif key in manifest.per_rank:
@@ -216,6 +220,8 @@ def match_groups(
 
     StateMismatch if they were in several with different hyper-parameters.
     """
+    if not isinstance(tree, dict) or "$optimizer" not in tree:
+        raise StateMismatch(f"{key!r} is no optimizer in the checkpoint")
     groups = tree["$optimizer"]["groups"]
     group_of = {p: i for i, g in enumerate(groups) for p in g["params"]}
     origin: list[int | None] = []
@@ -231,6 +237,20 @@ def match_groups(
         empty = number if not params and number < len(groups) else None
         origin.append(next(iter(hypers.values()), empty))
     return origin
+
+
+def _all_unknown(key: str, tree: Any, pairs: list[list[tuple[str, torch.Tensor]]]) -> list[str]:
+    """A problem if no parameter of a live optimizer is one of the saved optimizer's."""
+    saved = [name for group in tree["$optimizer"]["groups"] for name in group["params"]]
+    live = [name for group in pairs for name, _ in group]
+    if not saved or not live or set(saved) & set(live):
+        return []
+    why = (
+        "; parameters were saved by number, and which is which cannot be known from the files"
+        if saved[0].startswith("state.")
+        else ""
+    )
+    return [f"{key}: no parameter in common: {saved[0]}, ... there and {live[0]}, ... here{why}"]
 
 
 def put_groups(

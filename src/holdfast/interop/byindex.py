@@ -1,0 +1,54 @@
+"""Which parameter an optimizer's state number i belongs to.
+
+torch's optimizers save state by number: parameters are counted through the groups.  Which name has number i
+is stated by `param_names` (torch 2.6, given `named_parameters()`).  Else it can follow from the model that
+lies beside it: groups hold parameters in the model's order, as `parameters()` gives them.  Then, if all
+parameters of one shape are in one group, only one assignment fits; if not, none is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Shape = tuple[int, ...]
+
+
+def stated_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
+    """By number, the name that the groups state; None unless they state all of them."""
+    found: dict[int, str] = {}
+    for group in groups:
+        names = group.get("param_names")
+        if not isinstance(names, (list, tuple)) or len(names) != len(group["params"]):
+            return None
+        found.update(zip(group["params"], map(str, names)))
+    return found
+
+
+def proved_names(
+    groups: Sequence[Sequence[int]],
+    shapes: Mapping[int, Shape],
+    model: Sequence[tuple[str, Shape]],
+) -> dict[int, str] | None:
+    """By number, the only name that fits; None if there is none, or more than one.
+
+    `groups`: numbers of each group; `shapes`: what is known of them; `model`: parameters in order.
+
+    >>> proved_names([[0, 1]], {0: (4, 2), 1: (4,)}, [("w", (4, 2)), ("b", (4,))])
+    {0: 'w', 1: 'b'}
+    """
+    numbers = [i for group in groups for i in group]
+    if len(numbers) != len(model) or any(i not in shapes for i in numbers):
+        return None
+    group_of = {i: g for g, group in enumerate(groups) for i in group}
+    found: dict[int, str] = {}
+    place: dict[int, int] = {}
+    for shape in set(shapes[i] for i in numbers):
+        mine = [i for i in numbers if shapes[i] == shape]
+        theirs = [at for at, (_, s) in enumerate(model) if s == shape]
+        if len(mine) != len(theirs) or len({group_of[i] for i in mine}) != 1:
+            return None
+        for i, at in zip(mine, theirs):
+            found[i], place[i] = model[at][0], at
+    in_order = all(place[a] < place[b] for group in groups for a, b in zip(group, list(group)[1:]))
+    return found if in_order else None

@@ -1,0 +1,138 @@
+"""Which files of torch.save make a checkpoint, and their trees.
+
+One file (`model.pt`); shards of Hugging Face with their index (`pytorch_model.bin.index.json`); or one file
+of each rank (`rank0.pt`, `rank1.pt`, ...; `model_world_size_2_rank_0.pt`), perhaps several such sets.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from holdfast.errors import FormatError, NotFound, UsageError
+from holdfast.interop import plaindata, torchdist
+from holdfast.interop.folder import OneFile, top
+from holdfast.interop.huggingface import Index, missing_files, read_index
+from holdfast.interop.ranks import merged
+from holdfast.interop.torchfile import RESAVE, Section, read_tree
+from holdfast.interop.unpickle import check_size
+from holdfast.store import Store
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+INDEX = ".bin.index.json"
+_RANK = re.compile(
+    r"(?P<before>.*?)(?<![mp]p_)(?<![a-z])rank[-_]?(?P<rank>\d+)(?P<after>.*)\.(pt|pth|bin|ckpt)"
+)
+_KNOWN = plaindata.TABLE | torchdist.TABLE
+
+
+def is_torch(store: Store) -> bool:
+    """Whether a folder holds torch.save's files under names that tell, or is such a file itself."""
+    if isinstance(store, OneFile):
+        return store.name.endswith((*SUFFIXES, INDEX))
+    names = top(store)
+    told = any(n == "pytorch_model.bin" or n.endswith(INDEX) for n in names)
+    return told or any(0 in ranks for ranks in _rank_files(names).values())
+
+
+def holds_torch(store: Store) -> bool:
+    """Whether a folder holds any file that torch.save may have written."""
+    return any(n.endswith((*SUFFIXES, INDEX)) for n in top(store)) or isinstance(store, OneFile)
+
+
+def trees_of(store: Store) -> list[Any]:
+    """The trees of a checkpoint's files, the ranks' made one; more than one if a set holds the model and
+    another the optimizer."""
+    names = top(store)
+    if isinstance(store, OneFile):
+        name = store.name
+        return [_indexed(store, name) if name.endswith(INDEX) else merged([_tree(store, name)])]
+    indexes = [n for n in names if n.endswith(INDEX)]
+    ranks = _rank_files(names)
+    shards = {f for i in indexes for f in read_index(store, i, SUFFIXES).files.values()}
+    ranked = {name for found in ranks.values() for name in found.values()}
+    singles = [n for n in names if n.endswith(SUFFIXES) and n not in shards | ranked]
+    if "pytorch_model.bin" in singles:
+        singles = ["pytorch_model.bin"]  # beside it lie training_args.bin, optimizer.pt, ...
+    kinds = [*indexes, *([next(iter(ranked))] if ranks else []), *singles]
+    if not kinds:
+        raise NotFound(f"no file of torch.save in {store.url}")
+    if len(kinds) > 1:
+        raise UsageError(
+            f"several checkpoints in {store.url}: {', '.join(kinds[:5])}",
+            hint=f"name one: torch:{store.url.removeprefix('file://')}/{kinds[0]}",
+        )
+    if ranks:
+        return [_of_ranks(store, found) for _, found in sorted(ranks.items())]
+    return [_indexed(store, indexes[0]) if indexes else merged([_tree(store, singles[0])])]
+
+
+def _tree(store: Store, file: str) -> Any:
+    """The tree of one file."""
+    reader = store.open(file)
+    try:
+        tree = read_tree(Section(reader, 0, store.size(file)), file, _KNOWN)
+        check_size(tree)
+        return tree
+    except FormatError as error:
+        error.key = error.key or file
+        if "not known to be data" in error.message and error.hint is None:
+            error.hint = f"it holds more than tensors and plain values; {RESAVE_PLAIN}"
+        raise
+    finally:
+        reader.close()
+
+
+RESAVE_PLAIN = "save state_dict()s, not objects; or " + RESAVE
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def _rank_files(names: list[str]) -> dict[tuple[str, str], dict[int, str]]:
+    """Files of ranks, by what is before and after the number."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        match = _RANK.fullmatch(name)
+        if match:
+            found.setdefault((match["before"], match["after"]), {})[int(match["rank"])] = name
+    return found
+
+
+def _of_ranks(store: Store, files: dict[int, str]) -> Any:
+    missing = sorted(set(range(max(files) + 1)) - files.keys())
+    if missing:
+        raise NotFound(
+            f"no file of rank {', '.join(map(str, missing[:5]))} beside {files[max(files)]}",
+            key=files[max(files)],
+            hint="open the folder that holds the file of every rank",
+        )
+    return merged([_tree(store, files[rank]) for rank in sorted(files)])
+
+
+# -- shards of Hugging Face -----------------------------------------------------------------------
+
+
+def _indexed(store: Store, key: str) -> dict[str, Any]:
+    """The tensors of all shards, each in the file that the index names."""
+    index = read_index(store, key, SUFFIXES)
+    files = sorted(set(index.files.values()))
+    missing_files(store, files, key)
+    out: dict[str, Any] = {}
+    for file in files:
+        tree = merged([_tree(store, file)])
+        if not isinstance(tree, dict):
+            raise FormatError("not a dict of tensors", key=file)
+        _check_shard(index, file, tree)
+        out |= tree
+    lost = [n for n in index.files if n not in out]
+    if lost:
+        raise FormatError(f"{lost[0]!r} is not in {index.files[lost[0]]}, as {key} says", key=key)
+    return out
+
+
+def _check_shard(index: Index, file: str, tree: dict[str, Any]) -> None:
+    for name in tree:
+        if index.files.get(name) != file:
+            at = f"in {index.files[name]}" if name in index.files else "nowhere"
+            raise FormatError(f"{name!r} is in {file}; {index.key} says {at}", key=file)

@@ -1,0 +1,296 @@
+"""What torch.save has written as a checkpoint: state dicts, training checkpoints, one file of each rank.
+
+    {"model_state_dict": {...}, "optimizer_state_dict": {...}, "epoch": 3}
+        -> model.<name>, optim.<parameter>.<state>, extras epoch
+
+A flat dict of tensors is a model.  In a dict of several things, what holds the model and the optimizer is
+known by its usual names; the rest keeps its keys and becomes extras.  Files of several ranks are first made
+one tree (`ranks`).  Trees are read without running anything, tensors when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import FormatError, NotFound
+from holdfast.format import extras
+from holdfast.interop.byindex import proved_names, stated_names
+from holdfast.interop.foreign import Foreign, foreign
+from holdfast.interop.plaindata import plain
+from holdfast.interop.ranks import ByRank, Tensor
+from holdfast.interop.torchfiles import trees_of
+from holdfast.interop.unpickle import Record
+from holdfast.store import Store
+
+MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module")
+OPTIM = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt")
+STEP = ("global_step", "step", "iteration", "iter")
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def open_torch(store: Store, step: int | None = None) -> Checkpoint:
+    """A file of torch.save, or a folder of its shards or ranks, as a checkpoint.
+
+    FormatError, Corrupt or NotFound if files are not whole, are missing or do not belong together.
+    """
+    found = _Found()
+    sections = [s for tree in trees_of(store) for s in _sections(tree)]
+    names = [key for key, _ in sections]
+    twice = next((k for k in names if names.count(k) > 1), None)
+    if twice is not None:
+        raise FormatError(f"two files hold {twice!r}", key=store.url)
+    for key, value in sorted(sections, key=lambda s: is_optimizer(s[1])):  # models first
+        found.add(key, value)
+    here = _step(found.extras)
+    if step not in (None, here):
+        raise NotFound(f"{store.url} is a torch checkpoint of step {here}; it has no step {step}")
+    return foreign(store, found.tensors, step=here, software=found.software(), extras=found.extras)
+
+
+def torch_steps(store: Store) -> list[int]:
+    """The one step of what torch.save has written."""
+    return [open_torch(store).step]
+
+
+def _step(values: dict[str, Any]) -> int:
+    for key in STEP:
+        value = values.get(key)
+        if type(value) is int and 0 <= value < 10**10:
+            return value
+    return 0
+
+
+# -- which key is what ----------------------------------------------------------------------------
+
+
+def is_state_dict(value: Any) -> bool:
+    """Whether a value is what `Module.state_dict()` gives: tensors by name, and extra states."""
+    if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+        return False
+    tensors = [k for k, v in value.items() if isinstance(v, Tensor)]
+    return bool(tensors) and all(
+        k in tensors or k.endswith("_extra_state") for k, v in value.items()
+    )  # fmt: skip
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is what `Optimizer.state_dict()` gives."""
+    if not isinstance(value, dict) or value.keys() < {"state", "param_groups"}:
+        return False
+    state, groups = value.get("state"), value.get("param_groups")
+    return isinstance(state, dict) and isinstance(groups, list) and all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    )  # fmt: skip
+
+
+def _sections(tree: Any) -> Iterator[tuple[str, Any]]:
+    """(key, value) of what a file holds, under our names of model, optimizer and scheduler."""
+    if is_state_dict(tree):
+        yield "model", tree
+    elif is_optimizer(tree):
+        yield "optim", tree
+    elif not isinstance(tree, dict):
+        yield "value", tree
+    else:
+        renamed = _renamed(tree)
+        for key, value in tree.items():
+            yield from _one_section(renamed.get(key, str(key)), value)
+
+
+def _one_section(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Lists of Lightning are taken apart: `optim`, or `optim0`, `optim1` if there are several."""
+    to = {"optimizer_states": "optim", "lr_schedulers": "scheduler"}.get(key)
+    if to is None or not isinstance(value, list):
+        yield key, value
+        return
+    for number, one in enumerate(value):
+        yield to + (str(number) if len(value) > 1 else ""), one
+
+
+def _renamed(tree: dict[Any, Any]) -> dict[Any, str]:
+    """The key of the model and that of the optimizer, if they have other names than ours."""
+    out: dict[Any, str] = {}
+    for ours, names, fits in (("model", MODEL, _has_tensors), ("optim", OPTIM, is_optimizer)):
+        found = [k for k in names if k in tree and fits(tree[k])]
+        if found and ours not in tree:
+            out[found[0]] = ours
+    for key in tree:
+        short = str(key).removesuffix("_state_dict")
+        if key not in out and short and short not in tree and short not in out.values():
+            out[key] = short
+    return out
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_tensors(v) for v in value.values())
+    return isinstance(value, Tensor)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def clean_names(names: list[str]) -> dict[str, str]:
+    """By name in the file, the module's own: without what compiling and wrapping puts into it."""
+    found = {n: ".".join(p for p in n.split(".") if p not in WRAPPERS) for n in names}
+    if found and all(n.startswith("module.") for n in found.values()):  # DistributedDataParallel
+        found = {k: n.removeprefix("module.") for k, n in found.items()}
+    return found
+
+
+@dataclass
+class _Found:
+    """What has been found in a file: tensors by our names, and extras."""
+
+    tensors: list[Foreign] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)
+    model: list[tuple[str, Tensor]] = field(default_factory=list)
+    """The model's tensors in order."""
+
+    def add(self, key: str, value: Any) -> None:
+        if key == "model" or key in OPTIM or is_optimizer(value):
+            _check_of_all(key, value)
+        if is_optimizer(value):
+            self._add_optimizer(key, value)
+        elif key == "model" and is_state_dict(value):
+            self._add_model(key, value)
+        elif isinstance(value, Tensor):
+            self._add_tensor(key, "tensor", value)
+        else:
+            self.extras[key] = self._encoded(key, value)
+
+    def software(self) -> dict[str, str]:
+        version = self.extras.get("pytorch-lightning_version")
+        more = {"pytorch-lightning": version} if isinstance(version, str) else {}
+        return {"torch.save": "unknown"} | more
+
+    def _add_tensor(self, name: str, state: str, tensor: Tensor) -> None:
+        first, *copies = tensor.sets
+        replica = "replicated" if copies else "unique"
+        self.tensors.append(
+            Foreign(name, tensor.dtype, tensor.shape, state, first, replica, tuple(copies))  # type: ignore[arg-type]
+        )
+
+    def _add_model(self, key: str, value: dict[str, Any]) -> None:
+        names = clean_names(list(value))
+        for name, item in value.items():
+            if "_flat_param" in name:
+                raise FormatError(
+                    f"{key}.{name}: FSDP1's LOCAL_STATE_DICT, which does not say what is in it",
+                    hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
+                )
+            if isinstance(item, Tensor):
+                self._add_tensor(f"{key}.{names[name]}", "param", item)
+                self.model.append((names[name], item))
+            else:
+                full = f"{key}.{names[name]}"
+                self.extras[full] = self._encoded(full, item)
+
+    def _encoded(self, key: str, value: Any) -> Any:
+        """A value as extras hold it; tensors in it become tensors of the checkpoint."""
+
+        def on_other(leaf: Any, path: str) -> Any:
+            if isinstance(leaf, ByRank):
+                ranks = [self._encoded(f"{key}.{path}.{r}", v) for r, v in enumerate(leaf.values)]
+                return {"ranks": ranks}
+            if isinstance(leaf, Record):
+                return extras.encode(plain(leaf), on_other, path)
+            if not isinstance(leaf, Tensor):
+                raise FormatError(f"{key}.{path}: a {type(leaf).__name__}")
+            name = f"{key}.{path}" if path else key
+            if not leaf.of_each:
+                self._add_tensor(name, "tensor", leaf)
+                return {"$at": name}
+            for rank, parts in enumerate(leaf.sets):
+                one = Tensor(leaf.dtype, leaf.shape, (parts,))
+                self._add_tensor(f"{name}.{rank}", "tensor", one)
+            return {"ranks": [{"$at": f"{name}.{r}"} for r in range(len(leaf.sets))]}
+
+        return extras.encode(value, on_other)
+
+    # -- optimizers -------------------------------------------------------------------------------
+
+    def _add_optimizer(self, key: str, value: dict[str, Any]) -> None:
+        """State by parameter name; where names cannot be known, `state.<number>`."""
+        names = self._names(value)
+        rest: dict[str, dict[str, Any]] = {}
+        for param, states in value["state"].items():
+            name = names(param)
+            if not isinstance(states, dict):
+                raise FormatError(f"{key}: the state of {name!r} is no dict")
+            for state, item in states.items():
+                full = f"{key}.{name}.{state}"
+                if isinstance(item, Tensor):
+                    self._add_tensor(full, str(state), item)
+                else:
+                    rest.setdefault(name, {})[str(state)] = self._encoded(full, item)
+        groups = [
+            {
+                "params": [names(p) for p in group["params"]],
+                "hyper": self._encoded(f"{key}.param_groups[{i}]", _hyper(group)),
+            }
+            for i, group in enumerate(value["param_groups"])
+        ]
+        self.extras[key] = {"$optimizer": {"groups": groups, "state": rest}}
+
+    def _names(self, value: dict[str, Any]) -> Callable[[Any], str]:
+        """What names a parameter of an optimizer."""
+        groups = value["param_groups"]
+        numbers = [p for g in groups for p in g["params"]]
+        if all(isinstance(p, str) for p in [*numbers, *value["state"]]):
+            known: dict[Any, str] | None = dict(zip(numbers, numbers))
+        else:
+            known = stated_names(groups) or self._proved(value)
+        if known is None:
+            return lambda p: f"state.{p}"
+        unwrapped = clean_names(list(known.values()))
+        return lambda p: unwrapped[known[p]] if p in known else str(p)
+
+    def _proved(self, value: dict[str, Any]) -> dict[int, str] | None:
+        shapes = {}
+        for number, states in value["state"].items():
+            large = [v.shape for v in _tensors(states) if v.shape]
+            if len(set(large)) == 1:
+                shapes[number] = large[0]
+        groups = [g["params"] for g in value["param_groups"]]
+        return proved_names(groups, shapes, _parameters(self.model))
+
+
+def _check_of_all(path: str, value: Any) -> None:
+    """FormatError where ranks have other values: only of extras may they."""
+    if isinstance(value, ByRank):
+        raise FormatError(
+            f"{path}: ranks have different values, and nothing says what the whole is",
+            hint="save DTensors, or FSDP1's SHARDED_STATE_DICT or FULL_STATE_DICT",
+        )
+    items: Any = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, (list, tuple)) else items
+    for name, item in items:
+        _check_of_all(f"{path}.{name}", item)
+
+
+def _tensors(states: Any) -> list[Tensor]:
+    return [v for v in states.values() if isinstance(v, Tensor)] if isinstance(states, dict) else []
+
+
+def _hyper(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _parameters(model: list[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...]]]:
+    """What of a state dict can be parameters: each once, and no buffers that can be told by name."""
+    counters = {
+        n.removesuffix("num_batches_tracked") for n, _ in model if "num_batches_tracked" in n
+    }
+    found, seen = [], set()
+    for name, tensor in model:
+        last = name.rpartition(".")[2]
+        statistic = last in ("running_mean", "running_var") and name.removesuffix(last) in counters
+        again = tensor.same is not None and tensor.same in seen
+        if tensor.dtype.startswith(("float", "bfloat")) and not statistic and not again:
+            found.append((name, tensor.shape))
+            seen.add(tensor.same)
+    return found
