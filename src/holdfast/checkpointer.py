@@ -22,7 +22,7 @@ from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
 from holdfast.events import emit, span
 from holdfast.format.manifest import decode
 from holdfast.group import Group
-from holdfast.interop.detect import detect, open_as
+from holdfast.interop.detect import detect, near_path, open_as, split
 from holdfast.layout import Mesh
 from holdfast.recovery import newest_good
 from holdfast.state.live import Live, State, check_keys, collect
@@ -96,6 +96,7 @@ class Checkpointer:
         self._rng = {} if "rng" in state else {"rng": Rng()}
         self._saves: list[Save] = []
         self._group = Group(deadline_s)
+        self._root = os.fspath(root)
         self._store = open_shared(root, self._group)
         self._claim = _claim_together(self._store, self._group)
         _sweep_host(self._store)
@@ -188,13 +189,16 @@ class Checkpointer:
         self,
         step: int | None = None,
         *,
+        source: str | os.PathLike[str] | None = None,
         strict: bool = True,
         cast: bool = False,
     ) -> int:
         """Put the newest good step (or step `step`) into the live state; 0 if there is none.
 
         Works on any layout.  A damaged step is passed over with a warning; NotRecoverable says why if
-        there are only damaged ones.  Collective; blocks.
+        there are only damaged ones.  `source`: another root, or a foreign checkpoint (also by a prefix:
+        `torch:PATH`), to begin with as long as the own root has no steps.  Without it, a foreign
+        checkpoint that lies in the root itself is begun with.  Collective; blocks.
         """
         self._check_open()
         self.wait()
@@ -212,7 +216,11 @@ class Checkpointer:
             )
 
         with span("restore") as fields:
-            if step is not None:
+            origin = None if steps else self._origin(source)
+            if origin is not None:
+                fields["source"] = origin
+                found = _load_from(origin, self._group, state, step, options)
+            elif step is not None:
                 attempt(step)
                 found = step
             else:
@@ -223,6 +231,13 @@ class Checkpointer:
         for key in self.state:
             self.state[key] = state[key]
         return found
+
+    def _origin(self, source: str | os.PathLike[str] | None) -> str | None:
+        """What a run without steps begins with; rank 0 sees what lies in the root."""
+        if source is not None:
+            return os.fspath(source)
+        found = self._group.from_rank0(lambda: (detect(self._root) or "").encode())
+        return self._root if found else None
 
     def _leave_behind(self) -> None:
         """The run went back: as a run of its own, what it saves now is newer than what it left."""
@@ -314,31 +329,44 @@ def load(
 
     Only what `state` names is loaded: `{"model": model}` loads weights alone.  `only`: patterns of
     tensor names (`model.h.0.*`).  `cast`: convert dtypes.  Collective; blocks.  NotRecoverable if
-    there is no step.  A directory of torch.distributed.checkpoint is read where it lies.
+    there is no step.  Foreign checkpoints are read where they lie, as `holdfast.open` finds them.
     """
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
     options = Options(patterns, cast, strict, on_resize or {})
     group = Group(deadline_s)
     try:
-        found = group.from_rank0(lambda: (detect(url) or "").encode()).decode()
-        if found:  # rank 0 decides: ranks may see a file system differently
-            with alike(group, step or 0):
-                foreign = open_as(found, url, step)
-            restore(foreign, state, group, options)
-            return foreign.step
-        store = open_shared(url, group)
-        if step is None:
-            steps = _newest_first(store, group)
-            if not steps:
-                raise NotRecoverable(
-                    f"no checkpoint in {store.url}",
-                    hint="check the path; `holdfast ls` lists steps",
-                )
-            step = steps[0]
-        _load(store, group, step, state, options, verify=verify)
-        return step
+        return _load_from(os.fspath(url), group, state, step, options, verify=verify)
     finally:
         group.close()
+
+
+def _load_from(
+    url: str,
+    group: Group,
+    state: State,
+    step: int | None,
+    options: Options,
+    *,
+    verify: bool = True,
+) -> int:
+    """A step, or the newest, of whatever lies at `url`; returns its number."""
+    found = group.from_rank0(lambda: (detect(url) or "").encode()).decode()
+    if found:  # rank 0 decides: ranks may see a file system differently
+        with alike(group, step or 0):
+            foreign = open_as(found, url, step)
+        restore(foreign, state, group, options)
+        return foreign.step
+    store = open_shared(url, group)
+    if step is None:
+        steps = _newest_first(store, group)
+        if not steps:
+            raise NotRecoverable(
+                f"no checkpoint in {store.url}",
+                hint=near_path(url) or "check the path; `holdfast ls` lists steps",
+            )
+        step = steps[0]
+    _load(store, group, step, state, options, verify=verify)
+    return step
 
 
 def _load(
@@ -405,7 +433,13 @@ def _sweep_host(store: Store) -> None:
 
 
 def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
-    """Open a store that all ranks reach."""
+    """Open a store of our own that all ranks reach."""
+    prefix = split(os.fspath(url))[0]
+    if prefix:
+        raise UsageError(
+            f"{url} names a {prefix} checkpoint; holdfast saves in its own format",
+            hint=f"give a root of its own, and restore(source={os.fspath(url)!r})",
+        )
     store = open_store(os.fspath(url))
     if group.size > 1 and isinstance(store, MemoryStore):
         raise UsageError(

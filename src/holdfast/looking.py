@@ -6,7 +6,8 @@ import os
 
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.interop.detect import detect, open_as, steps_as
+from holdfast.errors import NotRecoverable
+from holdfast.interop.detect import detect, near_path, open_as, steps_as
 from holdfast.store import open_store
 
 
@@ -16,12 +17,17 @@ def open(
     """Open step `step`, or the newest, of a root for reading.
 
     `verify=False` leaves digests unchecked.  NotFound or NotRecoverable if there is no such step.
-    A directory of torch.distributed.checkpoint is opened where it lies (also as `dcp:PATH`).
+    Foreign checkpoints are opened where they lie, found by what is there or named by a prefix (`dcp:PATH`,
+    `huggingface:PATH`, `torch:PATH`).
     """
     found = detect(url)
     if found is not None:
         return open_as(found, url, step)
-    return Checkpoint.open(os.fspath(url), step, verify=verify)
+    try:
+        return Checkpoint.open(os.fspath(url), step, verify=verify)
+    except NotRecoverable as error:
+        error.hint = near_path(os.fspath(url)) or error.hint
+        raise
 
 
 def steps(url: str | os.PathLike[str]) -> list[int]:

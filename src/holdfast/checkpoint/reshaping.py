@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Manifest
-from holdfast.layout import Cut, Mesh, Placement, Sharding, Table, part_of, parts_of
+from holdfast.layout import Cut, Mesh, Sharding, Table, part_of, parts_of
 from holdfast.layout.pieces import Ints
 
 SHARDED = ("dp", "fsdp", "shard", "dp_shard", "dp_shard_cp", "data", "zero", "edp", "world", "rank")
@@ -108,7 +108,7 @@ class Reshape:
             raise UsageError(f"rank {rank} is not in 0..{self.mesh.world - 1} of mesh {self.mesh}")
         start, stop = self.boxes(rank)
         tensors = np.arange(len(self.table.names))
-        placement = Placement(self.manifest.layout, self.table)
+        placement = self.manifest.placement.fresh()
         found = placement.locate(tensors, start, stop)
         size = np.prod(found.stop - found.start, axis=1) * self.table.itemsize[found.want]
         by_file = _sums(found.rank, size)

@@ -50,9 +50,15 @@ def _label(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.store.url}@{checkpoint.step}"
 
 
+def _origin(c: Checkpoint) -> str:
+    if c.format != "holdfast":
+        return f"{c.format} checkpoint"
+    return f"mesh {c.mesh}, run {c.manifest.run}"
+
+
 def _show(found: Difference, a: Checkpoint, b: Checkpoint, most: float) -> None:
     for letter, c in (("a", a), ("b", b)):
-        say(f"{dim(letter)}  {_label(c)}  {dim(f'mesh {c.mesh}, run {c.manifest.run}')}")
+        say(f"{dim(letter)}  {_label(c)}  {dim(_origin(c))}")
     for letter, names in (("a", found.only_a), ("b", found.only_b)):
         if names:
             heading(f"Only in {letter}: {many(len(names), 'tensor')}")

@@ -35,6 +35,7 @@ from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import decode
 from holdfast.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
+from holdfast.interop.foreign import Sections, file_of
 from holdfast.layout import Box, Placement, Sharding, whole
 from holdfast.near import near
 
@@ -86,7 +87,8 @@ def overview(checkpoint: Checkpoint, show_all: bool) -> None:
     folded = [t for t in m.tensors if not show_all and t.state not in KINDS]
     heading("Tensors")
     shown = [(t.name, [t]) for t in m.tensors] if show_all else fold(mine)
-    table(COLUMNS, [_tensor_row(m, *row) for row in shown])
+    foreign = checkpoint.format != "holdfast"
+    table(COLUMNS, [_tensor_row(m, *row, foreign=foreign) for row in shown])
     for alias, to in m.aliases.items():
         say(f"  {alias} {dim('is')} {to}")
     if folded:
@@ -99,12 +101,24 @@ def overview(checkpoint: Checkpoint, show_all: bool) -> None:
     heading("Totals")
     table(("state", "dtype", ">tensors", ">elements", ">size"), _totals(m))
     heading("Files")
-    table(("file", ">rank", ">size"), _file_rows(m, show_all))
+    if checkpoint.format == "holdfast":
+        table(("file", ">rank", ">size"), _file_rows(m, show_all))
+    else:
+        table(("file", ">parts", ">of tensors"), _foreign_file_rows(m, show_all))
     _extras(checkpoint, show_all)
 
 
 def header(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     m = checkpoint.manifest
+    if checkpoint.format != "holdfast":
+        files = {file_of(f) for f in m.files}
+        return [
+            ("at", checkpoint.store.url),
+            ("format", checkpoint.format),
+            ("software", ", ".join(f"{k} {v}" for k, v in m.software.items())),
+            ("holds", f"{many(len(m.tensors), 'tensor')} in {many(len(files), 'file')}, "
+                      f"{size(m.total_bytes)}"),
+        ]  # fmt: skip
     consolidated = m.mesh and m.mesh[0][0] == "file"
     ranks = "every tensor whole in one file" if consolidated else many(m.layout.world, "rank")
     world = f"  ({ranks})" if m.mesh else ""
@@ -141,12 +155,21 @@ def _folded_name(pattern: str, group: list[TensorEntry]) -> str:
     return pattern
 
 
-def _tensor_row(m: Manifest, name: str, group: list[TensorEntry]) -> tuple[str, ...]:
+def in_parts(sharding: Sharding) -> str:
+    """How a tensor of a foreign checkpoint lies, in words."""
+    count = len(sharding.held or ())
+    return "whole" if count < 2 else f"{count:,} parts"
+
+
+def _tensor_row(
+    m: Manifest, name: str, group: list[TensorEntry], *, foreign: bool = False
+) -> tuple[str, ...]:
     t = group[0]
     times = f"{len(group):,} ×" if len(group) > 1 else ""
     sharding = to_sharding(m.shardings[t.sharding])
     total = size(sum(map(tensor_bytes, group)))
-    return (name, times, shape_text(t.shape), t.dtype, str(sharding), total)
+    lies = in_parts(sharding) if foreign else str(sharding)
+    return (name, times, shape_text(t.shape), t.dtype, lies, total)
 
 
 def tensor_bytes(t: TensorEntry) -> int:
@@ -170,6 +193,19 @@ def _totals(m: Manifest) -> list[tuple[str, ...]]:
     if len(found) > 1:
         sums = [sum(column) for column in zip(*found.values())]
         rows.append((dim("all"), "", f"{sums[0]:,}", f"{sums[1]:,}", size(sums[2])))
+    return rows
+
+
+def _foreign_file_rows(m: Manifest, show_all: bool) -> list[tuple[str, ...]]:
+    """Real files, and what of the tensors lies in them."""
+    sizes: dict[str, list[int]] = {}
+    for f in m.files:
+        sizes.setdefault(file_of(f), []).append(f.bytes)
+    rows: list[tuple[str, ...]] = [
+        (name, f"{len(parts):,}", size(sum(parts))) for name, parts in sorted(sizes.items())
+    ]
+    if len(rows) > 10 and not show_all:
+        rows[4:-2] = [(dim(f"… {len(rows) - 6:,} more"), "", "")]
     return rows
 
 
@@ -219,7 +255,8 @@ def _first(group: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def several(checkpoint: Checkpoint, names: list[str]) -> None:
     m = checkpoint.manifest
-    rows = [_tensor_row(m, n, [m.tensors[checkpoint.index(n)]]) for n in names]
+    foreign = checkpoint.format != "holdfast"
+    rows = [_tensor_row(m, n, [m.tensors[checkpoint.index(n)]], foreign=foreign) for n in names]
     table(COLUMNS, rows, indent=0)
     total = sum(tensor_bytes(m.tensors[checkpoint.index(n)]) for n in names)
     say(dim(f"{many(len(names), 'tensor')}, {size(total)}"))
@@ -241,21 +278,53 @@ def one(checkpoint: Checkpoint, name: str, show_all: bool) -> None:
         ("shape", shape_text(t.shape)),
         ("size", f"{size(tensor_bytes(t))}  ({many(prod(t.shape), 'element')})"),
         ("state", t.state),
-        ("mesh", str(m.layout)),
-        ("sharding", drawing.words(to_sharding(m.shardings[t.sharding]), m, replicas)),
+        *_lies(checkpoint, t, replicas),
     ]
     if t.name != name:
         rows.insert(0, ("tied to", t.name))
     fields(rows)
     say()
+    foreign = checkpoint.format != "holdfast"
     noun = "file" if m.mesh and m.mesh[0][0] == "file" else "rank"  # consolidated: no ranks
+    noun = "part" if foreign else noun
     for line in drawing.draw(held, t.shape, lambda ranks: _holders(noun, ranks)):
         say("  " + line)
+    if foreign:
+        heading("Stored")
+        table(("file", "part", ">size", ">from byte", ""), _place_rows(checkpoint, t, show_all))
+        return
     heading(f"Stored in step {m.step}" + ("; replicas share the writing" if replicas > 1 else ""))
     table(
         ("file", "part", ">size", ">from byte", ">to byte"),
         _piece_rows(m, index, [b for b, _ in held], show_all),
     )
+
+
+def _lies(checkpoint: Checkpoint, t: TensorEntry, replicas: int) -> list[tuple[str, str]]:
+    m = checkpoint.manifest
+    sharding = to_sharding(m.shardings[t.sharding])
+    if checkpoint.format == "holdfast":
+        return [("mesh", str(m.layout)), ("sharding", drawing.words(sharding, m, replicas))]
+    copies = sum(t.name in c.manifest.by_name for c in checkpoint.others)
+    text = f"{t.replica}, {many(copies + 1, 'copy', 'copies')}" if copies else t.replica
+    return [("lies", in_parts(sharding)), ("replicas", text)]
+
+
+def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[tuple[str, ...]]:
+    """Where the parts of a foreign tensor really begin."""
+    m = checkpoint.manifest
+    assert isinstance(checkpoint.store, Sections)
+    held = sorted(to_sharding(m.shardings[t.sharding]).held or (), key=lambda h: h[1].start)
+    rows: list[tuple[str, ...]] = []
+    for number, box in held if show_all else held[:16]:
+        file = m.file_of[number]
+        places = checkpoint.store.places(file.path)
+        text = "whole" if box == whole(t.shape) else f"[{box}]"
+        mean = f"mean of {len(places)}" if len(places) > 1 else ""
+        rows.append((places[0][0], text, size(file.bytes), f"{places[0][1]:,}", mean))
+    if len(held) > len(rows):
+        rows.append((dim(f"… {len(held) - len(rows):,} more (--all lists them)"), "", "", "", ""))
+    return rows
 
 
 def _holders(noun: str, ranks: Sequence[int]) -> str:
@@ -272,7 +341,7 @@ def pieces(m: Manifest, index: int, boxes: list[Box]) -> list[Piece]:
     """The pieces that hold some boxes of a tensor, a few boxes at a time: placements cache."""
     rows: list[Piece] = []
     for at in range(0, len(boxes), 64):
-        placement = Placement(m.layout, m.placement.table)
+        placement = m.placement.fresh()
         rows += _located(m, index, boxes[at : at + 64], placement)
     return sorted(rows, key=lambda r: (r[1].start, r[0].rank))
 
@@ -316,6 +385,7 @@ def overview_json(checkpoint: Checkpoint) -> None:
     print_json(
         {
             "url": checkpoint.store.url,
+            "format": checkpoint.format,
             "step": m.step,
             "run": m.run,
             "created": m.created,

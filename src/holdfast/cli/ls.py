@@ -22,21 +22,68 @@ from holdfast.cli.screen import (
     size,
     table,
 )
+from holdfast.errors import HoldfastError
+from holdfast.interop.detect import detect, near_path, open_as, steps_as
+from holdfast.interop.foreign import file_of
 from holdfast.store import open_store
 
 
 def run(url: Root, as_json: AsJson = False) -> None:
     """List steps: size, age, and whether each is complete.  Exit 1 if one is not."""
+    foreign = detect(url)
+    if foreign is not None:
+        _run_foreign(url, foreign, as_json)
+        return
     store = open_store(url)
     listing = survey(store)
     if as_json:
         print_json(_plain(listing, store.url))
     elif not listing.steps and not listing.attempts:
         say(f"no steps in {store.url}")
+        if hint := near_path(url):
+            say(dim(hint))
     else:
         _show(listing, store.url)
     if not listing.steps or any(s.problem for s in listing.steps):
         raise typer.Exit(1)
+
+
+def _run_foreign(url: str, name: str, as_json: bool) -> None:
+    """Steps of a foreign checkpoint; whether files are whole only `verify` tells."""
+    found = [_look(url, name, step) for step in steps_as(name, url)]
+    if as_json:
+        print_json({"url": url, "format": name, "steps": found})
+    else:
+        say(f"{url}  {dim(f'{name} checkpoint')}", style="bold")
+        rows = [
+            (
+                str(row["step"]),
+                size(row["bytes"]) if row["bytes"] is not None else "?",
+                name,
+                f"{row['num_tensors']:,}" if row["num_tensors"] is not None else "?",
+                f"{row['num_files']:,}" if row["num_files"] is not None else "?",
+                bad(row["problem"]) if row["problem"] else good("can be opened"),
+            )
+            for row in found
+        ]
+        table((">step", ">size", "format", ">tensors", ">files", "state"), rows, indent=0)
+    if not found or any(row["problem"] for row in found):
+        raise typer.Exit(1)
+
+
+def _look(url: str, name: str, step: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": step, "bytes": None, "num_tensors": None, "num_files": None}
+    try:
+        m = open_as(name, url, step).manifest
+    except HoldfastError as error:
+        return row | {"problem": error.message}
+    files = {file_of(f) for f in m.files}
+    return row | {
+        "bytes": m.total_bytes,
+        "num_tensors": len(m.tensors),
+        "num_files": len(files),
+        "problem": None,
+    }
 
 
 def _show(listing: Listing, url: str) -> None:

@@ -54,7 +54,11 @@ def explained(error: HoldfastError) -> tuple[str, str | None]:
     """The message and the hint of an error, as a user of the command line needs them."""
     hint, error.hint = error.hint, None
     text = str(error)
-    if isinstance(error, NotRecoverable) and hint is not None:
+    if (
+        isinstance(error, NotRecoverable)
+        and hint is not None
+        and not hint.startswith("there is no")
+    ):
         hint = "check the path: it must be the folder that holds steps/"
     if isinstance(error, NotFound) and error.key is not None and error.step is None:
         hint = hint or "it was deleted, or the path is not that of a checkpoint"
@@ -95,6 +99,8 @@ def holdfast(
     """Look at, verify, compare, convert and prune checkpoints.
 
     URL is a folder of checkpoints; URL@STEP one step of it, URL alone the newest.
+    Checkpoints of other systems are found by what is there, or named by a prefix: dcp:PATH,
+    huggingface:PATH, torch:PATH.
     Exit codes: 0 fine, 1 a problem was found, 2 wrong usage.  All verbs take --json.
     """
     if ctx.invoked_subcommand is None:

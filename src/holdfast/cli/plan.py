@@ -50,7 +50,7 @@ def run(
     if rank is not None:
         _show_rank(reshape, readings[0])
     else:
-        _show_ranks(reshape, readings)
+        _show_ranks(checkpoint, reshape, readings)
 
 
 def _ranks(world: int, show_all: bool) -> list[int]:
@@ -60,12 +60,14 @@ def _ranks(world: int, show_all: bool) -> list[int]:
 
 
 def _show_head(checkpoint: Checkpoint, reshape: Reshape) -> None:
-    say(f"step {checkpoint.step}: from {checkpoint.mesh} to {reshape.mesh}", style="bold")
+    foreign = checkpoint.format != "holdfast"
+    origin = f"a {checkpoint.format} checkpoint" if foreign else checkpoint.mesh
+    say(f"step {checkpoint.step}: from {origin} to {reshape.mesh}", style="bold")
     heading("Assumed")
     fields([(f"  {axis}", text) for axis, text in reshape.assumed])
 
 
-def _show_ranks(reshape: Reshape, readings: list[Reading]) -> None:
+def _show_ranks(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) -> None:
     heading("Read by each rank")
     rows = [
         (
@@ -82,7 +84,8 @@ def _show_ranks(reshape: Reshape, readings: list[Reading]) -> None:
     if left_out:
         more = dim(f"… {left_out:,} more")
         rows.insert(len(rows) - 2, ("", more, "", "", "", ""))
-    columns = (">rank", "at", ">tensors", ">wanted", ">files touched", ">size of those")
+    noun = "files" if checkpoint.format == "holdfast" else "parts"
+    columns = (">rank", "at", ">tensors", ">wanted", f">{noun} touched", ">size of those")
     table(columns, rows)
     total = tensor_bytes(reshape)
     most = max(r.wanted_bytes for r in readings)

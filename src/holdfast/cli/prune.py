@@ -10,6 +10,7 @@ from holdfast.checkpoint.listing import Step, survey
 from holdfast.checkpoint.tidying import Keep, prunable, prune
 from holdfast.cli.screen import AsJson, Root, bad, dim, good, many, print_json, say, size, table
 from holdfast.errors import UsageError
+from holdfast.interop.detect import detect
 from holdfast.store import open_store
 
 KeepLast = Annotated[
@@ -32,6 +33,12 @@ def run(
     if keep_last is None and keep_every is None:
         raise UsageError("nothing says what to keep", hint="--keep-last N, --keep-every N, or both")
     keep = Keep(last=keep_last, every=keep_every)
+    foreign = detect(url)
+    if foreign is not None:
+        raise UsageError(
+            f"{url} is a {foreign} checkpoint, which holdfast only reads",
+            hint="delete it with the tools of what wrote it",
+        )
     store = open_store(url)
     steps = survey(store).steps
     gone = prunable(store, keep) if dry_run else prune(store, keep)

@@ -34,11 +34,11 @@ def split_target(text: str) -> tuple[str, int | None]:
 
 
 def opened(target: str, *, verify: bool = True) -> Checkpoint:
-    """The step that a target names."""
-    from holdfast.checkpoint.opened import Checkpoint
+    """The step that a target names, ours or foreign."""
+    from holdfast.looking import open
 
     url, step = split_target(target)
-    return Checkpoint.open(url, step, verify=verify)
+    return open(url, step, verify=verify)
 
 
 # -- words ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
-from holdfast.interop.foreign import Foreign, Part, Place, foreign
+from holdfast.interop.foreign import Archive, Foreign, Part, Place, foreign
 from holdfast.interop.torchfile import Section, TensorRef, read_tree, table
 from holdfast.interop.unpickle import Record, check_size, record, unpickle
 from holdfast.layout import Box
@@ -77,7 +77,8 @@ def _open(store: Store, meta: Any) -> Checkpoint:
             tensors.append(_tensor(store, str(name), entry, places))
     software = {"torch.distributed.checkpoint": str(meta.get("version") or "unknown")}
     tensors, values = _optimizers(tensors, values, _paths(meta))
-    return foreign(store, tensors, step=0, software=software, extras=values)
+    archives = sorted({_range(info) for info in places.values()})
+    return foreign(store, tensors, step=0, software=software, extras=values, archives=archives)
 
 
 def _paths(meta: Record) -> dict[str, tuple[Any, ...]]:
@@ -162,13 +163,19 @@ def _place(places: dict[Key, Record], key: Key) -> Record:
     return found
 
 
-def _section_tree(store: Store, info: Record) -> Any:
+def _range(info: Record) -> Archive:
+    """The file of a value, and the bytes in it that are its archive."""
     path, offset, length = str(info["relative_path"]), int(info["offset"]), int(info["length"])
     if offset < 0 or length < 0:
         raise FormatError(f"bytes {offset}..{offset + length} of {path!r}", key=METADATA)
+    return path, offset, offset + length
+
+
+def _section_tree(store: Store, info: Record) -> Any:
+    path, start, stop = _range(info)
     reader = store.open(path)
     try:
-        return read_tree(Section(reader, offset, offset + length), path)
+        return read_tree(Section(reader, start, stop), path)
     finally:
         reader.close()
 

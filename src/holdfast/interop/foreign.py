@@ -10,7 +10,7 @@ is verified but lengths.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -52,6 +52,10 @@ MAX_CORNERS = 1 << 24
 
 Place = tuple[str, int]
 """A file's key, and the byte at which a storage begins in it."""
+
+
+Archive = tuple[str, int, int]
+"""A file's key, and the bytes of it that are a zip archive."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,9 @@ class Sections:
     def __init__(self, store: Store, sections: Mapping[str, _Section]) -> None:
         self.url = store.url
         self.origin = store
-        """What the sections are of."""
+        """The store in which the files themselves lie."""
+        self.archives: tuple[Archive, ...] = ()
+        """Archives of torch.save inside of files; a file that ends as theirs do is one itself."""
         self._sections = sections
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
@@ -131,6 +137,11 @@ class Sections:
     def size(self, key: str) -> int:
         """As `Store.size`."""
         return self._sections[key].bytes
+
+    def places(self, key: str) -> list[Place]:
+        """Where a section begins; more than one place if it is their mean.  May read headers of files."""
+        section = self._sections[key]
+        return [(path, start + section.skip) for path, start in (s() for s in section.sources)]
 
     def get(self, key: str) -> bytes:
         """As `Store.get`."""
@@ -201,6 +212,10 @@ class _ComputedReader:
 class Listed(Placement):
     """Where listed fragments lie: each at the start of its own file."""
 
+    def fresh(self) -> Listed:
+        """Itself: what it caches is bounded."""
+        return self
+
     def __init__(self, mesh: Mesh, table: Table, parts: Sequence[Sequence[_Held]]) -> None:
         super().__init__(mesh, table)
         self._parts = parts
@@ -248,6 +263,11 @@ class _Held:
     stored: Stored | None
 
 
+def file_of(section: FileEntry) -> str:
+    """The file that a part of a foreign checkpoint lies in."""
+    return section.path.rpartition(":")[0]
+
+
 def foreign(
     store: Store,
     tensors: Sequence[Foreign],
@@ -255,13 +275,15 @@ def foreign(
     step: int,
     software: Mapping[str, str],
     extras: Mapping[str, Any],
+    archives: Iterable[Archive] = (),
 ) -> Checkpoint:
     """A checkpoint of `tensors`, whose parts lie in the files of a store.
 
     FormatError if parts overlap or leave a hole.  `others` of the checkpoint are the further copies of
-    replicated tensors.
+    replicated tensors.  `archives`: zip archives in the files, whose CRC-32 can be verified.
     """
     found = _opened(store, tensors, step, software, extras)
+    found.store.archives = tuple(archives)  # type: ignore[attr-defined]
     copies = max((len(t.copies) for t in tensors), default=0)
     found.others = tuple(
         _opened(

@@ -100,6 +100,13 @@ class Section:
         self.bytes = stop - start
         self._at = 0
 
+    def part(self, bounds: tuple[int, int]) -> Section:
+        """Other bytes of the same object, or the same with a position of their own (for a thread)."""
+        return Section(self._reader, *bounds)
+
+    def close(self) -> None:
+        self._reader.close()
+
     def seekable(self) -> bool:
         return True
 

@@ -169,6 +169,10 @@ class Placement:
             sharding = self.table.shardings[int(self.table.sharding[rows[0]])]
             self._classes.append(_Class(rows, sharding, key % 64))
 
+    def fresh(self) -> Placement:
+        """The same, with nothing cached yet."""
+        return Placement(self.mesh, self.table)
+
     # -- one rank's image ---------------------------------------------------------------------
 
     def pieces(self, rank: int) -> Pieces:

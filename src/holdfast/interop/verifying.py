@@ -1,0 +1,188 @@
+"""Verifying a foreign checkpoint, as far as its format lets one.
+
+There are no digests.  What can be done: read every byte that tensors are made of (so nothing is missing or
+cut short; that parts cover every tensor was found at open), compare replicas with each other, and check
+the CRC-32 that zip archives of torch.save carry, unless torch was told to leave them out.  The report says
+what was done and what was not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint.diffing import compare
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reading import threads_here
+from holdfast.checkpoint.verifying import Problem, Progress
+from holdfast.errors import HoldfastError
+from holdfast.interop.foreign import Sections, file_of
+from holdfast.interop.torchfile import Member, Section, check_crc, read_archive, start_of
+from holdfast.threads import in_threads
+
+BLOCK_BYTES = 4 << 20
+ARCHIVES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass
+class ForeignReport:
+    """What verifying found.  `bytes` were read; of `num_archives` archives `num_with_crc` have sums."""
+
+    step: int
+    format: str
+    quick: bool
+    problems: list[Problem] = field(default_factory=list)
+    num_files: int = 0
+    num_tensors: int = 0
+    num_copies: int = 0
+    num_archives: int = 0
+    num_with_crc: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+
+def verify_foreign(
+    checkpoint: Checkpoint, *, quick: bool = False, progress: Progress | None = None
+) -> ForeignReport:
+    """Read all parts, check what sums there are, compare replicas.  `quick`: lengths alone.
+
+    Raises nothing for what is wrong with the files: that is in the report.
+    """
+    work = _Verification(checkpoint, quick, progress or (lambda _: None))
+    began = time.perf_counter()
+    work.run()
+    work.report.seconds = time.perf_counter() - began
+    return work.report
+
+
+class _Verification:
+    def __init__(self, checkpoint: Checkpoint, quick: bool, progress: Progress) -> None:
+        assert isinstance(checkpoint.store, Sections)
+        self.checkpoint = checkpoint
+        self.sections = checkpoint.store
+        self.report = ForeignReport(checkpoint.step, checkpoint.format, quick)
+        self.progress = progress
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        report, manifest = self.report, self.checkpoint.manifest
+        files = sorted({file_of(f) for f in manifest.files})
+        report.num_files, report.num_tensors = len(files), len(manifest.tensors)
+        archives: dict[str, list[tuple[int, int] | None]] = {
+            f: [None] for f in files if f.endswith(ARCHIVES)
+        }
+        for file, start, stop in self.sections.archives:
+            archives.setdefault(file, []).append((start, stop))
+        summed = {f for f, found in archives.items() if self._archives(f, found)}
+        rest = [f.path for f in manifest.files if file_of(f) not in summed]
+        in_threads(self._part, rest, threads_here())
+        if not report.quick and not report.problems:
+            self._copies()
+        report.problems.sort(key=lambda p: (p.key, p.start or 0))
+
+    def _say(self, error: HoldfastError, key: str) -> None:
+        start, stop = getattr(error, "start", None), getattr(error, "stop", None)
+        with self._lock:
+            self.report.problems.append(Problem(error.message, error.key or key, start, stop))
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.report.bytes += num_bytes
+        self.progress(num_bytes)
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _part(self, key: str) -> None:
+        """Every byte of one part; its last one alone if that is to be quick."""
+        size = self.sections.size(key)
+        block = memoryview(bytearray(min(BLOCK_BYTES, size)))
+        try:
+            reader = self.sections.open(key)
+            try:
+                for at in range(0, size, BLOCK_BYTES) if not self.report.quick else (size - 1,):
+                    view = block[: min(BLOCK_BYTES, size - at)]
+                    reader.read(at, view)
+                    self._count(len(view))
+            finally:
+                reader.close()
+        except HoldfastError as error:
+            self._say(error, key.rpartition(":")[0])
+
+    # -- archives ---------------------------------------------------------------------------------
+
+    def _archives(self, file: str, ranges: list[tuple[int, int] | None]) -> bool:
+        """Check the archives of a file; False if some were not read, as they have no sums."""
+        store = self.sections.origin
+        self.report.num_archives += len(ranges)
+        try:
+            whole = Section(store.open(file), 0, store.size(file))
+        except HoldfastError as error:
+            self._say(error, file)
+            return True
+        try:
+            found = [self._archive(whole.part(r) if r else whole, file) for r in ranges]
+        finally:
+            whole.close()
+        return all(found)
+
+    def _archive(self, section: Section, file: str) -> bool:
+        """Check every member of an archive; False if it has no sums, and was not read."""
+        try:
+            archive = read_archive(section, file)
+            if not archive.has_crc:
+                return False
+            self.report.num_with_crc += 1
+            if self.report.quick:
+                return False
+            members = list(archive.members.values())
+            in_threads(lambda m: self._member(section, m, file), members, threads_here())
+        except HoldfastError as error:
+            self._say(error, file)
+        return True
+
+    def _member(self, section: Section, member: Member, file: str) -> None:
+        section = section.part((section.start, section.start + section.bytes))
+        try:
+            start = start_of(section, member, file)
+            section.seek(start - section.start)
+            found, left = 0, member.bytes
+            while left:
+                data = section.read(min(BLOCK_BYTES, left))
+                found, left = zlib.crc32(data, found), left - len(data)
+                self._count(len(data))
+            check_crc(member, start, found, file)
+        except HoldfastError as error:
+            self._say(error, file)
+
+    # -- replicas ---------------------------------------------------------------------------------
+
+    def _copies(self) -> None:
+        for other in self.checkpoint.others:
+            try:
+                found = compare(self.checkpoint, other, progress=self._count)
+            except HoldfastError as error:
+                self._say(error, "")
+                continue
+            self.report.num_copies += len(other.manifest.tensors)
+            for v in found.values:
+                files = sorted(
+                    {file_of(f) for f in other.manifest.files if f.rank in _ranks(other, v.name)}
+                )
+                self.report.problems.append(
+                    Problem(
+                        f"{v.name}: replicas differ in {v.num_differing:,} of {v.size:,} elements",
+                        ", ".join(files[:3]),
+                    )
+                )
+
+
+def _ranks(checkpoint: Checkpoint, name: str) -> set[int]:
+    """Numbers of the parts of a tensor."""
+    held = checkpoint.info(name).sharding.held or ()
+    return {number for number, _ in held}
