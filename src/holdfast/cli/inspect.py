@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from math import prod
+from operator import attrgetter
 from typing import Annotated, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import decode
 from holdfast.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
-from holdfast.interop.foreign import Sections, file_of
+from holdfast.interop.foreign import Place, Sections, file_of
 from holdfast.layout import Box, Placement, Sharding, whole
 from holdfast.near import near
 
@@ -86,8 +87,10 @@ def overview(checkpoint: Checkpoint, show_all: bool) -> None:
     mine = [t for t in m.tensors if show_all or t.state in KINDS]
     folded = [t for t in m.tensors if not show_all and t.state not in KINDS]
     heading("Tensors")
-    shown = [(t.name, [t]) for t in m.tensors] if show_all else fold(mine)
-    foreign = checkpoint.format != "holdfast"
+    foreign = checkpoint.format != "holdfast"  # there every tensor has a sharding of its own
+    lies = (lambda t: in_parts(to_sharding(m.shardings[t.sharding]))) if foreign else None
+    folded_rows = fold(mine, lies) if lies else fold(mine)
+    shown = [(t.name, [t]) for t in m.tensors] if show_all else folded_rows
     table(COLUMNS, [_tensor_row(m, *row, foreign=foreign) for row in shown])
     for alias, to in m.aliases.items():
         say(f"  {alias} {dim('is')} {to}")
@@ -115,7 +118,7 @@ def header(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         return [
             ("at", checkpoint.store.url),
             ("format", checkpoint.format),
-            ("software", ", ".join(f"{k} {v}" for k, v in m.software.items())),
+            ("software", ", ".join(f"{k} {v}" for k, v in m.software.items()) or "not stated"),
             ("holds", f"{many(len(m.tensors), 'tensor')} in {many(len(files), 'file')}, "
                       f"{size(m.total_bytes)}"),
         ]  # fmt: skip
@@ -132,12 +135,17 @@ def header(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def fold(tensors: Iterable[TensorEntry]) -> list[tuple[str, list[TensorEntry]]]:
-    """Tensors that differ in the number of a layer alone become one row: `h.{0..31}.attn.weight`."""
+def fold(
+    tensors: Iterable[TensorEntry], lies: Callable[[TensorEntry], Any] = attrgetter("sharding")
+) -> list[tuple[str, list[TensorEntry]]]:
+    """Tensors that differ in the number of a layer alone become one row: `h.{0..31}.attn.weight`.
+
+    `lies`: what tensors of one row have in common besides.
+    """
     groups: dict[tuple[Any, ...], list[TensorEntry]] = {}
     for t in tensors:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "#", t.name)
-        groups.setdefault((pattern, t.dtype, t.shape, t.sharding, t.state), []).append(t)
+        groups.setdefault((pattern, t.dtype, t.shape, lies(t), t.state), []).append(t)
     return [(_folded_name(key[0], group), group) for key, group in groups.items()]
 
 
@@ -196,13 +204,17 @@ def _totals(m: Manifest) -> list[tuple[str, ...]]:
     return rows
 
 
-def _foreign_file_rows(m: Manifest, show_all: bool) -> list[tuple[str, ...]]:
-    """Real files, and what of the tensors lies in them."""
+def foreign_files(m: Manifest) -> dict[str, list[int]]:
+    """Real files of a foreign checkpoint, and the sizes of the parts of tensors in each."""
     sizes: dict[str, list[int]] = {}
     for f in m.files:
         sizes.setdefault(file_of(f), []).append(f.bytes)
+    return dict(sorted(sizes.items()))
+
+
+def _foreign_file_rows(m: Manifest, show_all: bool) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        (name, f"{len(parts):,}", size(sum(parts))) for name, parts in sorted(sizes.items())
+        (name, f"{len(parts):,}", size(sum(parts))) for name, parts in foreign_files(m).items()
     ]
     if len(rows) > 10 and not show_all:
         rows[4:-2] = [(dim(f"… {len(rows) - 6:,} more"), "", "")]
@@ -310,20 +322,26 @@ def _lies(checkpoint: Checkpoint, t: TensorEntry, replicas: int) -> list[tuple[s
     return [("lies", in_parts(sharding)), ("replicas", text)]
 
 
-def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[tuple[str, ...]]:
-    """Where the parts of a foreign tensor really begin."""
+def _places(
+    checkpoint: Checkpoint, t: TensorEntry, most: int | None = None
+) -> list[tuple[Box, list[Place]]]:
+    """Where the parts of a foreign tensor really begin, `most` of them."""
     m = checkpoint.manifest
     assert isinstance(checkpoint.store, Sections)
     held = sorted(to_sharding(m.shardings[t.sharding]).held or (), key=lambda h: h[1].start)
+    return [(box, checkpoint.store.places(m.file_of[i].path)) for i, box in held[:most]]
+
+
+def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for number, box in held if show_all else held[:16]:
-        file = m.file_of[number]
-        places = checkpoint.store.places(file.path)
+    for box, places in _places(checkpoint, t, None if show_all else 16):
         text = "whole" if box == whole(t.shape) else f"[{box}]"
         mean = f"mean of {len(places)}" if len(places) > 1 else ""
-        rows.append((places[0][0], text, size(file.bytes), f"{places[0][1]:,}", mean))
-    if len(held) > len(rows):
-        rows.append((dim(f"… {len(held) - len(rows):,} more (--all lists them)"), "", "", "", ""))
+        num_bytes = box.size * DTYPES[t.dtype].bytes
+        rows.append((places[0][0], text, size(num_bytes), f"{places[0][1]:,}", mean))
+    count = len(checkpoint.info(t.name).sharding.held or ())
+    if count > len(rows):
+        rows.append((dim(f"… {count - len(rows):,} more (--all lists them)"), "", "", "", ""))
     return rows
 
 
@@ -383,14 +401,9 @@ def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> li
 def overview_json(checkpoint: Checkpoint) -> None:
     m = checkpoint.manifest
     print_json(
-        {
-            "url": checkpoint.store.url,
-            "format": checkpoint.format,
-            "step": m.step,
-            "run": m.run,
-            "created": m.created,
+        _origin_json(checkpoint)
+        | {
             "software": m.software,
-            "mesh": dict(m.mesh),
             "bytes": m.total_bytes,
             "tensors": [_tensor_json(m, t) for t in m.tensors],
             "aliases": m.aliases,
@@ -398,11 +411,28 @@ def overview_json(checkpoint: Checkpoint) -> None:
                 {"state": s, "dtype": d, "tensors": a, "elements": b, "bytes": c}
                 for (s, d), (a, b, c) in totals(m).items()
             ],
-            "files": [{"path": f.path, "rank": f.rank, "bytes": f.bytes} for f in m.files],
             "extras": checkpoint.extras,
-            "per_rank": m.per_rank,
         }
     )
+
+
+def _origin_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    m = checkpoint.manifest
+    found = {"url": checkpoint.store.url, "format": checkpoint.format, "step": m.step}
+    if checkpoint.format != "holdfast":
+        return found | {
+            "files": [
+                {"path": path, "parts": len(sizes), "tensor_bytes": sum(sizes)}
+                for path, sizes in foreign_files(m).items()
+            ]
+        }
+    return found | {
+        "run": m.run,
+        "created": m.created,
+        "mesh": dict(m.mesh),
+        "files": [{"path": f.path, "rank": f.rank, "bytes": f.bytes} for f in m.files],
+        "per_rank": m.per_rank,
+    }
 
 
 def _tensor_json(m: Manifest, t: TensorEntry) -> dict[str, Any]:
@@ -432,6 +462,13 @@ def one_json(checkpoint: Checkpoint, name: str) -> None:
     index = checkpoint.index(name)
     t = m.tensors[index]
     row = _tensor_json(m, t) | {"name": name}
+    if checkpoint.format != "holdfast":
+        row["parts"] = [
+            {"start": list(box.start), "stop": list(box.stop), "places": places}
+            for box, places in _places(checkpoint, t)
+        ]
+        print_json(row)
+        return
     held = drawing.held_boxes(m, t, m.placement)
     row["held"] = [
         {"start": list(b.start), "stop": list(b.stop), "ranks": list(ranks)} for b, ranks in held

@@ -67,7 +67,7 @@ def open_huggingface(store: Store, step: int | None = None) -> Checkpoint:
     ]
     metadata = _metadata(headers, index)
     found = {"metadata": metadata} if metadata else {}
-    return foreign(store, tensors, step=0, software={"safetensors": "unknown"}, extras=found)
+    return foreign(store, tensors, step=0, software={}, extras=found)
 
 
 def _choose(store: Store) -> str:

@@ -164,8 +164,7 @@ class _Found:
 
     def software(self) -> dict[str, str]:
         version = self.extras.get("pytorch-lightning_version")
-        more = {"pytorch-lightning": version} if isinstance(version, str) else {}
-        return {"torch.save": "unknown"} | more
+        return {"pytorch-lightning": version} if isinstance(version, str) else {}
 
     def _add_tensor(self, name: str, state: str, tensor: Tensor) -> None:
         first, *copies = tensor.sets
