@@ -81,6 +81,7 @@ class Checkpointer:
         sigterm_s: float | None = None,
         deadline_s: float = 600.0,
     ) -> None:
+        check_own(root)
         check_keys(state)
         _check_choice("when_busy", when_busy, ("queue", "skip"))
         _check_choice("on_error", on_error, ("warn", "raise"))
@@ -290,6 +291,7 @@ def save(
     url: str | os.PathLike[str], state: State, *, step: int, deadline_s: float = 600.0
 ) -> None:
     """Save once, and wait until it is durable.  Collective; RankErrors if it failed anywhere."""
+    check_own(url)
     check_keys(state)
     group = Group(deadline_s)
     store = open_shared(url, group)
@@ -432,14 +434,18 @@ def _sweep_host(store: Store) -> None:
             emit("sweep.failed", error=str(error))
 
 
-def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
-    """Open a store of our own that all ranks reach."""
+def check_own(url: str | os.PathLike[str]) -> None:
+    """UsageError for a root that a prefix calls a foreign checkpoint."""
     prefix = split(os.fspath(url))[0]
     if prefix:
         raise UsageError(
             f"{url} names a {prefix} checkpoint; holdfast saves in its own format",
             hint=f"give a root of its own, and restore(source={os.fspath(url)!r})",
         )
+
+
+def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
+    """Open a store of our own that all ranks reach."""
     store = open_store(os.fspath(url))
     if group.size > 1 and isinstance(store, MemoryStore):
         raise UsageError(

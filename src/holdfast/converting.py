@@ -27,7 +27,8 @@ from holdfast.checkpoint.outfiles import Outfile, Progress, Written, check_files
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import HoldfastError, NotFound, OutOfSpace, UsageError
 from holdfast.format.manifest import encode
-from holdfast.interop.foreign import Sections
+from holdfast.interop.folder import OneFile
+from holdfast.interop.foreign import Sections, file_of
 from holdfast.looking import open as open_checkpoint
 from holdfast.near import near
 from holdfast.store import LocalStore, Store, open_store
@@ -292,10 +293,13 @@ def _identity(source: Checkpoint, to: str, options: Options) -> str:
     """What tells whether a conversion that was begun is this one: the source's state, and what is asked."""
     manifest = hexdigest(encode(source.manifest))
     files: list[Any] = []
-    if isinstance(source.store, Sections) and isinstance(source.store.origin, LocalStore):
-        for key in source.store.origin.list():
-            status = os.stat(os.path.join(source.store.origin.root, key))
-            files.append((key, status.st_size, status.st_mtime_ns))
+    if isinstance(source.store, Sections):
+        origin, keys = source.store.origin, source.store.origin.list()
+        if isinstance(origin, OneFile):  # and what it names, if it is an index
+            origin, keys = origin.inner, sorted({*keys, *map(file_of, source.manifest.files)})
+        if isinstance(origin, LocalStore):
+            statuses = [(key, os.stat(os.path.join(origin.root, key))) for key in keys]
+            files = [(key, s.st_size, s.st_mtime_ns) for key, s in statuses]
     asked = (options.max_file_bytes, options.dtype, options.key)
     names = [options.rename(t.name) for t in source.manifest.tensors] if options.rename else []
     told = repr((source.store.url, manifest, files, to, asked, names, __version__))

@@ -92,7 +92,8 @@ def test_ls_orders_by_run_and_then_step(root: Path) -> None:
 
 
 def test_ls_of_nothing(tmp_path: Path) -> None:
-    assert call("ls", tmp_path / "no") == (1, f"no steps in file://{tmp_path}/no\n", "")
+    said = f"no steps in file://{tmp_path}/no (there is no {tmp_path}/no)\n"
+    assert call("ls", tmp_path / "no") == (1, said, "")
     assert call_json("ls", tmp_path / "no")[1]["steps"] == []
 
 

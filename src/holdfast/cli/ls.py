@@ -39,9 +39,8 @@ def run(url: Root, as_json: AsJson = False) -> None:
     if as_json:
         print_json(_plain(listing, store.url))
     elif not listing.steps and not listing.attempts:
-        say(f"no steps in {store.url}")
-        if hint := near_path(url):
-            say(dim(hint))
+        hint = near_path(url)
+        say(f"no steps in {store.url}" + (f" ({hint})" if hint else ""))
     else:
         _show(listing, store.url)
     if not listing.steps or any(s.problem for s in listing.steps):

@@ -95,7 +95,7 @@ def _entry(name: str, row: Any, data: int, key: str) -> Entry:
         stored, shape, (start, stop) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise FormatError(f"malformed safetensors header: {name!r}", key=key) from None
-    if stored not in NAMED:
+    if not isinstance(stored, str) or stored not in NAMED:
         raise FormatError(
             f"{name!r}: unknown dtype {stored!r}",
             key=key,

@@ -19,7 +19,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import threads_here
 from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.format.safetensors import Entry, Header, read_header
-from holdfast.interop.folder import top
+from holdfast.interop.folder import OneFile, top
 from holdfast.interop.foreign import Foreign, Part, Place, foreign
 from holdfast.layout import whole
 from holdfast.near import near
@@ -36,7 +36,10 @@ _OURS = "holdfast."
 
 
 def is_huggingface(store: Store) -> bool:
-    """Whether a folder has weights under the names that Hugging Face's libraries give them."""
+    """Whether a folder has weights under the names that Hugging Face's libraries give them, or is a
+    safetensors file itself."""
+    if isinstance(store, OneFile):
+        return store.name.endswith((SUFFIX, INDEX))
     return any(_FOUND.fullmatch(name) or name.endswith(INDEX) for name in top(store))
 
 

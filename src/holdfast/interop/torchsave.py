@@ -157,7 +157,7 @@ class _Found:
             self._add_optimizer(key, value)
         elif key == "model" and is_state_dict(value):
             self._add_model(key, value)
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) and not value.of_each:
             self._add_tensor(key, "tensor", value)
         else:
             self.extras[key] = self._encoded(key, value)

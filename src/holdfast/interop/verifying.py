@@ -72,7 +72,8 @@ class _Verification:
 
     def run(self) -> None:
         report, manifest = self.report, self.checkpoint.manifest
-        files = sorted({file_of(f) for f in manifest.files})
+        everything = (self.checkpoint, *self.checkpoint.others)
+        files = sorted({file_of(f) for c in everything for f in c.manifest.files})
         report.num_files, report.num_tensors = len(files), len(manifest.tensors)
         archives: dict[str, list[tuple[int, int] | None]] = {
             f: [None] for f in files if f.endswith(ARCHIVES)
