@@ -1,0 +1,514 @@
+"""What torch.save writes, read without torch: checkpoints of runs, shards; damage is named."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections import OrderedDict, defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import holdfast
+from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StateMismatch, UsageError
+from holdfast.format.dtypes import DTYPES
+from holdfast.interop.byindex import proved_names
+from holdfast.interop.verifying import verify_foreign
+from holdfast.store import open_store
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(30, 40), nn.LayerNorm(40), nn.Linear(40, 30))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for i in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((5, 30), float(i + 1))).square().sum().backward()
+        optimizer.step()
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def same(checkpoint: holdfast.Checkpoint, expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(checkpoint.names()) == sorted(expected)
+    for name, tensor in expected.items():
+        info = checkpoint.info(name)
+        assert (info.shape, f"torch.{info.dtype}") == (tuple(tensor.shape), str(tensor.dtype))
+        assert checkpoint.read(name).tobytes() == as_bytes(tensor), name
+
+
+# -- tensors --------------------------------------------------------------------------------------
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    found = {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "large": torch.randn(70, 51)}
+    for name in DTYPES:
+        raw = torch.randint(0, 2 if name == "bool" else 100, (3, 5, DTYPES[name].bytes))
+        found[name] = raw.to(torch.uint8).view(getattr(torch, name)).reshape(3, 5)
+    found["slice"] = torch.randn(20, 30)[3:9, 4:6]
+    found["column"] = torch.randn(20, 30)[:, 7]
+    found["transposed"] = torch.randn(6, 4).t()
+    found["permuted"] = torch.randn(4, 5, 6).permute(2, 0, 1)[1:, :, 2:4]
+    found["expanded"] = torch.randn(1, 4, 1).expand(3, 4, 5)
+    found["parameter"] = nn.Parameter(torch.randn(3))
+    found["tied"] = found["large"]
+    return found
+
+
+@pytest.mark.parametrize("crc", [True, False])
+def test_every_kind_of_tensor(tmp_path: Path, crc: bool) -> None:
+    """Any dtype and strides; with and without the checksums that torch may be told to leave out."""
+    torch.serialization.set_crc32_options(crc)
+    torch.save(tensors(), tmp_path / "x.pt")
+    torch.serialization.set_crc32_options(True)
+    checkpoint = holdfast.open(tmp_path / "x.pt")
+    same(checkpoint, {f"model.{n}": t for n, t in tensors().items()})
+    for name in ("permuted", "expanded", "slice"):
+        expected, box = tensors()[name].numpy(), tuple((0, n - 1) for n in tensors()[name].shape)
+        found = checkpoint.read(f"model.{name}", box)
+        assert np.array_equal(found, expected[tuple(slice(*r) for r in box)])
+    report = verify_foreign(checkpoint)
+    assert report.good and report.num_with_crc == crc and report.num_archives == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(2, dtype=torch.complex64).conj(), "conj"),
+        (torch.ones(3).as_strided((4, 2), (0, 1)).as_strided((2, 2), (1, 1)), "of no array"),
+        (torch.zeros(1).expand(10_000), "expanded"),
+        (torch.ones(3).to_sparse(), "_rebuild_sparse_tensor"),
+        (torch.zeros(3, device="meta"), "not known to be data"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, value: Any, message: str) -> None:
+    torch.save({"w": torch.ones(2), "x": value}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=message) as caught:
+        holdfast.open(tmp_path / "x.pt")
+    assert caught.value.key == "x.pt"
+
+
+def test_old_and_foreign_files(tmp_path: Path) -> None:
+    old = tmp_path / "old.pt"
+    torch.save(net().state_dict(), old, _use_new_zipfile_serialization=False)
+    with pytest.raises(FormatError, match=r"before 1\.6") as caught:
+        holdfast.open(old)
+    assert "torch.save(torch.load(old), new)" in str(caught.value)
+    (tmp_path / "text.pt").write_text("hello")
+    with pytest.raises(FormatError, match="no zip archive"):
+        holdfast.open(tmp_path / "text.pt")
+    np.savez(tmp_path / "x.npz", a=np.ones(3))
+    shutil.move(tmp_path / "x.npz", tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"no data\.pkl"):
+        holdfast.open(tmp_path / "x.pt")
+    torch.save(net(), tmp_path / "module.pt")
+    with pytest.raises(FormatError, match=r"Sequential, which is not known") as caught:
+        holdfast.open(tmp_path / "module.pt")
+    assert "state_dict()" in str(caught.value)
+
+
+def rezipped(path: Path, to: Path, **options: Any) -> Path:
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(to, "w", **options) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return to
+
+
+def test_archives_that_others_have_packed(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(1000.0)}, tmp_path / "x.pt")
+    again = rezipped(tmp_path / "x.pt", tmp_path / "stored.pt")
+    assert holdfast.open(again).read("model.w").tolist() == list(range(1000))
+    packed = rezipped(tmp_path / "x.pt", tmp_path / "packed.pt", compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(FormatError, match="is compressed"):
+        holdfast.open(packed)
+
+
+# -- training checkpoints -------------------------------------------------------------------------
+
+
+def checkpoint_of(tmp_path: Path, saved: Any) -> holdfast.Checkpoint:
+    torch.save(saved, tmp_path / "x.pt")
+    return holdfast.open(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    ("model", "optim"),
+    [
+        ("model", "optim"),
+        ("model_state_dict", "optimizer_state_dict"),
+        ("state_dict", "optimizer"),
+        ("model", "opt"),
+    ],
+)
+def test_usual_names(tmp_path: Path, model: str, optim: str) -> None:
+    """A run goes on: weights, optimizer and scheduler are those that were saved, as is the next step."""
+    old = net()
+    optimizer = torch.optim.AdamW(old.parameters(), lr=0.01, betas=(0.8, 0.95))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    train(old, optimizer)
+    scheduler.step()
+    saved = {model: old.state_dict(), optim: optimizer.state_dict(), "epoch": 3, "step": 120}
+    saved["scheduler_state_dict"] = scheduler.state_dict()
+    checkpoint = checkpoint_of(tmp_path, saved)
+    assert checkpoint.step == 120 and holdfast.steps(tmp_path / "x.pt") == [120]
+    assert checkpoint.extras["epoch"] == 3
+    assert "optim.0.weight.exp_avg" in checkpoint.names()
+    new = net(1)
+    fresh = torch.optim.AdamW(new.parameters(), lr=9.0)
+    other = torch.optim.lr_scheduler.StepLR(fresh, 7)
+    state = {"model": new, "optim": fresh, "scheduler": other}
+    assert holdfast.load(tmp_path / "x.pt", state) == 120
+    assert fresh.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert (other.step_size, other.last_epoch) == (2, 1)
+    train(old, optimizer)
+    train(new, fresh)
+    assert all(torch.equal(p, q) for p, q in zip(old.parameters(), new.parameters()))
+    with pytest.raises(NotFound, match="of step 120; it has no step 7"):
+        holdfast.open(tmp_path / "x.pt", 7)
+
+
+def test_optimizers_by_name(tmp_path: Path) -> None:
+    """As torch.distributed names them, and as torch 2.6 and newer number them with names beside."""
+    old = net()
+    groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(old.parameters())]
+    optimizer = torch.optim.AdamW(groups)
+    train(old, optimizer)
+    named = torch.optim.AdamW(list(reversed(list(old.named_parameters()))), lr=0.25)
+    named.load_state_dict(_reversed(optimizer.state_dict()))
+    for states in (get_optimizer_state_dict(old, optimizer), named.state_dict()):
+        checkpoint = checkpoint_of(tmp_path, {"optim": states})
+        for name, p in old.named_parameters():
+            for state, value in optimizer.state[p].items():
+                assert checkpoint.read(f"optim.{name}.{state}").tobytes() == as_bytes(value)
+
+
+def _reversed(saved: dict[str, Any]) -> dict[str, Any]:
+    count = len(saved["state"])
+    group = saved["param_groups"][0] | {"params": list(range(count))}
+    return {"state": {count - 1 - i: s for i, s in saved["state"].items()}, "param_groups": [group]}
+
+
+def test_weight_decay_s_usual_groups_are_proved(tmp_path: Path) -> None:
+    old = net()
+    decay = [p for p in old.parameters() if p.ndim > 1]
+    rest = [p for p in old.parameters() if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    train(old, optimizer)
+    saved = {"model": old.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint = checkpoint_of(tmp_path, saved)
+    for name, p in old.named_parameters():
+        found = checkpoint.read(f"optim.{name}.exp_avg")
+        assert found.tobytes() == as_bytes(optimizer.state[p]["exp_avg"])
+    first = checkpoint.extras["optim"]["param_groups"][0]
+    assert first["params"] == ["0.weight", "2.weight"] and first["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("case", ["halves of equal shapes", "reversed", "no model", "a buffer"])
+def test_numbers_that_prove_nothing_stay_numbers(tmp_path: Path, case: str) -> None:
+    """Better no name than a wrong one; loading says so and touches nothing."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)], nn.Linear(4, 30))
+    if case == "a buffer":
+        model.register_buffer("more", torch.zeros(4))
+    params = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": params}]
+    if case == "halves of equal shapes":
+        groups = [{"params": params[4:], "lr": 0.5}, {"params": params[:4]}]
+    if case == "reversed":
+        groups = [{"params": params[::-1]}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    saved = {"optimizer": optimizer.state_dict()}
+    if case != "no model":
+        saved["model"] = model.state_dict()
+    checkpoint = checkpoint_of(tmp_path, saved)
+    assert "optim.state.3.exp_avg" in checkpoint.names()
+    assert not [n for n in checkpoint.names() if n.startswith("optim.0")]
+    before = [p.clone() for p in params]
+    fresh = torch.optim.AdamW(model.parameters(), lr=9.0)
+    state = {"optim": fresh} | ({"model": model} if "model" in saved else {})
+    with pytest.raises(StateMismatch, match="which is which cannot be known"):
+        holdfast.load(tmp_path / "x.pt", state)
+    assert all(torch.equal(p, q) for p, q in zip(before, params)) and not fresh.state
+
+
+def test_an_optimizer_without_state_is_not_skipped(tmp_path: Path) -> None:
+    """Plain SGD has nothing but hyper-parameters; where they belong cannot be known either."""
+    old = net()
+    saved = {
+        "model": old.state_dict(),
+        "optim": torch.optim.SGD(old.parameters(), lr=0.3).state_dict(),
+    }
+    torch.save(saved, tmp_path / "x.pt")
+    live = net(1)
+    state = {"model": live, "optim": torch.optim.SGD(live.parameters(), lr=9.0)}
+    with pytest.raises(StateMismatch, match="no parameter in common"):
+        holdfast.load(tmp_path / "x.pt", state)
+
+
+def test_proving_against_all_orders() -> None:
+    """Whatever the groups: a name is given only if groups in the model's order allow no other."""
+    from itertools import product
+
+    model = [("a", (2,)), ("b", (3,)), ("c", (2,)), ("d", (3, 2))]
+    for split in product(range(2), repeat=4):
+        order = [i for g in range(2) for i, s in enumerate(split) if s == g]
+        numbers = [[k for k, i in enumerate(order) if split[i] == g] for g in range(2)]
+        shapes = {k: model[i][1] for k, i in enumerate(order)}
+        found = proved_names(numbers, shapes, model)
+        unique = split[0] == split[2]
+        assert found == ({k: model[i][0] for k, i in enumerate(order)} if unique else None)
+
+
+def test_wrappers_leave_the_names(tmp_path: Path) -> None:
+    old = net()
+    expected = {f"model.{n}": t for n, t in old.state_dict().items()}
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
+        saved = {f"{prefix}{n}": t for n, t in old.state_dict().items()}
+        same(checkpoint_of(tmp_path, saved), expected)
+
+
+def test_tied_weights_load_into_tied_weights(tmp_path: Path) -> None:
+    def tied(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    old, new = tied(0), tied(1)
+    optimizer = torch.optim.AdamW(old.parameters())
+    old(torch.arange(9)).square().sum().backward()
+    optimizer.step()
+    saved = {"model": old.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "x.pt")
+    fresh = torch.optim.AdamW(new.parameters(), lr=9.0)
+    holdfast.load(tmp_path / "x.pt", {"model": new, "optim": fresh})
+    assert torch.equal(old[0].weight, new[1].weight) and new[0].weight is new[1].weight
+    assert torch.equal(
+        fresh.state[new[0].weight]["exp_avg"], optimizer.state[old[0].weight]["exp_avg"]
+    )
+
+
+def test_extras_of_every_kind(tmp_path: Path) -> None:
+    values = {
+        "args": argparse.Namespace(lr=0.1, path=Path("/data/x"), betas=(0.9, 0.95)),
+        "numbers": np.arange(6, dtype="f4").reshape(2, 3).T,
+        "big": np.arange(3, dtype=">i4"),
+        "scalar": np.float64(2.5),
+        "state": np.random.RandomState(0).get_state(),
+        "bytes": b"\x00\xff",
+        "names": {"b", "a"},
+        "counts": defaultdict(list, {"x": [1, 2]}),
+        "recent": deque([1, 2], maxlen=5),
+        "ordered": OrderedDict(a=1),
+        "version": torch.__version__,
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "nan": float("nan"),
+        "by number": {0: "x"},
+        "complex": 1 + 2j,
+    }
+    found = checkpoint_of(tmp_path, {"model": net().state_dict(), "rest": values}).extras["rest"]
+    assert found["args"] == {"lr": 0.1, "path": "/data/x", "betas": (0.9, 0.95)}
+    assert np.array_equal(found["numbers"], values["numbers"])
+    assert found["big"].tolist() == [0, 1, 2] and found["scalar"] == 2.5
+    assert np.array_equal(found["state"][1], values["state"][1])
+    assert found["bytes"] == b"\x00\xff" and found["names"] == {"a", "b"}
+    assert found["counts"] == {"x": [1, 2]} and list(found["recent"]) == [1, 2]
+    assert found["version"] == torch.__version__ and found["size"] == (2, 3)
+    assert (
+        found["by number"] == {0: "x"}
+        and found["complex"] == 1 + 2j
+        and found["dtype"] == "bfloat16"
+    )
+
+
+def test_tensors_among_extras_come_back(tmp_path: Path) -> None:
+    """In the state of objects, and as a second module under a key of its own."""
+    old = net()
+    saved = {"model": old.state_dict(), "ema": net(3).state_dict(), "rng": torch.get_rng_state()}
+    torch.save(saved | {"meter": {"sum": torch.arange(5), "n": 2}}, tmp_path / "x.pt")
+
+    class Meter:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, saved: dict[str, Any]) -> None:
+            self.saved = saved
+
+    meter, ema, rng = Meter(), net(9), torch.zeros_like(torch.get_rng_state())
+    state = {"meter": meter, "ema": ema, "rng": rng, "model": net(1)}
+    holdfast.load(tmp_path / "x.pt", state)
+    assert meter.saved["n"] == 2 and meter.saved["sum"].tolist() == [0, 1, 2, 3, 4]
+    assert all(torch.equal(p, q) for p, q in zip(ema.parameters(), net(3).parameters()))
+    assert torch.equal(rng, saved["rng"])
+
+
+def test_lightning(tmp_path: Path) -> None:
+    """The layout of a Lightning checkpoint."""
+    old = net()
+    optimizer = torch.optim.AdamW(old.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+    train(old, optimizer)
+    saved = {
+        "epoch": 1,
+        "global_step": 30,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": old.state_dict(),
+        "loops": {"fit_loop": {"state_dict": {}}},
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(0.5)}},
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [scheduler.state_dict()],
+    }
+    torch.save(saved, tmp_path / "last.ckpt")
+    live = net(1)
+    fresh = torch.optim.AdamW(live.parameters(), lr=9.0)
+    other = torch.optim.lr_scheduler.StepLR(fresh, 9)
+    state = {"model": live, "optim": fresh, "scheduler": other}
+    assert holdfast.load(tmp_path / "last.ckpt", state) == 30
+    assert other.step_size == 4 and fresh.param_groups[0]["lr"] == 0.01
+    assert all(torch.equal(p, q) for p, q in zip(old.parameters(), live.parameters()))
+
+
+# -- shards of Hugging Face -----------------------------------------------------------------------
+
+
+def test_bin_shards(tmp_path: Path) -> None:
+    """As huggingface_hub writes them."""
+    hub = pytest.importorskip("huggingface_hub")
+    expected = net().state_dict()
+    hub.save_torch_state_dict(expected, tmp_path, max_shard_size="4KB", safe_serialization=False)
+    assert len(list(tmp_path.glob("pytorch_model-*.bin"))) > 1
+    same(holdfast.open(tmp_path), {f"model.{n}": t for n, t in expected.items()})
+    index = tmp_path / "pytorch_model.bin.index.json"
+    same(holdfast.open(index), {f"model.{n}": t for n, t in expected.items()})
+    text = index.read_text()
+    index.write_text(text.replace("0.bias", "0.other"))
+    with pytest.raises(FormatError, match=r"'0\.bias' is in .*says nowhere"):
+        holdfast.open(tmp_path)
+    index.write_text(text)
+    next(iter(tmp_path.glob("pytorch_model-*.bin"))).unlink()
+    with pytest.raises(NotFound, match=r"1 of \d files"):
+        holdfast.open(tmp_path)
+
+
+def test_folders_and_stores(tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "best.pt")
+    with pytest.raises(HoldfastError, match="no checkpoint"):
+        holdfast.open(tmp_path)  # nothing says that this is a checkpoint
+    assert "model.0.weight" in holdfast.open(f"torch:{tmp_path}").names()
+    shutil.copy(tmp_path / "best.pt", tmp_path / "last.pt")
+    with pytest.raises(UsageError, match=r"several checkpoints.*best\.pt, last\.pt"):
+        holdfast.open(f"torch:{tmp_path}")
+    shutil.copy(tmp_path / "best.pt", tmp_path / "pytorch_model.bin")
+    assert holdfast.open(tmp_path).format == "torch"
+    open_store("memory://files").put("best.pt", (tmp_path / "best.pt").read_bytes())
+    expected = {f"model.{n}": t for n, t in net().state_dict().items()}
+    same(holdfast.open("memory://files/best.pt"), expected)
+    with pytest.raises(NotFound, match=r"did you mean 'best\.pt'"):
+        holdfast.open(f"torch:{tmp_path}/bets.pt")
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    torch.save({"model": net().state_dict(), "epoch": 3}, tmp_path / "x.pt")
+    code = (
+        "import holdfast, sys; c = holdfast.open(sys.argv[1]); [c.read(n) for n in c.names()];"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "x.pt"], check=False)
+    assert done.returncode == 0
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+def small() -> bytes:
+    data = io.BytesIO()
+    torch.save({"model": {"w": torch.arange(6.0).reshape(2, 3)}, "epoch": 3}, data)
+    return data.getvalue()
+
+
+def test_cut_anywhere(tmp_path: Path) -> None:
+    whole = small()
+    for stop in range(len(whole)):
+        (tmp_path / "x.pt").write_bytes(whole[:stop])
+        with pytest.raises((Corrupt, FormatError)):
+            holdfast.open(tmp_path / "x.pt")
+
+
+def test_flipped_anywhere(tmp_path: Path) -> None:
+    """Where the tree or a tensor lies: found, by opening or by verifying.  Anywhere: no crash, no wait."""
+    whole = small()
+    expected = np.arange(6.0, dtype="f4").reshape(2, 3)
+    began = time.monotonic()
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 1 << at % 8
+        (tmp_path / "x.pt").write_bytes(data)
+        try:
+            checkpoint = holdfast.open(tmp_path / "x.pt")
+            good = verify_foreign(checkpoint).good
+            if good and "model.w" in checkpoint.names():
+                assert np.array_equal(checkpoint.read("model.w"), expected), at
+        except HoldfastError:
+            pass
+    assert time.monotonic() - began < 60
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_pickles_that_are_changed(data: st.DataObject) -> None:
+    """The tree's bytes changed under a right checksum: errors of ours alone, in bounded time."""
+    with zipfile.ZipFile(io.BytesIO(small())) as old:
+        members = {n: old.read(n) for n in old.namelist()}
+    name = next(n for n in members if n.endswith("data.pkl"))
+    tree = bytearray(members[name])
+    for _ in range(data.draw(st.integers(1, 4))):
+        tree[data.draw(st.integers(0, len(tree) - 1))] = data.draw(st.integers(0, 255))
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as new:
+        for n, value in (members | {name: bytes(tree)}).items():
+            new.writestr(n, value)
+    store = open_store("memory://changed")
+    store.put("x.pt", out.getvalue())
+    try:
+        checkpoint = holdfast.open("memory://changed/x.pt")
+        for n in checkpoint.names():
+            if checkpoint.info(n).bytes < 1 << 20:
+                checkpoint.read(n)
+    except HoldfastError:
+        pass
+
+
+def test_a_pickle_that_would_run_something(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for attack in (
+        b"\x80\x02cos\nsystem\nX%b\x85R.",
+        b"\x80\x02c__builtin__\ngetattr\nctorch\nTensor\nX%b\x86R.",
+        b"\x80\x02c__builtin__\neval\nX%b\x85R.",
+    ):
+        text = f"touch {mark}".encode()
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as new:
+            new.writestr("x/data.pkl", attack % (len(text).to_bytes(4, "little") + text))
+        with pytest.raises(FormatError, match="not known to be data"):
+            holdfast.open(tmp_path / "x.pt")
+    assert not mark.exists()
