@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Annotated, Any
@@ -298,8 +299,8 @@ def one(checkpoint: Checkpoint, name: str, show_all: bool) -> None:
     say()
     foreign = checkpoint.format != "holdfast"
     noun = "file" if m.mesh and m.mesh[0][0] == "file" else "rank"  # consolidated: no ranks
-    noun = "part" if foreign else noun
-    for line in drawing.draw(held, t.shape, lambda ranks: _holders(noun, ranks)):
+    label = _in_files(m) if foreign else partial(_holders, noun)
+    for line in drawing.draw(held, t.shape, label):
         say("  " + line)
     if foreign:
         heading("Stored")
@@ -343,6 +344,12 @@ def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[
     if count > len(rows):
         rows.append((dim(f"… {count - len(rows):,} more (--all lists them)"), "", "", "", ""))
     return rows
+
+
+def _in_files(m: Manifest) -> Callable[[Sequence[int]], str]:
+    """In a drawing, the file instead of the number of a part."""
+    names = {f.rank: file_of(f) for f in m.files}
+    return lambda parts: ", ".join(dict.fromkeys(cut_short(names[p], 24) for p in parts[:2])) or "-"
 
 
 def _holders(noun: str, ranks: Sequence[int]) -> str:
