@@ -38,6 +38,8 @@ TORCH_FREE = (
     "holdfast.converting",
     "holdfast.format.extras",
     "holdfast.interop.dcp",
+    "holdfast.interop.detect",
+    "holdfast.interop.verifying",
     "holdfast.looking",
     "holdfast.recovery",
     "holdfast.store",

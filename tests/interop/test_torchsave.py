@@ -512,3 +512,32 @@ def test_a_pickle_that_would_run_something(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="not known to be data"):
             holdfast.open(tmp_path / "x.pt")
     assert not mark.exists()
+
+
+def test_values_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists that hold each other, namespaces that hold themselves, and nesting without end."""
+    monkeypatch.setattr("holdfast.interop.unpickle.MAX_NODES", 1 << 16)
+    loop: list[Any] = []
+    loop.append({"again": loop})
+    space = argparse.Namespace()
+    space.me = space
+    deep: list[Any] = []
+    for _ in range(400):
+        deep = [deep]
+    for value in (loop, space, deep):
+        torch.save({"model": {"w": torch.ones(2)}, "value": value}, tmp_path / "x.pt")
+        with pytest.raises(HoldfastError, match=r"parts|deep"):
+            holdfast.open(tmp_path / "x.pt")
+
+
+def test_bytes_of_arrays_are_bounded(tmp_path: Path) -> None:
+    """A few bytes of a pickle cannot ask for gigabytes, or for objects."""
+    for tree in (
+        b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R.",
+        b"c__builtin__\nbytes\nJ\xff\xff\xff\x7f\x85R.",
+        b"cnumpy\ndtype\nX\x02\x00\x00\x00O8\x85R.",
+    ):
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as new:
+            new.writestr("x/data.pkl", b"\x80\x02" + tree)
+        with pytest.raises(FormatError):
+            holdfast.open(tmp_path / "x.pt")

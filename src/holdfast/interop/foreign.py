@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.errors import FormatError, LayoutError, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.manifest import (
+    MAX_DIMS,
     VERSION,
     FileEntry,
     FragmentEntry,
@@ -283,7 +285,8 @@ def foreign(
     replicated tensors.  `archives`: zip archives in the files, whose CRC-32 can be verified.
     """
     found = _opened(store, tensors, step, software, extras)
-    found.store.archives = tuple(archives)  # type: ignore[attr-defined]
+    assert isinstance(found.store, Sections)
+    found.store.archives = tuple(archives)
     copies = max((len(t.copies) for t in tensors), default=0)
     found.others = tuple(
         _opened(
@@ -357,6 +360,9 @@ def _stored(t: Foreign, part: Part) -> Stored | None:
 def _check(t: Foreign) -> None:
     if t.dtype not in DTYPES:
         raise FormatError(f"{t.name!r}: unknown dtype {t.dtype!r}")
+    plain = len(t.shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in t.shape)
+    if not plain or prod(max(n, 1) for n in t.shape) * DTYPES[t.dtype].bytes >= 1 << 60:
+        raise FormatError(f"{t.name!r}: a tensor of shape {t.shape}"[:200])
     boxes = [p.fragment.box for p in t.parts]
     inside = all(
         len(b.start) == len(b.stop) == len(t.shape)

@@ -36,12 +36,19 @@ def open_torch(store: Store, step: int | None = None) -> Checkpoint:
 
     FormatError, Corrupt or NotFound if files are not whole, are missing or do not belong together.
     """
+    try:
+        return _open(store, step)
+    except RecursionError:
+        raise FormatError("values are nested too deep", key=store.url) from None
+
+
+def _open(store: Store, step: int | None) -> Checkpoint:
     found = _Found()
     sections = [s for tree in trees_of(store) for s in _sections(tree)]
     names = [key for key, _ in sections]
     twice = next((k for k in names if names.count(k) > 1), None)
     if twice is not None:
-        raise FormatError(f"two files hold {twice!r}", key=store.url)
+        raise FormatError(f"{twice!r} is there twice", key=store.url)
     for key, value in sorted(sections, key=lambda s: is_optimizer(s[1])):  # models first
         found.add(key, value)
     here = _step(found.extras)
@@ -82,7 +89,10 @@ def is_optimizer(value: Any) -> bool:
         return False
     state, groups = value.get("state"), value.get("param_groups")
     return isinstance(state, dict) and isinstance(groups, list) and all(
-        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+        isinstance(g, dict)
+        and isinstance(g.get("params"), list)
+        and all(isinstance(p, (int, str)) for p in g["params"])
+        for g in groups
     )  # fmt: skip
 
 
@@ -242,11 +252,12 @@ class _Found:
         if all(isinstance(p, str) for p in [*numbers, *value["state"]]):
             known: dict[Any, str] | None = dict(zip(numbers, numbers))
         else:
-            known = stated_names(groups) or self._proved(value)
-        if known is None:
-            return lambda p: f"state.{p}"
-        unwrapped = clean_names(list(known.values()))
-        return lambda p: unwrapped[known[p]] if p in known else str(p)
+            known = stated_names(groups)
+        if known is not None:
+            unwrapped = clean_names(list(known.values()))
+            return lambda p: unwrapped[known[p]] if p in known else str(p)
+        proved = self._proved(value) or {}
+        return lambda p: proved.get(p, f"state.{p}")
 
     def _proved(self, value: dict[str, Any]) -> dict[int, str] | None:
         shapes = {}

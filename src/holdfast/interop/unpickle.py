@@ -205,6 +205,8 @@ def check_size(value: Any) -> None:
             todo += [*node.keys(), *node.values()]
         elif isinstance(node, (list, tuple, set, frozenset)):
             todo += node
+        elif isinstance(node, Record):
+            todo += [*node.args, *node.fields.values()]
 
 
 def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
