@@ -96,7 +96,7 @@ def test_fsdp2(out: Path, failed: dict[str, list[str]], name: str) -> None:
     assert checkpoint.extras["optim"]["param_groups"][0]["params"][0] == "0.weight"
     report = verify_foreign(checkpoint)
     assert report.good and report.num_copies > 0
-    assert report.num_with_crc == (0 if name == "hybrid" else 12)
+    assert report.num_with_crc == (0 if name == "hybrid" else 8)  # those with tensors in them
 
 
 def test_replicas_that_differ_are_found(
