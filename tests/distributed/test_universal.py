@@ -23,8 +23,8 @@ sums may be taken in another order than plain torch takes them."""
 
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 3), (3, 2), (3, 1)])
 def test_an_engine_continues(tmp_path: Path, stage: int, ranks: int) -> None:
-    """One group at stage 3: there DeepSpeed's loader gives all groups the hyper-parameters of the first, and
-    one and the same tensor as their step, which torch's optimizers then count up once for each."""
+    """One group at stage 3: there DeepSpeed's loader gives all groups the hyper-parameters of the first,
+    and one and the same tensor as their step, which torch's optimizers then count up once for each."""
     one = stage == 3
     model, optim = universal.made(one)
     universal.train(model, optim, 0, universal.STEPS)
