@@ -15,6 +15,7 @@ SRC = Path(__file__).parent.parent / "src"
 LAYERS = (
     ("errors", "events", "here", "near", "threads", "version"),
     ("layout", "codec", "store", "group"),
+    ("rules",),
     ("format",),
     ("checkpoint",),
     ("interop",),
@@ -42,6 +43,7 @@ TORCH_FREE = (
     "holdfast.interop.verifying",
     "holdfast.looking",
     "holdfast.recovery",
+    "holdfast.rules",
     "holdfast.store",
     "holdfast.testing",
 )

@@ -194,6 +194,14 @@ def test_neighbours_are_merged() -> None:
     assert len(View.whole((48, 4)).transposed().shard(0, 0, 2).fragments()) == 1
 
 
+def test_ranges_may_be_picked_in_any_order() -> None:
+    view = View.whole((12, 2)).picked(0, [(8, 10), (0, 4), (10, 12)])
+    assert view.stored == (8, 2)
+    assert [(str(f.box), f.offset) for f in view.fragments()] == [
+        ("0:4,0:2", 4), ("8:10,0:2", 0), ("10:12,0:2", 12),
+    ]  # fmt: skip
+
+
 def test_scale_and_absence() -> None:
     view = View.whole((4,)).scaled(2).scaled(3)
     assert [f.scale for f in view.fragments()] == [6]
@@ -207,11 +215,13 @@ def test_scale_and_absence() -> None:
         (lambda v: v.shard(0, 2, 2), "there is no part 2 of 2"),
         (lambda v: v.shard(1, 0, 2, even=True), "5 does not divide into 2 equal parts"),
         (lambda v: v.experts(1, 0, 2), "5 does not divide into 2 equal parts"),
-        (lambda v: v.fused(0, (4, 4)), "fused parts 4 + 4 make 8, it has 12"),
+        (lambda v: v.picked(0, [(0, 13)]), "0:13 is no range of 12"),
+        (lambda v: v.picked(0, [(0, 3), (2, 4)]), "[(0, 3), (2, 4)] overlap"),
+        (lambda v: v.fused(0, (4, 4)), "fused parts 4 + 4 leave out 8:12"),
         (lambda v: v.fused(0, (16, -4)), "lengths are 0 or more"),
-        (lambda v: v.split(0, 0, [(3, 3)]), "widths 3 + 3 make 6, it has 12"),
+        (lambda v: v.split(0, 0, [(3, 3)]), "widths 3 + 3 leave out 6:12"),
         (lambda v: v.split(0, 0, [(6, 6), (1, 1)]), "widths of 2 parts given, there are 1"),
-        (lambda v: v.interleaved(0, 3, (2, 1)), "3 groups of 6 + 3 make 9, it has 12"),
+        (lambda v: v.interleaved(0, 3, (2, 1)), "3 groups of 6 + 3 leave out 9:12"),
         (lambda v: v.interleaved(0, 3, (2, 2)).shard(0, 0, 2), "0:6 cuts a group of 4"),
         (lambda v: v.fused(0, (6, 6)).padded(0, to=16), "a cut of it must come first"),
         (lambda v: v.padded(0, to=8), "12 is longer than 8"),

@@ -27,6 +27,9 @@ from holdfast.layout.box import Box, flat_range, row_major, whole
 from holdfast.layout.fragment import Fragment
 from holdfast.layout.line import Line, Move, Run
 
+MAX_RUNS = 1 << 20
+"""Of a dim."""
+
 Widths = Sequence[Sequence[int]]
 
 
@@ -109,6 +112,17 @@ class View:
             ends.append((before, before + each[part]))
         return self._cut(dim, line, ends)
 
+    def picked(self, dim: int, ranges: Sequence[tuple[int, int]]) -> View:
+        """Ranges of a dim, stored one after the other: for layouts that are listed and follow no rule."""
+        line = self._plain(dim)
+        for start, stop in ranges:
+            if not 0 <= start <= stop <= line.length:
+                raise LayoutError(f"dim {dim}: {start}:{stop} is no range of {line.length}")
+        ordered = sorted(r for r in ranges if r[0] < r[1])
+        if any(a[1] > b[0] for a, b in zip(ordered, ordered[1:])):
+            raise LayoutError(f"dim {dim}: ranges {list(ranges)[:16]} overlap")
+        return self._with(dim, line.kept(ranges))
+
     def experts(self, dim: int, part: int, parts: int) -> View:
         """The experts of rank `part`, where `dim` counts experts.  LayoutError if they do not divide."""
         return self.shard(dim, part, parts, even=True)
@@ -161,11 +175,13 @@ class View:
         _check_positive("groups", groups)
         line = self._plain(dim)
         _check_sum(dim, f"{groups} groups of", [n * groups for n in sizes], line.length)
-        unit = sum(sizes)
+        unit = max(1, sum(sizes))
         if logical == "stored":
             return self._with(dim, replace(line, unit=unit))
         if logical != "parts":
             raise LayoutError(f"logical={logical!r}: it is 'parts' or 'stored'")
+        if groups * len(sizes) > MAX_RUNS:
+            raise LayoutError(f"dim {dim}: {groups} groups are too many to tell one by one")
         moves, start, offset = [], 0, 0
         for size in sizes:
             if size == 1:
@@ -285,7 +301,8 @@ def _check_positive(what: str, number: int) -> None:
 def _check_sum(dim: int, what: str, sizes: Sequence[int], length: int) -> None:
     if not sizes or any(n < 0 for n in sizes):
         raise LayoutError(f"dim {dim}: {what} {tuple(sizes)}: lengths are 0 or more")
-    if sum(sizes) != length:
-        raise LayoutError(
-            f"dim {dim}: {what} {' + '.join(map(str, sizes[:16]))} make {sum(sizes)}, it has {length}"
-        )
+    total, some = sum(sizes), " + ".join(map(str, sizes[:16]))
+    if total < length:
+        raise LayoutError(f"dim {dim}: {what} {some} leave out {total}:{length}")
+    if total > length:
+        raise LayoutError(f"dim {dim}: {what} {some} make {total}, it has {length}")

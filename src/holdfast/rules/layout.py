@@ -1,0 +1,207 @@
+"""One tensor over a mesh by its rule: what each rank stores; whether all together store it once.
+
+Tensors of one shape and one rule share a `Shape`, so that thousands of them cost what a few do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import product
+
+from holdfast.errors import LayoutError, RuleError
+from holdfast.layout import Cut, Fragment, Mesh, Sharding, View
+from holdfast.rules import steps
+from holdfast.rules.coverage import gap_or_overlap
+from holdfast.rules.source import Span
+from holdfast.rules.statements import Replica, Rule
+
+POWERS = {"param": 1, "exp_avg": -1, "exp_avg_sq": -2}
+"""Of a scale, by state: where parameters are stored times s, gradients are those times 1 / s."""
+
+
+class Unfit(LayoutError):
+    """A rule does not fit a shape; `span`: the step that does not."""
+
+    def __init__(self, span: Span, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.span = span
+
+
+class Shape:
+    """All tensors of a shape that one rule lays out alike over a mesh.
+
+    `numbers` are those that its expressions name, `copies` the axes along which there may be copies.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        rule: Rule,
+        mesh: Mesh,
+        numbers: Mapping[str, Fraction],
+        state: str,
+        copies: tuple[str, ...],
+    ) -> None:
+        self.shape = shape
+        self.rule = rule
+        self.mesh = mesh
+        self.state = state
+        self.axes = tuple(a for a, n in mesh.axes if n > 1 and a in rule.axes)
+        self._numbers = numbers
+        self._copies = copies
+        self.view = lru_cache(1 << 12)(self._view)
+        self.real = lru_cache(1 << 12)(self._real)
+
+    def at(self, rank: int) -> tuple[int, ...]:
+        """A rank's coordinates on `axes`."""
+        return tuple(self.mesh.coordinate(rank, a) for a in self.axes)
+
+    def views(self) -> Iterator[tuple[dict[str, int], View]]:
+        """Each distinct view: coordinates on `axes`, what ranks there store."""
+        for at in product(*(range(self.mesh.sizes[a]) for a in self.axes)):
+            yield dict(zip(self.axes, at)), self.view(at)
+
+    def _view(self, at: tuple[int, ...]) -> View:
+        place = self._place(dict(zip(self.axes, at)))
+        view = View.whole(self.shape)
+        for step in self.rule.steps:
+            if not view.is_here:
+                break
+            try:
+                view = step.apply(view, place)
+            except LayoutError as error:
+                raise Unfit(step.span, error.message, error.hint) from None
+        return self._powered(view)
+
+    def _place(self, coordinates: Mapping[str, int]) -> steps.Place:
+        return steps.Place(coordinates, self.mesh.sizes, self._numbers)
+
+    def _powered(self, view: View) -> View:
+        if view.scale == 1:
+            return view
+        if self.state not in POWERS:
+            message = f"what a scale means for state {self.state!r} is not known"
+            raise Unfit(self.rule.span, message, f"it is known of {', '.join(POWERS)}")
+        return replace(view, scale=view.scale ** POWERS[self.state])
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """As cuts over axes, if it has that form."""
+        cuts: list[Cut] = []
+        on: dict[str, tuple[int, ...]] = {}
+        dims, fused, place = list(range(len(self.shape))), set[int](), self._place({})
+        self.view(self.at(0))  # its checks
+        for step in self.rule.steps:
+            axes = tuple(a for a in step.axes if a in self.axes)
+            if isinstance(step, steps.Transposed) and not fused:
+                dims = [dims[d] for d in step.order] if step.order else dims[::-1]
+            elif isinstance(step, steps.Fused):
+                fused.add(step.dim)
+            elif isinstance(step, (steps.Shard, steps.Experts)) and not axes:
+                fused.discard(step.dim)
+            elif isinstance(step, (steps.Shard, steps.Experts)) and _is_chunk(step, fused):
+                cuts.append(Cut(dims[step.dim], axes))
+            elif isinstance(step, (steps.On, steps.ExpertTensors)) and len(axes) <= 1:
+                chosen = (
+                    step.allowed(place) if isinstance(step, steps.On) else (step.holder(place),)
+                )
+                if axes and on.setdefault(axes[0], chosen) != chosen:
+                    return None
+            else:
+                return None
+        named = [a for cut in cuts for a in cut.axes] + list(on)
+        if len(set(named)) != len(named):
+            return None
+        return Sharding(tuple(cuts), tuple(sorted(on.items())))
+
+    @cached_property
+    def problem(self) -> tuple[str, str | None] | None:
+        """Message and hint, if ranks do not hold every element exactly once."""
+        if self.rule.replica == "unique":
+            for axis, size in self.mesh.axes:
+                if size > 1 and axis not in self.rule.axes + self._copies:
+                    return (
+                        f"it is unique, but all {size} ranks along {axis} hold it",
+                        f"divide it over {axis}, or say replicated, or `copies {axis}` above all rules",
+                    )
+        if self.sharding is not None and not self.sharding.on:
+            return None  # cuts over distinct axes leave nothing out
+        held = [(at, v) for at, v in self.views() if v.is_here]
+        if self.rule.replica != "unique":
+            distinct = {(v.lines, v.window, v.scale): (at, v) for at, v in reversed(held)}
+            held = list(distinct.values())
+        found = gap_or_overlap(
+            self.shape, [(_place_text(at), [f.box for f in v.fragments()]) for at, v in held]
+        )
+        return (found, None) if found else None
+
+    def _real(self, at: tuple[int, ...]) -> int:
+        """Elements stored there, without padding."""
+        return sum(f.box.size for f in self.view(at).fragments())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor over a mesh by its rule."""
+
+    name: str
+    alike: Shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the logical tensor."""
+        return self.alike.shape
+
+    @property
+    def rule(self) -> Rule:
+        return self.alike.rule
+
+    @property
+    def replica(self) -> Replica:
+        return self.alike.rule.replica
+
+    def view(self, rank: int) -> View:
+        """What a rank stores.  RuleError if the rule's steps do not fit the shape."""
+        try:
+            return self.alike.view(self.alike.at(rank))
+        except Unfit as error:
+            raise self._error(error.span, error.message, error.hint) from None
+
+    def fragments(self, rank: int) -> list[Fragment]:
+        """Which box lies where in a rank's storage."""
+        return self.view(rank).fragments()
+
+    def sharding(self) -> Sharding | None:
+        """The same as cuts over axes, if it has that form: nothing fused, reordered, padded or flat.
+
+        A sharding says which boxes ranks hold, not how they store them, nor a scale.
+        """
+        self.view(0)
+        return self.alike.sharding
+
+    def check(self) -> None:
+        """That ranks hold every element exactly once; RuleError names the region that they do not.
+
+        Copies of what is replicated or averaged count once, and so do those along axes of copies.
+        """
+        try:
+            problem = self.alike.problem
+        except Unfit as error:
+            raise self._error(error.span, error.message, error.hint) from None
+        if problem:
+            raise self._error(self.rule.span, *problem)
+
+    def _error(self, span: Span, message: str, hint: str | None) -> RuleError:
+        return span.error(f"{self.name!r} {self.shape} over {self.alike.mesh}: {message}", hint)
+
+
+def _is_chunk(step: steps.Shard | steps.Experts, fused: set[int]) -> bool:
+    whole = isinstance(step, steps.Experts) or step.how in ("chunk", "even")
+    return whole and step.dim not in fused
+
+
+def _place_text(at: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} {i}" for axis, i in at.items()) or "the rank"

@@ -1,0 +1,389 @@
+"""From text to statements.
+
+A statement begins at the start of a line; lines that begin with a blank go on with it; `#` at the start of
+a line or behind a blank begins a comment.  The grammar is in docs/rules.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from holdfast.errors import RuleError
+from holdfast.rules import steps
+from holdfast.rules.expression import SIZE, Expression, Item, Named, Operator
+from holdfast.rules.pattern import Pattern
+from holdfast.rules.source import Source, Span, unknown
+from holdfast.rules.statements import (
+    REPLICAS,
+    Axes,
+    Include,
+    Let,
+    Need,
+    Optional,
+    Rename,
+    Rule,
+    Statement,
+)
+
+MAX_TEXT = 1 << 20
+MAX_TOKENS = 10_000
+MAX_DEPTH = 30
+RESERVED = frozenset({SIZE, "over", "of", "from", "to", "multiple", "stored"})
+
+_WORD = re.compile(r"/(?:\\.|[^/\\\n])*/|\S+")
+_TOKEN = re.compile(r"[A-Za-z_]\w*|\d+|//|->|\S", re.ASCII)
+_COMMENT = re.compile(r"(?:^|(?<=\s))#.*")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A word or sign; the last one of a statement is empty."""
+
+    text: str
+    span: Span
+
+    @property
+    def is_name(self) -> bool:
+        return bool(_NAME.fullmatch(self.text))
+
+
+def parsed(source: Source) -> list[Statement]:
+    """The statements of a text, in order.  RuleError at the first that is none."""
+    if len(source.text) > MAX_TEXT:
+        raise RuleError(f"{source.path}: rules of more than {MAX_TEXT} characters")
+    found = [_Parser(source, lines).statement() for lines in _statements(source)]
+    if any(isinstance(s, Optional) for s in found):
+        return [_optional(s) for s in found]
+    return found
+
+
+def _optional(statement: Statement) -> Statement:
+    if isinstance(statement, (Rule, Rename)):
+        return replace(statement, optional=True)
+    return statement
+
+
+def _statements(source: Source) -> Iterator[list[tuple[int, str]]]:
+    """Lines of each statement, with their numbers, without comments."""
+    found: list[tuple[int, str]] = []
+    for number, line in enumerate(source.text.split("\n"), 1):
+        text = _COMMENT.sub("", line).rstrip()
+        if not text:
+            continue
+        if text[0].isspace():
+            if not found:
+                at = len(text) - len(text.lstrip())
+                span = Span(source, number, at, len(text) - at)
+                raise span.error("a statement begins at the start of a line")
+            found.append((number, text))
+            continue
+        if found:
+            yield found
+        found = [(number, text)]
+    if found:
+        yield found
+
+
+@dataclass
+class _Parser:
+    """One statement: its first words, or its tokens from one of them on."""
+
+    source: Source
+    lines: list[tuple[int, str]]
+    tokens: list[Token] = field(default_factory=list)
+    at: int = 0
+    axes: list[Named] = field(default_factory=list)
+    """Those that steps have named."""
+
+    # -- words and tokens -------------------------------------------------------------------------
+
+    def words(self) -> list[Token]:
+        """Separated by blanks; a regular expression is one."""
+        return [
+            Token(m[0], Span(self.source, number, m.start(), m.end() - m.start()))
+            for number, text in self.lines
+            for m in _WORD.finditer(text)
+        ]
+
+    def tokenize(self, behind: Token) -> None:
+        """Tokens of what stands behind a word of the first line that has any."""
+        span = behind.span
+        for number, text in self.lines:
+            start = 0 if number != span.line else span.column + span.width
+            if number < span.line:
+                continue
+            for m in _TOKEN.finditer(text, start):
+                self.tokens.append(
+                    Token(m[0], Span(self.source, number, m.start(), m.end() - m.start()))
+                )
+        if len(self.tokens) > MAX_TOKENS:
+            raise span.error(f"a statement of more than {MAX_TOKENS} words")
+        number, text = self.lines[-1]
+        self.tokens.append(Token("", Span(self.source, number, len(text), 1)))
+
+    @property
+    def next(self) -> Token:
+        return self.tokens[self.at]
+
+    def take(self) -> Token:
+        token = self.next
+        self.at += bool(token.text)
+        return token
+
+    def accept(self, text: str) -> bool:
+        """Whether it is next; then it is taken."""
+        if self.next.text != text:
+            return False
+        self.at += 1
+        return True
+
+    def expect(self, *texts: str) -> Token:
+        token = self.take()
+        if token.text not in texts:
+            raise self.unexpected(token, " or ".join(map(repr, texts)))
+        return token
+
+    def unexpected(self, token: Token, wanted: str) -> RuleError:
+        found = repr(token.text) if token.text else "the end"
+        return token.span.error(f"{wanted} expected, found {found}")
+
+    def name(self, what: str) -> Named:
+        token = self.take()
+        if not token.is_name:
+            raise self.unexpected(token, what)
+        if token.text in RESERVED:
+            raise token.span.error(f"{token.text!r} is a word of the language, not {what}")
+        return Named(token.text, token.span)
+
+    def integer(self, what: str) -> int:
+        token = self.take()
+        if not token.text.isascii() or not token.text.isdigit() or len(token.text) > 18:
+            raise self.unexpected(token, what)
+        return int(token.text)
+
+    def end(self) -> None:
+        if self.next.text:
+            raise self.unexpected(self.next, "the end of the line")
+
+    # -- statements -------------------------------------------------------------------------------
+
+    def statement(self) -> Statement:
+        """Whatever the first word says; a rule if it is no keyword."""
+        words = self.words()
+        first = words[0]
+        if first.text in ("include", "rename"):
+            return self.include(words) if first.text == "include" else self.rename(words)
+        self.tokenize(first)
+        kinds: dict[str, Callable[[Token], Statement]] = {
+            "axes": lambda t: Axes(self.names("a mesh axis"), copies=False),
+            "copies": lambda t: Axes(self.names("a mesh axis"), copies=True),
+            "need": lambda t: Need(self.names("a variable")),
+            "let": self.let,
+            "optional": lambda t: Optional(t.span),
+        }
+        found = kinds.get(first.text, self.rule)(first)
+        self.end()
+        return found
+
+    def include(self, words: list[Token]) -> Include:
+        if len(words) != 2:
+            raise words[-1].span.error("include takes the name of a preset, or a file")
+        return Include(words[1].text.strip('"'), words[1].span)
+
+    def rename(self, words: list[Token]) -> Rename:
+        if len(words) != 4 or words[2].text != "->":
+            raise words[-1].span.error(
+                "a rename is not complete", "write it as rename h.{n}.w -> layers.{n}.w"
+            )
+        old = Pattern.of(words[1].text, words[1].span)
+        new = Pattern.of(old.like(words[3].text), words[3].span)
+        for pattern in (old, new):
+            if pattern.text.startswith("/") or pattern.has_anonymous:
+                raise pattern.span.error(
+                    "a rename goes both ways: each wildcard needs a name",
+                    "write {x} for *, {x:**} for **, {x:a|b} for {a|b}",
+                )
+        for a, b in ((old, new), (new, old)):
+            for name in a.captures:
+                if name not in b.captures:
+                    raise a.span.error(f"{{{name}}} is on one side only")
+        return Rename(old, new, words[0].span)
+
+    def names(self, what: str) -> tuple[Named, ...]:
+        found = [self.name(what)]
+        while self.accept(","):
+            found.append(self.name(what))
+        return tuple(found)
+
+    def let(self, first: Token) -> Let:
+        name = self.name("a variable")
+        self.expect("=")
+        return Let(name.name, self.expression(), name.span)
+
+    def rule(self, first: Token) -> Rule:
+        pattern = Pattern.of(first.text, first.span)
+        word = self.take()
+        replica = next((r for r in REPLICAS if r == word.text), None)
+        if replica is None:
+            if word.is_name:
+                raise unknown("replica rule", word.text, REPLICAS, word.span)
+            raise self.unexpected(word, "unique, replicated or averaged")
+        found = []
+        while self.accept(","):
+            found.append(self.step())
+        behind = self.lines[0][1][first.span.column + first.span.width :]
+        text = " ".join(" ".join([behind, *(line for _, line in self.lines[1:])]).split())
+        return Rule(pattern, replica, tuple(found), first.span, text, tuple(self.axes))
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def step(self) -> steps.Step:
+        word = self.take()
+        kinds: dict[str, Callable[[], Callable[[Span], steps.Step]]] = {
+            "shard": self.shard,
+            "fused": self.fused,
+            "interleaved": self.interleaved,
+            "padded": self.padded,
+            "experts": self.experts,
+            "transposed": self.transposed,
+            "scaled": self.scaled,
+            "flat": self.flat,
+            "on": self.on,
+        }
+        if not word.is_name:
+            raise self.unexpected(word, "a step")
+        if word.text not in kinds:
+            raise unknown("step", word.text, kinds, word.span)
+        made = kinds[word.text]()
+        return made(word.span.to(self.tokens[self.at - 1].span))
+
+    def shard(self) -> Callable[[Span], steps.Step]:
+        dim, axes = self.dim(), self.over()
+        for how in ("even", "balanced"):
+            if self.accept(how):
+                return lambda span: steps.Shard(span, dim, axes, how)
+        if not self.accept("widths"):
+            return lambda span: steps.Shard(span, dim, axes)
+        widths = [self.numbers()]
+        while self.next.text == "(":
+            widths.append(self.numbers())
+        return lambda span: steps.Shard(span, dim, axes, "widths", tuple(widths))
+
+    def fused(self) -> Callable[[Span], steps.Step]:
+        dim, sizes = self.dim(), self.numbers()
+        return lambda span: steps.Fused(span, dim, sizes)
+
+    def interleaved(self) -> Callable[[Span], steps.Step]:
+        dim, groups = self.dim(), self.expression()
+        self.expect("of")
+        sizes = self.numbers()
+        logical = "stored" if self.accept("stored") else "parts"
+        return lambda span: steps.Interleaved(span, dim, groups, sizes, logical)
+
+    def padded(self) -> Callable[[Span], steps.Step]:
+        dim = self.dim()
+        original = self.expression() if self.accept("from") else None
+        if self.expect("to", "multiple").text == "to":
+            to = self.expression()
+            return lambda span: steps.Padded(span, dim, to=to, original=original)
+        multiple = self.expression()
+        return lambda span: steps.Padded(span, dim, multiple=multiple, original=original)
+
+    def experts(self) -> Callable[[Span], steps.Step]:
+        if self.next.text.isdigit():
+            dim, axes = self.dim(), self.over()
+            return lambda span: steps.Experts(span, dim, axes)
+        self.expect("{")
+        expert = self.name("a capture of the pattern")
+        self.expect("}")
+        self.expect("of")
+        count = self.expression()
+        over = self.over()
+        named = Expression((expert,), expert.span)
+        return lambda span: steps.ExpertTensors(span, named, count, over)
+
+    def transposed(self) -> Callable[[Span], steps.Step]:
+        if not self.accept("("):
+            return lambda span: steps.Transposed(span)
+        order = [self.dim()]
+        while self.accept(","):
+            order.append(self.dim())
+        self.expect(")")
+        return lambda span: steps.Transposed(span, tuple(order))
+
+    def scaled(self) -> Callable[[Span], steps.Step]:
+        factor = self.expression()
+        return lambda span: steps.Scaled(span, factor)
+
+    def flat(self) -> Callable[[Span], steps.Step]:
+        axes = self.over()
+        multiple = self.expression() if self.accept("multiple") else None
+        return lambda span: steps.Flat(span, axes, multiple)
+
+    def on(self) -> Callable[[Span], steps.Step]:
+        axis = self.axis()
+        coordinates = self.numbers() if self.next.text == "(" else (self.expression(),)
+        return lambda span: steps.On(span, (axis,), coordinates)
+
+    def dim(self) -> int:
+        return self.integer("a dim (0, 1, ...)")
+
+    def over(self) -> tuple[str, ...]:
+        """`over pp*tp`: axes from the outermost."""
+        self.expect("over")
+        found = [self.axis()]
+        while self.accept("*"):
+            found.append(self.axis())
+        return tuple(found)
+
+    def axis(self) -> str:
+        self.axes.append(self.name("a mesh axis"))
+        return self.axes[-1].name
+
+    def numbers(self) -> tuple[Expression, ...]:
+        """`(a, b)`."""
+        self.expect("(")
+        found = [self.expression()]
+        while self.accept(","):
+            found.append(self.expression())
+        self.expect(")")
+        return tuple(found)
+
+    # -- expressions ------------------------------------------------------------------------------
+
+    def expression(self) -> Expression:
+        first = self.next
+        items = self.sum(0)
+        return Expression(tuple(items), first.span.to(self.tokens[self.at - 1].span))
+
+    def sum(self, depth: int) -> list[Item]:
+        return self.chain(("+", "-"), lambda: self.product(depth))
+
+    def product(self, depth: int) -> list[Item]:
+        return self.chain(("*", "/", "//", "%"), lambda: self.operand(depth))
+
+    def chain(self, signs: tuple[str, ...], operand: Callable[[], list[Item]]) -> list[Item]:
+        items = operand()
+        while self.next.text in signs:
+            sign = self.take()
+            items += [*operand(), Operator(sign.text, sign.span)]
+        return items
+
+    def operand(self, depth: int) -> list[Item]:
+        token = self.next
+        if token.text == "(":
+            if depth == MAX_DEPTH:
+                raise token.span.error("brackets within brackets, too deep")
+            self.take()
+            items = self.sum(depth + 1)
+            self.expect(")")
+            return items
+        if token.is_name:
+            if token.text == SIZE:
+                return [Named(self.take().text, token.span)]
+            return [self.name("a number or a name")]
+        return [Fraction(self.integer("a number or a name"))]

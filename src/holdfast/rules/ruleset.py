@@ -1,0 +1,247 @@
+"""Rule sets: which rule a name has, and how a tensor lies by it over a mesh.
+
+    >>> rules = RuleSet.parse('''
+    ... axes tp
+    ... copies dp
+    ... **.proj.weight    unique, shard 1 over tp
+    ... **.weight         unique, shard 0 over tp
+    ... ''')
+    >>> mesh = Mesh((("dp", 2), ("tp", 2)))
+    >>> layout = rules.layout("h.0.proj.weight", (8, 6), mesh)
+    >>> [str(f.box) for f in layout.fragments(rank=1)]
+    ['0:8,3:6']
+    >>> rules.check({"h.0.proj.weight": (8, 6), "h.0.fc.weight": (8, 6)}, mesh)
+
+The first rule that matches a name wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+from holdfast.errors import RuleError
+from holdfast.layout import Mesh
+from holdfast.near import near
+from holdfast.rules.checking import MAX_PROBLEMS, check_covered, matching, problems_of_names
+from holdfast.rules.expression import SIZE, Expression
+from holdfast.rules.layout import Layout, Shape
+from holdfast.rules.loading import source_of, statements_of
+from holdfast.rules.renaming import first, renamed, renamed_back
+from holdfast.rules.source import Source, unknown
+from holdfast.rules.statements import Axes, Let, Need, Rename, Rule, Statement
+
+Captures = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Match:
+    """The rule of a name, and what its pattern captured."""
+
+    rule: Rule
+    captures: Captures
+
+
+class RuleSet:
+    """Rules in their order, renames, axes and variables; every name in them is known to exist."""
+
+    def __init__(
+        self, statements: Iterable[Statement], path: str, let: Mapping[str, int | Fraction]
+    ) -> None:
+        found = list(statements)
+        self.path = path
+        self.rules = tuple(s for s in found if isinstance(s, Rule))
+        self.renames = tuple(s for s in found if isinstance(s, Rename))
+        self.axes = tuple(dict.fromkeys(_axes(found, copies=False)))
+        self.copies = tuple(dict.fromkeys(_axes(found, copies=True)))
+        self._given = {name: Fraction(value) for name, value in let.items()}
+        self._lets = _lets(found, self._given)
+        self._check_names(found)
+        self._numbers = lru_cache(64)(self._numbers_of)
+        self._alike = lru_cache(1 << 14)(self._alike_of)
+
+    @staticmethod
+    def parse(
+        text: str, path: str = "<rules>", *, let: Mapping[str, int | Fraction] | None = None
+    ) -> RuleSet:
+        """From text; `let` gives values to variables, before the text does."""
+        return RuleSet(statements_of(Source(path, text)), path, let or {})
+
+    @staticmethod
+    def load(what: str, *, let: Mapping[str, int | Fraction] | None = None) -> RuleSet:
+        """A preset by its name, or a file."""
+        source = source_of(what, Path())
+        return RuleSet(statements_of(source), source.path, let or {})
+
+    # -- names ------------------------------------------------------------------------------------
+
+    def match(self, name: str) -> Match:
+        """The first rule that matches.  RuleError, with near misses, if none does."""
+        for rule in self.rules:
+            captures = rule.pattern.match(name)
+            if captures is not None:
+                return Match(rule, tuple(captures.items()))
+        texts = [rule.pattern.text for rule in self.rules]
+        raise RuleError(
+            f"{self.path}: no rule matches {name!r}",
+            hint=near(name, texts) or "write a rule for it",
+        )
+
+    def rename(self, name: str) -> str:
+        """The new name of one; a name without a rename keeps its own.  `renamed` checks all of a set."""
+        found = first(self.renames, name)
+        return name if found is None else found[1]
+
+    def renamed(self, names: Iterable[str]) -> dict[str, str]:
+        """New names by old ones.  RuleError if one has no rename, or two become one."""
+        return renamed(self.renames, list(names), self.path)
+
+    def renamed_back(self, names: Iterable[str]) -> dict[str, str]:
+        """Old names by new ones.  RuleError if one has none, or several."""
+        return renamed_back(self.renames, list(names), self.path)
+
+    # -- layouts ----------------------------------------------------------------------------------
+
+    def layout(
+        self, name: str, shape: Iterable[int], mesh: Mesh, *, state: str = "param"
+    ) -> Layout:
+        """How a tensor lies over a mesh by its rule.  `shape` is that of the logical tensor.
+
+        An axis that the mesh lacks has one rank.  `state` matters where values are scaled.
+        """
+        match = self.match(name)
+        used = {named.name for e in match.rule.expressions for named in e.names()}
+        captures = tuple((k, v) for k, v in match.captures if k in used)
+        return Layout(name, self._alike(match.rule, captures, tuple(shape), mesh, state))
+
+    def _alike_of(
+        self, rule: Rule, captures: Captures, shape: tuple[int, ...], mesh: Mesh, state: str
+    ) -> Shape:
+        numbers = dict(self._numbers(mesh))
+        for key, text in captures:
+            if not (text.isascii() and text.isdigit() and len(text) <= 18):
+                raise rule.span.error(f"{{{key}}} is {text!r}, not a number")
+            numbers[key] = Fraction(int(text))
+        return Shape(shape, rule, mesh, numbers, state, self.copies)
+
+    def _numbers_of(self, mesh: Mesh) -> dict[str, Fraction]:
+        """What names stand for: axes are their sizes, variables their values."""
+        for axis, size in mesh.axes:
+            if size > 1 and axis not in self.axes + self.copies:
+                known = self.axes + self.copies
+                raise RuleError(
+                    f"{self.path}: the mesh has an axis {axis!r} that no `axes` or `copies` names",
+                    hint=near(axis, known) or f"they name {', '.join(known) or 'none'}",
+                )
+        numbers = {a: Fraction(mesh.sizes.get(a, 1)) for a in self.axes + self.copies}
+        numbers.update(self._given)
+        for let in self._lets:
+            numbers[let.name] = let.value.value(numbers)
+        return numbers
+
+    def check(self, shapes: Mapping[str, Iterable[int]], mesh: Mesh) -> None:
+        """That each name has one rule, each rule a name, and ranks hold every element exactly once.
+
+        Copies on the axes of `copies`, and of what is replicated or averaged, aside.  RuleError with
+        all that is wrong.
+        """
+        problems = problems_of_names(self.rules, list(shapes), self.match)
+        wrong: set[Rule] = set()  # one name of a rule says enough
+        for name, rule in matching(self.rules, shapes):
+            try:
+                if rule not in wrong:
+                    self.layout(name, shapes[name], mesh).check()
+            except RuleError as error:
+                wrong.add(rule)
+                problems.append(str(error))
+            if len(problems) >= MAX_PROBLEMS:
+                break
+        if problems:
+            raise RuleError("\n\n".join(dict.fromkeys(problems)))
+
+    def _check_given(self, statements: list[Statement]) -> None:
+        """What the call gives a value is a variable of the text."""
+        declared = _declared(statements)
+        for rule in self.rules:
+            declared |= {n.name for e in rule.expressions for n in e.names()}
+        for name in self._given:
+            if name not in declared or name in self.axes + self.copies:
+                hint = near(name, declared) or f"they are {', '.join(sorted(declared)) or 'none'}"
+                raise RuleError(f"{self.path}: {name!r} is none of its variables", hint=hint)
+
+    def _check_names(self, statements: list[Statement]) -> None:
+        """All names that expressions and steps use are known; what is needed has a value."""
+        known = {*self.axes, *self.copies, *self._given}
+        self._check_given(statements)
+        lets = {let.name: let for let in self._lets}
+        for statement in statements:
+            if isinstance(statement, Need):
+                for named in statement.names:
+                    if named.name not in self._given and named.name not in lets:
+                        raise named.span.error(
+                            f"{named.name} has no value",
+                            f"write `let {named.name} = ...` above the include, or pass it "
+                            f"(--let {named.name}=...)",
+                        )
+            elif isinstance(statement, Let) and lets.get(statement.name) is statement:
+                _check_expression(statement.value, known)
+                if statement.name in self.axes + self.copies:
+                    raise statement.span.error(f"{statement.name} is a mesh axis: it has its size")
+                known.add(statement.name)
+        for rule in self.rules:
+            for named in rule.named_axes:
+                if named.name not in self.axes:
+                    raise unknown("axis", named.name, self.axes, named.span)
+            for name in rule.pattern.captures:
+                if name == SIZE or name in known:
+                    raise rule.pattern.span.error(
+                        f"{name} has a meaning already: capture another name"
+                    )
+            usable = {*known, *rule.pattern.captures, SIZE}
+            for expression in rule.expressions:
+                _check_expression(expression, usable)
+        check_covered(self.rules)
+
+
+def _declared(statements: list[Statement]) -> set[str]:
+    """Variables that a text gives or needs."""
+    needed = {n.name for s in statements if isinstance(s, Need) for n in s.names}
+    return needed | {s.name for s in statements if isinstance(s, Let)}
+
+
+def _check_expression(expression: Expression, known: Iterable[str]) -> None:
+    known = set(known)
+    for named in expression.names():
+        if named.name not in known:
+            raise unknown("variable", named.name, known, named.span)
+
+
+def _axes(statements: list[Statement], *, copies: bool) -> list[str]:
+    found = [s for s in statements if isinstance(s, Axes)]
+    others = {n.name for s in found if s.copies != copies for n in s.names}
+    for s in found:
+        for named in s.names:
+            if s.copies == copies and copies and named.name in others:
+                raise named.span.error(f"{named.name} is an axis to divide over, and one of copies")
+    return [n.name for s in found if s.copies == copies for n in s.names]
+
+
+def _lets(statements: list[Statement], given: Mapping[str, Fraction]) -> tuple[Let, ...]:
+    """The first of each name, but for names that are given.
+
+    What is included may have defaults; other than that a name has one value.
+    """
+    found: dict[str, Let] = {}
+    for let in (s for s in statements if isinstance(s, Let)):
+        before = found.get(let.name)
+        if before is not None and let.depth <= before.depth:
+            raise let.span.error(
+                f"{let.name} already has a value, from {before.span.source.path}:{before.span.line}",
+                "the first one counts: what an include needs stands above it",
+            )
+        if before is None and let.name not in given:
+            found[let.name] = let
+    return tuple(found.values())
