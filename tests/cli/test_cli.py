@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from builders import FSDP_TP, Tensor, build, transformer
 from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.opened import Checkpoint
 from holdfast.cli.convert import parse_size
 from holdfast.cli.main import VERBS, app
 from holdfast.cli.screen import ranks_text, size, split_target
@@ -287,6 +288,69 @@ def test_plan(root: Path) -> None:
     assert "more" in call("plan", root, "--mesh", "dp=64")[1]
 
 
+def test_plan_by_rules(root: Path, tmp_path: Path) -> None:
+    names = {t["name"]: t for t in call_json("inspect", root)[1]["tensors"]}
+    file = tmp_path / "some.rules"
+    file.write_text("axes tp\ncopies dp\n**  replicated, flat over tp multiple grain\nneed grain\n")
+    options = ("--rules", file, "--mesh", "dp=2,tp=2", "--let", "grain=8")
+    code, out, _ = call("plan", root, *options)
+    assert code == 0 and "Every element is held exactly once" in out and "flat over tp" in out
+    code, found = call_json("plan", root, *options)
+    assert code == 0 and {t["name"] for t in found["tensors"]} == set(names)
+    expected = padding = 0
+    for t in found["tensors"]:
+        size = int(np.prod(t["shape"]))
+        item = np.dtype(t["dtype"]).itemsize if t["dtype"] != "bfloat16" else 2
+        each = size if t["layout"] is None else -(-size // 16) * 8
+        assert t["bytes_per_rank"] == [each * item]
+        expected += each * item
+        padding += 0 if t["layout"] is None else 2 * each * item - size * item
+    assert [r["bytes"] for r in found["ranks"]] == [expected] * 4
+    assert sum(r["padding_bytes"] for r in found["ranks"][:2]) == padding
+    assert call_json("plan", root, *options, "--rank", 3)[1]["ranks"][0]["rank"] == 3
+
+
+def test_convert_renames_by_rules(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "names.rules"
+    file.write_text("rename wte.{x} -> embed.{x}\nrename {x:**} -> model.{x}\n")
+    options = ("--to", "huggingface", "--rules", file)
+    assert call("convert", root, tmp_path / "out", *options)[0] == 0
+    header = (tmp_path / "out/model.safetensors").read_bytes()
+    found = set(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])) - {"__metadata__"}
+    old = {
+        n.removeprefix("model.")
+        for n in Checkpoint.open(str(root)).names()
+        if n.startswith("model.")
+    }
+    assert found == {"embed.weight" if n == "wte.weight" else f"model.{n}" for n in old}
+    file.write_text("rename wte.{x} -> embed.{x}\n")
+    code, _, err = call("convert", root, tmp_path / "other", *options)
+    assert code == 2 and "no rename matches" in err and not (tmp_path / "other").exists()
+    file.write_text("** replicated\n")
+    code, _, err = call("convert", root, tmp_path / "other", *options)
+    assert code == 2 and "no rename in it" in err
+
+
+def test_plan_by_rules_that_do_not_fit(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "some.rules"
+    file.write_text("axes tp\nsome.weight  unique, shard 0 over tp\n")
+    code, _, err = call("plan", root, "--rules", file, "--mesh", "tp=2")
+    assert (
+        code == 2
+        and "no rule matches" in err
+        and "some.rules:2: this rule is used by no name" in err
+    )
+    for options, message in (
+        (("--rules", "lama", "--mesh", "tp=2"), "did you mean 'llama'?"),
+        (("--rules", "mixtral", "--mesh", "tp=2"), "experts has no value"),
+        (("--rules", "gpt2", "--mesh", "tp=2", "--rank", 2), "rank 2 is not in 0..1"),
+        (("--rules", "gpt2", "--mesh", "tp=2", "--let", "x"), "--let x: not a variable"),
+        (("--mesh", "tp=2", "--let", "x=1"), "it needs --rules FILE"),
+    ):
+        code, _, err = call("plan", root, *options)
+        assert code == 2 and message in err, err
+
+
 # -- the command itself ---------------------------------------------------------------------------
 
 
@@ -317,6 +381,7 @@ def test_an_unsupported_url_is_a_usage_error() -> None:
         ["verify", "{root}"],
         ["diff", "{root}", "{root}"],
         ["plan", "{root}", "--mesh", "dp=2"],
+        ["plan", "{root}", "--mesh", "dp=2", "--rules", "deepspeed-zero"],
         ["prune", "{root}", "--keep-last", "9"],
         ["nonsense"],
     ],

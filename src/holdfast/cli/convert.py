@@ -27,6 +27,9 @@ DType = Annotated[
 ]
 MaxFile = Annotated[str, typer.Option("--max-file", metavar="SIZE", help="Of one file.")]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="For buffers, at most.")]
+RulesFile = Annotated[
+    str | None, typer.Option("--rules", metavar="FILE", help="Rules that rename the weights.")
+]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not read the result back.")]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
@@ -40,6 +43,7 @@ def run(
     from_: From = None,
     key: Key = "model",
     dtype: DType = None,
+    rules: RulesFile = None,
     max_file: MaxFile = "5GB",
     memory: Memory = "2GiB",
     no_verify: NoVerify = False,
@@ -53,14 +57,17 @@ def run(
     Under torchrun the ranks share the work.
     """
     url, step = split_target(source)
+    url = f"{from_}:{url}" if from_ else url
+    rename = _renaming(url, step, key, rules) if rules is not None else None
     with _shown() as told:
         made = convert(
-            f"{from_}:{url}" if from_ else url,
+            url,
             target,
             to=to,
             step=step,
             key=key,
             dtype=dtype,
+            rename=rename,
             max_file_bytes=parse_size("--max-file", max_file),
             memory_bytes=parse_size("--memory", memory),
             verify=not no_verify,
@@ -73,6 +80,23 @@ def run(
 def _is_first() -> bool:
     """Whether this is the only process, or rank 0 of a torchrun: the others keep quiet."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str], str]:
+    """New names of a checkpoint's weights.  RuleError if names and renames do not fit each other."""
+    from holdfast.looking import open as open_checkpoint
+    from holdfast.rules import RuleSet
+    from holdfast.writers.planned import Options, weights
+
+    rules = RuleSet.load(file)
+    if not rules.renames:
+        raise UsageError(
+            f"--rules {file}: no rename in it", hint="rename h.{n}.{x:**} -> layers.{n}.{x}"
+        )
+    with open_checkpoint(url, step) as source:
+        found = weights(source, Options(key=key))
+    new = rules.renamed([name for w in found for name in (w.name, *w.also)])
+    return lambda name: new.get(name, name)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -1,4 +1,7 @@
-"""`holdfast plan URL[@STEP] --mesh dp=4,tp=2`: what a restore on that mesh would read, rank by rank."""
+"""`holdfast plan URL[@STEP] --mesh dp=4,tp=2`: what a restore on that mesh would read, rank by rank.
+
+With `--rules FILE`: how the rules lay each tensor out over the mesh, and what each rank would store.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,16 @@ from holdfast.cli.screen import (
     size,
     table,
 )
+from holdfast.errors import UsageError
 
 MeshText = Annotated[
     str, typer.Option("--mesh", metavar="AXES", help="The new mesh, outermost first: dp=4,tp=2.")
+]
+RulesFile = Annotated[
+    str | None, typer.Option("--rules", metavar="FILE", help="A file of rules, or a preset.")
+]
+LetText = Annotated[
+    list[str] | None, typer.Option("--let", metavar="NAME=N", help="A variable of the rules.")
 ]
 Rank = Annotated[int | None, typer.Option("--rank", metavar="R", help="One rank in detail.")]
 MOST = 16
@@ -34,11 +44,18 @@ MOST = 16
 def run(
     target: Target,
     mesh: MeshText,
+    rules: RulesFile = None,
+    let: LetText = None,
     rank: Rank = None,
     show_all: ShowAll = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each rank of another mesh would read from a step."""
+    """Show what each rank of another mesh would read from a step, or store by rules."""
+    if rules is not None:
+        _by_rules(target, mesh, rules, let or [], rank, show_all, as_json)
+        return
+    if let:
+        raise UsageError("--let gives values to variables of rules: it needs --rules FILE")
     checkpoint = opened(target)
     reshape = Reshape.onto(checkpoint.manifest, parse_mesh(mesh))
     ranks = [rank] if rank is not None else _ranks(reshape.mesh.world, show_all)
@@ -51,6 +68,31 @@ def run(
         _show_rank(reshape, readings[0])
     else:
         _show_ranks(checkpoint, reshape, readings)
+
+
+def _by_rules(
+    target: str,
+    mesh_text: str,
+    file: str,
+    let: list[str],
+    rank: int | None,
+    show_all: bool,
+    as_json: bool,
+) -> None:
+    from holdfast.checkpoint.ruling import Ruling
+    from holdfast.cli.ruled import parse_let, plain, show
+    from holdfast.rules import RuleSet
+
+    mesh, rules = parse_mesh(mesh_text), RuleSet.load(file, let=parse_let(let))
+    if rank is not None and not 0 <= rank < mesh.world:
+        raise UsageError(f"rank {rank} is not in 0..{mesh.world - 1} of mesh {mesh}")
+    checkpoint = opened(target)
+    plan = Ruling.of(checkpoint.manifest, rules, mesh)
+    shares = [plan.share(r) for r in ([rank] if rank is not None else _ranks(mesh.world, show_all))]
+    if as_json:
+        print_json(plain(checkpoint, plan, shares))
+    else:
+        show(checkpoint, plan, shares, show_all)
 
 
 def _ranks(world: int, show_all: bool) -> list[int]:

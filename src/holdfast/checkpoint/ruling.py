@@ -1,0 +1,116 @@
+"""What each rank of a mesh would store of a step, by rules; nothing but the manifest is read.
+
+Rules name parameters.  A tensor `model.h.0.weight` is parameter `h.0.weight`, and so is the optimizer state
+`optim.h.0.weight.exp_avg`.  A state that has not its parameter's shape (a counter, a factored moment) has
+no layout of its own: each rank keeps it whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.manifest import Manifest, TensorEntry
+from holdfast.layout import Mesh
+from holdfast.rules import Layout, RuleSet
+from holdfast.rules.layout import Shape
+
+OF_THE_MODEL = ("param", "buffer", "tensor")
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A tensor, the parameter that it belongs to, and its layout; None if it is kept whole."""
+
+    entry: TensorEntry
+    parameter: str
+    layout: Layout | None
+
+    @property
+    def follows(self) -> bool:
+        """Whether nothing need be said of it: it lies as its parameter does, or is a counter."""
+        return self.layout is not None or not self.entry.shape
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.entry.dtype].bytes
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank stores: bytes, of which padding; tensors of which it has any part."""
+
+    rank: int
+    num_tensors: int
+    bytes: int
+    padding_bytes: int
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """The tensors of a step by rules, over a mesh."""
+
+    manifest: Manifest
+    rules: RuleSet
+    mesh: Mesh
+    tensors: tuple[Ruled, ...]
+
+    @staticmethod
+    def of(manifest: Manifest, rules: RuleSet, mesh: Mesh) -> Ruling:
+        """RuleError if names and rules do not fit each other, or ranks would not hold everything once."""
+        shapes = {
+            parameter_of(t): t.shape for t in manifest.tensors if t.state in OF_THE_MODEL
+        } or {parameter_of(t): t.shape for t in manifest.tensors if t.shape}
+        whole = {t.name: t.shape for t in manifest.tensors}
+        tied = {_without_key(a): whole[to] for a, to in manifest.aliases.items() if to in whole}
+        rules.check({**tied, **shapes}, mesh)
+        found = []
+        for t in manifest.tensors:
+            name = parameter_of(t)
+            other = t.state not in OF_THE_MODEL and t.shape != shapes.get(name)
+            layout = None if other else rules.layout(name, t.shape, mesh, state=_state(t))
+            found.append(Ruled(t, name, layout))
+        return Ruling(manifest, rules, mesh, tuple(found))
+
+    def share(self, rank: int) -> Share:
+        """What a rank stores."""
+        tensors = total = padding = 0
+        for (alike, itemsize), count in self._kinds.items():
+            view = alike.view(alike.at(rank))
+            real = alike.real(alike.at(rank))
+            tensors += count * bool(real)
+            total += count * view.size * itemsize
+            padding += count * (view.size - real) * itemsize
+        whole = [r for r in self.tensors if r.layout is None]
+        total += sum(_bytes(r) for r in whole)
+        return Share(rank, tensors + len(whole), total, padding)
+
+    @cached_property
+    def _kinds(self) -> Counter[tuple[Shape, int]]:
+        """How many tensors there are of each layout and item size."""
+        return Counter((r.layout.alike, r.itemsize) for r in self.tensors if r.layout is not None)
+
+
+def parameter_of(t: TensorEntry) -> str:
+    """The name that rules know: without the key of the state, and the name of an optimizer's state."""
+    name = _without_key(t.name)
+    if t.state not in OF_THE_MODEL:
+        name = name.removesuffix(f".{t.state}")
+    return name
+
+
+def _without_key(name: str) -> str:
+    return name.split(".", 1)[-1]
+
+
+def _state(t: TensorEntry) -> str:
+    return "param" if t.state in OF_THE_MODEL else t.state
+
+
+def _bytes(ruled: Ruled) -> int:
+    size = ruled.itemsize
+    for n in ruled.entry.shape:
+        size *= n
+    return size

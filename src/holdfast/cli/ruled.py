@@ -1,0 +1,123 @@
+"""What `holdfast plan --rules` shows: each tensor's layout, and what each rank would store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.ruling import Ruled, Ruling, Share
+from holdfast.cli.inspect import KINDS, fold
+from holdfast.cli.screen import dim, heading, many, say, shape_text, size, table
+from holdfast.errors import UsageError
+from holdfast.format.manifest import TensorEntry
+from holdfast.layout import View
+
+MOST_ROWS = 60
+
+
+def parse_let(texts: Sequence[str]) -> dict[str, int]:
+    """`heads=32` of each --let.  UsageError if it is not that."""
+    found = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name.strip().isidentifier() or not value.strip().isdecimal() or len(value) > 18:
+            raise UsageError(f"--let {text}: not a variable", hint="write it as heads=32")
+        found[name.strip()] = int(value)
+    return found
+
+
+def show(checkpoint: Checkpoint, plan: Ruling, shares: list[Share], show_all: bool) -> None:
+    """Tensors, then ranks."""
+    say(f"step {checkpoint.step}, by {plan.rules.path}, over {plan.mesh}", style="bold")
+    heading("Tensors")
+    mine = [r for r in plan.tensors if show_all or r.entry.state in KINDS or not r.follows]
+    rows = [_row(plan, name, group) for name, group in _fold(mine)]
+    left_out = 0 if show_all else max(0, len(rows) - MOST_ROWS)
+    columns = ("name", "shape", "line", "layout", ">fragments", ">bytes per rank")
+    table(columns, rows[: len(rows) - left_out])
+    if left_out:
+        say(dim(f"  … {many(left_out, 'more row')}: --all lists them"))
+    others = len(plan.tensors) - len(mine)
+    if others:
+        what = f"  and {many(others, 'tensor')} of optimizer state, cut as their parameters are"
+        say(dim(f"{what}; counters are whole: --all lists them"))
+    heading("Stored by each rank")
+    at = plan.mesh.coordinate
+    ranks: list[tuple[str, ...]] = [
+        (
+            str(s.rank),
+            ", ".join(f"{axis} {at(s.rank, axis)}" for axis in plan.mesh.sizes),
+            f"{s.num_tensors:,}",
+            size(s.bytes),
+            size(s.padding_bytes) if s.padding_bytes else "-",
+        )
+        for s in shares
+    ]
+    if len(shares) < plan.mesh.world and len(shares) > 2:
+        more = f"… {plan.mesh.world - len(shares):,} more"
+        ranks.insert(len(ranks) - 2, ("", dim(more), "", "", ""))
+    table((">rank", "at", ">tensors", ">stored", ">padding"), ranks)
+    say()
+    say("Every element is held exactly once, copies aside.")
+
+
+def plain(checkpoint: Checkpoint, plan: Ruling, shares: list[Share]) -> dict[str, Any]:
+    """The same for programs: tensors one by one."""
+    return {
+        "url": checkpoint.store.url,
+        "step": checkpoint.step,
+        "rules": plan.rules.path,
+        "mesh": dict(plan.mesh.axes),
+        "tensors": [_tensor(plan, r) for r in plan.tensors],
+        "ranks": [asdict(s) for s in shares],
+    }
+
+
+def _tensor(plan: Ruling, ruled: Ruled) -> dict[str, Any]:
+    views = _views(plan, ruled)
+    rule = ruled.layout.rule if ruled.layout else None
+    return {
+        "name": ruled.entry.name,
+        "shape": list(ruled.entry.shape),
+        "dtype": ruled.entry.dtype,
+        "replica": rule.replica if rule else "replicated",
+        "layout": rule.text if rule else None,
+        "rule": f"{rule.span.source.path}:{rule.span.line}" if rule else None,
+        "bytes_per_rank": sorted({v.size * ruled.itemsize for v in views}),
+        "fragments_per_rank": max(len(v.fragments()) for v in views),
+    }
+
+
+def _fold(tensors: Sequence[Ruled]) -> list[tuple[str, list[Ruled]]]:
+    """Tensors that differ in a layer's number alone become one row."""
+    known = {r.entry.name: r for r in tensors}
+
+    def lies(t: TensorEntry) -> object:
+        layout = known[t.name].layout
+        return None if layout is None else layout.rule
+
+    folded = fold([r.entry for r in tensors], lies)
+    return [(name, [known[t.name] for t in group]) for name, group in folded]
+
+
+def _row(plan: Ruling, name: str, group: list[Ruled]) -> tuple[str, ...]:
+    one = group[0]
+    views = _views(plan, one)
+    sizes = sorted({v.size * one.itemsize for v in views})
+    per_rank = " – ".join(dict.fromkeys((size(sizes[0]), size(sizes[-1]))))
+    pieces = str(max(len(v.fragments()) for v in views))
+    line, text = "-", dim("whole: a state of another shape than its parameter")
+    if one.layout:
+        span = one.layout.rule.span
+        other = span.source.path != plan.rules.path
+        line = f"{span.source.path}:{span.line}" if other else str(span.line)
+        text = one.layout.rule.text
+    return name, shape_text(one.entry.shape), line, text, pieces, per_rank
+
+
+def _views(plan: Ruling, ruled: Ruled) -> list[View]:
+    if ruled.layout is None:
+        return [View.whole(ruled.entry.shape)]
+    return [view for _, view in ruled.layout.alike.views()]
