@@ -87,15 +87,22 @@ def main() -> None:
     p.add_argument("--width", type=int, default=768)
     p.add_argument("--layers", type=int, default=12)
     p.add_argument("--load", help="a universal checkpoint to continue from, instead of saving")
+    p.add_argument("--holdfast", help="any checkpoint to continue from, loaded by holdfast")
     args = p.parse_args()
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
     found = engine(args.width, args.layers, args.stage, universal=bool(args.load))
-    if args.load:
+    if args.load or args.holdfast:
+        import holdfast
+
         torch.distributed.barrier()
         began = time.perf_counter()
-        found.load_checkpoint(args.load)
+        if args.load:
+            found.load_checkpoint(args.load)
+        else:
+            state = {"model": found, "optim": found.optimizer}
+            holdfast.load(args.holdfast, state)
         torch.distributed.barrier()
         print(f"LOADED {time.perf_counter() - began:.3f} LOSS {step(found, 2)}", flush=True)
         return

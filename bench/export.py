@@ -1,0 +1,127 @@
+"""Weights out, and DCP in: Hugging Face export beside `safetensors`, DCP read beside torch's own.
+
+The state is GPT-2 small with AdamW's moments as `dcp.save` has written it, 1.5 GB, in the page cache; whole
+processes.  *export*: its weights as safetensors; the peer loads them by `dcp.load` into tensors and calls
+`safetensors.torch.save_file`.  *all*: everything as one checkpoint; the peer is torch's `dcp_to_torch_save`.
+*read*: `holdfast.load` and `dcp.load` of everything into live tensors, the load alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import HERE, RESULTS, ratio, report, row, seconds, take_turns
+from files import files_below, warm
+from watching import watch
+
+CLI = "from holdfast.cli.main import main; main()"
+EXPORT = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+meta = dcp.FileSystemReader(sys.argv[1]).read_metadata().state_dict_metadata
+meta = {n: m for n, m in meta.items() if n.startswith("model.")}
+state = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in meta.items()}
+dcp.load(state, checkpoint_id=sys.argv[1])
+save_file({n.removeprefix("model."): t for n, t in state.items()}, sys.argv[2])
+"""
+SAVE = """
+import sys
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
+"""
+READ = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+import holdfast, torch.distributed.checkpoint as dcp
+from state import State
+state = State(1, small=sys.argv[4] == "1", seed=1)
+live = state.for_dcp()
+began = time.perf_counter()
+holdfast.load(sys.argv[1], live) if sys.argv[3] == "holdfast" else dcp.load(live, checkpoint_id=sys.argv[1])
+print(time.perf_counter() - began)
+"""
+MAKE = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import torch.distributed.checkpoint as dcp
+from state import State
+dcp.save(State(1, small=sys.argv[3] == "1").for_dcp(), checkpoint_id=sys.argv[1])
+"""
+
+
+class Contest:
+    def __init__(self, root: Path, small: bool) -> None:
+        self.root, self.small = root, str(int(small))
+        self.source = root / "dcp"
+        self.python(MAKE, self.source, HERE, self.small)
+        warm(files_below(self.source))
+
+    def python(self, text: str, *args: object) -> Any:
+        env = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "2"}
+        return watch([sys.executable, "-c", text, *map(str, args)], env=env)
+
+    def timed(self, text: str, *args: object) -> float:
+        out = self.root / "out"
+        taken = self.python(text, *args).seconds
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+        os.sync()
+        return taken
+
+    def contestants(self) -> dict[str, Any]:
+        out = self.root / "out"
+        convert = (CLI, "convert", self.source, out, "--to")
+        read = (READ, self.source, HERE)
+        return {
+            "export holdfast": lambda _: self.timed(*convert, "huggingface"),
+            "export peer": lambda _: self.timed(EXPORT, self.source, out),
+            "all holdfast": lambda _: self.timed(*convert, "universal"),
+            "all peer": lambda _: self.timed(SAVE, self.source, out),
+            "read holdfast": lambda _: float(self.python(*read, "holdfast", self.small).output),
+            "read peer": lambda _: float(self.python(*read, "dcp", self.small).output),
+        }
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    s, size = found["seconds"], found["bytes"]
+    told = (
+        ("export", "weights to Hugging Face", "dcp.load + safetensors save_file", size // 3),
+        ("all", "DCP to one consolidated checkpoint", "dcp_to_torch_save", size),
+        ("read", "load of a DCP directory, 1 rank", "dcp.load", size),
+    )
+    return [
+        row(what, seconds(s, f"{key} holdfast", n), f"{peer} {seconds(s, f'{key} peer', n)}",
+            ratio(s, f"{key} peer", f"{key} holdfast"), ">= 2")
+        for key, what, peer, n in told
+    ]  # fmt: skip
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--root", help="a directory on the disk to be measured")
+    p.add_argument("--rounds", type=int, default=6)
+    p.add_argument("--small", action="store_true", help="a tenth, to try the script out")
+    p.add_argument("--out", type=Path, default=RESULTS)
+    args = p.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=args.root or HERE.parent.parent))
+    began = time.time()
+    try:
+        contest = Contest(root, args.small)
+        turns = take_turns(contest.contestants(), args.rounds)
+        size = sum(f.stat().st_size for f in files_below(contest.source))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    found = {"seconds": turns, "bytes": size}
+    report("export", __doc__, args, found, rows(found), began)
+
+
+if __name__ == "__main__":
+    main()
