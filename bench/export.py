@@ -2,8 +2,9 @@
 
 The state is GPT-2 small with AdamW's moments as `dcp.save` has written it, 1.5 GB, in the page cache; whole
 processes.  *export*: its weights as safetensors; the peer loads them by `dcp.load` into tensors and calls
-`safetensors.torch.save_file`.  *all*: everything as one checkpoint; the peer is torch's `dcp_to_torch_save`.
-*read*: `holdfast.load` and `dcp.load` of everything into live tensors, the load alone.
+`safetensors.torch.save_file`.  *all*: everything as one checkpoint; the peer is `dcp_to_torch_save`.
+*read*: everything into a live model and optimizer, by `holdfast.load`, or by `dcp.load` into what
+`get_state_dict` gives and `set_state_dict`; the load alone.
 """
 
 from __future__ import annotations
@@ -40,19 +41,27 @@ READ = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 import holdfast, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from state import State
 state = State(1, small=sys.argv[4] == "1", seed=1)
-live = state.for_dcp()
 began = time.perf_counter()
-holdfast.load(sys.argv[1], live) if sys.argv[3] == "holdfast" else dcp.load(live, checkpoint_id=sys.argv[1])
+if sys.argv[3] == "holdfast":
+    holdfast.load(sys.argv[1], state.for_holdfast())
+else:
+    model, optim = get_state_dict(state.model, state.optim)
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=sys.argv[1])
+    set_state_dict(state.model, state.optim, model_state_dict=model, optim_state_dict=optim)
 print(time.perf_counter() - began)
 """
 MAKE = """
 import sys
 sys.path.insert(0, sys.argv[2])
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from state import State
-dcp.save(State(1, small=sys.argv[3] == "1").for_dcp(), checkpoint_id=sys.argv[1])
+state = State(1, small=sys.argv[3] == "1")
+model, optim = get_state_dict(state.model, state.optim)
+dcp.save({"model": model, "optim": optim}, checkpoint_id=sys.argv[1])
 """
 
 
