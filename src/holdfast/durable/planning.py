@@ -6,7 +6,6 @@ A plan is made once and holds for the saves that follow, until some rank's descr
 from __future__ import annotations
 
 import msgspec
-import torch
 
 from holdfast.codec.digest import hexdigest
 from holdfast.durable.job import Job, Plan, new_plan, text_of
@@ -17,7 +16,7 @@ from holdfast.layout import Mesh
 from holdfast.state.agreed import Agreement, merge
 from holdfast.state.live import INLINE_BYTES
 from holdfast.state.protocol import Ready, Verdict, sort_extras
-from holdfast.state.snapshot import Copies, Memory, fingerprint
+from holdfast.state.snapshot import Copies, Kept, Memory, fingerprint
 
 
 class Planner:
@@ -87,7 +86,7 @@ class Planner:
         self._kinds = kinds
         return msgspec.msgpack.encode(agreement)
 
-    def lay_out(self, job: Job, memory: Memory, aside: dict[str, torch.Tensor]) -> Image:
+    def lay_out(self, job: Job, memory: Memory, aside: Kept) -> Image:
         """The image for this save: the last one, if nothing that it depends on has changed."""
         plan, verdict = self.plan, job.verdict
         assert plan is not None and verdict is not None

@@ -34,6 +34,7 @@ from holdfast.state.snapshot import (
     MAX_RETAKES,
     Filling,
     Gate,
+    Kept,
     Memory,
     Moment,
     Window,
@@ -76,7 +77,7 @@ class Durable:
         self._pending: list[int] = []
         """Steps of saves that have begun and not ended, on this rank."""
         self._memory = Memory()
-        self._aside: dict[str, torch.Tensor] = {}
+        self._aside: Kept = {}
         self._planner = Planner(group, mesh, deadline_s)
         self._free = threading.Event()
         self._free.set()

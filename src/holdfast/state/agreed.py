@@ -14,19 +14,19 @@ import msgspec
 
 from holdfast.errors import LayoutError
 from holdfast.format.manifest import ShardingEntry, TensorEntry, from_sharding
-from holdfast.layout import Axis, Box, Cut, Mesh, Sharding, common_mesh
+from holdfast.layout import Axis, Box, Cut, Mesh, Sharding, common_mesh, tiles
 from holdfast.state.live import Live
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: `cuts` as (dim, stride, size, axis name), or the rank's `box` if irregular."""
+    """One tensor: `cuts` as (dim, stride, size, axis name), or the rank's `boxes` if irregular."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     state: str
     cuts: tuple[tuple[int, int, int, str | None], ...] | None
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
@@ -50,12 +50,12 @@ def describe(live: Live) -> bytes:
     rows = []
     for t in live.tensors.values():
         p = t.placed
-        cuts, box = None, None
-        if p.cuts is None:
-            box = (p.box.start, p.box.stop)
-        else:
+        cuts = None
+        parts = t.parts if p.cuts is None else ()
+        boxes = tuple((part.box.start, part.box.stop) for part in parts)
+        if p.cuts is not None:
             cuts = tuple((d, a.stride, a.size, a.name) for d, a in p.cuts if a.size > 1)
-        rows.append(Described(t.name, p.dtype, p.shape, t.state, cuts, box))
+        rows.append(Described(t.name, p.dtype, p.shape, t.state, cuts, boxes))
     return msgspec.msgpack.encode(Description(tuple(rows), live.aliases))
 
 
@@ -150,27 +150,31 @@ class _Shardings:
         holders: dict[Box, list[int]] = {}
         for i, t in given:
             for rank in self.ranks[i]:
-                box = self._box(t, rank)
-                if box.size:
-                    holders.setdefault(box, []).append(rank)
+                for box in self._boxes(t, rank):
+                    if box.size:
+                        holders.setdefault(box, []).append(rank)
         load: dict[int, int] = {}
         held = []
         for box, ranks in sorted(holders.items(), key=lambda kv: (kv[0].start, kv[0].stop)):
             rank = min(ranks, key=lambda r: (load.get(r, 0), r))
             load[rank] = load.get(rank, 0) + box.size
             held.append((rank, box))
+        if not tiles(list(holders), given[0][1].shape):
+            raise LayoutError(
+                f"{given[0][1].name!r}: what the ranks hold overlaps or leaves holes",
+                hint="tensors that differ between ranks need names of their own",
+            )
         return Sharding(held=tuple(held))
 
-    def _box(self, t: Described, rank: int) -> Box:
-        if t.box is not None:
-            return Box(*t.box)
+    def _boxes(self, t: Described, rank: int) -> list[Box]:
+        if t.cuts is None:
+            return [Box(*box) for box in t.boxes]
         cuts = tuple(
-            Cut(dim, (self.where or {})[Axis(stride, size)])
-            for dim, stride, size, _ in t.cuts or ()
+            Cut(dim, (self.where or {})[Axis(stride, size)]) for dim, stride, size, _ in t.cuts
         )
         box = Sharding(cuts).box(t.shape, self.mesh, rank)
         assert box is not None
-        return box
+        return [box]
 
 
 def product(mesh: Mesh, ranks: Iterable[int]) -> tuple[tuple[str, tuple[int, ...]], ...] | None:

@@ -103,7 +103,7 @@ def judge_together(
 def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
     """One bit per saved tensor: this rank has a place for it."""
     bits = np.zeros(len(checkpoint.manifest.tensors), bool)
-    for name in [*live.tensors, *live.aliases]:
+    for name in [*live.tensors, *live.aliases, *live.owned]:
         if is_known(checkpoint, name):
             bits[checkpoint.index(name)] = True
     return np.packbits(bits).tobytes()

@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import UsageError
 from holdfast.format import extras
+from holdfast.layout import Box
 from holdfast.state.placed import Placed, place, torch_dtype
+from holdfast.state.zero import Group, Zero, is_engine, is_wrapper, zeros
 
 State = dict[str, Any]
 
@@ -45,6 +47,18 @@ class LiveTensor:
     steady: bool
     source: torch.Tensor
     """What the run itself writes to: a DTensor counts its writes, its local tensor does not."""
+    rest: tuple[Placed, ...] = ()
+    """This rank's other parts, if it has several (ZeRO); all lie in one tensor."""
+
+    @property
+    def parts(self) -> tuple[Placed, ...]:
+        return (self.placed, *self.rest)
+
+    def holder(self, box: Box) -> int:
+        """The number of the part in which a box lies."""
+        if not self.rest:
+            return 0
+        return next(i for i, part in enumerate(self.parts) if part.box & box == box)
 
     @property
     def version(self) -> int:
@@ -61,7 +75,10 @@ class Live:
     extras: dict[str, Any] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
     owned: set[str] = field(default_factory=set)
-    """In a restore: saved tensors that belong to the state_dict of objects."""
+    """In a restore: saved tensors that have a place, but none of their own in `tensors`: those of the
+    state_dict of objects, and numbers that ZeRO keeps once for many parameters."""
+    engines: dict[int, Zero] = field(default_factory=dict)
+    """In a restore: DeepSpeed engines, by id of engine and of optimizer."""
     contents: dict[str, list[str]] = field(default_factory=dict)
     """By key, digests of the tensors that an object's state refers to by name."""
     rules: dict[str, str] = field(default_factory=dict)
@@ -76,6 +93,21 @@ class Live:
         self.tensors[name] = LiveTensor(
             name, state, place(tensor, name), steady and not lazy, tensor
         )
+
+    def add_parts(
+        self,
+        name: str,
+        state: str,
+        parts: tuple[Placed, ...],
+        source: torch.Tensor,
+        *,
+        steady: bool,
+    ) -> None:
+        """Like `add`, with the places known; there may be none on this rank."""
+        if name in self.tensors:
+            raise UsageError(f"two different tensors are named {name!r}")
+        if parts:
+            self.tensors[name] = LiveTensor(name, state, parts[0], steady, source, parts[1:])
 
 
 def is_stateful(value: Any) -> bool:
@@ -101,6 +133,20 @@ def stages(value: Any) -> list[nn.Module] | None:
     return None
 
 
+def is_optimizer(value: Any) -> bool:
+    """A torch optimizer, or what a DeepSpeed engine has in its place."""
+    return isinstance(value, Optimizer) or is_wrapper(value)
+
+
+def engines_in(state: State) -> dict[int, Zero]:
+    """The DeepSpeed engines of a state, by id of engine and of optimizer."""
+    return zeros({key: stages(value) or [] for key, value in state.items()}, state)
+
+
+def is_in(state: State, value: Any) -> bool:
+    return any(known is value for known in state.values())
+
+
 def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
     """Name and place everything.  Shares memory with the live tensors; encodes the extras.
 
@@ -108,13 +154,19 @@ def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
     """
     check_keys(state)
     live = Live(keys=set(state))
+    engines = engines_in(state)
     for key, value in state.items():
         modules = stages(value)
         if modules is not None:
             for module in modules:
-                _add_module(live, key, module)
-        elif isinstance(value, Optimizer):
-            _add_optimizer(live, key, value, all_param_names(state, value))
+                _add_module(live, key, module, engines.get(id(module)))
+        elif is_optimizer(value):
+            zero = engines.get(id(value))
+            if zero is not None:
+                scheduler = not is_in(state, zero.engine.lr_scheduler)
+                tree = _encode(live, f"{key}.engine", zero.extras(scheduler), inline=True)
+                live.extras[f"{key}.engine"] = tree
+            _add_optimizer(live, key, value, zero, all_param_names(state, value, zero))
         elif is_stateful(value):
             rule = (on_resize or {}).get(key) or getattr(value, "on_resize", None)
             if rule or is_loader(value):
@@ -142,9 +194,10 @@ def check_keys(state: State) -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module under DDP and torch.compile."""
+    """The user's own module under DDP, torch.compile and DeepSpeed."""
     while True:
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        wrapped = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        if wrapped or is_engine(module):
             module = module.module
         elif hasattr(module, "_orig_mod"):
             module = module._orig_mod
@@ -187,7 +240,7 @@ def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield clean(f"{prefix}._extra_state" if prefix else "_extra_state"), part
 
 
-def _add_module(live: Live, key: str, module: nn.Module) -> None:
+def _add_module(live: Live, key: str, module: nn.Module, zero: Zero | None) -> None:
     first: dict[int, str] = {}
     for kind, pairs in (("param", named_parameters(module)), ("buffer", named_buffers(module))):
         for name, tensor in pairs:
@@ -196,28 +249,46 @@ def _add_module(live: Live, key: str, module: nn.Module) -> None:
             if known != full:
                 live.aliases[full] = known
             else:
-                live.add(full, kind, tensor, steady=kind == "param")
+                add_tensor(live, full, kind, tensor, zero, steady=kind == "param")
     for name, part in extra_states(module):
         live.extras[f"{key}.{name}"] = _encode(
             live, f"{key}.{name}", part.get_extra_state(), inline=True
         )
 
 
+def add_tensor(
+    live: Live, name: str, kind: str, tensor: torch.Tensor, zero: Zero | None, *, steady: bool
+) -> None:
+    """A parameter or buffer, wherever the engine that it belongs to keeps its values."""
+    if zero is None:
+        live.add(name, kind, tensor, steady=steady)
+    else:
+        parts = zero.parts(tensor, name)
+        live.add_parts(name, kind, parts, zero.source(tensor), steady=steady)
+
+
 # -- optimizers -----------------------------------------------------------------------------------
 
 
-def param_names(state: State, optimizer: Optimizer) -> dict[int, str]:
+def groups_of(optimizer: Any, zero: Zero | None) -> list[Group]:
+    """Each parameter group's dict, and the parameters of the model that are in it."""
+    if zero is not None:
+        return zero.groups
+    return [(group, group["params"]) for group in optimizer.param_groups]
+
+
+def param_names(state: State, optimizer: Any, zero: Zero | None) -> dict[int, str]:
     """Fully qualified names of the parameters of an optimizer, by object."""
-    return {i: names[0] for i, names in all_param_names(state, optimizer).items()}
+    return {i: names[0] for i, names in all_param_names(state, optimizer, zero).items()}
 
 
-def all_param_names(state: State, optimizer: Optimizer) -> dict[int, list[str]]:
+def all_param_names(state: State, optimizer: Any, zero: Zero | None) -> dict[int, list[str]]:
     """As `param_names`, with every name of a tied parameter.
 
     A name carries its module's key only where two modules that the optimizer serves share a
     parameter name; what other modules the state has makes no difference.
     """
-    served = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    served = {id(p) for _, params in groups_of(optimizer, zero) for p in params}
     found: dict[int, list[tuple[str, str]]] = {}
     keys: dict[str, set[str]] = {}
     for key, value in state.items():
@@ -233,13 +304,13 @@ def all_param_names(state: State, optimizer: Optimizer) -> dict[int, list[str]]:
     }
 
 
-def optimizer_params(
-    key: str, optimizer: Optimizer, names: dict[int, str]
+def named_groups(
+    groups: list[Group], names: dict[int, str]
 ) -> list[list[tuple[str, torch.Tensor]]]:
     """(name, parameter) of each group; names from the state's modules, else by position."""
     return [
-        [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(group["params"])]
-        for g, group in enumerate(optimizer.param_groups)
+        [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(params)]
+        for g, (_, params) in enumerate(groups)
     ]
 
 
@@ -248,38 +319,52 @@ def hyper(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_optimizer(
-    live: Live, key: str, optimizer: Optimizer, all_names: dict[int, list[str]]
+    live: Live, key: str, optimizer: Any, zero: Zero | None, all_names: dict[int, list[str]]
 ) -> None:
-    groups: list[Any] = []
+    saved: list[Any] = []
     others: dict[str, Any] = {}
     names = {i: found[0] for i, found in all_names.items()}
-    for group, pairs in zip(optimizer.param_groups, optimizer_params(key, optimizer, names)):
-        groups.append(
+    groups = groups_of(optimizer, zero)
+    for (group, _), pairs in zip(groups, named_groups(groups, names)):
+        saved.append(
             {
                 "params": [n for name, p in pairs for n in all_names.get(id(p), [name])],
                 "hyper": _encode(live, key, hyper(group), inline=True),
             }
         )
+        # DeepSpeed's Muon writes its momentum before the optimizer's step begins
+        steady = zero is None or not group.get("use_muon")
         for name, p in pairs:
             plain = {}
-            for state, value in optimizer.state.get(p, {}).items():
+            states = optimizer.state.get(p, {}) if zero is None else zero.states(p)
+            for state, value in states.items():
                 if isinstance(value, torch.Tensor):
-                    add_state(live, f"{key}.{name}", str(state), p, value)
+                    whole = zero is None or value.ndim > 0  # one number serves many parameters
+                    prefix, still = f"{key}.{name}", steady and whole
+                    add_state(live, prefix, str(state), p, value, zero, steady=still)
                     add_ties(live, key, str(state), all_names.get(id(p), ()))
                 else:
                     plain[str(state)] = _encode(live, f"{key}.{name}.{state}", value, inline=True)
             if plain:
                 others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
-    live.extras[key] = {"$optimizer": {"groups": groups, "state": others}}
+    live.extras[key] = {"$optimizer": {"groups": saved, "state": others}}
     live.rules[key] = "merge"
 
 
-def add_state(live: Live, prefix: str, state: str, p: torch.Tensor, value: torch.Tensor) -> None:
+def add_state(
+    live: Live,
+    prefix: str,
+    state: str,
+    p: torch.Tensor,
+    value: torch.Tensor,
+    zero: Zero | None,
+    *,
+    steady: bool = True,
+) -> None:
     """One tensor of a parameter's optimizer state."""
     name = f"{prefix}.{state}"
-    if name in live.tensors:
-        raise UsageError(f"two different tensors are named {name!r}")
-    live.tensors[name] = LiveTensor(name, state, place_state(p, value, name), True, value)
+    parts = (place_state(p, value, name),) if zero is None else zero.state_parts(p, value, name)
+    live.add_parts(name, state, parts, value, steady=steady)
 
 
 def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:

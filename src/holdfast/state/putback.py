@@ -24,14 +24,19 @@ from holdfast.state.live import (
     Live,
     State,
     extra_states,
+    groups_of,
+    is_in,
+    is_optimizer,
     is_stateful,
-    optimizer_params,
+    named_groups,
     outline_tensor,
     param_names,
     stages,
 )
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.targets import Options, target_of, tensors_in
+from holdfast.state.zero import Group as ParamGroup
+from holdfast.state.zero import Zero
 
 RULES = "same, rank0, redistribute, fresh"
 
@@ -50,6 +55,7 @@ class Extras:
         self.problems: list[str] = []
         self.wants: list[Want] = []
         self._loaded: dict[str, torch.Tensor] = {}
+        self._engines = live.engines
         live.keys = set(state)
         if options.only is None:
             self._find_missing()
@@ -58,8 +64,8 @@ class Extras:
     def _find_missing(self) -> None:
         manifest = self.checkpoint.manifest
         for key, value in self.state.items():
-            if isinstance(value, Optimizer) and key in manifest.extras:
-                pairs = optimizer_params(key, value, param_names(self.state, value))
+            if is_optimizer(value) and key in manifest.extras:
+                pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
                 if self.options.strict:
                     self.problems += _all_unknown(key, manifest.extras[key], pairs)
@@ -88,6 +94,11 @@ class Extras:
                 box = place(tensor, name).box
                 index = self.checkpoint.index(name)
                 self.wants.append(Want(index, box, target_of(tensor, info.dtype)))
+
+    def _named_groups(self, optimizer: Any) -> list[list[tuple[str, torch.Tensor]]]:
+        zero = self._engines.get(id(optimizer))
+        names = param_names(self.state, optimizer, zero)
+        return named_groups(groups_of(optimizer, zero), names)
 
     def check_rules(self) -> None:
         """RuleError, on every rank alike, for an extra that has no rule for the new mesh."""
@@ -132,6 +143,7 @@ class Extras:
                     module.set_extra_state(self._decode(tree))
             if stages(value) is not None:
                 continue  # of a foreign dict of tensors; those alone make up a module
+            self._put_engine(f"{key}.engine", self._engines.get(id(value)), own)
             if key in manifest.extras:
                 self._put_one(key, value, manifest.extras[key])
             elif key in manifest.per_rank:
@@ -141,6 +153,13 @@ class Extras:
         return [
             (f"{key}.{name}", part) for m in stages(value) or () for name, part in extra_states(m)
         ]
+
+    def _put_engine(self, name: str, zero: Zero | None, own: dict[str, Any]) -> None:
+        """An engine's counters, loss scaler and scheduler, if the checkpoint is of an engine."""
+        tree = own.get(name, self.checkpoint.manifest.extras.get(name))
+        if zero is not None and tree is not None:
+            scheduler = not is_in(self.state, zero.engine.lr_scheduler)
+            zero.put_extras(self._decode(tree), scheduler)
 
     def _own(self) -> dict[str, Any]:
         if not self.checkpoint.manifest.per_rank or self.resized:
@@ -170,8 +189,12 @@ class Extras:
                 yield own[key]
 
     def _put_one(self, key: str, value: Any, tree: Any) -> None:
-        if isinstance(value, Optimizer):
-            put_groups(key, value, tree, param_names(self.state, value), self._decode)
+        if is_optimizer(value):
+            zero = self._engines.get(id(value))
+            pairs = self._named_groups(value)
+            put_groups(key, groups_of(value, zero), tree, pairs, self._decode)
+            if zero is None:
+                put_plain_states(value, tree, pairs, self._decode)
         elif is_stateful(value):
             value.load_state_dict(self._decode(tree))
         else:
@@ -255,19 +278,27 @@ def _all_unknown(key: str, tree: Any, pairs: list[list[tuple[str, torch.Tensor]]
 
 def put_groups(
     key: str,
-    optimizer: Optimizer,
+    groups: list[ParamGroup],
     tree: Any,
-    names: dict[int, str],
+    pairs: list[list[tuple[str, torch.Tensor]]],
     decode: Callable[[Any], Any],
 ) -> None:
     """Each group's hyper-parameters from the saved group that its parameters were in."""
-    body = tree["$optimizer"]
-    pairs = optimizer_params(key, optimizer, names)
-    origin = match_groups(key, tree, pairs)
-    for group, params, source in zip(optimizer.param_groups, pairs, origin):
+    saved = tree["$optimizer"]["groups"]
+    for (group, _), source in zip(groups, match_groups(key, tree, pairs)):
         if source is not None:
-            saved = decode(body["groups"][source]["hyper"])
-            group.update({k: v for k, v in saved.items() if k not in HOW or k not in group})
+            hyper = decode(saved[source]["hyper"])
+            group.update({k: v for k, v in hyper.items() if k not in HOW or k not in group})
+
+
+def put_plain_states(
+    optimizer: Optimizer,
+    tree: Any,
+    pairs: list[list[tuple[str, torch.Tensor]]],
+    decode: Callable[[Any], Any],
+) -> None:
+    """What an optimizer keeps of a parameter beside tensors."""
+    for params in pairs:
         for name, p in params:
-            for state, value in body["state"].get(name, {}).items():
+            for state, value in tree["$optimizer"]["state"].get(name, {}).items():
                 optimizer.state[p][state] = decode(value)

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import torch
 
 from holdfast.codec.digest import digest
 from holdfast.errors import LayoutError
 from holdfast.layout import Placement
 from holdfast.state.live import Live
-from holdfast.state.snapshot import raw_array
+from holdfast.state.snapshot import Kept, raw_array
 
 Found = tuple[int, int, int]
 """(tensor number, part, digest)"""
 
 
-def replica_digests(
-    live: Live, kept: dict[str, torch.Tensor], placement: Placement, rank: int
-) -> bytes:
+def replica_digests(live: Live, kept: Kept, placement: Placement, rank: int) -> bytes:
     """Digests of what this rank holds of every tensor that other ranks hold too."""
     found: list[Found] = []
     table = placement.table
@@ -34,7 +31,7 @@ def replica_digests(
             continue
         place = placement.place(sharding, rank)
         if place is not None and len(placement.holders(sharding, place[0])) > 1:
-            local = t.placed.local if t.steady else kept[name]
+            local = t.placed.local if t.steady else kept[name, 0]
             plain = np.ascontiguousarray(raw_array(local.cpu()))
             found.append((index, place[0], digest(plain.reshape(-1).view(np.uint8).data)))
     return msgspec.msgpack.encode(found)

@@ -21,8 +21,10 @@ from holdfast.events import span
 from holdfast.group import Group
 from holdfast.state.compare import Problems, compare, judge_together
 from holdfast.state.live import Live, State, check_keys, stages
+from holdfast.state.masters import MasterChange, master_changes, read_numbers
 from holdfast.state.putback import Extras
 from holdfast.state.targets import Change, Options, is_known, materialise, target_of, targets
+from holdfast.state.zero import is_engine
 
 
 def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options) -> None:
@@ -38,6 +40,9 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options
             read_together(checkpoint.files, prepared.wants, group if group.size > 1 else None)
         with alike(group, checkpoint.step):
             prepared.put_extras()
+        with alike(group, checkpoint.step):
+            for zero in dict.fromkeys(prepared.live.engines.values()):
+                zero.refresh()
     except Exception:
         poison(prepared.live)
         raise
@@ -60,10 +65,12 @@ def alike(group: Group, step: int) -> Iterator[None]:
 def poison(live: Live) -> None:
     """A half-loaded state must not be mistaken for a good one."""
     for t in live.tensors.values():
-        local = t.placed.local
-        if local.is_floating_point() and local.element_size() > 1:
+        if t.placed.local.is_floating_point() and t.placed.local.element_size() > 1:
             with torch.no_grad():
-                local.fill_(float("nan"))
+                for part in t.parts:
+                    part.local.fill_(float("nan"))
+    for zero in dict.fromkeys(live.engines.values()):
+        zero.poison()
 
 
 @dataclass
@@ -77,18 +84,24 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
     error: Exception | None = None
     live, problems = Live(), Problems()
     changes: list[Change] = []
+    masters: list[MasterChange] = []
     plan: Extras | None = None
     try:
         for value in state.values():
             for module in stages(value) or ():
                 materialise(module)
         live, changes = targets(checkpoint, state, options)
+        masters = master_changes(checkpoint, state, live, options)
         problems = compare(checkpoint, live, state, options)
         plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
     except Exception as failed:
         error = failed
         problems.lines.append(str(failed))
+    if any(is_engine(module) for value in state.values() for module in stages(value) or ()):
+        with alike(group, checkpoint.step):
+            read_numbers(checkpoint, masters if error is None else [])
+    problems.lines += [line for change in masters for line in change.problems]
     changed = judge_together(checkpoint, live, problems, error, group, options)
     assert plan is not None
     plan.resized = changed
@@ -97,14 +110,14 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
     with alike(group, checkpoint.step):
         for change in changes:
             change.apply()
+        for master in masters:
+            master.apply()
     wants = [
-        Want(
-            checkpoint.index(name),
-            t.placed.box,
-            target_of(t.placed.local, _saved(checkpoint, name)),
-        )
+        Want(checkpoint.index(name), part.box, target_of(part.local, _saved(checkpoint, name)))
         for name, t in live.tensors.items()
-        if is_known(checkpoint, name) and t.placed.box.size
+        if is_known(checkpoint, name)
+        for part in t.parts
+        if part.box.size
     ]
     wants += plan.wants
     return _Prepared(live, wants, plan.put)

@@ -194,17 +194,22 @@ class Gate:
         self._hook.remove()
 
 
-def set_aside(live: Live, kept: dict[str, torch.Tensor]) -> None:
+Kept = dict[tuple[str, int], torch.Tensor]
+"""By name and number of the part, what was copied at the call."""
+
+
+def set_aside(live: Live, kept: Kept) -> None:
     """Copy what may change before the next optimizer step into `kept`, which is reused."""
     for name, t in live.tensors.items():
         if t.steady:
             continue
-        local = t.placed.local
-        old = kept.get(name)
-        if old is None or old.shape != local.shape or old.dtype != local.dtype:
-            kept[name] = local.detach().clone(memory_format=torch.contiguous_format)
-        else:
-            old.copy_(local)
+        for number, part in enumerate(t.parts):
+            local, old = part.local, kept.get((name, number))
+            if old is None or old.shape != local.shape or old.dtype != local.dtype:
+                copy = local.detach().clone(memory_format=torch.contiguous_format)
+                kept[name, number] = copy
+            else:
+                old.copy_(local)
 
 
 def versions(live: Live) -> list[int]:
@@ -214,7 +219,12 @@ def versions(live: Live) -> list[int]:
 
 def fingerprint(live: Live) -> list[tuple[int, ...]]:
     """What must not change for a list of copies to be used again: addresses and strides."""
-    return [(t.placed.local.data_ptr(), *t.placed.local.stride()) for t in live.tensors.values()]
+    return [
+        (part.local.data_ptr(), *part.local.stride())
+        for t in live.tensors.values()
+        if t.steady  # others are copied from where they were set aside
+        for part in t.parts
+    ]
 
 
 @dataclass
@@ -230,7 +240,7 @@ class Copies:
         image: Image,
         entries: tuple[TensorEntry, ...],
         live: Live,
-        kept: dict[str, torch.Tensor],
+        kept: Kept,
         memory: memoryview,
     ) -> Copies:
         """One copy per piece; the header is written now."""
@@ -243,9 +253,12 @@ class Copies:
             t = live.tensors[entry.name]
             n = len(entry.shape)
             at = image.data_start + offset
-            source = t.placed.local if t.steady else kept[entry.name]
+            box = Box(tuple(start[:n]), tuple(stop[:n]))
+            number = t.holder(box)
+            part = t.parts[number]
+            source = part.local if t.steady else kept[entry.name, number]
             if n:
-                source = source[Box(tuple(start[:n]), tuple(stop[:n])).within(t.placed.box.start)]
+                source = source[box.within(part.box.start)]
             copies._add(memory[at : at + size], source, at + size)
         return copies
 

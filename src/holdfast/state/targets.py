@@ -25,12 +25,15 @@ from holdfast.state.live import (
     Live,
     State,
     add_state,
+    add_tensor,
     add_ties,
     all_param_names,
+    engines_in,
+    groups_of,
     is_stateful,
     named_buffers,
+    named_groups,
     named_parameters,
-    optimizer_params,
     stages,
     unwrap,
 )
@@ -127,8 +130,11 @@ def _device_for(tensor: torch.Tensor) -> torch.device:
 
 
 def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Live, list[Change]]:
-    """Every live tensor that the checkpoint may fill, with the optimizer states to be made for it."""
-    live = Live()
+    """Every live tensor that the checkpoint may fill, with the optimizer states to be made for it.
+
+    Those of DeepSpeed's optimizers are `holdfast.state.masters`'.
+    """
+    live = Live(engines=engines_in(state))
     changes: list[Change] = []
     for key, value in state.items():
         for module in stages(value) or ():
@@ -143,9 +149,10 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
                     if first != full:
                         live.aliases[full] = first
                     elif options.wanted(full):
-                        live.add(full, kind, tensor, steady=True)
-        if isinstance(value, Optimizer):
-            names = all_param_names(state, value)
+                        zero = live.engines.get(id(module))
+                        add_tensor(live, full, kind, tensor, zero, steady=True)
+        if isinstance(value, Optimizer) and id(value) not in live.engines:
+            names = all_param_names(state, value, None)
             changes += _optimizer_targets(checkpoint, live, key, value, names, options)
         elif isinstance(value, torch.Tensor) and options.wanted(key):
             live.add(key, "tensor", value, steady=True)
@@ -209,7 +216,8 @@ def _optimizer_targets(
     states = saved_states(checkpoint, key)
     names = {i: found[0] for i, found in all_names.items()}
     changes = []
-    for group, pairs in zip(optimizer.param_groups, optimizer_params(key, optimizer, names)):
+    groups = groups_of(optimizer, None)
+    for (group, _), pairs in zip(groups, named_groups(groups, names)):
         for name, p in pairs:
             saved = [s for s in states.get(name, []) if options.wanted(f"{key}.{name}.{s}")]
             have = {
@@ -224,7 +232,7 @@ def _optimizer_targets(
             changes.append(Change(optimizer, p, made, drop))
             for state in saved:
                 tensor = have[state] if state in have else made[state]
-                add_state(live, f"{key}.{name}", state, p, tensor)
+                add_state(live, f"{key}.{name}", state, p, tensor, None)
                 add_ties(live, key, state, all_names.get(id(p), ()))
     return changes
 

@@ -1,0 +1,213 @@
+"""Where a restore puts the states of a DeepSpeed engine's optimizer.
+
+The checkpoint has them by parameter; ZeRO has them by master, the flat tensor of many parameters.  So a
+state is one tensor that is laid out as the master, and each parameter's part of it is a view.  A number
+(`step`) ZeRO has once for a master: what was saved for its parameters must agree, and is read first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.rows import Want
+from holdfast.checkpoint.sharing import read_together
+from holdfast.layout import Box
+from holdfast.state.live import Live, State, add_state, add_ties, all_param_names, named_groups
+from holdfast.state.placed import torch_dtype
+from holdfast.state.targets import Options, saved_states, target_of
+from holdfast.state.zero import Zero
+
+PLAIN = (int, float, str, type(None))
+
+
+@dataclass
+class MasterChange:
+    """What becomes of the inner optimizer's state of one master."""
+
+    zero: Zero
+    key: str
+    group: dict[str, Any]
+    params: list[tuple[str, torch.Tensor]]
+    made: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, list[str]] = field(default_factory=dict)
+    """By state, the saved tensors of which all must be one number."""
+    drop: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def master(self) -> torch.Tensor:
+        return self.zero.source(self.params[0][1])
+
+    @property
+    def have(self) -> dict[str, Any]:
+        assert self.zero.inner is not None
+        return self.zero.inner.state.get(self.master, {})
+
+    def apply(self) -> None:
+        assert self.zero.inner is not None
+        states = self.zero.inner.state
+        states[self.master].update(self.made)
+        for name in self.drop:
+            del states[self.master][name]
+        if not states[self.master]:
+            del states[self.master]
+
+    def set_number(self, state: str, value: Any) -> None:
+        """A number as the inner optimizer keeps it: DeepSpeed's count in Python, torch's in tensors."""
+        maker = type(self.zero.inner).__module__
+        tensor = torch.as_tensor(value) if not isinstance(value, (str, type(None))) else None
+        if tensor is None or isinstance(self.have.get(state), (int, float)):
+            self.made[state] = value if tensor is None else type(self.have[state])(tensor.item())
+        elif maker.startswith("deepspeed."):
+            self.made[state] = int(tensor.item()) if state == "step" else tensor.item()
+        elif isinstance(value, torch.Tensor) or (state == "step" and maker.startswith("torch.")):
+            on_device = self.group.get("capturable") or self.group.get("fused")
+            device = self.master.device if on_device else torch.device("cpu")
+            dtype = torch.float32 if tensor.dtype == torch.int64 else tensor.dtype
+            self.made[state] = tensor.to(device, dtype)
+        else:
+            self.made[state] = value
+
+
+def master_changes(
+    checkpoint: Checkpoint, state: State, live: Live, options: Options
+) -> list[MasterChange]:
+    """Places in `live` for the states of every engine's optimizer; the optimizers are as they were."""
+    changes = []
+    for key, value in state.items():
+        zero = live.engines.get(id(value))
+        if zero is None or zero.inner is None or value is zero.engine:
+            continue
+        all_names = all_param_names(state, value, zero)
+        states = saved_states(checkpoint, key)
+        for change in _masters(key, zero, {i: names[0] for i, names in all_names.items()}):
+            _plan(checkpoint, live, change, states, all_names, options)
+            changes.append(change)
+    return changes
+
+
+def _masters(key: str, zero: Zero, names: dict[int, str]) -> Iterator[MasterChange]:
+    """Every master with the parameters that are in it."""
+    for (group, _), pairs in zip(zero.groups, named_groups(zero.groups, names)):
+        found: dict[int, MasterChange] = {}
+        for name, p in pairs:
+            change = MasterChange(zero, key, group, [])
+            found.setdefault(id(zero.source(p)), change).params.append((name, p))
+        yield from found.values()
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    live: Live,
+    change: MasterChange,
+    states: dict[str, list[str]],
+    all_names: dict[int, list[str]],
+    options: Options,
+) -> None:
+    """Find a place for each saved state of a master's parameters."""
+    key, params = change.key, change.params
+    wanted = {
+        name: {s for s in states.get(name, ()) if options.wanted(f"{key}.{name}.{s}")}
+        for name, _ in params
+    }
+    first = params[0][0]
+    for name, _ in params:
+        if wanted[name] != wanted[first]:
+            change.problems.append(
+                f"{key}.{name}: states {sorted(wanted[name])} beside {sorted(wanted[first])} of "
+                f"{first}, but DeepSpeed keeps one flat state for both"
+            )
+            return
+    for state in sorted(wanted[first]):
+        names = [f"{key}.{name}.{state}" for name, _ in params]
+        shapes = [checkpoint.info(name).shape for name in names]
+        some = any(shape != () for shape in shapes)
+        if not some and (state == "step" or any(_shape(change.zero, p) for _, p in params)):
+            change.numbers[state] = names
+            live.owned |= set(names)
+            for _, p in params:
+                live.owned |= {f"{key}.{n}.{state}" for n in all_names.get(id(p), ())}
+        elif shapes == [_shape(change.zero, p) for _, p in params]:
+            _place(checkpoint, live, change, state, all_names)
+        else:
+            change.problems.append(
+                f"{names[0]}: saved with shape {shapes[0]}; a flat state has the parameter's"
+            )
+    if options.only is None:
+        _plain(checkpoint, change)
+        kept = {*wanted[first], *change.made}
+        change.drop = [s for s in change.have if s not in kept]
+
+
+def _shape(zero: Zero, p: torch.Tensor) -> tuple[int, ...]:
+    flat = zero.flats.get(id(p))
+    return tuple(p.shape) if flat is None else flat.shape
+
+
+def _place(
+    checkpoint: Checkpoint,
+    live: Live,
+    change: MasterChange,
+    state: str,
+    all_names: dict[int, list[str]],
+) -> None:
+    """A flat state, made if the optimizer has none yet, with a view for each parameter."""
+    key, old = change.key, change.have.get(state)
+    if not isinstance(old, torch.Tensor) or old.shape != change.master.shape:
+        dtype = torch_dtype(checkpoint.info(f"{key}.{change.params[0][0]}.{state}").dtype)
+        old = torch.zeros_like(change.master, dtype=dtype, requires_grad=False)
+        change.made[state] = old
+    for name, p in change.params:
+        add_state(live, f"{key}.{name}", state, p, old, change.zero)
+        add_ties(live, key, state, all_names.get(id(p), ()))
+
+
+def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
+    """States that are no tensors; they must agree as numbers must."""
+    tree = checkpoint.manifest.extras.get(change.key) or {}
+    saved = tree.get("$optimizer", {}).get("state", {})
+    for state, value in saved.get(change.params[0][0], {}).items():
+        others = [saved.get(name, {}).get(state, value) for name, _ in change.params]
+        if any(other != value for other in others):
+            change.problems.append(_differ(change, state, others))
+        elif isinstance(value, PLAIN):
+            change.set_number(state, value)
+
+
+def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
+    """Read every number that a master needs; those that disagree become problems."""
+    index = {
+        name: checkpoint.index(name)
+        for change in changes
+        for names in change.numbers.values()
+        for name in names
+    }
+    values: dict[int, torch.Tensor] = {}
+    wants = []
+    for name, number in index.items():
+        if number not in values:
+            dtype = checkpoint.info(name).dtype
+            values[number] = torch.empty((), dtype=torch_dtype(dtype))
+            wants.append(Want(number, Box((), ()), target_of(values[number], dtype)))
+    read_together(checkpoint.files, wants, None)
+    for change in changes:
+        for state, names in change.numbers.items():
+            found = [values[index[name]] for name in names]
+            if any(not torch.equal(value, found[0]) for value in found):
+                change.problems.append(_differ(change, state, [v.item() for v in found]))
+            else:
+                change.set_number(state, found[0])
+
+
+def _differ(change: MasterChange, state: str, values: list[Any]) -> str:
+    number = next(i for i, value in enumerate(values) if value != values[0])
+    first, other = change.params[0][0], change.params[number][0]
+    return (
+        f"{change.key}.{other}.{state} is {values[number]}, that of {first} {values[0]}: DeepSpeed "
+        "keeps one for both (put them into parameter groups of their own)"
+    )

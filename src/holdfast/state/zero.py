@@ -1,0 +1,398 @@
+"""DeepSpeed engines: where ZeRO keeps the values of each parameter.
+
+ZeRO flattens the parameters of a group into one long tensor and gives every rank of the data-parallel
+group an equal piece of it (stages 1 and 2, `BF16_Optimizer`), or does so with every parameter by itself
+(stage 3).  So a rank holds elements `start..stop` of a parameter: a `Flat`, which is a view of a *master*,
+the flat float32 tensor that the torch optimizer inside updates.  The optimizer's states lie as the master
+does.  A flat range is few boxes, each contiguous in the master, so nothing is copied or gathered:
+
+    >>> flat = Flat(torch.arange(8.0), 2, (2, 5), 3, 8)     # elements 3..8 of a 2 x 5 parameter
+    >>> [str(part.box) for part in flat.parts(flat.tensor)]
+    ['0:1,3:5', '1:2,0:3']
+
+Where a parameter begins in a stage 1 or 2 master is read off the model's own 16-bit parameters, which are
+views of one flat tensor cut in the same way: so it holds for every order and padding.
+
+The only module that knows DeepSpeed's attributes (0.19.8); it imports nothing of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import get_rank
+from torch.optim import Optimizer
+
+from holdfast.errors import LayoutError, UsageError
+from holdfast.layout import flat_range, whole
+from holdfast.state.placed import Placed, place
+
+FORM = "{'model': engine, 'optim': engine.optimizer}"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a loss scaler learns in a run; its window and limits are the configuration's."""
+
+flat_boxes = lru_cache(1 << 16)(flat_range)
+
+Group = tuple[dict[str, Any], list[torch.Tensor]]
+"""A parameter group's dict in the inner optimizer, and the model's parameters that are in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Elements `start..stop` of a parameter of `shape`; element `start` lies at `at` of `tensor`."""
+
+    tensor: torch.Tensor
+    at: int
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def parts(self, like: torch.Tensor) -> tuple[Placed, ...]:
+        """What `like`, which is laid out as `tensor`, has of the parameter: views, none if empty."""
+        plain, at, found = like.detach(), self.at, []
+        for box in flat_boxes(self.shape, self.start, self.stop):
+            local = plain.narrow(0, at, box.size).view(box.shape)
+            found.append(Placed(local, self.shape, box, () if box == whole(self.shape) else None))
+            at += box.size
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Zero:
+    """An engine as holdfast sees it, at one moment."""
+
+    engine: Any
+    inner: Optimizer | None = None
+    """The torch optimizer inside; None without an optimizer."""
+    groups: list[Group] = field(default_factory=list)
+    flats: dict[int, Flat] = field(default_factory=dict)
+    """By id of a parameter of the module; others are as they seem."""
+    masters: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By id of a parameter of the module, a master of the same shape: `FP16_UnfusedOptimizer`."""
+
+    def parts(self, p: torch.Tensor, name: str) -> tuple[Placed, ...]:
+        """What this rank keeps of a parameter, in the highest precision that there is."""
+        if id(p) in self.flats:
+            flat = self.flats[id(p)]
+            return flat.parts(flat.tensor)
+        return (place(self.masters.get(id(p), p), name),)
+
+    def source(self, p: torch.Tensor) -> torch.Tensor:
+        """The tensor that counts the writes to `parts`, and that the inner optimizer has."""
+        return self.flats[id(p)].tensor if id(p) in self.flats else self.masters.get(id(p), p)
+
+    def states(self, p: torch.Tensor) -> dict[str, Any]:
+        """What the inner optimizer keeps of a parameter (or of all that share its master).
+
+        DeepSpeed's own optimizers count steps in plain numbers, torch's in tensors: here always tensors.
+        """
+        assert self.inner is not None
+        found = dict(self.inner.state.get(self.source(p), {}))
+        if isinstance(found.get("step"), int) and _maker(self.inner) == "deepspeed":
+            found["step"] = torch.tensor(float(found["step"]))
+        return found
+
+    def state_parts(self, p: torch.Tensor, value: torch.Tensor, name: str) -> tuple[Placed, ...]:
+        """The parts of a state that lies as its parameter does, or of a number."""
+        flat = self.flats.get(id(p))
+        if flat is None or not value.ndim:
+            return (place(value, name),)
+        if value.shape != flat.tensor.shape:
+            raise LayoutError(
+                f"{name!r}: a state of shape {tuple(value.shape)} beside a flat master of "
+                f"{flat.tensor.numel()} elements: which part belongs to which parameter is unknown",
+                hint="ZeRO can keep only states of optimizers that work element by element",
+            )
+        return flat.parts(value)
+
+    # -- what is neither a parameter nor its state ---------------------------------------------
+
+    def extras(self, scheduler: bool) -> dict[str, Any]:
+        """Counters, loss scaler and, if asked for, the learning-rate scheduler, as plain data."""
+        found: dict[str, Any] = {k: getattr(self.engine, k) for k in COUNTERS}
+        if self._is_dynamic:
+            known = {k: getattr(self._scaler, k, None) for k in SCALER}
+            found["loss_scaler"] = {k: v for k, v in known.items() if v is not None}
+        if self._grad_scaler is not None:
+            found["grad_scaler"] = self._grad_scaler.state_dict()
+        if scheduler and self.engine.lr_scheduler is not None:
+            found["lr_scheduler"] = self.engine.lr_scheduler.state_dict()
+        return found
+
+    def put_extras(self, saved: dict[str, Any], scheduler: bool) -> None:
+        """Put back what `extras` gave.  A static loss scale stays as it is configured."""
+        for name in COUNTERS:
+            setattr(self.engine, name, saved.get(name, getattr(self.engine, name)))
+        steps = self.engine.gradient_accumulation_steps()
+        self.engine.micro_steps -= self.engine.micro_steps % steps  # no gradients are kept
+        if self._is_dynamic:
+            for name, value in saved.get("loss_scaler", {}).items():
+                if hasattr(self._scaler, name):
+                    setattr(self._scaler, name, value)
+        if self._grad_scaler is not None and "grad_scaler" in saved:
+            self._grad_scaler.load_state_dict(saved["grad_scaler"])
+        if scheduler and self.engine.lr_scheduler is not None and "lr_scheduler" in saved:
+            self.engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+
+    @property
+    def _scaler(self) -> Any:
+        wrapper = self.engine.optimizer
+        return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+
+    @property
+    def _is_dynamic(self) -> bool:
+        scaler = self._scaler
+        return bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
+
+    @property
+    def _grad_scaler(self) -> Any:
+        inside = getattr(self.engine.optimizer, "torch_autocast_gradscaler", None)
+        return inside or getattr(self.engine, "torch_autocast_z0_gradscaler", None)
+
+    # -- after a restore -----------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Make the model's own weights from the masters, as DeepSpeed does after a step.  Collective."""
+        wrapper = self.engine.optimizer
+        if _kind(wrapper) == "DeepSpeedZeroOptimizer_Stage3":
+            wrapper.checkpoint_event_prologue()
+            for number in range(len(wrapper.fp16_groups)):
+                wrapper._reassign_or_swap_out_partitioned_parameters(number)
+        elif _kind(wrapper) in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
+            wrapper.update_lp_params()
+        elif _kind(wrapper) in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
+            self._refresh_here()
+        if hasattr(wrapper, "checkpoint_event_epilogue"):  # gathers what is always kept whole
+            wrapper.checkpoint_event_epilogue()
+        self._link()
+
+    def _refresh_here(self) -> None:
+        for _, params in self.groups:
+            for p in params:
+                for part in self.parts(p, ""):
+                    p.data[part.box.within((0,) * p.ndim)].copy_(part.local)
+
+    def _link(self) -> None:
+        """Let DeepSpeed's own access by parameter find the states that there are now."""
+        wrapper = self.engine.optimizer
+        if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+            wrapper._hp_optimizer_states_linked = False
+            if self.inner is not None and self.inner.state:
+                wrapper._lazy_init_hp_params_optimizer_state()
+
+    def poison(self) -> None:
+        """Fill the model's own weights with NaN, here: a half-loaded model must not train."""
+        for _, params in self.groups:
+            for p in params:
+                for own in (p.data, getattr(p, "ds_tensor", None)):
+                    if own is not None:
+                        own.data.fill_(float("nan"))
+
+
+# -- recognising ----------------------------------------------------------------------------------
+
+
+def is_engine(value: Any) -> bool:
+    """Whether it is what `deepspeed.initialize` returns first."""
+    module = sys.modules.get("deepspeed.runtime.engine")
+    return module is not None and isinstance(value, module.DeepSpeedEngine)
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether it is what an engine has in place of a torch optimizer."""
+    module = sys.modules.get("deepspeed.runtime.base_optimizer")
+    return module is not None and isinstance(value, module.DeepSpeedOptimizer)
+
+
+def zeros(modules: dict[str, list[nn.Module]], state: dict[str, Any]) -> dict[int, Zero]:
+    """By id of each engine, and of each engine's optimizer, in a state.
+
+    `modules` are those of the state by key.  UsageError for an engine that is not supported, and
+    where part of one was handed over and another part would be lost.
+    """
+    found: dict[int, Zero] = {}
+    inside: set[int] = set()
+    for key, engine in ((k, m) for k, some in modules.items() for m in some):
+        if not is_engine(engine):
+            _check_free(engine, key)
+            continue
+        if key == "engine":
+            raise UsageError(f"hand an engine over in its parts: {FORM}")
+        zero = found[id(engine)] = zero_of(engine)
+        if zero.inner is not None:
+            found[id(engine.optimizer)] = zero
+            inside |= {id(zero.inner)} - {id(engine.optimizer)}
+    for key, value in state.items():
+        if id(value) in inside or (is_wrapper(value) and id(value) not in found):
+            raise UsageError(
+                f"{key!r}: the optimizer of a DeepSpeed engine keeps flat pieces; what they are "
+                "only the engine knows",
+                hint=f"hand over both: {FORM}",
+            )
+    return found
+
+
+def _check_free(module: nn.Module, key: str) -> None:
+    """A module whose weights are an engine's copies: writing to them would be lost."""
+    if "deepspeed" in sys.modules:
+        if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in module.parameters()):
+            raise UsageError(
+                f"{key!r}: this module belongs to a DeepSpeed engine, which keeps its weights",
+                hint=f"hand over the engine: {FORM}",
+            )
+
+
+def zero_of(value: Any) -> Zero:
+    """An engine's masters.  UsageError for what is not supported."""
+    _refuse(value)
+    wrapper = value.optimizer
+    kind = _kind(wrapper)
+    if kind == "DeepSpeedZeroOptimizer_Stage3":
+        return _stage3(value, wrapper)
+    if kind == "DeepSpeedZeroOptimizer":
+        return _flattened(
+            value,
+            wrapper.bit16_groups,
+            wrapper.bit16_groups_flat,
+            wrapper.single_partition_of_fp32_groups,
+            [get_rank(group) for group in wrapper.real_dp_process_group],
+        )
+    if kind == "BF16_Optimizer":
+        return _flattened(
+            value,
+            wrapper.bf16_groups,
+            wrapper.bf16_groups_flat,
+            wrapper.fp32_groups_flat_partition,
+            [get_rank(group) for group in wrapper.real_dp_process_group],
+        )
+    if kind == "FP16_Optimizer":
+        ranks = [0] * len(wrapper.fp16_groups)
+        return _flattened(
+            value, wrapper.fp16_groups, wrapper.fp16_groups_flat, wrapper.fp32_groups_flat, ranks
+        )
+    if kind == "FP16_UnfusedOptimizer":
+        return _unfused(value, wrapper)
+    if kind == "DeepSpeedZeRoOffload" or wrapper is None:
+        return Zero(value, flats=_partitioned(value))
+    if isinstance(wrapper, Optimizer):
+        return Zero(value, wrapper, [(g, g["params"]) for g in wrapper.param_groups])
+    raise UsageError(f"an engine with {kind} as its optimizer is not supported")
+
+
+def _maker(optimizer: Any) -> str:
+    return type(optimizer).__module__.split(".", 1)[0]
+
+
+def _kind(wrapper: Any) -> str:
+    return type(wrapper).__name__
+
+
+def _refuse(engine: Any) -> None:
+    """What lies elsewhere than `zero_of` looks, or differs between ranks under one name."""
+    wrapper = engine.optimizer
+    shapes = {
+        "experts that differ between ranks (MoE)": engine.has_moe_layers,
+        "tensor parallelism": max(engine.mp_world_size, engine.autotp_size()) > 1,
+        "pipeline parallelism": engine.pipeline_parallelism,
+        "ZenFlow": getattr(wrapper, "zenflow", False),
+        "offload to NVMe": getattr(wrapper, "swap_optimizer", False)
+        or getattr(wrapper, "params_in_nvme_and_cpu", False),
+        "partial offload (ratio < 1)": getattr(wrapper, "offload_optimizer", False)
+        and getattr(wrapper, "partial_offload", 1.0) != 1.0,
+        "quantized weights": getattr(wrapper, "zero_quantized_nontrainable_weights", False),
+    }
+    found = [name for name, is_so in shapes.items() if is_so]
+    if found:
+        raise UsageError(f"a DeepSpeed engine with {', '.join(found)} cannot be live state yet")
+    if getattr(wrapper, "offloaded_states", None):
+        raise UsageError(
+            "the engine's states are offloaded", hint="call engine.reload_states() before"
+        )
+
+
+# -- finding --------------------------------------------------------------------------------------
+
+
+def _flattened(
+    engine: Any,
+    groups: list[list[torch.Tensor]],
+    weights: list[torch.Tensor],
+    masters: list[torch.Tensor],
+    ranks: list[int],
+) -> Zero:
+    """One master per group: piece number `ranks[g]` of all its parameters, one after the other."""
+    flats = {}
+    for params, own, master, rank in zip(groups, weights, masters, ranks):
+        first = rank * master.numel()
+        for p in params:
+            if not p.numel():
+                continue
+            at = _position(p, own)
+            start, stop = max(at, first), min(at + p.numel(), first + master.numel())
+            flats[id(p)] = Flat(
+                master, start - first, tuple(p.shape), start - at, max(stop, start) - at
+            )
+    inner = engine.optimizer.optimizer
+    return Zero(engine, inner, list(zip(inner.param_groups, groups)), flats)
+
+
+def _position(p: torch.Tensor, flat: torch.Tensor) -> int:
+    """Where a parameter begins in the flat tensor of which it is a view."""
+    if p.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+        raise LayoutError(
+            f"a parameter of shape {tuple(p.shape)} no longer lies in DeepSpeed's flat weights",
+            hint="do not replace the data of parameters after deepspeed.initialize",
+        )
+    return p.storage_offset() - flat.storage_offset()
+
+
+def _stage3(engine: Any, wrapper: Any) -> Zero:
+    """One master per sub-group: this rank's partitions of its parameters, one after the other."""
+    flats = _partitioned(engine)
+    groups: list[Group] = [(group, []) for group in wrapper.optimizer.param_groups]
+    for number, (params, master) in enumerate(
+        zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat)
+    ):
+        at = 0
+        for p in params:
+            flats[id(p)] = _partition(p, master, at)
+            at += p.partition_numel()
+        if at != master.numel():
+            raise LayoutError(
+                f"sub-group {number} of ZeRO-3 has {master.numel()} elements, not {at}"
+            )
+        groups[wrapper.sub_group_to_group_id[number]][1].extend(params)
+    return Zero(engine, wrapper.optimizer, groups, flats)
+
+
+def _partitioned(engine: Any) -> dict[int, Flat]:
+    """Parameters that ZeRO-3 has partitioned, by way of their partitions in the model's precision."""
+    return {
+        id(p): _partition(p, p.ds_tensor, 0)
+        for p in engine.module.parameters()
+        if hasattr(p, "ds_id")
+    }
+
+
+def _partition(p: Any, tensor: torch.Tensor, at: int) -> Flat:
+    size = p.partition_numel()
+    start = min(get_rank(p.ds_process_group) * size, p.ds_numel)
+    return Flat(tensor, at, tuple(p.ds_shape), start, min(start + size, p.ds_numel))
+
+
+def _unfused(engine: Any, wrapper: Any) -> Zero:
+    pairs = [
+        (id(p), master)
+        for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups)
+        for p, master in zip(params, masters)
+    ]
+    inner = wrapper.optimizer
+    return Zero(
+        engine, inner, list(zip(inner.param_groups, wrapper.fp16_groups)), masters=dict(pairs)
+    )
