@@ -45,9 +45,11 @@ def run_all(cases: list[Case]) -> None:
     dist.destroy_process_group()
 
 
-def run_module(module: str, num_ranks: int, out: Path, timeout_s: float) -> dict[str, list[str]]:
-    """Launch a worker module; by case, what went wrong on which rank."""
-    ran = launch(module, num_ranks, out, timeout_s=timeout_s)
+def run_module(
+    module: str, num_ranks: int, out: Path, timeout_s: float, *names: str
+) -> dict[str, list[str]]:
+    """Launch a worker module (its cases with these names); by case, what went wrong on which rank."""
+    ran = launch(module, num_ranks, out, *names, timeout_s=timeout_s)
     failed: dict[str, list[str]] = {}
     for rank in range(num_ranks):
         path = out / f"{rank}.json"

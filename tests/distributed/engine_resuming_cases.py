@@ -22,7 +22,7 @@ from holdfast.errors import StateMismatch
 
 from .cases import Case, run_all
 from .engines import (
-    ADAM,
+    BUILT,
     KINDS,
     WAYS,
     Kind,
@@ -32,7 +32,6 @@ from .engines import (
     data,
     gathered,
     groups,
-    own_weights,
     state_of,
     train,
 )
@@ -56,20 +55,19 @@ def check_losses(found: list[float], expected: list[float], dtype: str) -> None:
 
 def check_hyper(engine: Any) -> None:
     """Each group's own, whatever the stage: DeepSpeed's conversion of ZeRO-3 keeps the first's."""
-    first, second = engine.optimizer.optimizer.param_groups if wrapped(engine) else engine.optimizer.param_groups
+    first, second = inner_of(engine).param_groups
     assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
     assert (first["betas"], second["betas"]) == ((0.8, 0.9), (0.9, 0.99))
     assert (first["lr"], second["lr"]) == (5e-3, 1.5e-3)
 
 
-def wrapped(engine: Any) -> bool:
-    return not isinstance(engine.optimizer, torch.optim.Optimizer)
+def inner_of(engine: Any) -> torch.optim.Optimizer:
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def spoil(engine: Any) -> None:
     """Hyper-parameters and counters that a restore must set right."""
-    inner = engine.optimizer.optimizer if wrapped(engine) else engine.optimizer
-    for group in inner.param_groups:
+    for group in inner_of(engine).param_groups:
         group |= {"lr": 9.0, "weight_decay": 9.0, "betas": (0.5, 0.5)}
     engine.global_steps = engine.global_samples = engine.skipped_steps = 77
 
@@ -222,7 +220,7 @@ class Plain:
         found = {}
         for name, p in self.net.named_parameters():
             found[f"model.{name}"] = whole(p)
-            found |= {f"optim.{name}.{s}": whole(v) for s, v in self.optim.state[p].items()}
+            found |= {f"optim.{name}.{s}": whole(v) for s, v in self.optim.state.get(p, {}).items()}
         return found
 
 
@@ -296,5 +294,13 @@ CASES = [
     through_a_chain,
 ]
 
+ELSEWHERE = [
+    *(moving(*pair) for pair in PAIRS[::3]),
+    weights_alone,
+    into_plain_torch,
+    through_a_chain,
+]
+"""On another number of ranks."""
+
 if __name__ == "__main__":
-    run_all(CASES)
+    run_all([*CASES, *(resuming(kind) for kind in BUILT)])

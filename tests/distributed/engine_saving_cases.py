@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import holdfast
-from holdfast import events
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
 from holdfast.state import snapshot
 
 from .cases import Case, run_all
 from .engines import (
+    BUILT,
     KINDS,
     WAYS,
     Kind,
@@ -73,7 +72,9 @@ def check_saved(
     trained = {n for n in saved.names() if n.startswith("model.")} - {"model.offset"}
     assert trained == {*weights, "model.again.weight"}
     steps = [n for n in saved.names() if n.endswith(".step")]
-    counted = 4 if kind.stage == 0 and kind.dtype != "fp32" else 3  # DeepSpeed steps once at the start
+    counted = (
+        4 if kind.stage == 0 and kind.dtype != "fp32" else 3
+    )  # DeepSpeed steps once at the start
     assert len(steps) == 13 and all(saved.read(n) == counted for n in steps), kind
 
 
@@ -214,7 +215,8 @@ def a_damaged_step_leaves_nothing_that_trains(root: Path) -> None:
 
 
 def own_trained(engine: Any) -> list[torch.Tensor]:
-    return [p.ds_tensor if hasattr(p, "ds_id") else p for p in engine.module.parameters() if p.requires_grad]
+    trained = [p for p in engine.module.parameters() if p.requires_grad]
+    return [getattr(p, "ds_tensor", p) for p in trained]
 
 
 CASES = [
@@ -228,4 +230,4 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    run_all(CASES)
+    run_all([*CASES, *(saving(kind) for kind in BUILT)])

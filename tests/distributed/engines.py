@@ -42,12 +42,12 @@ class Kind(NamedTuple):
 
 
 KINDS = [Kind(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16", "fp16")]
+BUILT = [Kind(0, "fp16", "fused"), Kind(2, "bf16", "cpuadam")]
+"""With optimizers that DeepSpeed compiles: FP16_Optimizer, steps that are plain numbers."""
 WAYS = [
-    Kind(0, "fp16", "fused"),  # FP16_Optimizer
     Kind(1, "bf16", "accumulate"),  # BF16_Optimizer
     Kind(2, "bf16", "robin"),
     Kind(2, "bf16", "aligned"),
-    Kind(2, "bf16", "cpuadam"),
     Kind(3, "fp32", "subgroups"),
     Kind(3, "bf16", "offload"),
 ]
@@ -164,7 +164,9 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
 def gathered(engine: Any) -> dict[str, torch.Tensor]:
     """Every trainable parameter's master and Adam states, as DeepSpeed itself gathers them."""
     wrapper = engine.optimizer
-    if hasattr(wrapper, "_hp_optimizer_states_linked"):  # 0.19.8 links those of the first group alone
+    if hasattr(
+        wrapper, "_hp_optimizer_states_linked"
+    ):  # 0.19.8 links those of the first group alone
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
     masters = masters_here(wrapper)
@@ -186,7 +188,9 @@ def masters_here(wrapper: Any) -> dict[int, tuple[torch.Tensor, ...]]:
     """Stage 0 in 16 bits: the masters and states that every rank has whole, by id of parameter."""
     found: dict[int, tuple[torch.Tensor, ...]] = {}
     state = wrapper.state
-    for params, masters in zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ())):
+    for params, masters in zip(
+        getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ())
+    ):
         for p, master in zip(params, masters):
             if isinstance(master, torch.nn.Parameter) or master.shape == p.shape:
                 found[id(p)] = (master, *(state[master][s] for s in ADAM))

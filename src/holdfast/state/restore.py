@@ -69,8 +69,9 @@ def poison(live: Live) -> None:
             with torch.no_grad():
                 for part in t.parts:
                     part.local.fill_(float("nan"))
-    for zero in dict.fromkeys(live.engines.values()):
-        zero.poison()
+    if any(t.state == "param" for t in live.tensors.values()):
+        for zero in dict.fromkeys(live.engines.values()):
+            zero.poison()
 
 
 @dataclass

@@ -241,7 +241,8 @@ def zeros(modules: dict[str, list[nn.Module]], state: dict[str, Any]) -> dict[in
 def _check_free(module: nn.Module, key: str) -> None:
     """A module whose weights are an engine's copies: writing to them would be lost."""
     if "deepspeed" in sys.modules:
-        if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in module.parameters()):
+        marks = ("ds_id", "_hp_mapping")
+        if any(getattr(p, m, None) is not None for p in module.parameters() for m in marks):
             raise UsageError(
                 f"{key!r}: this module belongs to a DeepSpeed engine, which keeps its weights",
                 hint=f"hand over the engine: {FORM}",
@@ -278,8 +279,8 @@ def zero_of(value: Any) -> Zero:
         )
     if kind == "FP16_UnfusedOptimizer":
         return _unfused(value, wrapper)
-    if kind == "DeepSpeedZeRoOffload" or wrapper is None:
-        return Zero(value, flats=_partitioned(value))
+    if wrapper is None:
+        return Zero(value)
     if isinstance(wrapper, Optimizer):
         return Zero(value, wrapper, [(g, g["params"]) for g in wrapper.param_groups])
     raise UsageError(f"an engine with {kind} as its optimizer is not supported")

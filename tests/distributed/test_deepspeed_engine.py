@@ -1,0 +1,84 @@
+"""DeepSpeed engines as live state: saved on two ranks, restored on one, two and three."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from .cases import check, run_module
+from .engine_resuming_cases import CASES as RESUMING
+from .engine_resuming_cases import ELSEWHERE
+from .engine_saving_cases import CASES as SAVING
+from .engines import BUILT
+
+pytestmark = pytest.mark.distributed
+
+Failed = dict[str, list[str]]
+
+
+def names_of(cases: list) -> list[str]:
+    return [case.__name__ for case in cases]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+def launched(out: Path, folder: str, module: str, ranks: int, *names: str) -> Failed:
+    (out / folder).mkdir()
+    return run_module(module, ranks, out / folder, 240, *names)
+
+
+@pytest.fixture(scope="module")
+def saved(out: Path) -> Failed:
+    return launched(out, "saved", "engine_saving_cases", 2, *names_of(SAVING))
+
+
+@pytest.fixture(scope="module")
+def resumed(out: Path, saved: Failed) -> Failed:
+    return launched(out, "two", "engine_resuming_cases", 2, *names_of(RESUMING))
+
+
+@pytest.fixture(scope="module")
+def on_one(out: Path, saved: Failed) -> Failed:
+    return launched(out, "one", "engine_resuming_cases", 1, *names_of(ELSEWHERE))
+
+
+@pytest.fixture(scope="module")
+def on_three(out: Path, saved: Failed) -> Failed:
+    return launched(out, "three", "engine_resuming_cases", 3, *names_of(ELSEWHERE))
+
+
+@pytest.mark.parametrize("name", names_of(SAVING))
+def test_saving(saved: Failed, name: str) -> None:
+    check(saved, name)
+
+
+@pytest.mark.parametrize("name", names_of(RESUMING))
+def test_on_two_ranks(resumed: Failed, name: str) -> None:
+    check(resumed, name)
+
+
+@pytest.mark.parametrize("name", names_of(ELSEWHERE))
+def test_on_one_rank(on_one: Failed, name: str) -> None:
+    check(on_one, name)
+
+
+@pytest.mark.parametrize("name", names_of(ELSEWHERE))
+def test_on_three_ranks(on_three: Failed, name: str) -> None:
+    check(on_three, name)
+
+
+@pytest.mark.slow
+def test_optimizers_that_deepspeed_compiles(tmp_path: Path) -> None:
+    """Its CPU and fused Adam are built by the first process that wants them, which takes minutes."""
+    kinds = [str(kind) for kind in BUILT]
+    failed = launched(tmp_path, "saved", "engine_saving_cases", 2, *kinds)
+    resumed = [f"resuming-{kind}" for kind in kinds]
+    failed |= launched(tmp_path, "two", "engine_resuming_cases", 2, *resumed)
+    for name in (*kinds, *resumed):
+        check(failed, name)
