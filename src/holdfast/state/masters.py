@@ -169,8 +169,8 @@ def _place(
 
 def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
     """States that are no tensors; they must agree as numbers must."""
-    tree = checkpoint.manifest.extras.get(change.key) or {}
-    saved = tree.get("$optimizer", {}).get("state", {})
+    tree = checkpoint.manifest.extras.get(change.key)
+    saved = tree["$optimizer"]["state"] if is_saved_optimizer(tree) else {}
     for state, value in saved.get(change.params[0][0], {}).items():
         others = [saved.get(name, {}).get(state, value) for name, _ in change.params]
         if any(other != value for other in others):
@@ -202,6 +202,11 @@ def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
                 change.problems.append(_differ(change, state, [v.item() for v in found]))
             else:
                 change.set_number(state, found[0])
+
+
+def is_saved_optimizer(tree: Any) -> bool:
+    """Whether extras are an optimizer's; in a foreign checkpoint the key may be anything."""
+    return isinstance(tree, dict) and isinstance(tree.get("$optimizer"), dict)
 
 
 def _differ(change: MasterChange, state: str, values: list[Any]) -> str:
