@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import holdfast
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
@@ -19,6 +23,7 @@ from .cases import Case, run_all
 from .engines import (
     BUILT,
     KINDS,
+    ROWS,
     WAYS,
     Kind,
     Net,
@@ -92,31 +97,40 @@ def check_plain(saved: holdfast.Checkpoint, kind: Kind) -> None:
 # -- the window -----------------------------------------------------------------------------------
 
 
+@contextmanager
+def copied_late() -> Iterator[None]:
+    """While open, a copy begins only when the next optimizer's step waits for it."""
+    waiting = threading.Event()
+    run, wait = snapshot.Copies.run, snapshot.Window.wait
+
+    def late(copies: Any, *args: Any) -> None:
+        assert waiting.wait(WAIT_S)
+        run(copies, *args)
+
+    def noted(window: Any) -> None:
+        waiting.set()
+        wait(window)
+
+    snapshot.Copies.run, snapshot.Window.wait = late, noted
+    try:
+        yield
+    finally:
+        snapshot.Copies.run, snapshot.Window.wait = run, wait
+
+
 def nothing_changes_before_the_hook_waits(root: Path) -> None:
     """The copy begins only when the inner optimizer's step has begun, yet finds the call's state."""
     for kind in (Kind(1, "bf16"), Kind(1, "bf16", "accumulate"), Kind(3, "fp32")):
         engine, _ = build(kind, 0)
         train(engine, 0, 2)
         expected = gathered(engine)
-        waiting = threading.Event()
-        run, wait = snapshot.Copies.run, snapshot.Window.wait
-
-        def late(copies: Any, *args: Any) -> None:
-            assert waiting.wait(WAIT_S)
-            run(copies, *args)
-
-        def noted(window: Any) -> None:
-            waiting.set()
-            wait(window)
-
-        snapshot.Copies.run, snapshot.Window.wait = late, noted
-        try:
-            with holdfast.Checkpointer(root / str(kind), state_of(engine, kind)) as ckpt:
-                save = ckpt.save(2)
-                train(engine, 2, 1)
-                save.wait(WAIT_S)
-        finally:
-            snapshot.Copies.run, snapshot.Window.wait = run, wait
+        with (
+            copied_late(),
+            holdfast.Checkpointer(root / str(kind), state_of(engine, kind)) as ckpt,
+        ):
+            save = ckpt.save(2)
+            train(engine, 2, 1)
+            save.wait(WAIT_S)
         with holdfast.open(str(root / str(kind))) as saved:
             for name, value in expected.items():
                 assert torch.equal(torch.from_numpy(saved.read(name)), value), name
@@ -137,6 +151,42 @@ def a_plan_is_used_again(root: Path) -> None:
         with holdfast.open(str(root / str(kind))) as saved:
             assert saved.step == 2
             check_against(engine, saved)
+
+
+def muon(stage: int, seed: int) -> Any:
+    """DeepSpeed's Muon, which writes its momentum before the optimizer's step begins."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 13))
+    for p in model.parameters():
+        p.use_muon = p.ndim > 1
+    config = {
+        "train_batch_size": ROWS,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": stage, "reduce_scatter": False},
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9}},
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def momentum_of_muon_is_of_the_moment_of_the_call(root: Path) -> None:
+    for stage in (1, 3):
+        engine = muon(stage, 0)
+        train(engine, 0, 3)
+        where = root / str(stage)
+        with copied_late(), holdfast.Checkpointer(where, parts(engine)) as ckpt:
+            save = ckpt.save(3)
+            losses = train(engine, 3, 3)
+            save.wait(WAIT_S)
+        other = muon(stage, 1)
+        holdfast.load(where, parts(other))
+        assert train(other, 3, 3) == losses
+    with pytest.raises(UsageError, match="with Muon at this stage cannot be live state"):
+        holdfast.load(where, parts(muon(2, 0)))
+
+
+def parts(engine: Any) -> dict[str, Any]:
+    return {"model": engine, "optim": engine.optimizer}
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -229,5 +279,8 @@ CASES = [
     a_damaged_step_leaves_nothing_that_trains,
 ]
 
+COMPILING = [*(saving(kind) for kind in BUILT), momentum_of_muon_is_of_the_moment_of_the_call]
+"""Their optimizers are compiled by the first process that wants them."""
+
 if __name__ == "__main__":
-    run_all([*CASES, *(saving(kind) for kind in BUILT)])
+    run_all([*CASES, *COMPILING])

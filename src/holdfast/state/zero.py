@@ -302,6 +302,9 @@ def _refuse(engine: Any) -> None:
         "tensor parallelism": max(engine.mp_world_size, engine.autotp_size()) > 1,
         "pipeline parallelism": engine.pipeline_parallelism,
         "ZenFlow": getattr(wrapper, "zenflow", False),
+        "Muon at this stage": _kind(wrapper)
+        == "DeepSpeedZeroOptimizer"  # whole matrices, overlapping
+        and _kind(wrapper.optimizer) == "MuonWithAuxAdam",
         "offload to NVMe": getattr(wrapper, "swap_optimizer", False)
         or getattr(wrapper, "params_in_nvme_and_cpu", False),
         "partial offload (ratio < 1)": getattr(wrapper, "offload_optimizer", False)
