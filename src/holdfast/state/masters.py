@@ -170,7 +170,10 @@ def _place(
 def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
     """States that are no tensors; they must agree as numbers must."""
     tree = checkpoint.manifest.extras.get(change.key)
-    saved = tree["$optimizer"]["state"] if is_saved_optimizer(tree) else {}
+    body = (
+        tree.get("$optimizer") if isinstance(tree, dict) else None
+    )  # a foreign one may be anything
+    saved = body["state"] if isinstance(body, dict) else {}
     for state, value in saved.get(change.params[0][0], {}).items():
         others = [saved.get(name, {}).get(state, value) for name, _ in change.params]
         if any(other != value for other in others):
@@ -202,11 +205,6 @@ def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
                 change.problems.append(_differ(change, state, [v.item() for v in found]))
             else:
                 change.set_number(state, found[0])
-
-
-def is_saved_optimizer(tree: Any) -> bool:
-    """Whether extras are an optimizer's; in a foreign checkpoint the key may be anything."""
-    return isinstance(tree, dict) and isinstance(tree.get("$optimizer"), dict)
 
 
 def _differ(change: MasterChange, state: str, values: list[Any]) -> str:
