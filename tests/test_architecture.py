@@ -40,6 +40,7 @@ TORCH_FREE = (
     "holdfast.format.extras",
     "holdfast.interop.dcp",
     "holdfast.interop.detect",
+    "holdfast.interop.megatron.opening",
     "holdfast.interop.verifying",
     "holdfast.looking",
     "holdfast.recovery",

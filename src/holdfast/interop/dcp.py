@@ -7,7 +7,8 @@ archives too, and become extras.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import ChainMap
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,14 @@ from holdfast.errors import FormatError, NotFound
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.foreign import Archive, Foreign, Part, Place, foreign
-from holdfast.interop.torchfile import Section, TensorRef, read_tree, table
+from holdfast.interop.torchfile import More, Section, TensorRef, read_tree, table
 from holdfast.interop.unpickle import Record, check_size, record, unpickle
 from holdfast.layout import Box
 from holdfast.store import Store
 
 METADATA = ".metadata"
 _META = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
 _KNOWN = {
     (_META, name): record(name)
     for name in (
@@ -30,11 +32,25 @@ _KNOWN = {
         "BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )
 } | {
+    (_PLANNER, name): record(name)
+    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+} | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): record("_StorageInfo"),
     ("torch.serialization", "_get_layout"): lambda name: name,
 }  # fmt: skip
 
 Key = tuple[str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What `.metadata` tells: tensors, and where the archives of other values lie, by name."""
+
+    tensors: list[Foreign]
+    objects: dict[str, Record]
+    archives: list[Archive]
+    """Of both."""
+    meta: Record
 
 
 def is_dcp(store: Store) -> bool:
@@ -49,36 +65,50 @@ def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
     """A DCP directory as a checkpoint, its step 0.  FormatError, Corrupt or NotFound."""
     if step not in (None, 0):
         raise NotFound(f"{store.url} is a dcp checkpoint; it has no step {step}")
-    data = store.get(METADATA)
+    found = read_contents(store)
+    values = {n: _value(store, info) for n, info in found.objects.items()}
+    software = {"torch.distributed.checkpoint": str(found.meta.get("version") or "unknown")}
+    tensors, values = _optimizers(found.tensors, values, _paths(found.meta))
+    return foreign(
+        store, tensors, step=0, software=software, extras=values, archives=found.archives
+    )
+
+
+def read_contents(store: Store, folder: str = "", more: More | None = None) -> Contents:
+    """What lies in a directory: `folder` of the store, a prefix that ends in `/`.
+
+    `more`: what its pickles may name besides DCP's own classes.  FormatError, Corrupt or NotFound.
+    """
+    key = folder + METADATA
+    data = store.get(key)
     try:
-        return _open(store, unpickle(data, table() | _KNOWN))
+        return _contents(store, folder, unpickle(data, ChainMap(table() | _KNOWN, more or {})))
     except FormatError as error:
-        error.key = error.key or METADATA
+        error.key = error.key or key
         raise
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise FormatError(f"malformed metadata: {error}", key=METADATA) from None
+        raise FormatError(f"malformed metadata: {error}", key=key) from None
 
 
-def _open(store: Store, meta: Any) -> Checkpoint:
+def _contents(store: Store, folder: str, meta: Any) -> Contents:
     if not isinstance(meta, Record) or meta.name != "Metadata":
-        raise FormatError("not the metadata of DCP", key=METADATA)
+        raise FormatError("not the metadata of DCP")
     places: dict[Key, Record] = {}
     for index, info in _dict(meta["storage_data"]).items():
         if not (isinstance(index, Record) and isinstance(info, Record)):
-            raise FormatError("malformed storage_data", key=METADATA)
-        places[str(index["fqn"]), index.get("offset")] = info
-    tensors, values = [], {}
+            raise FormatError("malformed storage_data")
+        here = Record(info.name)
+        here.fields = info.fields | {"relative_path": folder + str(info["relative_path"])}
+        places[str(index["fqn"]), index.get("offset")] = here
+    tensors, objects = [], {}
     for name, entry in _dict(meta["state_dict_metadata"]).items():
         if not isinstance(entry, Record):
-            raise FormatError(f"malformed entry of {name!r}", key=METADATA)
+            raise FormatError(f"malformed entry of {name!r}")
         if entry.name == "BytesStorageMetadata":
-            values[str(name)] = _value(store, _place(places, (str(name), None)))
+            objects[str(name)] = _place(places, (str(name), None))
         else:
             tensors.append(_tensor(store, str(name), entry, places))
-    software = {"torch.distributed.checkpoint": str(meta.get("version") or "unknown")}
-    tensors, values = _optimizers(tensors, values, _paths(meta))
-    archives = sorted({_range(info) for info in places.values()})
-    return foreign(store, tensors, step=0, software=software, extras=values, archives=archives)
+    return Contents(tensors, objects, sorted({_range(info) for info in places.values()}), meta)
 
 
 def _paths(meta: Record) -> dict[str, tuple[Any, ...]]:
@@ -149,7 +179,7 @@ def _dtype(properties: Any) -> str:
         state = properties.get("state")
         found = state[0] if isinstance(state, tuple) and state else None
     if found not in DTYPES:
-        raise FormatError(f"unknown dtype {found!r}", key=METADATA)
+        raise FormatError(f"unknown dtype {found!r}")
     return str(found)
 
 
@@ -157,9 +187,9 @@ def _place(places: dict[Key, Record], key: Key) -> Record:
     found = places.get(key)
     if found is None:
         at = "" if key[1] is None else f" at {list(key[1])}"
-        raise FormatError(f"no file is listed for {key[0]!r}{at}", key=METADATA)
+        raise FormatError(f"no file is listed for {key[0]!r}{at}")
     if found.get("transform_descriptors"):
-        raise FormatError(f"{key[0]!r} is stored by an extension (compressed?)", key=METADATA)
+        raise FormatError(f"{key[0]!r} is stored by an extension (compressed?)")
     return found
 
 
@@ -167,22 +197,23 @@ def _range(info: Record) -> Archive:
     """The file of a value, and the bytes in it that are its archive."""
     path, offset, length = str(info["relative_path"]), int(info["offset"]), int(info["length"])
     if offset < 0 or length < 0:
-        raise FormatError(f"bytes {offset}..{offset + length} of {path!r}", key=METADATA)
+        raise FormatError(f"bytes {offset}..{offset + length} of {path!r}")
     return path, offset, offset + length
 
 
-def _section_tree(store: Store, info: Record) -> Any:
+def section_tree(store: Store, info: Record, more: More | None = None) -> Any:
+    """What an archive in the middle of a file holds, tensors as `TensorRef`s."""
     path, start, stop = _range(info)
     reader = store.open(path)
     try:
-        return read_tree(Section(reader, start, stop), path)
+        return read_tree(Section(reader, start, stop), path, more)
     finally:
         reader.close()
 
 
 def _where(store: Store, name: str, info: Record, sizes: tuple[int, ...], dtype: str) -> Place:
     """Where the bytes of one chunk begin in its file."""
-    found = _section_tree(store, info)
+    found = section_tree(store, info)
     if not isinstance(found, TensorRef) or (found.shape, found.dtype) != (sizes, dtype):
         raise FormatError(
             f"{name!r}: a {dtype} part of shape {sizes} was expected, found {found}",
@@ -200,12 +231,12 @@ def _value(store: Store, info: Record) -> Any:
     def refuse(leaf: Any, where: str) -> Any:
         raise FormatError(f"a value with a {type(leaf).__name__} at {where or 'its top'}", key=path)
 
-    value = _section_tree(store, info)
+    value = section_tree(store, info)
     check_size(value)
     return extras.encode(value, refuse)
 
 
 def _dict(value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise FormatError("malformed metadata", key=METADATA)
+        raise FormatError("malformed metadata")
     return value

@@ -12,6 +12,7 @@ from holdfast.errors import NotFound, UsageError
 from holdfast.interop.dcp import is_dcp, open_dcp
 from holdfast.interop.folder import OneFile, open_place, top
 from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open_huggingface
+from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_of_megatron
 from holdfast.interop.torchfiles import holds_torch, is_torch
 from holdfast.interop.torchsave import open_torch, torch_steps
 from holdfast.near import near
@@ -35,6 +36,7 @@ class Format:
 
 
 FORMATS = {
+    "megatron": Format(is_megatron, open_megatron, steps_of_megatron),
     "dcp": Format(is_dcp, open_dcp, lambda _: [0]),
     "huggingface": Format(
         is_huggingface, open_huggingface, lambda _: [0], holds_safetensors, of_files=True

@@ -278,13 +278,15 @@ def foreign(
     software: Mapping[str, str],
     extras: Mapping[str, Any],
     archives: Iterable[Archive] = (),
+    aliases: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """A checkpoint of `tensors`, whose parts lie in the files of a store.
 
     FormatError if parts overlap or leave a hole.  `others` of the checkpoint are the further copies of
     replicated tensors.  `archives`: zip archives in the files, whose CRC-32 can be verified.
+    `aliases`: further names of tensors.
     """
-    found = _opened(store, tensors, step, software, extras)
+    found = _opened(store, tensors, step, software, extras, aliases or {})
     assert isinstance(found.store, Sections)
     found.store.archives = tuple(archives)
     copies = max((len(t.copies) for t in tensors), default=0)
@@ -294,6 +296,7 @@ def foreign(
             [replace(t, parts=t.copies[i], copies=()) for t in tensors if len(t.copies) > i],
             step,
             software,
+            {},
             {},
         )
         for i in range(copies)
@@ -307,6 +310,7 @@ def _opened(
     step: int,
     software: Mapping[str, str],
     extras: Mapping[str, Any],
+    aliases: Mapping[str, str],
 ) -> Checkpoint:
     names = Counter(t.name for t in tensors)
     if len(names) != len(tensors):
@@ -329,7 +333,7 @@ def _opened(
         parts.append(mine)
     manifest = Manifest(
         VERSION, step, 0, "", "", dict(software), (("file", max(len(files), 1)),), CHUNK_BYTES,
-        ALGORITHM, tuple(shardings), tuple(entries), {}, tuple(files), dict(extras), {},
+        ALGORITHM, tuple(shardings), tuple(entries), dict(aliases), tuple(files), dict(extras), {},
     )  # fmt: skip
     listed = Listed(manifest.layout, manifest.placement.table, parts)
     manifest.__dict__["placement"] = listed  # instead of the closed form of our own images

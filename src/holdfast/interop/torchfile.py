@@ -10,6 +10,8 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
+from collections import ChainMap
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -19,9 +21,12 @@ from typing import Any
 from holdfast.errors import Corrupt, FormatError, HoldfastError
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.foreign import Part, Place
-from holdfast.interop.unpickle import Table, new_set, unpickle
+from holdfast.interop.unpickle import new_set, unpickle
 from holdfast.layout import Box, Fragment, whole
 from holdfast.store import Reader
+
+More = MutableMapping[tuple[str, str], Any]
+"""What a file may name besides what all do; it goes first."""
 
 MAX_TREE_BYTES = 1 << 30
 MAX_PARTS = 1 << 12
@@ -231,7 +236,7 @@ def start_of(section: Section, member: Member, path: str) -> int:
     return start
 
 
-def read_tree(section: Section, path: str, more: Table | None = None) -> Any:
+def read_tree(section: Section, path: str, more: More | None = None) -> Any:
     """What torch.save was given, tensors as `TensorRef`s.  FormatError or Corrupt if it is unsound."""
     archive = read_archive(section, path)
     data = _read_member(section, archive, "data.pkl", path)
@@ -249,7 +254,7 @@ def read_tree(section: Section, path: str, more: Table | None = None) -> Any:
         return _Storage(kind.dtype, start_of(section, member, path), member.bytes, path)
 
     try:
-        return unpickle(data, table() | dict(more or {}), storage)
+        return unpickle(data, ChainMap(more or {}, table()), storage)
     except FormatError as error:
         error.key = error.key or path
         raise

@@ -1,0 +1,205 @@
+"""Finding and opening Megatron-Core's checkpoints: a root with a marker, or the folder of an iteration."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from holdfast.checkpoint.names import describe
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import FormatError, NotFound, StoreError
+from holdfast.interop.dcp import Contents, read_contents, section_tree
+from holdfast.interop.foreign import Foreign, foreign
+from holdfast.interop.megatron import optimizer
+from holdfast.interop.megatron.names import MASTERS, split, template, unfused
+from holdfast.interop.megatron.rest import COMMON, Values, known, read_common
+from holdfast.interop.megatron.tensors import by_name
+from holdfast.interop.unpickle import Record, check_size
+from holdfast.store import Store
+
+MARKER = "latest_checkpointed_iteration.txt"
+KIND = "metadata.json"
+_FOLDER = re.compile(r"iter_(\d{7,})")
+_SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
+_EXTRA_STATE = "._extra_state"
+_BY_BUCKET = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
+"""Optimizer state as the distributed optimizer keeps it, in buckets of parameters that are not named."""
+
+Tensors = dict[str, Foreign]
+
+
+# -- finding --------------------------------------------------------------------------------------
+
+
+def is_megatron(store: Store) -> bool:
+    """Whether a directory is a root of Megatron's checkpoints, or the folder of one iteration."""
+    return _kind(store, "") is not None or _marked(store) is not None
+
+
+def _kind(store: Store, folder: str) -> str | None:
+    """What `metadata.json` says the tensors are stored as; None if there is none."""
+    try:
+        if not 0 < store.size(folder + KIND) < 1 << 16:
+            return None
+        found = msgspec.json.decode(store.get(folder + KIND))
+        return str(found["sharded_backend"])
+    except (StoreError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _marked(store: Store) -> str | None:
+    """The folder that the marker names."""
+    try:
+        if not 0 < store.size(MARKER) < 64:
+            return None
+        text = store.get(MARKER).decode().strip()
+    except (StoreError, UnicodeDecodeError):
+        return None
+    if text == "release":
+        return "release/"
+    return f"iter_{int(text):07d}/" if text.isdigit() and text.isascii() else None
+
+
+def steps_of_megatron(store: Store) -> list[int]:
+    """The iterations that lie there, ascending."""
+    if _kind(store, "") is not None:
+        return [open_megatron(store).step]
+    keys = (key.split("/") for key in store.list("iter_"))
+    found = (_FOLDER.fullmatch(k[0]) for k in keys if len(k) == 2 and k[1] == KIND)
+    return sorted(int(match[1]) for match in found if match)
+
+
+def open_megatron(store: Store, step: int | None = None) -> Checkpoint:
+    """The iteration `step`, or the one that the marker names."""
+    if _kind(store, "") is not None:
+        opened = _open(store, "", _iteration(store.url.rstrip("/").rpartition("/")[2]))
+        if step not in (None, opened.step):
+            raise NotFound(f"{store.url} holds iteration {opened.step}; it has no step {step}")
+        return opened
+    folder = _marked(store) if step is None else f"iter_{step:07d}/"
+    assert folder is not None
+    if _kind(store, folder) is None:
+        raise NotFound(
+            f"no Megatron-Core checkpoint in {store.url}/{folder}; iterations there: "
+            f"{describe(steps_of_megatron(store))}",
+            hint="it needs metadata.json, which is written last; older formats of Megatron-LM "
+            "(mp_rank_*) are not read: let Megatron-LM convert them (--ckpt-convert-format torch_dist)",
+        )
+    return _open(store, folder, _iteration(folder.rstrip("/")))
+
+
+def _iteration(folder: str) -> int | None:
+    match = _FOLDER.fullmatch(folder)
+    return int(match[1]) if match else None
+
+
+# -- opening --------------------------------------------------------------------------------------
+
+
+def _open(store: Store, folder: str, named: int | None) -> Checkpoint:
+    kind = _kind(store, folder)
+    if kind != "torch_dist":
+        raise FormatError(
+            f"its tensors are stored as {kind!r}, not as 'torch_dist'",
+            key=folder + KIND,
+            hint="save with --ckpt-format torch_dist",
+        )
+    common = read_common(store, folder)
+    step = _step(common, named, folder)
+    contents = read_contents(store, folder, known())
+    values = Values(store)
+    weights, states = _tensors(contents)
+    tensors, rest = _optimizer(common, weights, states, values)
+    rest |= _objects(store, contents, values)
+    rest |= {
+        f"common_{k}" if k in ("model", "optim") else k: values.encode(k, v)
+        for k, v in common.items()
+        if k != "optimizer"
+    }
+    names = {t.name: None for t in tensors}
+    return foreign(
+        store,
+        [*tensors, *values.tensors],
+        step=step,
+        software={"megatron-core": kind},
+        extras=rest,
+        archives=[*contents.archives, (folder + COMMON, 0, store.size(folder + COMMON))],
+        aliases={a: n for a, n in unfused(names).items() if a not in names},
+    )
+
+
+def _step(common: dict[str, Any], named: int | None, folder: str) -> int:
+    found = common.get("iteration")
+    if isinstance(found, int) and named is not None and found != named:
+        raise FormatError(
+            f"the folder is named for iteration {named}, but {COMMON} is of iteration {found}",
+            key=folder + COMMON,
+            hint="files of two checkpoints are mixed",
+        )
+    return found if isinstance(found, int) else named or 0
+
+
+def _tensors(contents: Contents) -> tuple[Tensors, dict[str, Tensors]]:
+    """Weights, and optimizer states by the state's name.  An fp32 master is the weight."""
+    found: dict[str | None, list[Foreign]] = {}
+    for t in contents.tensors:
+        state, key = split(t.name)
+        if not _BY_BUCKET.match(key):
+            found.setdefault(state, []).append(replace(t, name=key, state=state or "param"))
+    states = {state: by_name(tensors) for state, tensors in found.items()}
+    weights = states.pop(None, {})
+    for name in MASTERS:
+        weights |= states.pop(name, {})
+    return weights, {str(k): v for k, v in states.items()}
+
+
+def _optimizer(
+    common: dict[str, Any], weights: Tensors, states: dict[str, Tensors], values: Values
+) -> tuple[list[Foreign], dict[str, Any]]:
+    """All tensors by their names in a checkpoint, and what extras tell of the optimizer."""
+    tensors = [replace(t, name=f"model.{n}", state="param") for n, t in weights.items()]
+    for state, found in states.items():
+        tensors += [replace(t, name=f"optim.{n}.{state}") for n, t in found.items()]
+    saved = common.get("optimizer")
+    rest: dict[str, Any] = {}
+    if isinstance(saved, dict) and "grad_scaler" in saved:
+        rest["scaler"] = values.encode("scaler", saved["grad_scaler"])
+    groups = optimizer.groups_of(saved)
+    if not groups:
+        return tensors, rest
+    served = {n for found in states.values() for n in found} or weights.keys()
+    shapes = {n: t.shape for n, t in weights.items() if n in served}
+    args = common.get("args")
+    members = optimizer.grouped(groups, shapes, args.fields if isinstance(args, Record) else {})
+    if members is None:
+        rest["optimizer_groups"] = values.encode("optimizer_groups", groups)
+        return tensors, rest
+    steps = optimizer.steps_of(saved, groups)
+    tensors += optimizer.step_tensors(steps, list(shapes))
+    members = [[*names, *unfused(names)] for names in members]
+    return tensors, rest | {"optim": optimizer.extra_of(values, groups, members, steps)}
+
+
+def _objects(store: Store, contents: Contents, values: Values) -> dict[str, Any]:
+    """What ranks keep each for itself, by shard; and the extra states of modules, by name."""
+    found: dict[str, Any] = {}
+    for name, info in contents.objects.items():
+        if _BY_BUCKET.match(name):
+            continue
+        value = section_tree(store, info, known())
+        check_size(value)
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        match = _SHARD.fullmatch(name)
+        if match is None:
+            found[name] = values.encode(name, value)
+        elif not match[1].endswith(_EXTRA_STATE):
+            one = found.setdefault(match[1], {"shape": match[3], "shards": {}})
+            one["shards"][match[2]] = values.encode(name, value)
+        elif value is not None:
+            module, axes = template(match[1])
+            at = match[2].split(".")[:axes]
+            found.setdefault("extra_states", {})[module.format(*at)] = values.encode(name, value)
+    return found

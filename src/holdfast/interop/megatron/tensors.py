@@ -1,0 +1,74 @@
+"""Tensors as Megatron-Core stores them, as tensors of a live model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+from holdfast.errors import FormatError
+from holdfast.interop.foreign import Foreign, Part
+from holdfast.interop.megatron.names import template
+from holdfast.layout import Box, Fragment
+
+MAX_STACKED = 1 << 20
+
+
+def by_name(tensors: Sequence[Foreign]) -> dict[str, Foreign]:
+    """Every tensor by its live name: stacks taken apart, halves of gated layers put together."""
+    found: dict[str, Foreign] = {}
+    for t in tensors:
+        for one in _unstacked(t):
+            if one.name in found:
+                raise FormatError(f"two tensors are named {one.name!r}")
+            found[one.name] = one
+    return _joined(found)
+
+
+def _unstacked(t: Foreign) -> Iterator[Foreign]:
+    """One tensor for each index along the first axes that the key leaves the numbers of out."""
+    name, axes = template(t.name)
+    counts = t.shape[:axes]
+    if len(counts) < axes or prod(counts) > MAX_STACKED:
+        raise FormatError(f"{t.name!r}: a stack of shape {t.shape}")
+    parts: dict[tuple[int, ...], list[Part]] = {}
+    for part in t.parts:
+        box = part.fragment.box
+        ranges = [range(a, b) for a, b in zip(box.start[:axes], box.stop[:axes])]
+        if prod(map(len, ranges)) > MAX_STACKED:
+            raise FormatError(f"{t.name!r}: a part {box}")
+        for at in product(*ranges):
+            parts.setdefault(at, []).append(replace(part, fragment=_slice(part.fragment, at)))
+    for at in product(*(range(n) for n in counts)):
+        mine = tuple(parts.get(at, ()))
+        yield replace(t, name=name.format(*at), shape=t.shape[axes:], parts=mine)
+
+
+def _slice(f: Fragment, at: tuple[int, ...]) -> Fragment:
+    """The elements at an index along the first axes, as a fragment of fewer dims."""
+    n = len(at)
+    skip = sum((i - a) * s for i, a, s in zip(at, f.box.start, f.strides))
+    return replace(
+        f, box=Box(f.box.start[n:], f.box.stop[n:]), offset=f.offset + skip, strides=f.strides[n:]
+    )
+
+
+def _joined(tensors: dict[str, Foreign]) -> dict[str, Foreign]:
+    """`X_w` and `X_v`, the gate's and the value's weights, are the halves of `X` along dim 0."""
+    found = dict(tensors)
+    for name, gate in tensors.items():
+        whole, value = name[:-2], tensors.get(f"{name[:-2]}_v")
+        halves = name.endswith("_w") and value is not None and whole not in found and gate.shape
+        if halves and value is not None and (gate.shape, gate.dtype) == (value.shape, value.dtype):
+            rows = gate.shape[0]
+            parts = (*gate.parts, *(_moved(p, rows) for p in value.parts))
+            found[whole] = replace(gate, name=whole, shape=(2 * rows, *gate.shape[1:]), parts=parts)
+            del found[name], found[f"{whole}_v"]
+    return found
+
+
+def _moved(part: Part, rows: int) -> Part:
+    (a, *start), (b, *stop) = part.fragment.box.start, part.fragment.box.stop
+    box = Box((a + rows, *start), (b + rows, *stop))
+    return replace(part, fragment=replace(part.fragment, box=box))

@@ -1,0 +1,335 @@
+"""A real Megatron-Core GPT, its optimizer and its checkpoints on the CPU, under gloo.
+
+Megatron-Core asks for CUDA in a few places where the device does not matter: the current device, tensors
+made on "cuda", the class of a parameter.  `on_cpu` answers those questions; all that computes, cuts and
+saves is Megatron's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+SEQUENCE, BATCH = 8, 4
+
+
+class _Cuda(TorchFunctionMode):
+    """Tensors asked for on "cuda" come on the CPU; CPU tensors say that their class is CUDA's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        if func is torch.Tensor.cuda:
+            return args[0]
+        found = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.")
+        return found
+
+
+def on_cpu() -> None:
+    """Let Megatron-Core run here; for the rest of this process."""
+    torch.cuda.synchronize = lambda *a, **k: None
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.get_device_properties = lambda *a: Namespace(total_memory=1 << 34)
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None  # not defined where Transformer Engine is missing
+
+    @contextlib.contextmanager
+    def fork(self: Any, name: str = "") -> Iterator[None]:
+        yield
+
+    CudaRNGStatesTracker.fork = fork
+    _allow_sequence_parallel_norms()
+    _let_torch_adam_load()
+    _Cuda().__enter__()
+
+
+def _allow_sequence_parallel_norms() -> None:
+    """Torch's norm works on parts of the sequence; its gradients are then summed over the TP ranks."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = make(cls, replace(config, sequence_parallel=False), *args, **kwargs)
+        for p in norm.parameters():
+            p.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = new
+
+
+def _let_torch_adam_load() -> None:
+    """Megatron-Core 0.16 forgets that torch's AdamW keeps a step beside each parameter: it is loaded from
+    the groups by then."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, param: Any, tensors: dict[str, torch.Tensor]) -> None:
+        now = self._get_main_param_and_optimizer_states(param)
+        put(self, param, {"step": now["step"], **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and how it is trained."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    bf16: bool = False
+    distributed: bool = False
+    sharding: str = "fully_reshardable"
+    homogeneous: bool = True
+    tied: bool = False
+    gated: bool = True
+    experts: int | None = None
+    layers: int = 4
+    heads: int = 4
+    groups: int = 2
+    vocab: int = 50
+    divisible: int = 8
+    lr: float = 0.01
+
+    @property
+    def padded_vocab(self) -> int:
+        """As Megatron-LM pads it: to a multiple of `make_vocab_size_divisible_by` times the TP size."""
+        unit = self.divisible * self.tp
+        return -(-self.vocab // unit) * unit
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What Megatron-LM hands to `sharded_state_dict`."""
+        found: dict[str, Any] = {"non_homogeneous_layers": not self.homogeneous}
+        if not self.homogeneous:
+            found["singleton_local_shards"] = True
+        found["chained_optim_avoid_prefix"] = True
+        if self.distributed:
+            found["distrib_optim_sharding_type"] = self.sharding
+        return found
+
+
+class Run:
+    """A GPT of `setup` on this rank, in the parallel groups that it asks for."""
+
+    def __init__(self, setup: Setup, seed: int = 1) -> None:
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+        mpu.initialize_model_parallel(setup.tp, setup.pp, expert_model_parallel_size=setup.ep)
+        self.setup = setup
+        self.config = self._config()
+        self.gpt = self._model(seed)
+        self.model = self._wrapped()
+        self.optimizer = self._optimizer()
+        self.iteration = 0
+
+    def _config(self) -> Any:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        s = self.setup
+        return TransformerConfig(
+            num_layers=s.layers, hidden_size=16, num_attention_heads=s.heads, num_query_groups=s.groups,
+            ffn_hidden_size=24, use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
+            tensor_model_parallel_size=s.tp, pipeline_model_parallel_size=s.pp,
+            expert_model_parallel_size=s.ep, sequence_parallel=s.sequence_parallel,
+            gated_linear_unit=s.gated, add_bias_linear=s.experts is None and not s.gated,
+            activation_func=torch.nn.functional.silu if s.gated else torch.nn.functional.gelu,
+            num_moe_experts=s.experts, moe_router_topk=2, moe_token_dispatcher_type="allgather",
+            moe_router_load_balancing_type="none", gradient_accumulation_fusion=False,
+            bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+            apply_rope_fusion=False, persist_layer_norm=False, add_qkv_bias=True,
+            params_dtype=torch.bfloat16 if s.bf16 else torch.float32, bf16=s.bf16,
+            pipeline_dtype=torch.bfloat16 if s.bf16 else torch.float32,
+            variable_seq_lengths=False, batch_p2p_comm=False,
+        )  # fmt: skip
+
+    def _model(self, seed: int) -> Any:
+        from megatron.core import parallel_state as mpu
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        s = self.setup
+        torch.manual_seed(seed)
+        model = GPTModel(
+            self.config,
+            get_gpt_layer_local_spec(num_experts=s.experts, moe_grouped_gemm=False),
+            s.padded_vocab,
+            SEQUENCE,
+            pre_process=mpu.is_pipeline_first_stage(),
+            post_process=mpu.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=s.tied,
+        )
+        if s.bf16:
+            model = model.bfloat16()
+        return model
+
+    def _wrapped(self) -> Any:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=self.setup.distributed
+        )
+        model = DistributedDataParallel(self.config, config, self.gpt)
+        model.broadcast_params()
+        return model
+
+    def _optimizer(self) -> Any:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        s = self.setup
+        config = OptimizerConfig(
+            optimizer="adam", lr=s.lr, min_lr=s.lr / 10, weight_decay=0.1, clip_grad=1.0, bf16=s.bf16,
+            params_dtype=self.config.params_dtype, use_distributed_optimizer=s.distributed,
+        )  # fmt: skip
+        return get_megatron_optimizer(config, [self.model])
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def train(self, steps: int) -> list[float]:
+        """Losses of `steps` iterations, on data that depends on the iteration alone."""
+        return [self._step() for _ in range(steps)]
+
+    def _step(self) -> float:
+        from megatron.core import parallel_state as mpu
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        draw = torch.Generator().manual_seed(1000 + self.iteration)
+        tokens = torch.randint(0, self.setup.vocab, (BATCH, SEQUENCE + 1), generator=draw)
+        part = BATCH // mpu.get_data_parallel_world_size()
+        first = mpu.get_data_parallel_rank() * part
+        mine = tokens[first : first + part]
+        found = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=iter([mine[i : i + 1] for i in range(part)]),
+            model=[self.model],
+            num_microbatches=part,
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        self.optimizer.step()
+        self.iteration += 1
+        loss = torch.tensor(sum(float(x["loss"]) for x in found) if found else 0.0)
+        dist.all_reduce(loss)
+        return float(loss)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def sharded_state(self, is_loading: bool = False) -> dict[str, Any]:
+        """What Megatron-LM saves of model and optimizer."""
+        metadata = self.setup.metadata
+        model = self.gpt.sharded_state_dict(metadata=dict(metadata))
+        optimizer = self.optimizer.sharded_state_dict(
+            self.gpt.sharded_state_dict(metadata=dict(metadata)),
+            is_loading,
+            metadata=dict(metadata),
+        )
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, root: Path) -> Path:
+        """As Megatron-LM saves a `torch_dist` checkpoint, with what else it keeps."""
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+        folder = root / f"iter_{self.iteration:07d}"
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+        dist.barrier()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        rng = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}]
+        state = self.sharded_state()
+        state |= {
+            "args": Namespace(**asdict(self.setup), padded_vocab_size=self.setup.padded_vocab,
+                              params_dtype=self.config.params_dtype, load=root),
+            "checkpoint_version": 3.0,
+            "iteration": self.iteration,
+            "num_floating_point_operations_so_far": 12.5,
+            "opt_param_scheduler": {"max_lr": self.setup.lr, "num_steps": 4 * self.iteration},
+            "rng_state": ShardedObject("rng_state", rng, (world,), (rank,)),
+        }  # fmt: skip
+        dist_checkpointing.save(state, str(folder), content_metadata=dict(self.setup.metadata))
+        if rank == 0:
+            (root / "latest_checkpointed_iteration.txt").write_text(str(self.iteration))
+        dist.barrier()
+        return folder
+
+    def load_weights(self, folder: Path) -> None:
+        """As Megatron-LM loads a model alone."""
+        from megatron.core import dist_checkpointing
+
+        state = {"model": self.gpt.sharded_state_dict(metadata=self.setup.metadata)}
+        self.gpt.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
+
+    def load(self, folder: Path) -> None:
+        """As Megatron-LM loads."""
+        from megatron.core import dist_checkpointing
+
+        if self.setup.distributed:  # without Transformer Engine it needs state before it can load
+            self.train(1)
+        state = self.sharded_state(is_loading=True)
+        found = dist_checkpointing.load(state, str(folder))
+        self.gpt.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's weights and buffers, by name."""
+        return {n: t for n, t in self.gpt.state_dict().items() if isinstance(t, torch.Tensor)}
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The fp32 weights that the optimizer keeps; of one rank, so that they are whole."""
+        return {n: found["param"] for n, found in self._kept() if "param" in found}
+
+    def states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Optimizer states by parameter; of one rank."""
+        return {n: {s: t for s, t in x.items() if s != "param"} for n, x in self._kept()}
+
+    def _kept(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        optimizers = self.optimizer.chained_optimizers
+        for name, p in self.gpt.named_parameters():
+            if self.setup.distributed:
+                (holder,) = (o for o in optimizers if p in o.model_param_gbuf_map)
+                kept = holder._get_main_param_and_optimizer_states(p)
+            else:
+                main = getattr(p, "main_param", p)
+                (holder,) = (o for o in optimizers if main in o.optimizer.state)
+                kept = dict(holder.optimizer.state[main])
+                kept |= {"param": main} if main is not p else {}
+            yield name, {k: t.detach().view(p.shape) if t.ndim else t for k, t in kept.items()}
+
+
+def _forward(data: Iterator[torch.Tensor], model: Any) -> Any:
+    tokens = next(data)
+    positions = torch.arange(SEQUENCE).unsqueeze(0)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), diagonal=1).bool()
+    output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+    return output, partial(_loss)
+
+
+def _loss(output: torch.Tensor) -> Any:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach()}

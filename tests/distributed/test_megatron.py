@@ -1,0 +1,40 @@
+"""Checkpoints of a real Megatron-Core GPT, saved by four ranks in several arrangements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .cases import Case, check, run_module
+
+pytest.importorskip("megatron.core", reason="megatron-core makes the checkpoints that are read")
+
+from . import megatron_readers, megatron_sources
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("megatron")
+
+
+@pytest.fixture(scope="module")
+def saved(out: Path) -> dict[str, list[str]]:
+    return run_module("megatron_sources", 4, out, timeout_s=200)
+
+
+@pytest.fixture(scope="module")
+def read(out: Path, saved: dict[str, list[str]]) -> dict[str, list[str]]:
+    return run_module("megatron_readers", 1, out, timeout_s=200)
+
+
+@pytest.mark.parametrize("case", megatron_sources.CASES, ids=lambda case: case.__name__)
+def test_sources(saved: dict[str, list[str]], case: Case) -> None:
+    check(saved, case.__name__)
+
+
+@pytest.mark.parametrize("case", megatron_readers.CASES, ids=lambda case: case.__name__)
+def test_as_megatron_loads(read: dict[str, list[str]], case: Case) -> None:
+    check(read, case.__name__)
