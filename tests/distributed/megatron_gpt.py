@@ -234,7 +234,7 @@ class Run:
         self.iteration += 1
         loss = torch.tensor(sum(float(x["loss"]) for x in found) if found else 0.0)
         dist.all_reduce(loss)
-        return float(loss)
+        return float(loss) / BATCH / self.setup.tp
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -332,4 +332,4 @@ def _forward(data: Iterator[torch.Tensor], model: Any) -> Any:
 
 def _loss(output: torch.Tensor) -> Any:
     loss = output.float().mean()
-    return loss, {"loss": loss.detach()}
+    return loss, {"loss": loss.detach().clone()}

@@ -10,7 +10,7 @@ from .cases import Case, check, run_module
 
 pytest.importorskip("megatron.core", reason="megatron-core makes the checkpoints that are read")
 
-from . import megatron_readers, megatron_sources
+from . import megatron_live_cases, megatron_readers, megatron_sources
 
 pytestmark = pytest.mark.distributed
 
@@ -38,3 +38,13 @@ def test_sources(saved: dict[str, list[str]], case: Case) -> None:
 @pytest.mark.parametrize("case", megatron_readers.CASES, ids=lambda case: case.__name__)
 def test_as_megatron_loads(read: dict[str, list[str]], case: Case) -> None:
     check(read, case.__name__)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_module("megatron_live_cases", 4, tmp_path_factory.mktemp("live"), timeout_s=300)
+
+
+@pytest.mark.parametrize("case", megatron_live_cases.CASES, ids=lambda case: case.__name__)
+def test_live(live: dict[str, list[str]], case: Case) -> None:
+    check(live, case.__name__)

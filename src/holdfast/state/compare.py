@@ -34,13 +34,17 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: Options) 
             found.missing.append(name)
             continue
         entry = checkpoint.manifest.tensors[checkpoint.index(name)]
-        if entry.shape != t.placed.shape:
+        if not _fits(entry.shape, t.placed.shape, name in live.padded):
             found.lines.append(f"{name}: saved with shape {entry.shape}, here {t.placed.shape}")
         elif entry.dtype != t.placed.dtype and not options.cast:
             found.lines.append(
                 f"{name}: saved as {entry.dtype}, here {t.placed.dtype} (cast=True converts)"
             )
     return found
+
+
+def _fits(saved: tuple[int, ...], here: tuple[int, ...], padded: bool) -> bool:
+    return saved == here or (padded and len(saved) == len(here) and saved[1:] == here[1:])
 
 
 class _Compared(msgspec.Struct, frozen=True, array_like=True):

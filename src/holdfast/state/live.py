@@ -24,10 +24,20 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.layout import Box
+from holdfast.state.megatron import (
+    Megatron,
+    extra_names,
+    is_megatron_optimizer,
+    is_wrapped,
+    megatrons,
+    names_of,
+)
 from holdfast.state.placed import Placed, place, torch_dtype
 from holdfast.state.zero import Group, Zero, is_engine, is_wrapper, zeros
 
 State = dict[str, Any]
+Engine = Zero | Megatron
+"""Frameworks that keep values elsewhere than in the parameters themselves."""
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 PER_RANK = ("redistribute", "fresh", "ask")
@@ -77,8 +87,10 @@ class Live:
     owned: set[str] = field(default_factory=set)
     """In a restore: saved tensors that have a place, but none of their own in `tensors`: those of the
     state_dict of objects, and numbers that ZeRO keeps once for many parameters."""
-    engines: dict[int, Zero] = field(default_factory=dict)
-    """In a restore: DeepSpeed engines, by id of engine and of optimizer."""
+    engines: dict[int, Engine] = field(default_factory=dict)
+    """In a restore: by id of module and of optimizer, the framework that knows them."""
+    padded: set[str] = field(default_factory=set)
+    """Tensors whose dim 0 is padded for this layout: more or fewer rows may have been saved."""
     contents: dict[str, list[str]] = field(default_factory=dict)
     """By key, digests of the tensors that an object's state refers to by name."""
     rules: dict[str, str] = field(default_factory=dict)
@@ -134,13 +146,19 @@ def stages(value: Any) -> list[nn.Module] | None:
 
 
 def is_optimizer(value: Any) -> bool:
-    """A torch optimizer, or what a DeepSpeed engine has in its place."""
-    return isinstance(value, Optimizer) or is_wrapper(value)
+    """A torch optimizer, or what DeepSpeed or Megatron-Core has in its place."""
+    return isinstance(value, Optimizer) or is_wrapper(value) or is_megatron_optimizer(value)
 
 
-def engines_in(state: State) -> dict[int, Zero]:
-    """The DeepSpeed engines of a state, by id of engine and of optimizer."""
-    return zeros({key: stages(value) or [] for key, value in state.items()}, state)
+def engines_in(state: State) -> dict[int, Engine]:
+    """The frameworks of a state, by id of module (or engine) and of optimizer."""
+    modules = {key: stages(value) or [] for key, value in state.items()}
+    return {**zeros(modules, state), **megatrons(modules, state, unwrap)}
+
+
+def has_scheduler(engine: Engine, state: State) -> bool:
+    """Whether the engine has a scheduler of its own that the state does not name."""
+    return isinstance(engine, Zero) and not is_in(state, engine.engine.lr_scheduler)
 
 
 def is_in(state: State, value: Any) -> bool:
@@ -163,7 +181,7 @@ def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
         elif is_optimizer(value):
             zero = engines.get(id(value))
             if zero is not None:
-                scheduler = not is_in(state, zero.engine.lr_scheduler)
+                scheduler = has_scheduler(zero, state)
                 tree = _encode(live, f"{key}.engine", zero.extras(scheduler), inline=True)
                 live.extras[f"{key}.engine"] = tree
             _add_optimizer(live, key, value, zero, all_param_names(state, value, zero))
@@ -194,10 +212,10 @@ def check_keys(state: State) -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module under DDP, torch.compile and DeepSpeed."""
+    """The user's own module under DDP, torch.compile, DeepSpeed and Megatron-Core's wrappers."""
     while True:
         wrapped = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        if wrapped or is_engine(module):
+        if wrapped or is_engine(module) or is_wrapped(module):
             module = module.module
         elif hasattr(module, "_orig_mod"):
             module = module._orig_mod
@@ -216,31 +234,36 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for part in module.modules():
         if hasattr(part, "reshard") and hasattr(part, "unshard"):  # FSDP2: not left gathered
             part.reshard()
+    names = names_of(module)
     for name, p in module.named_parameters(remove_duplicate=False):
         if "_flat_param" in name:
             raise UsageError(
                 "FullyShardedDataParallel (FSDP1) flattens parameters and is not supported",
                 hint="use torch.distributed.fsdp.fully_shard",
             )
-        yield clean(name), p
+        yield names.get(id(p)) or clean(name), p
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Persistent buffers."""
+    names = names_of(unwrap(module))
     for prefix, part in unwrap(module).named_modules(remove_duplicate=False):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield clean(f"{prefix}.{name}" if prefix else name), buffer
+                own = clean(f"{prefix}.{name}" if prefix else name)
+                yield names.get(id(buffer)) or own, buffer
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules with state of their own (`get_extra_state`)."""
+    names = extra_names(unwrap(module))
     for prefix, part in unwrap(module).named_modules():
         if type(part).get_extra_state is not nn.Module.get_extra_state:
-            yield clean(f"{prefix}._extra_state" if prefix else "_extra_state"), part
+            own = clean(f"{prefix}._extra_state" if prefix else "_extra_state")
+            yield names.get(own, own), part
 
 
-def _add_module(live: Live, key: str, module: nn.Module, zero: Zero | None) -> None:
+def _add_module(live: Live, key: str, module: nn.Module, zero: Engine | None) -> None:
     first: dict[int, str] = {}
     for kind, pairs in (("param", named_parameters(module)), ("buffer", named_buffers(module))):
         for name, tensor in pairs:
@@ -248,7 +271,7 @@ def _add_module(live: Live, key: str, module: nn.Module, zero: Zero | None) -> N
             known = first.setdefault(id(tensor), full)
             if known != full:
                 live.aliases[full] = known
-            else:
+            elif not is_copy(zero, tensor):
                 add_tensor(live, full, kind, tensor, zero, steady=kind == "param")
     for name, part in extra_states(module):
         live.extras[f"{key}.{name}"] = _encode(
@@ -257,7 +280,7 @@ def _add_module(live: Live, key: str, module: nn.Module, zero: Zero | None) -> N
 
 
 def add_tensor(
-    live: Live, name: str, kind: str, tensor: torch.Tensor, zero: Zero | None, *, steady: bool
+    live: Live, name: str, kind: str, tensor: torch.Tensor, zero: Engine | None, *, steady: bool
 ) -> None:
     """A parameter or buffer, wherever the engine that it belongs to keeps its values."""
     if zero is None:
@@ -265,24 +288,31 @@ def add_tensor(
     else:
         parts = zero.parts(tensor, name)
         live.add_parts(name, kind, parts, zero.source(tensor), steady=steady)
+        if isinstance(zero, Megatron) and zero.is_padded(tensor):
+            live.padded.add(name)
+
+
+def is_copy(zero: Engine | None, p: torch.Tensor) -> bool:
+    """Whether this rank's values are saved by another one."""
+    return isinstance(zero, Megatron) and zero.is_copy(p)
 
 
 # -- optimizers -----------------------------------------------------------------------------------
 
 
-def groups_of(optimizer: Any, zero: Zero | None) -> list[Group]:
+def groups_of(optimizer: Any, zero: Engine | None) -> list[Group]:
     """Each parameter group's dict, and the parameters of the model that are in it."""
     if zero is not None:
         return zero.groups
     return [(group, group["params"]) for group in optimizer.param_groups]
 
 
-def param_names(state: State, optimizer: Any, zero: Zero | None) -> dict[int, str]:
+def param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, str]:
     """Fully qualified names of the parameters of an optimizer, by object."""
     return {i: names[0] for i, names in all_param_names(state, optimizer, zero).items()}
 
 
-def all_param_names(state: State, optimizer: Any, zero: Zero | None) -> dict[int, list[str]]:
+def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, list[str]]:
     """As `param_names`, with every name of a tied parameter.
 
     A name carries its module's key only where two modules that the optimizer serves share a
@@ -314,12 +344,16 @@ def named_groups(
     ]
 
 
+NO_HYPER = ("params", "param_names", "is_expert_parallel")
+"""Of a group: what is not how it is trained, but whom it has, and how Megatron's ranks lie."""
+
+
 def hyper(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return {k: v for k, v in group.items() if k not in NO_HYPER}
 
 
 def _add_optimizer(
-    live: Live, key: str, optimizer: Any, zero: Zero | None, all_names: dict[int, list[str]]
+    live: Live, key: str, optimizer: Any, zero: Engine | None, all_names: dict[int, list[str]]
 ) -> None:
     saved: list[Any] = []
     others: dict[str, Any] = {}
@@ -337,6 +371,8 @@ def _add_optimizer(
         for name, p in pairs:
             plain = {}
             states = optimizer.state.get(p, {}) if zero is None else zero.states(p)
+            if is_copy(zero, p):
+                states = {}
             for state, value in states.items():
                 if isinstance(value, torch.Tensor):
                     whole = zero is None or value.ndim > 0  # one number serves many parameters
@@ -357,7 +393,7 @@ def add_state(
     state: str,
     p: torch.Tensor,
     value: torch.Tensor,
-    zero: Zero | None,
+    zero: Engine | None,
     *,
     steady: bool = True,
 ) -> None:
@@ -365,6 +401,8 @@ def add_state(
     name = f"{prefix}.{state}"
     parts = (place_state(p, value, name),) if zero is None else zero.state_parts(p, value, name)
     live.add_parts(name, state, parts, value, steady=steady)
+    if isinstance(zero, Megatron) and value.ndim and zero.is_padded(p):
+        live.padded.add(name)
 
 
 def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:

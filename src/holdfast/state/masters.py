@@ -81,7 +81,7 @@ def master_changes(
     changes = []
     for key, value in state.items():
         zero = live.engines.get(id(value))
-        if zero is None or zero.inner is None or value is zero.engine:
+        if not isinstance(zero, Zero) or zero.inner is None or value is zero.engine:
             continue
         all_names = all_param_names(state, value, zero)
         states = saved_states(checkpoint, key)

@@ -21,11 +21,12 @@ from holdfast.format import extras
 from holdfast.group import Group
 from holdfast.near import near
 from holdfast.state.live import (
+    Engine,
     Live,
     State,
     extra_states,
     groups_of,
-    is_in,
+    has_scheduler,
     is_optimizer,
     is_stateful,
     named_groups,
@@ -33,6 +34,7 @@ from holdfast.state.live import (
     param_names,
     stages,
 )
+from holdfast.state.megatron import Megatron
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.targets import Options, target_of, tensors_in
 from holdfast.state.zero import Group as ParamGroup
@@ -154,12 +156,11 @@ class Extras:
             (f"{key}.{name}", part) for m in stages(value) or () for name, part in extra_states(m)
         ]
 
-    def _put_engine(self, name: str, zero: Zero | None, own: dict[str, Any]) -> None:
+    def _put_engine(self, name: str, zero: Engine | None, own: dict[str, Any]) -> None:
         """An engine's counters, loss scaler and scheduler, if the checkpoint is of an engine."""
         tree = own.get(name, self.checkpoint.manifest.extras.get(name))
         if zero is not None and tree is not None:
-            scheduler = not is_in(self.state, zero.engine.lr_scheduler)
-            zero.put_extras(self._decode(tree), scheduler)
+            zero.put_extras(self._decode(tree), has_scheduler(zero, self.state))
 
     def _own(self) -> dict[str, Any]:
         if not self.checkpoint.manifest.per_rank or self.resized:
@@ -193,8 +194,8 @@ class Extras:
             zero = self._engines.get(id(value))
             pairs = self._named_groups(value)
             put_groups(key, groups_of(value, zero), tree, pairs, self._decode)
-            if zero is None:
-                put_plain_states(value, tree, pairs, self._decode)
+            if not isinstance(zero, Zero):
+                put_plain_states(value, zero, tree, pairs, self._decode)
         elif is_stateful(value):
             value.load_state_dict(self._decode(tree))
         else:
@@ -293,6 +294,7 @@ def put_groups(
 
 def put_plain_states(
     optimizer: Optimizer,
+    megatron: Megatron | None,
     tree: Any,
     pairs: list[list[tuple[str, torch.Tensor]]],
     decode: Callable[[Any], Any],
@@ -301,4 +303,7 @@ def put_plain_states(
     for params in pairs:
         for name, p in params:
             for state, value in tree["$optimizer"]["state"].get(name, {}).items():
-                optimizer.state[p][state] = decode(value)
+                if megatron is None:
+                    optimizer.state[p][state] = decode(value)
+                else:
+                    megatron.put_plain(p, state, decode(value))

@@ -19,9 +19,11 @@ from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
 from holdfast.events import span
 from holdfast.group import Group
+from holdfast.layout import whole
 from holdfast.state.compare import Problems, compare, judge_together
 from holdfast.state.live import Live, State, check_keys, stages
 from holdfast.state.masters import MasterChange, master_changes, read_numbers
+from holdfast.state.placed import Placed
 from holdfast.state.putback import Extras
 from holdfast.state.targets import Change, Options, is_known, materialise, target_of, targets
 from holdfast.state.zero import is_engine
@@ -114,15 +116,26 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         for master in masters:
             master.apply()
     wants = [
-        Want(checkpoint.index(name), part.box, target_of(part.local, _saved(checkpoint, name)))
+        want
         for name, t in live.tensors.items()
         if is_known(checkpoint, name)
         for part in t.parts
         if part.box.size
+        for want in _wants(checkpoint, name, part)
     ]
     wants += plan.wants
     return _Prepared(live, wants, plan.put)
 
 
-def _saved(checkpoint: Checkpoint, name: str) -> str:
-    return checkpoint.manifest.tensors[checkpoint.index(name)].dtype
+def _wants(checkpoint: Checkpoint, name: str, part: Placed) -> list[Want]:
+    """What is saved of a part.  Rows of padding that are not are zero."""
+    index = checkpoint.index(name)
+    entry = checkpoint.manifest.tensors[index]
+    if entry.shape == part.shape:
+        return [Want(index, part.box, target_of(part.local, entry.dtype))]
+    with torch.no_grad():
+        part.local.zero_()
+    box = part.box & whole(entry.shape)
+    if box is None:
+        return []
+    return [Want(index, box, target_of(part.local[box.within(part.box.start)], entry.dtype))]

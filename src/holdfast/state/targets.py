@@ -37,6 +37,7 @@ from holdfast.state.live import (
     stages,
     unwrap,
 )
+from holdfast.state.megatron import Megatron
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.snapshot import raw_array
 
@@ -151,9 +152,11 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
                     elif options.wanted(full):
                         zero = live.engines.get(id(module))
                         add_tensor(live, full, kind, tensor, zero, steady=True)
-        if isinstance(value, Optimizer) and id(value) not in live.engines:
-            names = all_param_names(state, value, None)
-            changes += _optimizer_targets(checkpoint, live, key, value, names, options)
+        engine = live.engines.get(id(value))
+        megatron = engine if isinstance(engine, Megatron) and stages(value) is None else None
+        if megatron or (isinstance(value, Optimizer) and engine is None):
+            names = all_param_names(state, value, megatron)
+            changes += _optimizer_targets(checkpoint, live, key, value, megatron, names, options)
         elif isinstance(value, torch.Tensor) and options.wanted(key):
             live.add(key, "tensor", value, steady=True)
         elif not is_stateful(value) and stages(value) is None:
@@ -208,7 +211,8 @@ def _optimizer_targets(
     checkpoint: Checkpoint,
     live: Live,
     key: str,
-    optimizer: Optimizer,
+    optimizer: Any,
+    megatron: Megatron | None,
     all_names: dict[int, list[str]],
     options: Options,
 ) -> list[Change]:
@@ -216,35 +220,42 @@ def _optimizer_targets(
     states = saved_states(checkpoint, key)
     names = {i: found[0] for i, found in all_names.items()}
     changes = []
-    groups = groups_of(optimizer, None)
+    groups = groups_of(optimizer, megatron)
     for (group, _), pairs in zip(groups, named_groups(groups, names)):
         for name, p in pairs:
+            inner, master = (optimizer, p) if megatron is None else megatron.holder(p)
+            if inner is None:
+                continue  # other ranks have it
             saved = [s for s in states.get(name, []) if options.wanted(f"{key}.{name}.{s}")]
             have = {
-                k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)
+                k: v for k, v in inner.state.get(master, {}).items() if isinstance(v, torch.Tensor)
             }
             drop = [k for k in have if k not in saved] if options.only is None else []
             made = {
-                s: _new_state(checkpoint, f"{key}.{name}.{s}", p, group)
+                s: _new_state(checkpoint, f"{key}.{name}.{s}", master, group, megatron)
                 for s in saved
                 if s not in have
             }
-            changes.append(Change(optimizer, p, made, drop))
+            changes.append(Change(inner, master, made, drop))
             for state in saved:
                 tensor = have[state] if state in have else made[state]
-                add_state(live, f"{key}.{name}", state, p, tensor, None)
+                add_state(live, f"{key}.{name}", state, p, tensor, megatron)
                 add_ties(live, key, state, all_names.get(id(p), ()))
     return changes
 
 
 def _new_state(
-    checkpoint: Checkpoint, name: str, p: torch.Tensor, group: dict[str, Any]
+    checkpoint: Checkpoint,
+    name: str,
+    p: torch.Tensor,
+    group: dict[str, Any],
+    megatron: Megatron | None,
 ) -> torch.Tensor:
     """Memory for a saved state: cut like its parameter if it has its shape, else on every rank."""
     info = checkpoint.info(name)
     dtype = torch_dtype(info.dtype)
     with torch.no_grad():
-        if info.shape == tuple(p.shape):
+        if info.shape == tuple(p.shape) or (megatron and info.shape):
             return torch.empty_like(p, dtype=dtype, requires_grad=False)
         if info.shape == ():
             on_device = group.get("capturable") or group.get("fused")

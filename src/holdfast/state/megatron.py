@@ -1,0 +1,398 @@
+"""Megatron-Core models and optimizers: what `sharded_state_dict` tells of each weight.
+
+A model of Megatron-Core says of every weight which part of which whole tensor this rank holds.  That gives
+its name and boxes: layers and experts by their numbers in the whole model, the halves of a gated layer as
+two boxes, a tied embedding of the last stage under the first one's name.
+
+    >>> shard = Shard("w", (8, 4), (4, 4), ((Box((0, 0), (4, 4)), (4, 0)),))   # the lower half
+    >>> [str(part.box) for part in shard.parts(torch.zeros(4, 4))]
+    ['4:8,0:4']
+
+Its optimizers keep fp32 masters of 16-bit weights, whole (`Float16Optimizer...`) or, under the distributed
+optimizer, elements `start..stop` of the rank's own part: flat tensors, cut again along the same boxes.
+
+The only module that knows Megatron's attributes (0.16); it imports nothing of Megatron.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.errors import LayoutError, UsageError
+from holdfast.interop.megatron.names import template
+from holdfast.layout import Box, flat_range, whole
+from holdfast.state.placed import Placed, place
+
+Group = tuple[dict[str, Any], list[torch.Tensor]]
+Names = dict[int, str]
+BY_LAYER = {"non_homogeneous_layers": True}
+"""Asks for keys with the numbers of layers; experts are stacked still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's tensor of `local` shape, as boxes of a whole tensor: (box of the local, its start)."""
+
+    name: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    pieces: tuple[tuple[Box, tuple[int, ...]], ...]
+    padded: bool = False
+    """Whether dim 0 of the whole tensor is padded (a vocabulary), by how much being a matter of layout."""
+    stage_copy: bool = False
+    """Whether it is another pipeline stage's weight (a tied embedding)."""
+    rank_copy: bool = False
+    """Whether another tensor-parallel rank has the same part."""
+
+    def parts(self, like: torch.Tensor) -> tuple[Placed, ...]:
+        """What `like`, which is laid out as the rank's tensor, has of the whole one."""
+        return tuple(self._within(whole(self.local), like.detach().view(self.local)))
+
+    def flat_parts(self, flat: torch.Tensor, start: int, stop: int) -> tuple[Placed, ...]:
+        """What `flat`, elements `start..stop` of the rank's tensor, has of the whole one."""
+        found: list[Placed] = []
+        at = 0
+        for box in flat_range(self.local, start, stop):
+            found += self._within(box, flat.detach().narrow(0, at, box.size).view(box.shape))
+            at += box.size
+        return tuple(found)
+
+    def _within(self, box: Box, values: torch.Tensor) -> Iterator[Placed]:
+        for piece, start in self.pieces:
+            common = piece & box
+            if common is None:
+                continue
+            low = tuple(s + a - o for s, a, o in zip(start, common.start, piece.start))
+            there = Box(low, tuple(a + n for a, n in zip(low, common.shape)))
+            everything = there == whole(self.shape)
+            local = values[common.within(box.start)] if self.local else values
+            yield Placed(local, self.shape, there, () if everything else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Where an optimizer keeps a weight: its master in a torch optimizer; `start..stop` of a flat one."""
+
+    inner: Optimizer
+    master: torch.Tensor
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Megatron:
+    """The models and the optimizer of a state, as holdfast sees them at one moment."""
+
+    shards: dict[int, Shard]
+    """By id of a parameter or buffer of the models."""
+    optimizers: list[Any] = field(default_factory=list)
+    """Megatron's, those of a chain one by one."""
+    groups: list[Group] = field(default_factory=list)
+    held: dict[int, Held] = field(default_factory=dict)
+    """By id of a parameter; of the distributed optimizer, those that this rank has a part of."""
+    distributed: frozenset[int] = frozenset()
+    """Parameters whose masters are flat parts, on this rank or another."""
+
+    def parts(self, p: torch.Tensor, name: str) -> tuple[Placed, ...]:
+        """What this rank keeps of a weight, in the highest precision that there is."""
+        return self._parts(p, self.source(p), name)
+
+    def source(self, p: torch.Tensor) -> torch.Tensor:
+        """The tensor whose values and writes count."""
+        return self.held[id(p)].master if id(p) in self.held else p
+
+    def states(self, p: torch.Tensor) -> dict[str, Any]:
+        """What its optimizer keeps of a weight here."""
+        held = self.held.get(id(p))
+        return {} if held is None else dict(held.inner.state.get(held.master, {}))
+
+    def holder(self, p: torch.Tensor) -> tuple[Optimizer | None, torch.Tensor]:
+        """The torch optimizer that updates a weight here, and the tensor that it has for it."""
+        held = self.held.get(id(p))
+        return (None, p) if held is None else (held.inner, held.master)
+
+    def state_parts(self, p: torch.Tensor, value: torch.Tensor, name: str) -> tuple[Placed, ...]:
+        """The parts of a state that lies as its weight does, or of a number."""
+        return self._parts(p, value, name) if value.ndim else (place(value, name),)
+
+    def _parts(self, p: torch.Tensor, value: torch.Tensor, name: str) -> tuple[Placed, ...]:
+        shard, held = self.shards[id(p)], self.held.get(id(p))
+        if id(p) in self.distributed and held is None:
+            return ()
+        if held is not None and held.stop is not None:
+            if value.numel() != held.stop - held.start:
+                raise LayoutError(f"{name!r}: {value.numel()} elements beside {held}")
+            return shard.flat_parts(value, held.start, held.stop)
+        if value.shape != shard.local:
+            raise LayoutError(
+                f"{name!r}: a state of shape {tuple(value.shape)} beside a weight of {shard.local}"
+            )
+        return shard.parts(value)
+
+    def is_copy(self, p: torch.Tensor) -> bool:
+        """Whether this rank leaves saving it to others, whose flat parts may be other ones."""
+        shard = self.shards[id(p)]
+        return shard.stage_copy or (shard.rank_copy and id(p) in self.distributed)
+
+    def is_padded(self, p: torch.Tensor) -> bool:
+        return self.shards[id(p)].padded
+
+    # -- what is neither a weight nor its state ------------------------------------------------
+
+    def extras(self, scheduler: bool) -> dict[str, Any]:
+        """The loss scaler; Megatron's optimizers know no scheduler."""
+        scalers = [o.grad_scaler for o in self.optimizers if getattr(o, "grad_scaler", None)]
+        return {"grad_scaler": scalers[0].state_dict()} if scalers else {}
+
+    def put_extras(self, saved: dict[str, Any], scheduler: bool) -> None:
+        """Put back what `extras` gave."""
+        for optimizer in self.optimizers:
+            if getattr(optimizer, "grad_scaler", None) and "grad_scaler" in saved:
+                optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
+
+    def put_plain(self, p: torch.Tensor, state: str, value: Any) -> None:
+        """A state that is no tensor of the checkpoint."""
+        held = self.held.get(id(p))
+        if held is not None:
+            held.inner.state[held.master][state] = value
+
+    # -- after a restore -----------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Make the models' own weights from the masters, as after a step.  Collective."""
+        for optimizer in self.optimizers:
+            if getattr(optimizer, "is_stub_optimizer", False):
+                continue
+            if hasattr(optimizer, "_copy_main_params_to_model_params"):
+                optimizer._copy_main_params_to_model_params()
+        for chunk in self._gathered():
+            chunk.start_param_sync(force_sync=True)
+
+    def _gathered(self) -> list[Any]:
+        """The model chunks whose weights are gathered from the ranks that updated them."""
+        chunks = [c for o in self.optimizers if _is_distributed(o) for c in o.model_chunks]
+        return list({id(c): c for c in chunks}.values())
+
+    def poison(self) -> None:
+        """Fill the models' own weights with NaN, here: a half-loaded model must not train."""
+        for _, params in self.groups:
+            for p in params:
+                p.data.fill_(float("nan"))
+
+
+# -- recognising ----------------------------------------------------------------------------------
+
+
+def _of_megatron(value: Any) -> bool:
+    return any(c.__module__.split(".", 1)[0] == "megatron" for c in type(value).__mro__)
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether it is a wrapper of Megatron's around a model (data parallelism, half precision)."""
+    inside = getattr(module, "module", None)
+    return isinstance(inside, nn.Module) and _of_megatron(module)
+
+
+def is_model(module: nn.Module) -> bool:
+    """Whether it is a model of Megatron-Core, unwrapped."""
+    return _of_megatron(module) and callable(getattr(module, "sharded_state_dict", None))
+
+
+def is_megatron_optimizer(value: Any) -> bool:
+    """Whether it is what `get_megatron_optimizer` returns."""
+    module = sys.modules.get("megatron.core.optimizer.optimizer")
+    return module is not None and isinstance(value, module.MegatronOptimizer)
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return hasattr(optimizer, "model_param_gbuf_map")
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def shards_of(model: nn.Module) -> dict[int, Shard]:
+    """By id of a parameter or buffer, how it lies in the whole model."""
+    found: dict[int, Shard] = {}
+    for entry in _leaves(model.sharded_state_dict(metadata=dict(BY_LAYER))):
+        if isinstance(entry.data, torch.Tensor):
+            build = getattr(entry, "build", None)
+            found[id(entry.data)] = _shard(entry, [entry] if build is None else _leaves(build()))
+    return found
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Names in the whole model, by id of a parameter or buffer; none of what is not Megatron's."""
+    return {i: shard.name for i, shard in shards_of(model).items()} if is_model(model) else {}
+
+
+def extra_names(model: nn.Module) -> dict[str, str]:
+    """Names of modules' extra states in the whole model, by their names here."""
+    if not is_model(model):
+        return {}
+    tree = model.sharded_state_dict(metadata=dict(BY_LAYER))
+    return {
+        name: template(entry.key)[0].format(*_first(entry.global_offset, template(entry.key)[1]))
+        for name, entry in tree.items()
+        if not hasattr(entry, "build") and not hasattr(entry, "local_shape")
+    }
+
+
+def _first(offsets: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return tuple(offsets[:count])
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in _leaves(value)]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for value in tree for leaf in _leaves(value)]
+    return [tree]
+
+
+def _shard(entry: Any, tensors: list[Any]) -> Shard:
+    """From one ShardedTensor, or those that a factory makes of a weight."""
+    first, data = tensors[0], entry.data
+    name, axes = template(first.key)
+    at = first.global_offset[:axes]
+    shape = tuple(first.global_shape[axes:])
+    alike = all((t.key, t.global_shape, t.global_offset[:axes]) == (first.key, first.global_shape, at)
+                for t in tensors)  # fmt: skip
+    if not alike or axes != first.prepend_axis_num or len(shape) != data.ndim:
+        raise UsageError(
+            f"{entry.key!r}: a weight that Megatron stores in several tensors cannot be live state "
+            "yet (Mamba's projections, grouped experts)"
+        )
+    pieces = tuple((_view_of(t.data, data), tuple(t.global_offset[axes:])) for t in tensors)
+    if sum(box.size for box, _ in pieces) != data.numel():
+        raise LayoutError(f"{entry.key!r}: its parts do not make it up")
+    stage, rank = (0, 0) if isinstance(first.replica_id, int) else first.replica_id[:2]
+    padded = bool(first.allow_shape_mismatch)
+    return Shard(
+        name.format(*at), shape, tuple(data.shape), pieces, padded, bool(stage), bool(rank)
+    )
+
+
+def _view_of(part: torch.Tensor, data: torch.Tensor) -> Box:
+    """Which elements of `data` a slice of it is."""
+    left = part.storage_offset() - data.storage_offset()
+    same = part.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+    if not same or left < 0 or part.stride() != data.stride():
+        raise LayoutError("a part of a weight that is no slice of it")
+    start = []
+    for stride in data.stride():
+        start.append(left // stride)
+        left %= stride
+    return Box(tuple(start), tuple(a + n for a, n in zip(start, part.shape)))
+
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+def megatrons(
+    modules: dict[str, list[nn.Module]], state: dict[str, Any], unwrap: Callable[[Any], nn.Module]
+) -> dict[int, Megatron]:
+    """By id of each module and of each optimizer of Megatron's in a state; one for all of them."""
+    models = [m for some in modules.values() for m in some if is_model(unwrap(m))]
+    optimizers = [value for value in state.values() if is_megatron_optimizer(value)]
+    if not models and not optimizers:
+        return {}
+    if not models:
+        raise UsageError(
+            "an optimizer of Megatron-Core without its model: only the model knows names and places",
+            hint="hand over both: {'model': model, 'optim': optimizer}",
+        )
+    shards: dict[int, Shard] = {}
+    for model in models:
+        shards |= shards_of(unwrap(model))
+    found = Megatron(shards)
+    for optimizer in optimizers:
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            found = _with(found, one)
+    return {id(value): found for value in (*models, *optimizers)}
+
+
+def _with(known: Megatron, optimizer: Any) -> Megatron:
+    """With one more of Megatron's optimizers."""
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return Megatron(known.shards, [*known.optimizers, optimizer], known.groups, known.held,
+                        known.distributed)  # fmt: skip
+    _refuse(optimizer)
+    if _is_distributed(optimizer):
+        groups, held = _distributed(optimizer)
+    else:
+        groups, held = _whole(optimizer)
+    served = [p for _, params in groups for p in params]
+    if any(id(p) not in known.shards for p in served):
+        raise UsageError(
+            "an optimizer of Megatron-Core serves parameters that no model of the state has",
+            hint="hand over every chunk of the model: {'model': [chunk, ...], 'optim': optimizer}",
+        )
+    buffers = optimizer.buffers if _is_distributed(optimizer) else ()
+    flat = frozenset(id(p) for buffer in buffers for p in buffer.param_index_map)
+    return Megatron(
+        known.shards,
+        [*known.optimizers, optimizer],
+        [*known.groups, *groups],
+        known.held | held,
+        known.distributed | flat,
+    )
+
+
+def _refuse(optimizer: Any) -> None:
+    config = optimizer.config
+    wrong = {
+        "a precision-aware optimizer": getattr(config, "use_precision_aware_optimizer", False),
+        "optimizer offload to the CPU": getattr(config, "optimizer_cpu_offload", False),
+        "Megatron-FSDP": getattr(
+            getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False
+        ),
+    }
+    found = [name for name, is_so in wrong.items() if is_so]
+    if found or not isinstance(optimizer.optimizer, Optimizer):
+        what = ", ".join(found) or type(optimizer.optimizer).__name__
+        raise UsageError(f"Megatron-Core with {what} cannot be live state yet")
+
+
+def _whole(optimizer: Any) -> tuple[list[Group], dict[int, Held]]:
+    """FP32Optimizer, and the 16-bit one: a master of a weight's own shape."""
+    inner = optimizer.optimizer
+    weights = {
+        id(main): p
+        for params, mains in zip(
+            getattr(optimizer, "float16_groups", ()),
+            getattr(optimizer, "fp32_from_float16_groups", ()),
+        )
+        for p, main in zip(params, mains)
+    }
+    groups = [
+        (g, [weights.get(id(main), main) for main in g["params"]]) for g in inner.param_groups
+    ]
+    masters = [main for g in inner.param_groups for main in g["params"]]
+    return groups, {id(weights.get(id(main), main)): Held(inner, main) for main in masters}
+
+
+def _distributed(optimizer: Any) -> tuple[list[Group], dict[int, Held]]:
+    """The distributed optimizer: of each weight, elements that lie in this rank's piece of a buffer."""
+    inner = optimizer.optimizer
+    held = {}
+    groups: list[Group] = []
+    for number, group in enumerate(inner.param_groups):
+        pairs = (
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        )
+        params = [p for models, _ in pairs for p in models[number]]
+        shards = [s for _, mains in pairs for s in mains[number]]
+        for p, shard in zip(params, shards):
+            own = optimizer._get_model_param_range_map(p)["param"]
+            held[id(p)] = Held(inner, shard, own.start, own.end)
+        groups.append((group, params))
+    return groups, held
