@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 import holdfast
+from holdfast.errors import StateMismatch, UsageError
 
 from .cases import Case, run_all
 from .megatron_gpt import Run, Setup, on_cpu
 
 STEPS, MORE = 3, 4
+HEAD = "output_layer.weight"
 DENSE = Setup(layers=2, heads=8, groups=4, divisible=64)
 TIED = replace(DENSE, tied=True)
 BF16 = replace(DENSE, bf16=True)
@@ -91,6 +94,7 @@ def _own(root: Path, run: Run) -> None:
 def _same(root: Path) -> None:
     with holdfast.open(root / "ours") as ours, holdfast.open(root / "theirs") as theirs:
         names = {t.name for t in theirs.manifest.tensors}
+        assert theirs.manifest.aliases.items() <= ours.manifest.aliases.items()
         plain = theirs.extras["optim"]["state"]
         assert {t.name for t in ours.manifest.tensors if t.state != "step"} == {
             t.name for t in theirs.manifest.tensors if t.state != "step"
@@ -132,6 +136,74 @@ def _resuming(model: str, source: str, target: str) -> Case:
     return resume
 
 
+def another_padding(root: Path) -> None:
+    """Rows of the vocabulary that only one of the two has are padding: left out, or zero."""
+    source = root.parent / "save_bf16_tp2_pp2"
+    for url in (source / "ours", source / "theirs"):
+        with holdfast.open(url) as saved:
+            for divisible in (26, 128):
+                run = Run(replace(BF16, divisible=divisible), seed=5)
+                run.train(1)
+                holdfast.load(url, state_of(run))
+                _check_padded(run, saved)
+
+
+def _check_padded(run: Run, saved: holdfast.Checkpoint) -> None:
+    kept = {f"optim.{HEAD}.{s}": t for s, t in run.states()[HEAD].items() if t.ndim}
+    for name, found in (kept | {f"model.{HEAD}": run.masters()[HEAD]}).items():
+        expected = torch.from_numpy(saved.read(name))
+        rows = min(len(expected), len(found))
+        assert (len(found), rows) in ((52, 52), (128, 64))
+        assert torch.equal(found[:rows], expected[:rows])
+        assert not found[rows:].any()
+
+
+def another_model_is_refused(root: Path) -> None:
+    run = Run(replace(BF16, layers=4), seed=5)
+    before = {n: p.clone() for n, p in run.gpt.named_parameters()}
+    source = root.parent / "save_bf16_tp2_pp2" / "ours"
+    with pytest.raises(StateMismatch, match=r"missing.*layers\.3\.mlp"):
+        holdfast.load(source, state_of(run))
+    assert all(torch.equal(p, before[n]) for n, p in run.gpt.named_parameters())
+    with pytest.raises(UsageError, match="without its model"):
+        holdfast.load(source, {"optim": run.optimizer})
+
+
+def into_plain_modules(root: Path) -> None:
+    """By names alone, a norm by either of its two: not Megatron's module, and torch's own optimizer."""
+    for name in ("save_fp32_tp2_pp2", "save_bf16_tp2_zero", "save_moe_ep2_zero"):
+        url = root.parent / name / "ours"
+        with holdfast.open(url) as saved:
+            first = [t.name for t in saved.manifest.tensors if t.name.startswith("model.")]
+            other = {n: a for a, n in saved.manifest.aliases.items()}
+            for names in (first, [other.get(n, n) for n in first]):
+                _into_plain(url, saved, [n.removeprefix("model.") for n in names])
+
+
+def _into_plain(url: Path, saved: holdfast.Checkpoint, names: list[str]) -> None:
+    tree = torch.nn.Module()
+    for name in names:
+        _grow(tree, name.split("."), torch.zeros(saved.info(f"model.{name}").shape))
+    groups = [[p for p in tree.parameters() if (p.ndim == 1) is v] for v in (False, True)]
+    adam = torch.optim.AdamW([{"params": g} for g in groups], lr=7.0)
+    holdfast.load(url, {"model": tree, "optim": adam})
+    for name, p in tree.named_parameters():
+        assert np.array_equal(p.detach().numpy(), saved.read(f"model.{name}"))
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert np.array_equal(adam.state[p][state].numpy(), saved.read(f"optim.{name}.{state}"))
+        assert adam.state[p]["step"] == STEPS
+    assert [g["wd_mult"] for g in adam.param_groups] == [1.0, 0.0]
+    assert {g["lr"] for g in adam.param_groups} == {DENSE.lr}
+
+
+def _grow(tree: torch.nn.Module, words: list[str], value: torch.Tensor) -> None:
+    for word in words[:-1]:
+        if not hasattr(tree, word):
+            tree.add_module(word, torch.nn.Module())
+        tree = getattr(tree, word)
+    tree.register_parameter(words[-1], torch.nn.Parameter(value))
+
+
 SAVING = [_saving(model, name) for model, names in ARRANGED.items() for name in names]
 RESUMING = [
     _resuming(model, source, target)
@@ -139,7 +211,7 @@ RESUMING = [
     for i, source in enumerate(names)
     for target in (source, list(names)[(i + 1) % len(names)])
 ]
-CASES = [*SAVING, *RESUMING]
+CASES = [*SAVING, *RESUMING, another_padding, another_model_is_refused, into_plain_modules]
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -241,7 +241,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 "FullyShardedDataParallel (FSDP1) flattens parameters and is not supported",
                 hint="use torch.distributed.fsdp.fully_shard",
             )
-        yield names.get(id(p)) or clean(name), p
+        yield from ((own, p) for own in names.get(id(p), [clean(name)]))
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -251,7 +251,7 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 own = clean(f"{prefix}.{name}" if prefix else name)
-                yield names.get(id(buffer)) or own, buffer
+                yield names.get(id(buffer), [own])[0], buffer
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.errors import LayoutError, UsageError
-from holdfast.interop.megatron.names import template
+from holdfast.interop.megatron.names import template, unfused
 from holdfast.layout import Box, flat_range, whole
 from holdfast.state.placed import Placed, place
 
@@ -228,9 +228,10 @@ def shards_of(model: nn.Module) -> dict[int, Shard]:
     return found
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
+def names_of(model: nn.Module) -> dict[int, list[str]]:
     """Names in the whole model, by id of a parameter or buffer; none of what is not Megatron's."""
-    return {i: shard.name for i, shard in shards_of(model).items()} if is_model(model) else {}
+    shards = shards_of(model) if is_model(model) else {}
+    return {i: [shard.name, *unfused([shard.name])] for i, shard in shards.items()}
 
 
 def extra_names(model: nn.Module) -> dict[str, str]:

@@ -167,6 +167,7 @@ def _optimizer(
     rest: dict[str, Any] = {}
     if isinstance(saved, dict) and "grad_scaler" in saved:
         rest["scaler"] = values.encode("scaler", saved["grad_scaler"])
+        rest["optim.engine"] = {"grad_scaler": rest["scaler"]}  # where a live optimizer looks
     groups = optimizer.groups_of(saved)
     if not groups:
         return tensors, rest
