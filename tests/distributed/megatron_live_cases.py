@@ -136,6 +136,26 @@ def _resuming(model: str, source: str, target: str) -> Case:
     return resume
 
 
+def training_goes_on_beside_a_save(root: Path) -> None:
+    """What is saved is the state at the call, and a run that restores it repeats what followed."""
+    for name, setup in (
+        ("zero", ARRANGED["bf16"]["tp2_zero"]),
+        ("fp32", ARRANGED["fp32"]["tp2_pp2"]),
+    ):
+        run = Run(setup)
+        run.train(1)
+        with holdfast.Checkpointer(root / name, state_of(run), deadline_s=60) as ckpt:
+            for _ in range(2):  # the second uses the first one's plan
+                save = ckpt.save(run.iteration)
+                losses = run.train(2)
+                save.wait()
+        again = Run(setup, seed=5)
+        with holdfast.Checkpointer(root / name, state_of(again), deadline_s=60) as ckpt:
+            again.iteration = ckpt.restore()
+        assert again.iteration == 3
+        assert again.train(2) == losses
+
+
 def another_padding(root: Path) -> None:
     """Rows of the vocabulary that only one of the two has are padding: left out, or zero."""
     source = root.parent / "save_bf16_tp2_pp2"
@@ -211,7 +231,14 @@ RESUMING = [
     for i, source in enumerate(names)
     for target in (source, list(names)[(i + 1) % len(names)])
 ]
-CASES = [*SAVING, *RESUMING, another_padding, another_model_is_refused, into_plain_modules]
+CASES = [
+    *SAVING,
+    *RESUMING,
+    training_goes_on_beside_a_save,
+    another_padding,
+    another_model_is_refused,
+    into_plain_modules,
+]
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
