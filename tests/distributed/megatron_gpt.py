@@ -86,6 +86,26 @@ def _let_torch_adam_load() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
+def _arrange(setup: Setup) -> None:
+    """Make Megatron's process groups, unless they are there.  It forgets those of another arrangement,
+    whose threads would add up: they are ended."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        sizes = (
+            mpu.get_tensor_model_parallel_world_size(),
+            mpu.get_pipeline_model_parallel_world_size(),
+            mpu.get_expert_model_parallel_world_size(),
+        )
+        if sizes == (setup.tp, setup.pp, setup.ep):
+            return
+        mpu.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    mpu.initialize_model_parallel(setup.tp, setup.pp, expert_model_parallel_size=setup.ep)
+
+
 @dataclass(frozen=True)
 class Setup:
     """A model and how it is trained."""
@@ -130,10 +150,7 @@ class Run:
     """A GPT of `setup` on this rank, in the parallel groups that it asks for."""
 
     def __init__(self, setup: Setup, seed: int = 1) -> None:
-        from megatron.core import parallel_state as mpu
-
-        mpu.destroy_model_parallel()
-        mpu.initialize_model_parallel(setup.tp, setup.pp, expert_model_parallel_size=setup.ep)
+        _arrange(setup)
         self.setup = setup
         self.config = self._config()
         self.gpt = self._model(seed)

@@ -228,8 +228,8 @@ SAVING = [_saving(model, name) for model, names in ARRANGED.items() for name in 
 RESUMING = [
     _resuming(model, source, target)
     for model, names in ARRANGED.items()
-    for i, source in enumerate(names)
-    for target in (source, list(names)[(i + 1) % len(names)])
+    for i, target in enumerate(names)
+    for source in (target, list(names)[i - 1])
 ]
 CASES = [
     *SAVING,
