@@ -104,6 +104,16 @@ class Megatron:
         """What this rank keeps of a weight, in the highest precision that there is."""
         return self._parts(p, self.source(p), name)
 
+    def shard(self, p: torch.Tensor) -> Shard:
+        """How it lies in the whole model."""
+        found = self.shards.get(id(p))
+        if found is None:
+            raise UsageError(
+                f"a tensor of shape {tuple(p.shape)} of a Megatron-Core model is not in its "
+                "sharded_state_dict(): which part of what it is cannot be known"
+            )
+        return found
+
     def source(self, p: torch.Tensor) -> torch.Tensor:
         """The tensor whose values and writes count."""
         return self.held[id(p)].master if id(p) in self.held else p
@@ -123,7 +133,7 @@ class Megatron:
         return self._parts(p, value, name) if value.ndim else (place(value, name),)
 
     def _parts(self, p: torch.Tensor, value: torch.Tensor, name: str) -> tuple[Placed, ...]:
-        shard, held = self.shards[id(p)], self.held.get(id(p))
+        shard, held = self.shard(p), self.held.get(id(p))
         if id(p) in self.distributed and held is None:
             return ()
         if held is not None and held.stop is not None:
@@ -138,11 +148,11 @@ class Megatron:
 
     def is_copy(self, p: torch.Tensor) -> bool:
         """Whether this rank leaves saving it to others, whose flat parts may be other ones."""
-        shard = self.shards[id(p)]
+        shard = self.shard(p)
         return shard.stage_copy or (shard.rank_copy and id(p) in self.distributed)
 
     def is_padded(self, p: torch.Tensor) -> bool:
-        return self.shards[id(p)].padded
+        return self.shard(p).padded
 
     # -- what is neither a weight nor its state ------------------------------------------------
 
