@@ -39,6 +39,7 @@ TORCH_FREE = (
     "holdfast.converting",
     "holdfast.format.extras",
     "holdfast.interop.dcp",
+    "holdfast.interop.deepspeed",
     "holdfast.interop.detect",
     "holdfast.interop.megatron.opening",
     "holdfast.interop.verifying",

@@ -10,6 +10,12 @@ from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import NotFound, UsageError
 from holdfast.interop.dcp import is_dcp, open_dcp
+from holdfast.interop.deepspeed import (
+    is_deepspeed,
+    may_be_deepspeed,
+    open_deepspeed,
+    steps_deepspeed,
+)
 from holdfast.interop.folder import OneFile, open_place, top
 from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open_huggingface
 from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_of_megatron
@@ -38,6 +44,7 @@ class Format:
 FORMATS = {
     "megatron": Format(is_megatron, open_megatron, steps_of_megatron),
     "dcp": Format(is_dcp, open_dcp, lambda _: [0]),
+    "deepspeed": Format(is_deepspeed, open_deepspeed, steps_deepspeed, may_be_deepspeed),
     "huggingface": Format(
         is_huggingface, open_huggingface, lambda _: [0], holds_safetensors, of_files=True
     ),

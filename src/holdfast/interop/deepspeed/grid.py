@@ -1,0 +1,247 @@
+"""Ranks of a checkpoint: pipeline stages, their tensor-parallel ranks, data-parallel ranks of each.
+
+`mp_rank` counts the tensor-parallel ranks of all stages.  Without pipeline and tensor parallelism
+there is one shard, `mp_rank_00`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import FormatError, NotFound
+from holdfast.interop.deepspeed import model, rest, zero
+from holdfast.interop.deepspeed.tags import Files
+from holdfast.interop.deepspeed.trees import Tree, read
+from holdfast.interop.deepspeed.zero import Flat, Shape
+from holdfast.interop.torchfile import TensorRef
+from holdfast.interop.unpickle import Record
+from holdfast.store import Store
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A model-parallel rank: its model file, and what its data-parallel ranks hold of the optimizer."""
+
+    pp: int
+    tp: int
+    tree: Tree
+    module: dict[str, Any]
+    """The state_dict, of pipelines that of the layers."""
+    optim: Sequence[Tree]
+    flats: Sequence[Flat]
+
+    @property
+    def trained(self) -> dict[str, Flat]:
+        """By parameter, the group that holds it."""
+        return {name: flat for flat in self.flats for name in flat.shapes}
+
+
+def shards(store: Store, files: Files) -> list[Shard]:
+    """All model-parallel ranks.  FormatError or NotFound if files are of different saves, or missing."""
+    trees = _trees(store, files)
+    tp = _tensor_ranks(trees[0], files, len(trees))
+    layers = _layers(store, files, tp)
+    cut = model.shapes(trees[0]) is not None and not files.universal
+    optims = [_ranks(store, files, mp) if files.optim or cut else [] for mp in range(len(trees))]
+    found = []
+    named = [_named(tree, optim) for tree, optim in zip(trees, optims)]
+    modules = _modules(layers, named, tp)
+    for mp, (tree, optim) in enumerate(zip(trees, optims)):
+        module = modules[mp] if tree.root.get("module") is None else tree.get("module", dict)
+        module = module | _experts(store, files, mp)
+        every = {n: v for one in modules[mp % tp :: tp] for n, v in one.items()} | module
+        found.append(Shard(mp // tp, mp % tp, tree, module, optim, _flats(tree, every, optim)))
+    _check_alike(found)
+    return found
+
+
+def _trees(store: Store, files: Files) -> list[Tree]:
+    """The model files, one for each model-parallel rank; of ZeRO-3 that of its first rank."""
+    first = {mp: min(at for at in files.model if at[1] == mp) for _, mp in files.model}
+    for mp in range(max(first) + 1):
+        if mp not in first:
+            raise NotFound("this model file is missing", key=_renamed(files.model, "mp_rank", mp))
+        if first[mp][0]:
+            raise NotFound("rank 0's model file is missing", key=files.model[first[mp]])
+    return [read(store, files.model[first[mp]]) for mp in sorted(first)]
+
+
+def _renamed(files: dict[tuple[int, int], str], what: str, number: int) -> str:
+    """What a missing file would be called, by another's name."""
+    width = 2 if what == "mp_rank" else 1
+    return re.sub(rf"{what}_\d+", f"{what}_{number:0{width}}", files[min(files)])
+
+
+def _tensor_ranks(tree: Tree, files: Files, ranks: int) -> int:
+    """How many tensor-parallel ranks a pipeline stage has."""
+    said = tree.maybe("checkpoint_parallel_dimensions", dict)
+    tp = said.get("tp_degree") if said else len({t for _, t in files.layers}) or ranks
+    if (
+        type(tp) is not int
+        or tp < 1
+        or ranks % tp
+        or (said and said.get("pp_degree") != ranks // tp)
+    ):
+        raise FormatError(
+            f"{ranks} model files, where the first tells of {said or f'{tp} tensor-parallel ranks'}",
+            key=tree.path,
+            hint="files are missing, or of an older save into the same folder",
+        )
+    return tp
+
+
+def _layers(store: Store, files: Files, tp: int) -> dict[tuple[int, int], Tree]:
+    for layer, t in files.layers:
+        for other in range(tp):
+            if (layer, other) not in files.layers or t >= tp:
+                raise FormatError(
+                    f"layer {layer} is not there of each of {tp} tensor-parallel ranks",
+                    key=files.layers[layer, t],
+                )
+    return {at: read(store, path) for at, path in files.layers.items()}
+
+
+def _experts(store: Store, files: Files, mp: int) -> dict[str, Any]:
+    """What the expert files of a model-parallel rank hold."""
+    found: dict[str, Any] = {}
+    for _, path in sorted((at, path) for at, path in files.experts.items() if at[2] == mp):
+        found |= read(store, path).root
+    return found
+
+
+def _named(tree: Tree, optim: Sequence[Tree]) -> dict[str, Shape | None]:
+    """What the files of a shard name: parameters with their shapes if they are told, and buffers."""
+    found: dict[str, Shape | None] = dict.fromkeys(model.buffers(tree))
+    shapes = model.shapes(tree)
+    for group in shapes or ():
+        found |= group
+    for one in optim if shapes is None else ():
+        found |= {name: None for names in one.get("param_slice_mappings", list) for name in names}
+    return found
+
+
+def _modules(
+    layers: dict[tuple[int, int], Tree], named: Sequence[dict[str, Shape | None]], tp: int
+) -> list[dict[str, Any]]:
+    """By model-parallel rank its layers, under the names that its parameters and buffers have."""
+    found: list[dict[str, Any]] = [{} for _ in named]
+    for (layer, t), file in sorted(layers.items()):
+        mp, prefix = _owner(layer, file, named, range(t, len(named), tp))
+        found[mp] |= {f"{prefix}{name}": value for name, value in file.root.items()}
+    return found
+
+
+def _owner(
+    layer: int, file: Tree, named: Sequence[dict[str, Shape | None]], ranks: Sequence[int]
+) -> tuple[int, str]:
+    """Whose a layer is, and what its names begin with: its number, or `tied_modules.<key>`.
+
+    One that no rank names (all of it frozen) counts as the first's.
+    """
+    for mp in ranks:
+        if any(f"{layer}.{name}" in named[mp] for name in file.root):
+            return mp, f"{layer}."
+    for mp in ranks:
+        keys = {n.split(".")[1] for n in named[mp] if n.startswith("tied_modules.")}
+        for prefix in (f"tied_modules.{key}." for key in sorted(keys)):
+            if all(
+                named[mp].get(f"{prefix}{name}", ()) in (None, getattr(ref, "shape", None))
+                for name, ref in file.root.items()
+            ):
+                return mp, prefix
+    return ranks[0], f"{layer}."
+
+
+def _flats(tree: Tree, module: dict[str, Any], optim: Sequence[Tree]) -> list[Flat]:
+    if not optim:
+        return []
+    shapes = model.shapes(tree)
+    if shapes is None:
+        shapes = _mapped(optim, module)
+    stage = _stage(optim[0])
+    if stage == 3:
+        return zero.stage_3(shapes, optim)
+    return zero.stages_1_2(shapes, optim, tree.maybe("ds_config", dict) or {})
+
+
+def _mapped(optim: Sequence[Tree], module: dict[str, Any]) -> list[dict[str, Shape]]:
+    """Shapes by group, where the model file has none: in the order of the slices that the ranks list."""
+    found: list[dict[str, Shape]] = []
+    for tree in optim:
+        for g, names in enumerate(tree.get("param_slice_mappings", list)):
+            if g == len(found):
+                found.append({})
+            for name in names:
+                ref = module.get(name)
+                if not isinstance(ref, TensorRef):
+                    raise FormatError(f"the model has no {name!r}", key=tree.path)
+                found[g][name] = ref.shape
+    return found
+
+
+def _ranks(store: Store, files: Files, mp: int) -> list[Tree]:
+    """The optimizer files of a model-parallel rank, by data-parallel rank; of one save, and all there."""
+    mine = {at: path for at, path in files.optim.items() if at[1] == mp}
+    if not mine:
+        raise NotFound(
+            f"the *_optim_states.pt files of model-parallel rank {mp} are missing: ZeRO keeps the "
+            "optimizer and the fp32 weights in them"
+        )
+    first = read(store, mine[min(mine)]).below("optimizer_state_dict")
+    count = _partitions(first)
+    for dp in range(max(count, max(mine)[0] + 1)):
+        if (dp, mp) not in mine:
+            raise NotFound(f"rank {dp} of {count} is missing", key=_renamed(mine, "pp_rank", dp))
+        if dp >= count:
+            raise FormatError(
+                f"a part of rank {dp}, but the checkpoint is of {count} ranks",
+                key=mine[dp, mp],
+                hint="it is of an older save into the same folder: move it away",
+            )
+    others = [read(store, mine[dp, mp]).below("optimizer_state_dict") for dp in range(1, count)]
+    return [first, *others]
+
+
+def _partitions(tree: Tree) -> int:
+    """How many ranks the optimizer is cut over; the most, where groups differ."""
+    said: Any = tree.get("partition_count", object)
+    counts: list[int] = said if isinstance(said, list) else [said]
+    if not counts or not all(type(n) is int and 0 < n < 1 << 24 for n in counts):
+        raise FormatError(f"partition_count is {said!r}", key=tree.path)
+    return max(counts)
+
+
+def _stage(tree: Tree) -> int:
+    found = tree.root.get("zero_stage", 1)  # BF16_Optimizer does not say
+    stage = found.args[0] if isinstance(found, Record) and found.args else found
+    if stage not in (1, 2, 3):
+        raise FormatError(f"ZeRO stage {stage!r}", key=tree.path)
+    return int(stage)
+
+
+def _check_alike(found: Sequence[Shard]) -> None:
+    """That all files are of one save, as far as their counters and options tell."""
+    first = found[0]
+    for shard in found:
+        if len(shard.trained) != sum(len(flat.shapes) for flat in shard.flats):
+            raise FormatError("a parameter is in two groups", key=shard.tree.path)
+        if shard.tree.root.get("ds_autoep_layers") or shard.tree.root.get("autoep_layers"):
+            raise FormatError("experts of AutoEP, which are not read yet", key=shard.tree.path)
+    for shard in found[1:]:
+        a, b = (s.tree.root.get("global_steps") for s in (first, shard))
+        if a != b:
+            raise _other_save(shard.tree.path, first.tree.path, f"global_steps {b}, not {a}")
+    for shard in found:
+        said = [rest.signature(tree) for tree in shard.optim]
+        for tree, options in zip(shard.optim, said):
+            if options != said[0]:
+                raise _other_save(tree.path, shard.optim[0].path, "other options or counters")
+
+
+def _other_save(path: str, first: str, what: str) -> FormatError:
+    return FormatError(
+        f"{what}, as in {first}", key=path, hint="files of two saves: copy the folder again, whole"
+    )

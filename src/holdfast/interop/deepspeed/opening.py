@@ -1,0 +1,259 @@
+"""A DeepSpeed checkpoint opened: which files there are, and what tensors they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import FormatError, NotFound, UsageError
+from holdfast.interop.deepspeed import experts, model, rest, stage0, tensors, universal
+from holdfast.interop.deepspeed.grid import Shard, shards
+from holdfast.interop.deepspeed.layouts import Rules
+from holdfast.interop.deepspeed.tags import Files, files_of, folders, latest, marked, step_in
+from holdfast.interop.deepspeed.trees import MALFORMED, Tree, read
+from holdfast.interop.deepspeed.zero import Flat, Shape
+from holdfast.interop.foreign import Foreign, foreign
+from holdfast.interop.torchfile import TensorRef
+from holdfast.store import Store
+
+
+def open_deepspeed(store: Store, step: int | None = None) -> Checkpoint:
+    """A tag of a DeepSpeed directory as a checkpoint: the newest, or that of a step.
+
+    FormatError or Corrupt, naming the file; NotFound if there is no such step.
+    """
+    folder = _folder(store, step)
+    try:
+        return _open(store, folder)
+    except MALFORMED as error:
+        raise FormatError(f"malformed: {error}", key=folder or None) from error
+
+
+def steps_deepspeed(store: Store) -> list[int]:
+    """The steps that the tags of a directory are of, ascending."""
+    return sorted({_step(store, folder) for folder in folders(store)})
+
+
+def _folder(store: Store, step: int | None) -> str:
+    if step is None:
+        return latest(store)
+    if (newest := marked(store)) is not None and _step(store, newest) == step:
+        return newest
+    found = [f for f in folders(store) if _step(store, f) == step]
+    found = [f for f in found if not f.endswith("_universal/")] or found
+    if not found:
+        raise NotFound(f"{store.url} is a deepspeed checkpoint; it has no step {step}")
+    if len(found) > 1:
+        names = ", ".join(f.rstrip("/") for f in found)
+        raise UsageError(
+            f"step {step} is that of {names}", hint="give the folder of one of them as the path"
+        )
+    return found[0]
+
+
+def _step(store: Store, folder: str) -> int:
+    """By the tag's name, else by what its first model file says."""
+    named = step_in(store, folder)
+    if named is not None:
+        return named
+    files = files_of(store, folder)
+    return _counted(read(store, files.model[min(files.model)]))
+
+
+def _counted(tree: Tree) -> int:
+    steps = tree.maybe("global_steps", int)
+    return steps if steps is not None and 0 <= steps < 1 << 62 else 0
+
+
+@dataclass
+class _Found:
+    """What the files have given so far."""
+
+    tensors: list[Foreign] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def add(self, tensors: Sequence[Foreign], values: dict[str, Any]) -> None:
+        """Tensors and extras; extras of one key are joined."""
+        self.tensors += tensors
+        for key, value in values.items():
+            self.extras[key] = {**self.extras[key], **value} if key in self.extras else value
+
+    def tie(self, ties: dict[str, str]) -> None:
+        """Make parameters known by another name, with their optimizer states."""
+        if not ties:
+            return
+        names: dict[str, list[str]] = {}
+        for alias, name in ties.items():
+            names.setdefault(name, []).append(alias)
+        for t in self.tensors:
+            key, _, rest_ = t.name.partition(".")
+            end = len(rest_) - (len(t.state) + 1 if key == "optim" else 0)
+            for alias in names.get(rest_[:end], ()) if key in ("model", "optim") else ():
+                self.aliases[f"{key}.{alias}{rest_[end:]}"] = t.name
+        if "optim" in self.extras:
+            rest.tie(self.extras["optim"], names)
+
+
+def _open(store: Store, folder: str) -> Checkpoint:
+    files = files_of(store, folder)
+    grid = shards(store, files)
+    tree = grid[0].tree
+    found = _Found()
+    found.add(*rest.of_model(tree))
+    if files.universal:
+        trained = _add_universal(store, folder, files, grid, found)
+    elif grid[0].flats:
+        trained = _add_trained(found, grid)
+    else:
+        trained = _add_whole(store, files, grid, found)
+    trained |= _add_frozen(store, files, grid, found)
+    _add_others(found, grid, trained)
+    named = step_in(store, folder)
+    return foreign(
+        store,
+        found.tensors,
+        step=_counted(tree) if named is None else named,
+        software={"deepspeed": str(tree.root.get("ds_version", "unknown"))},
+        extras=found.extras,
+        aliases=found.aliases,
+    )
+
+
+def _rules(grid: Sequence[Shard]) -> Rules:
+    """What is said of tensor parallelism: by the user's model, or by DeepSpeed's own."""
+    trees = [grid[0].tree, *grid[0].optim[:1]]
+    for tree in trees:
+        info = tree.maybe("universal_checkpoint_info", dict)
+        if info:
+            return Rules(info, tree.path)
+    return Rules(None, trees[0].path)
+
+
+def _columns(
+    grid: Sequence[Shard], name: str, flats: Sequence[dict[str, Flat]]
+) -> list[list[Flat]]:
+    """By stage that has a parameter, the groups that hold it on its tensor-parallel ranks."""
+    stages: dict[int, list[Flat]] = {}
+    for shard, held in zip(grid, flats):
+        if name in held:
+            stages.setdefault(shard.pp, []).append(held[name])
+    ranks = grid[-1].tp + 1
+    for pp, column in stages.items():
+        if len(column) != ranks:
+            raise FormatError(f"stage {pp} has {len(column)} of {ranks} parts of {name!r}")
+    return [stages[pp] for pp in sorted(stages)]
+
+
+def _add_trained(found: _Found, grid: Sequence[Shard]) -> set[str]:
+    """What ZeRO has cut over the ranks."""
+    rules, flats = _rules(grid), [shard.trained for shard in grid]
+    for name in dict.fromkeys(name for held in flats for name in held):
+        columns = _columns(grid, name, flats)
+        layout = rules.layout(name, [flat.shapes[name] for flat in columns[0]])
+        for column in columns[1:]:
+            if [f.shapes[name] for f in column] != [f.shapes[name] for f in columns[0]]:
+                raise FormatError(f"{name!r} has other shapes in another pipeline stage")
+        found.tensors += tensors.trained(name, layout, columns)
+    stages = [shard for shard in grid if shard.tp == 0]
+    found.add([], {"optim": rest.groups([(s.optim[0], s.flats) for s in stages])})
+    found.add(*rest.of_optimizer(grid[0].optim[0]))
+    for mp, shard in enumerate(grid):
+        found.add(*rest.opaque(shard.optim[0], shard.flats, f"mp{mp}." if len(grid) > 1 else ""))
+    return {name for held in flats for name in held}
+
+
+def _add_universal(
+    store: Store, folder: str, files: Files, grid: Sequence[Shard], found: _Found
+) -> set[str]:
+    """What ds_to_universal has put together."""
+    said: list[dict[str, Shape]] = []
+    for shard in grid:
+        for g, group in enumerate(model.shapes(shard.tree) or ()):
+            said[g : g + 1] = [{**said[g], **group} if g < len(said) else group]
+    known = {name: shape for group in said for name, shape in group.items()}
+    tree = read(store, folder + universal.STATE)
+    held, numbers = universal.parameters(store, files.universal, known)
+    more, other_numbers = universal.steps(tree, said, files.universal)
+    found.add(held + more, {"optim": universal.groups(tree, said, numbers | other_numbers)})
+    found.add(*rest.of_optimizer(tree))
+    return set(known or files.universal)
+
+
+def _add_whole(store: Store, files: Files, grid: Sequence[Shard], found: _Found) -> set[str]:
+    """Without ZeRO the model file holds everything.  The parameters of which it has a master copy."""
+    tree = grid[0].tree
+    if tree.maybe("optimizer", dict) is None:
+        return set()
+    if len(grid) > 1:
+        raise FormatError(
+            "an optimizer without ZeRO, of several model-parallel ranks: its states have no names",
+            key=tree.path,
+            hint="save with zero_optimization stage 1",
+        )
+    params = model.parameters(tree, grid[0].module)
+    ranks = sorted({rank for rank, _ in files.expert_optim})
+    if ranks != list(range(len(ranks))):
+        raise NotFound(f"of expert-parallel ranks only {ranks} have files", key=tree.path)
+    held: list[Foreign] = []
+    for rank in ranks or [0]:
+        file = read(store, files.expert_optim[rank, 0]) if ranks else tree
+        mine = set(experts.of_rank(params, rank, len(ranks))) if ranks else set()
+        own = {n: r for n, r in params.items() if n in mine or not experts.is_expert(n)}
+        more, values = stage0.optimizer(file, own, rank)
+        if rank:
+            stage0.join(found.extras["optim"], values["optim"])
+        else:
+            found.add([], values)
+        held += more
+    found.tensors += held
+    return {t.name.partition(".")[2] for t in held if t.name.startswith("model.")}
+
+
+def _add_frozen(store: Store, files: Files, grid: Sequence[Shard], found: _Found) -> set[str]:
+    """Frozen parameters of ZeRO-3, which are cut over the ranks."""
+    tree = grid[0].tree
+    shapes = tree.maybe("frozen_param_shapes", dict)
+    if not shapes or not model.is_stage_3(tree):
+        return set()
+    if len(grid) > 1:
+        raise FormatError("frozen parameters of ZeRO-3 under tensor parallelism", key=tree.path)
+    trees = [tree] + [read(store, files.model[at]) for at in sorted(files.model)[1:]]
+    found.tensors += model.frozen_3(trees, model.checked(tree, shapes))
+    return set(shapes)
+
+
+def _add_others(found: _Found, grid: Sequence[Shard], trained: set[str]) -> None:
+    """Buffers, frozen parameters and tied ones: what `module` has besides."""
+    rules, done = _rules(grid), set(trained)
+    for first in (shard for shard in grid if shard.tp == 0):
+        column = [shard for shard in grid if shard.pp == first.pp]
+        buffers = model.buffers(first.tree)
+        ties = model.tied(first.tree, first.module, trained)
+        for name, value in first.module.items():
+            if name in done or name in ties:
+                continue
+            done.add(name)
+            if isinstance(value, TensorRef):
+                found.tensors.append(_other(rules, name, column, name in buffers))
+            else:
+                found.add([], {f"model.{name}": first.tree.encode(value)})
+        found.tie(ties)
+
+
+def _other(rules: Rules, name: str, column: Sequence[Shard], is_buffer: bool) -> Foreign:
+    """A buffer, of which every rank has its own and the first counts; or a frozen parameter."""
+    tree = column[0].tree
+    refs = [ref for s in column if isinstance(ref := s.module.get(name), TensorRef)]
+    if is_buffer:
+        return tensors.plain(f"model.{name}", "buffer", refs[0])
+    if refs[0].shape == (0,) and model.is_stage_3(tree):
+        raise FormatError(f"no file holds the values of {name!r}", key=tree.path)
+    if len(column) == 1:
+        return tensors.plain(f"model.{name}", "param", refs[0])
+    if len(refs) != len(column):
+        raise FormatError(f"not all tensor-parallel ranks hold {name!r}", key=tree.path)
+    layout = rules.layout(name, [ref.shape for ref in refs])
+    return tensors.viewed(f"model.{name}", "param", layout, refs)

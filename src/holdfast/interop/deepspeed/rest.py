@@ -1,0 +1,155 @@
+"""What is no tensor of the model or of the optimizer, as extras by key.
+
+optim       the optimizer's groups with their hyper-parameters, and states that are plain numbers
+scheduler   the learning-rate scheduler's state_dict
+scaler      the loss scaler's fields
+client      what the user gave to `save_checkpoint(client_state=...)`
+deepspeed   counters, configuration, version: everything else
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from holdfast.interop.deepspeed.tensors import plain
+from holdfast.interop.deepspeed.trees import Tree
+from holdfast.interop.deepspeed.zero import Flat, param_groups
+from holdfast.interop.foreign import Foreign
+from holdfast.interop.torchfile import TensorRef
+from holdfast.interop.unpickle import Record
+
+_MODEL = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler",
+}  # fmt: skip
+"""Keys of a model file that are looked at elsewhere."""
+_ENGINE = {
+    "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
+    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts",
+    "ds_autoep_layers", "universal_checkpoint_info", "sparse_tensor_module_names",
+    "csr_tensor_module_names",
+}  # fmt: skip
+"""Keys that DeepSpeed itself writes; all others are the user's."""
+_SCALER = (
+    "loss_scaler", "dynamic_loss_scale", "overflow", "cur_scale", "cur_iter", "last_overflow_iter",
+    "scale_factor", "scale_window",
+)  # fmt: skip
+_WEIGHTS = {
+    "base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups",
+    "fp32_groups_flat", "fp32_groups", "param_groups", "param_slice_mappings", "group_paddings",
+    "param_alignment_paddings", *_SCALER,
+}  # fmt: skip
+"""Keys of an optimizer's state_dict that are no counters or options."""
+
+
+def of_model(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
+    """Extras of a model file, and the tensors in them."""
+    tensors: list[Foreign] = []
+
+    def on_tensor(ref: TensorRef, path: str) -> Any:
+        tensors.append(plain(path, "tensor", ref))
+        return {"$at": path}
+
+    engine = {k: v for k, v in tree.root.items() if k in _ENGINE and v is not None}
+    client = {k: v for k, v in tree.root.items() if k not in _ENGINE | _MODEL}
+    found = {"deepspeed": tree.encode(engine, on_tensor, "deepspeed")}
+    if client:
+        found["client"] = tree.encode(client, on_tensor, "client")
+    if tree.root.get("lr_scheduler") is not None:
+        found["scheduler"] = tree.encode(tree.root["lr_scheduler"])
+    return tensors, found
+
+
+def of_optimizer(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
+    """What an optimizer's state_dict says besides the parameters' states: `scaler` and `deepspeed`."""
+    tensors: list[Foreign] = []
+
+    def on_tensor(ref: TensorRef, path: str) -> Any:
+        tensors.append(plain(path, "tensor", ref))
+        return {"$at": path}
+
+    said = {k: v for k, v in tree.root.items() if k not in _WEIGHTS and v is not None}
+    found = {"deepspeed": {"optimizer": tree.encode(said, on_tensor, "deepspeed.optimizer")}}
+    scaler = {k: tree.root[k] for k in _SCALER if k in tree.root}
+    if isinstance(scaler.get("loss_scaler"), Record):
+        scaler |= scaler.pop("loss_scaler").fields
+    if scaler:
+        found["scaler"] = tree.encode(scaler)
+    return tensors, found
+
+
+def signature(tree: Tree) -> Any:
+    """What every rank of one save says alike."""
+    return [hyper(tree, group) for group in param_groups(tree)], of_optimizer(tree)[1]
+
+
+def groups(stages: Iterable[tuple[Tree, Sequence[Flat]]]) -> dict[str, Any]:
+    """The extra `optim`: by group its parameters and hyper-parameters, by parameter its plain states.
+
+    Groups of pipeline stages are one where they have the same number and hyper-parameters.
+    """
+    members: dict[tuple[int, str], list[str]] = {}
+    options: dict[tuple[int, str], Any] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for tree, flats in stages:
+        hypers = param_groups(tree)
+        for flat in flats:
+            said = hypers[flat.hyper] if 0 <= flat.hyper < len(hypers) else {}
+            value = hyper(tree, said)
+            key = flat.hyper, repr(value)
+            options[key] = value
+            known = members.setdefault(key, [])
+            known += [name for name in flat.shapes if name not in states]
+            states |= dict.fromkeys(flat.shapes, _numbers(tree, flat, said))
+    found = [{"params": members[key], "hyper": options[key]} for key in sorted(members)]
+    return {"$optimizer": {"groups": found, "state": {n: s for n, s in states.items() if s}}}
+
+
+def _numbers(tree: Tree, flat: Flat, hyper: dict[str, Any]) -> dict[str, Any]:
+    """A group's states that are plain; the step, where the group itself counts it."""
+    found = {k: v for k, v in flat.scalars.items() if not isinstance(v, TensorRef)}
+    if "step" in hyper and "step" not in flat.scalars and len(flat.states) > 1:
+        found["step"] = hyper["step"]
+    return {k: number(tree, k, v) for k, v in found.items()}
+
+
+def hyper(tree: Tree, group: dict[str, Any]) -> Any:
+    """A group's hyper-parameters."""
+    return tree.encode({k: v for k, v in group.items() if k not in ("params", "param_names")})
+
+
+def number(tree: Tree, state: str, value: Any) -> Any:
+    """A plain state.  Step counts become what torch's optimizers hold: 0-dim tensors."""
+    if state != "step" or not isinstance(value, (int, float)):
+        return tree.encode(value)
+    data = base64.b64encode(np.float32(value).tobytes()).decode()
+    return {"$tensor": ["float32", [], data]}
+
+
+def tie(optim: dict[str, Any], names: dict[str, list[str]]) -> None:
+    """Groups and plain states of tied parameters go by each of their names."""
+    body = optim["$optimizer"]
+    for group in body["groups"]:
+        group["params"] = [n for name in group["params"] for n in (name, *names.get(name, ()))]
+    for name, others in names.items():
+        if name in body["state"]:
+            body["state"] |= dict.fromkeys(others, body["state"][name])
+
+
+def opaque(
+    tree: Tree, flats: Iterable[Flat], prefix: str = ""
+) -> tuple[list[Foreign], dict[str, Any]]:
+    """States that belong to a rank's part and to no parameter: tensors `zero.<name>`, and values."""
+    tensors: list[Foreign] = []
+    values: dict[str, Any] = {}
+    for flat in flats:
+        for name, value in flat.opaque.items():
+            if isinstance(value, TensorRef):
+                tensors.append(plain(f"zero.{prefix}{name}", "tensor", value))
+            else:
+                values[prefix + name] = tree.encode(value)
+    return tensors, {"deepspeed": {"parts": values}} if values else {}

@@ -1,0 +1,171 @@
+"""DeepSpeed's pickles as data: trees with typed access, and their values as extras.
+
+Most of what is pickled is plain.  Objects of DeepSpeed's and Megatron's own classes (loss scalers, stages,
+enumerations, arguments) become `Record`s, which hold fields and run nothing; any other class is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import ChainMap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+
+from holdfast.errors import Corrupt, FormatError
+from holdfast.format import extras
+from holdfast.format.dtypes import DTYPES
+from holdfast.interop import plaindata
+from holdfast.interop.foreign import Place
+from holdfast.interop.torchfile import Section, TensorRef, read_tree, table
+from holdfast.interop.unpickle import Record, check_size, record
+from holdfast.store import Store
+
+T = TypeVar("T")
+OnTensor = Callable[[TensorRef, str], Any]
+
+OURS = ("deepspeed.", "megatron.")
+"""Packages whose classes are Records, whatever their names."""
+MAX_INLINE_BYTES = 1 << 20
+MALFORMED = (TypeError, ValueError, AttributeError, LookupError, OverflowError, RecursionError)
+"""What Python says of a tree that is not as DeepSpeed writes it."""
+
+
+class _Packages(dict[tuple[str, str], Any]):
+    """As a table: every class of the packages, as Records."""
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, tuple) and key[0].startswith(OURS)
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        if key not in self:
+            raise KeyError(key)
+        return record(key[1])
+
+
+def _rebuild_as_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor with attributes of its own, which are left out."""
+    if not isinstance(function, Record) or not isinstance(args, tuple):
+        raise FormatError("a tensor made by no function")
+    module, _, name = function.name.rpartition(".")
+    make = table().get((module, name))
+    if not callable(make) or not name.startswith("_rebuild"):
+        raise FormatError(f"a tensor made by {function.name}")
+    return make(*args)
+
+
+_KNOWN: ChainMap[tuple[str, str], Any] = ChainMap(
+    {
+        ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_as_type,
+        ("torch", "Tensor"): record("Tensor"),
+        ("torch.nn.parameter", "Parameter"): record("Parameter"),
+    },
+    plaindata.TABLE,
+    _Packages(),
+)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A file's pickle: a dict whose values are asked for by key and kind."""
+
+    store: Store
+    path: str
+    root: dict[Any, Any]
+
+    def get(self, key: str, kind: type[T]) -> T:
+        """The value of a key.  FormatError if it is not there, or of another kind."""
+        found = self.maybe(key, kind)
+        if found is None:
+            raise FormatError(f"{key!r} is missing", key=self.path)
+        return found
+
+    def maybe(self, key: str, kind: type[T]) -> T | None:
+        """As `get`, or None where it is missing or None."""
+        found = self.root.get(key)
+        if found is None or isinstance(found, kind):
+            return found
+        raise FormatError(
+            f"{key!r} is a {type(found).__name__}, not a {kind.__name__}", key=self.path
+        )
+
+    def below(self, key: str) -> Tree:
+        """The dict under a key."""
+        return Tree(self.store, self.path, self.get(key, dict))
+
+    def values(self, ref: TensorRef) -> bytes:
+        """A tensor's elements, row-major; for small ones."""
+        width = DTYPES[ref.dtype].bytes
+        size = prod(ref.shape) * width
+        span = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides)) * width + width
+        if not size:
+            return b""
+        if max(size, span) > MAX_INLINE_BYTES:
+            raise FormatError(f"a tensor of {size} bytes where a value should be", key=self.path)
+        data = bytearray(span)
+        self.store.read(ref.path, ref.offset, memoryview(data))
+        strides = tuple(s * width for s in ref.strides)
+        raw: np.ndarray[Any, Any] = np.ndarray(ref.shape, f"V{width}", data, 0, strides)
+        return raw.tobytes()
+
+    def encode(self, value: Any, on_tensor: OnTensor | None = None, path: str = "") -> Any:
+        """A value as extras hold it.  Tensors go to `on_tensor`, or inline."""
+
+        def other(leaf: Any, where: str) -> Any:
+            if isinstance(leaf, TensorRef):
+                return on_tensor(leaf, where) if on_tensor else self._inline(leaf)
+            if isinstance(leaf, Record):
+                return extras.encode(_plain(leaf), other, where, where.count(".") + 1)
+            raise FormatError(f"{where}: a {type(leaf).__name__}", key=self.path)
+
+        return extras.encode(value, other, path)
+
+    def _inline(self, ref: TensorRef) -> Any:
+        data = base64.b64encode(self.values(ref)).decode()
+        return {"$tensor": [ref.dtype, list(ref.shape), data]}
+
+
+def source(ref: TensorRef) -> Callable[[], Place]:
+    """Where a tensor of a file begins."""
+    return partial(_place, ref)
+
+
+def _place(ref: TensorRef) -> Place:
+    return ref.path, ref.offset
+
+
+def read(store: Store, path: str, bare: str | None = None) -> Tree:
+    """The tree of a file, tensors as references.  FormatError or Corrupt, naming the file.
+
+    A file of a bare value is read as a dict in which it has the key `bare`.
+    """
+    size = store.size(path)
+    reader = store.open(path)
+    try:
+        root = read_tree(Section(reader, 0, size), path, _KNOWN)
+        check_size(root)
+    except FormatError as error:
+        error.key = error.key or path
+        raise
+    except MALFORMED as error:
+        raise Corrupt(f"malformed: {type(error).__name__}: {error}", key=path) from None
+    finally:
+        reader.close()
+    if bare is not None and not isinstance(root, dict):
+        root = {bare: root}
+    if not isinstance(root, dict):
+        raise FormatError(f"a {type(root).__name__} where a dict should be", key=path)
+    return Tree(store, path, root)
+
+
+def _plain(value: Record) -> Any:
+    """What a Record stands for, without its class."""
+    if value.name in ("scalar", "ndarray", "dtype", "Namespace"):
+        return plaindata.plain(value)
+    if value.fields:
+        return value.fields
+    return value.args[0] if len(value.args) == 1 else list(value.args) or value.name
