@@ -38,11 +38,14 @@ class Ran:
 
 
 def launch(module: str, num_ranks: int, *args: object, timeout_s: float = 120.0) -> Ran:
-    """Run `tests/distributed/<module>.py` on `num_ranks` ranks; kills all of it after `timeout_s`."""
+    """Run `tests/distributed/<module>.py` on `num_ranks` ranks; kills all of it after `timeout_s`.
+
+    A module of another folder of tests goes by its dotted name.
+    """
     with tempfile.TemporaryDirectory(prefix="holdfast-launch-") as logs:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}", "--redirects=3"]
-        command += ["-m", f"distributed.{module}", *map(str, args)]
+        command += ["-m", module if "." in module else f"distributed.{module}", *map(str, args)]
         started = subprocess.Popen(
             command,
             env=_environment(),
