@@ -498,7 +498,6 @@ def test_rules_of_tensor_parallelism() -> None:
         {"tp_replicated_parameter_patterns": ["("]},
         {"tp_replicated_parameter_patterns": [7]},
         {"tp_replicated_parameter_patterns": 7},
-        {"vocabulary_parameter_patterns": ["h"], "original_vocab_size": 99},
         {"vocabulary_parameter_patterns": ["h"]},
         {"parameter_with_sub_params": [{"patterns": ["h"], "shape": (), "partition_dim": 0}]},
         {

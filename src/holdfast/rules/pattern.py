@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from holdfast.rules.source import Span
 
 MAX_STARS = 12
-MAX_REPEATS = 6
+MAX_REPEATS = 4
 MAX_SAMPLES = 64
 OPAQUE = 0xE000
 """Of private characters, each of which stands for what one `*` may match: no literal matches it."""
