@@ -26,7 +26,6 @@ from holdfast.cli.main import app
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, UsageError
 from holdfast.format.extras import decode
 from holdfast.interop.deepspeed import open_deepspeed
-from holdfast.interop.deepspeed.layouts import Rules
 from holdfast.interop.deepspeed.zero import even_cuts, flat_cuts
 from holdfast.state.live import outline_tensor
 from holdfast.store import open_store
@@ -445,75 +444,30 @@ def test_what_is_said_of_tensor_parallelism_is_needed(
         holdfast.open(str(root))
 
 
-def info(**patterns: Any) -> Rules:
-    return Rules({"universal_checkpoint_version": 0.4, **patterns}, "info")
-
-
-def test_rules_of_tensor_parallelism() -> None:
-    """Against what DeepSpeed's converter does with the same patterns."""
-    parts = [torch.arange(12.0).reshape(4, 3), torch.arange(12.0, 24.0).reshape(4, 3)]
-
-    def put(rules: Rules) -> torch.Tensor:
-        layout = rules.layout("h.weight", [tuple(p.shape) for p in parts])
-        out = torch.full(layout.shape, -1.0)
-        for part, view in zip(parts, layout.views):
-            for f in view.fragments():
-                source = part.reshape(-1)[f.offset :]
-                out[tuple(map(slice, f.box.start, f.box.stop))] = source.as_strided(
-                    f.box.shape, f.strides
-                )
-        return out
-
-    assert torch.equal(put(info()), torch.cat(parts))
-    row = info(parameter_with_row_parallelism_patterns=["h"])
-    assert torch.equal(put(row), torch.cat(parts, 1))
-    two = info(parameter_with_2_sub_params_cat_dim_0=["h"])
-    assert torch.equal(put(two), torch.cat([p.chunk(2)[i] for i in (0, 1) for p in parts]))
-    vocabulary = info(vocabulary_parameter_patterns=["h"], original_vocab_size=7)
-    assert torch.equal(put(vocabulary), torch.cat(parts)[:7])
-    uneven = info(
-        parameter_with_sub_params=[{"patterns": ["h"], "shape": ((5, 3), -1), "partition_dim": 0}],
-        sub_param_shard_widths={"h": [[3, 2], [1, 2]]},
-    )
-    expected = torch.cat([parts[0][:3], parts[1][:2], parts[0][3:], parts[1][2:]])
-    assert torch.equal(put(uneven), expected)
-    old = info(
-        universal_checkpoint_version=0.2,
-        parameter_with_sub_params=[{"patterns": ["h"], "shape": (2, -1), "partition_dim": 0}],
-    )
-    assert torch.equal(put(old).reshape(8, 3), put(two))
-    for kind in ("tp_replicated_parameter_patterns", "parameter_to_average_patterns"):
-        layout = info(**{kind: ["h"]}).layout("h.weight", [(4, 3), (4, 3)])
-        assert (layout.shape, layout.replica) == (
-            (4, 3),
-            "replicated" if "tp" in kind else "averaged",
-        )
-
-
 @pytest.mark.parametrize(
-    "patterns",
+    "change_of_info",
     [
-        {"tp_replicated_parameter_patterns": [r"(a+)+$"]},
-        {"tp_replicated_parameter_patterns": [r".*.*.*.*.*x"]},
-        {"tp_replicated_parameter_patterns": ["("]},
-        {"tp_replicated_parameter_patterns": [7]},
+        {"tp_replicated_parameter_patterns": [r"(a+)+$", r"\d+\.(norm.*|bias|weight)"]},
+        {"tp_replicated_parameter_patterns": []},
         {"tp_replicated_parameter_patterns": 7},
-        {"vocabulary_parameter_patterns": ["h"]},
-        {"parameter_with_sub_params": [{"patterns": ["h"], "shape": (), "partition_dim": 0}]},
-        {
-            "parameter_with_sub_params": [
-                {"patterns": ["h"], "shape": ((4, 4), 3), "partition_dim": 0}
-            ]
-        },
-        {"parameter_with_row_parallelism_patterns": ["bias"]},
+        {"parameter_with_row_parallelism_patterns": ["("]},
+        {"sub_param_shard_widths": {}},
+        {"sub_param_shard_widths": {r"\d+\.qkv": [[4, 4], [2, 2], [2, 3]]}},
+        {"original_vocab_size": None},
     ],
+    ids=str,
 )
-def test_bad_rules_are_refused(patterns: dict[str, Any]) -> None:
-    rules = info(**patterns)
-    with pytest.raises(FormatError) as caught:  # noqa: PT012
-        for name, shape in (("h" + "a" * 60, (4, 3)), ("bias", (4,))):
-            rules.layout(name, [shape, shape])
-    assert caught.value.key == "info"
+def test_lies_of_tensor_parallelism(
+    grids: Callable[[str], Path], tmp_path: Path, change_of_info: dict[str, Any]
+) -> None:
+    """Refused, or of another shape than the model's: never the right shape with wrong values."""
+    root = Path(shutil.copytree(grids("tp2-pp2-dp2") / "save", tmp_path / "grid"))
+    path = root / "global_step3" / "mp_rank_00_model_states.pt"
+    change(path, lambda tree: tree["universal_checkpoint_info"].update(change_of_info))
+    if change_of_info == {"tp_replicated_parameter_patterns": []}:
+        assert holdfast.open(str(root)).info("model.1.norm.weight").shape == (12,)
+    else:
+        assert refused(root).key == "global_step3/mp_rank_00_model_states.pt"
 
 
 # -- experts --------------------------------------------------------------------------------------

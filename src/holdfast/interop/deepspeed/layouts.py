@@ -1,13 +1,13 @@
-"""How the parts of tensor-parallel ranks make a parameter, by a checkpoint's `universal_checkpoint_info`.
+"""How the parts of tensor-parallel ranks make a parameter.
 
-The info is read as rules (`holdfast.rules.deepspeed`); here its errors get the file that holds it.  Names
-that match no pattern are cut along dim 0, as DeepSpeed has it; where copies of such a name were meant
-to be replicas, the result has a dim that is twice as long, and does not load.
+A model that is to be converted puts `universal_checkpoint_info` into its checkpoints: regular expressions
+over names.  `holdfast.rules.deepspeed` knows what they say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,43 +17,66 @@ from holdfast.layout import View
 from holdfast.rules.deepspeed import Slices
 
 Shape = tuple[int, ...]
+INFO = "universal_checkpoint_info"
+VOCABULARY = "vocabulary_parameter_patterns"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A parameter's shape, and by tensor-parallel rank what it stores of it."""
+    """A parameter's shape, and what each tensor-parallel rank stores of it."""
 
+    name: str
     shape: Shape
-    views: tuple[View, ...]
     replica: Replica = "unique"
+    slices: Slices | None = None
+    """None: it is whole."""
+    path: str = ""
 
-    @staticmethod
-    def whole(shape: Shape) -> Layout:
-        """One rank holds all of it."""
-        return Layout(shape, (View.whole(shape),))
+    def views(self, state: str = "param") -> tuple[View, ...]:
+        """By rank.  The state matters where values are scaled."""
+        if self.slices is None:
+            return (View.whole(self.shape),)
+        with _said_in(self.path):
+            return tuple(self.slices.view(self.name, r, state=state) for r in range(self.slices.tp))
 
 
-class Rules:
-    """What a checkpoint says of tensor parallelism; `path` is the file that holds it."""
+class Layouts:
+    """Of all parameters in `shapes`: by name those that the tensor-parallel ranks hold.
 
-    def __init__(self, info: Mapping[str, Any] | None, path: str) -> None:
-        self.info = info
-        self.path = path
+    `info` is what the file `path` says of them.  FormatError, naming it, if that does not fit the shapes.
+    """
 
-    def layout(self, name: str, shapes: Sequence[Shape]) -> Layout:
-        """How a parameter is made of parts of `shapes`, one for each tensor-parallel rank."""
-        if self.info is None and len(shapes) == 1:
-            return Layout.whole(shapes[0])
-        if self.info is None:
+    def __init__(
+        self, info: Mapping[str, Any] | None, path: str, shapes: Mapping[str, Sequence[Shape]]
+    ) -> None:
+        self._shapes = shapes
+        self._path = path
+        self._slices: Slices | None = None
+        several = next((name for name, some in shapes.items() if len(some) > 1), None)
+        if several is not None and info is None:
             raise FormatError(
-                f"{name!r} is cut over {len(shapes)} tensor-parallel ranks, and nothing says how",
-                key=self.path,
-                hint="the model must put its 'universal_checkpoint_info' into client_state",
+                f"{several!r} is cut over {len(shapes[several])} tensor-parallel ranks, and nothing "
+                "says how",
+                key=path,
+                hint=f"the model must put its {INFO!r} into client_state",
             )
-        try:
-            slices = Slices(self.info, {name: list(shapes)})
-            views = tuple(slices.view(name, rank) for rank in range(len(shapes)))
-            replica = slices.replica(name) if len(shapes) > 1 else "unique"
-            return Layout(slices.shape(name), views, replica)
-        except (LayoutError, RuleError) as error:
-            raise FormatError(f"{name!r}: {error.message}", key=self.path) from None
+        if info is not None and (several is not None or info.get(VOCABULARY)):
+            with _said_in(path):
+                self._slices = Slices(info, shapes)
+
+    def of(self, name: str) -> Layout:
+        """How one is made up."""
+        if self._slices is None:
+            return Layout(name, self._shapes[name][0])
+        with _said_in(self._path):
+            shape, replica = self._slices.shape(name), self._slices.replica(name)
+        unique = self._slices.tp == 1
+        return Layout(name, shape, "unique" if unique else replica, self._slices, self._path)
+
+
+@contextmanager
+def _said_in(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuleError, LayoutError) as error:
+        raise FormatError(error.message, key=path, hint=error.hint) from None

@@ -10,7 +10,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.interop.deepspeed import experts, model, rest, stage0, tensors, universal
 from holdfast.interop.deepspeed.grid import Shard, shards
-from holdfast.interop.deepspeed.layouts import Rules
+from holdfast.interop.deepspeed.layouts import INFO, Layouts
 from holdfast.interop.deepspeed.tags import Files, files_of, folders, latest, marked, step_in
 from holdfast.interop.deepspeed.trees import MALFORMED, Tree, read
 from holdfast.interop.deepspeed.zero import Flat, Shape
@@ -122,14 +122,14 @@ def _open(store: Store, folder: str) -> Checkpoint:
     )
 
 
-def _rules(grid: Sequence[Shard]) -> Rules:
-    """What is said of tensor parallelism: by the user's model, or by DeepSpeed's own."""
+def _layouts(grid: Sequence[Shard], shapes: dict[str, list[Shape]]) -> Layouts:
+    """By what is said of tensor parallelism: by the user's model, or by DeepSpeed's own."""
     trees = [grid[0].tree, *grid[0].optim[:1]]
     for tree in trees:
-        info = tree.maybe("universal_checkpoint_info", dict)
+        info = tree.maybe(INFO, dict)
         if info:
-            return Rules(info, tree.path)
-    return Rules(None, trees[0].path)
+            return Layouts(info, tree.path, shapes)
+    return Layouts(None, trees[0].path, shapes)
 
 
 def _columns(
@@ -149,20 +149,21 @@ def _columns(
 
 def _add_trained(found: _Found, grid: Sequence[Shard]) -> set[str]:
     """What ZeRO has cut over the ranks."""
-    rules, flats = _rules(grid), [shard.trained for shard in grid]
-    for name in dict.fromkeys(name for held in flats for name in held):
-        columns = _columns(grid, name, flats)
-        layout = rules.layout(name, [flat.shapes[name] for flat in columns[0]])
-        for column in columns[1:]:
-            if [f.shapes[name] for f in column] != [f.shapes[name] for f in columns[0]]:
-                raise FormatError(f"{name!r} has other shapes in another pipeline stage")
-        found.tensors += tensors.trained(name, layout, columns)
+    flats = [shard.trained for shard in grid]
+    names = dict.fromkeys(name for held in flats for name in held)
+    columns = {name: _columns(grid, name, flats) for name in names}
+    shapes = {name: [f.shapes[name] for f in held[0]] for name, held in columns.items()}
+    layouts = _layouts(grid, shapes)
+    for name, held in columns.items():
+        if any([f.shapes[name] for f in column] != shapes[name] for column in held):
+            raise FormatError(f"{name!r} has other shapes in another pipeline stage")
+        found.tensors += tensors.trained(layouts.of(name), held)
     stages = [shard for shard in grid if shard.tp == 0]
     found.add([], {"optim": rest.groups([(s.optim[0], s.flats) for s in stages])})
     found.add(*rest.of_optimizer(grid[0].optim[0]))
     for mp, shard in enumerate(grid):
         found.add(*rest.opaque(shard.optim[0], shard.flats, f"mp{mp}." if len(grid) > 1 else ""))
-    return {name for held in flats for name in held}
+    return set(names)
 
 
 def _add_universal(
@@ -227,7 +228,7 @@ def _add_frozen(store: Store, files: Files, grid: Sequence[Shard], found: _Found
 
 def _add_others(found: _Found, grid: Sequence[Shard], trained: set[str]) -> None:
     """Buffers, frozen parameters and tied ones: what `module` has besides."""
-    rules, done = _rules(grid), set(trained)
+    done = set(trained)
     for first in (shard for shard in grid if shard.tp == 0):
         column = [shard for shard in grid if shard.pp == first.pp]
         buffers = model.buffers(first.tree)
@@ -237,13 +238,13 @@ def _add_others(found: _Found, grid: Sequence[Shard], trained: set[str]) -> None
                 continue
             done.add(name)
             if isinstance(value, TensorRef):
-                found.tensors.append(_other(rules, name, column, name in buffers))
+                found.tensors.append(_other(grid, name, column, name in buffers))
             else:
                 found.add([], {f"model.{name}": first.tree.encode(value)})
         found.tie(ties)
 
 
-def _other(rules: Rules, name: str, column: Sequence[Shard], is_buffer: bool) -> Foreign:
+def _other(grid: Sequence[Shard], name: str, column: Sequence[Shard], is_buffer: bool) -> Foreign:
     """A buffer, of which every rank has its own and the first counts; or a frozen parameter."""
     tree = column[0].tree
     refs = [ref for s in column if isinstance(ref := s.module.get(name), TensorRef)]
@@ -255,5 +256,5 @@ def _other(rules: Rules, name: str, column: Sequence[Shard], is_buffer: bool) ->
         return tensors.plain(f"model.{name}", "param", refs[0])
     if len(refs) != len(column):
         raise FormatError(f"not all tensor-parallel ranks hold {name!r}", key=tree.path)
-    layout = rules.layout(name, [ref.shape for ref in refs])
-    return tensors.viewed(f"model.{name}", "param", layout, refs)
+    layouts = _layouts(grid, {name: [ref.shape for ref in refs]})
+    return tensors.viewed(layouts.of(name), refs)

@@ -156,7 +156,7 @@ def _flattened(tree: Tree, params: Mapping[str, TensorRef]) -> Held:
         flat = sorted_group([tree], g, g, shapes, cuts, [master], [{size}])
         flats.append(flat)
         if shapes:
-            tensors += [t for n, s in shapes.items() for t in trained(n, Layout.whole(s), [[flat]])]
+            tensors += [t for n, s in shapes.items() for t in trained(Layout(n, s), [[flat]])]
         else:
             tensors += [plain(f"zero.group{g}.{s}", "tensor", r[0]) for s, r in flat.states.items()]
     return tensors, {"optim": rest.groups([(tree, flats)])}

@@ -22,15 +22,16 @@ def plain(name: str, state: str, ref: TensorRef) -> Foreign:
     return Foreign(name, ref.dtype, ref.shape, state, ref.parts())
 
 
-def viewed(name: str, state: str, layout: Layout, refs: Sequence[TensorRef]) -> Foreign:
-    """A tensor of which each tensor-parallel rank holds a part, not flattened."""
+def viewed(layout: Layout, refs: Sequence[TensorRef]) -> Foreign:
+    """A parameter of which each tensor-parallel rank holds a part, not flattened."""
+    name = named(layout.name, MASTER)
     if any(not ref.contiguous or ref.dtype != refs[0].dtype for ref in refs):
         raise FormatError(f"{name!r}: parts that do not fit together", key=refs[0].path)
     sets = [
         tuple(Part(f, (source(ref),), ref.path) for f in view.fragments())
-        for ref, view in zip(refs, layout.views)
+        for ref, view in zip(refs, layout.views())
     ]
-    return _joined(name, refs[0].dtype, state, layout, [sets])
+    return _joined(name, refs[0].dtype, "param", layout, [sets])
 
 
 def cut(name: str, shape: Shape, cuts: Sequence[Cut], refs: Sequence[TensorRef]) -> Foreign:
@@ -50,23 +51,25 @@ def named(name: str, state: str) -> str:
     return f"model.{name}" if state == MASTER else f"optim.{name}.{state}"
 
 
-def trained(name: str, layout: Layout, columns: Sequence[Sequence[Flat]]) -> list[Foreign]:
+def trained(layout: Layout, columns: Sequence[Sequence[Flat]]) -> list[Foreign]:
     """A parameter and its states.
 
     A column is the flat groups that hold it on the tensor-parallel ranks of a pipeline stage; of a
     parameter that is tied over stages there are several.
     """
-    first = columns[0][0]
-    where = [
-        [_where(flat, name, view) for flat, view in zip(column, layout.views)] for column in columns
-    ]
-    found = []
+    name, first = layout.name, columns[0][0]
+    found: list[Foreign] = []
+    seen: tuple[View, ...] = ()
+    where: list[list[Where]] = []
     for state, refs in first.states.items():
+        kind = "param" if state == MASTER else state
+        if (views := layout.views(kind)) != seen:
+            seen = views
+            where = [[_where(f, name, v) for f, v in zip(column, views)] for column in columns]
         sets = [
             [_parts(flat, name, state, w) for flat, w in zip(column, ws)]
             for column, ws in zip(columns, where)
         ]
-        kind = "param" if state == MASTER else state
         found.append(_joined(named(name, state), refs[0].dtype, kind, layout, sets))
     return found + [
         plain(named(name, state), state, value)
