@@ -746,3 +746,30 @@ def test_a_step_that_is_a_plain_number_is_a_tensor_for_torch() -> None:
 
     tree: Any = None
     assert outline_tensor(number(tree, "step", 7)["$tensor"]).item() == 7.0
+
+
+# -- and back ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["z1", "z2", "z3", "z2-bf16", "z3-bf16"])
+def test_converted_as_deepspeed_converts(
+    sources: Callable[[int], Path], case: str, tmp_path: Path
+) -> None:
+    """holdfast's universal files hold, tensor by tensor, what ds_to_universal's hold."""
+    holdfast.convert(sources(2) / case / "save", tmp_path / "out", to="deepspeed")
+    with holdfast.open(str(sources(2) / case / "save")) as source:
+        theirs = sources(2) / case / "universal"
+        expected = universal(theirs, lambda name: source.info(name).shape)
+        expected.pop("model.head.weight", None)  # the tied name: theirs is the rounded 16-bit copy
+        expected = {n: t for n, t in expected.items() if source.info(n).state != "buffer"}
+        written = universal(tmp_path / "out", lambda name: source.info(name).shape)
+        assert len(expected) > 20 and expected.keys() <= written.keys()
+        for name, tensor in expected.items():
+            assert same(written[name], tensor), name
+    tag = (tmp_path / "out/latest_universal").read_text()
+    states = torch.load(tmp_path / f"out/{tag}/mp_rank_00_model_states.pt", weights_only=False)
+    assert (states["global_steps"], states["global_samples"], states["skipped_steps"]) == (3, 24, 0)
+    assert states["lr_scheduler"]["last_epoch"] == 3
+    assert states.get("epoch") == (7 if "client" in source.manifest.extras else None)
+    shared = torch.load(tmp_path / f"out/{tag}/zero/optimizer_state.pt", weights_only=False)
+    assert len({group["weight_decay"] for group in shared["param_groups"]}) > 1

@@ -30,6 +30,8 @@ VERSION = "0.16.0"
 SCHEDULERS = ("lr_scheduler", "scheduler", "sched", "opt_param_scheduler")
 STAGES = ("", "zero_pp_rank_0_")
 """Prefix of the file of model states that stages 1 and 2, and stage 3, look for."""
+OWN = ("client", "deepspeed", "scaler", "rng")
+"""Extras that are not a client's: of DeepSpeed's own files, and of a `Checkpointer`."""
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -155,9 +157,11 @@ def _model_states(
         for _, t in tensors
         if t.state == "param" and t.name.startswith(f"{key}.")
     }
-    scheduler = next((plain[k] for k in SCHEDULERS if k in plain), None)
-    counters = {k: plain[k] for k in COUNTERS if isinstance(plain.get(k), int)}
-    rest = {k: v for k, v in plain.items() if k not in (*SCHEDULERS, *COUNTERS, optim, "client")}
+    engine = plain.get(f"{optim}.engine") or {}
+    schedulers = [plain[k] for k in SCHEDULERS if k in plain] + [engine.get("lr_scheduler")]
+    counters = {k: engine[k] for k in COUNTERS if isinstance(engine.get(k), int)}
+    known = (*SCHEDULERS, *OWN, optim, f"{optim}.engine")
+    rest = {k: v for k, v in plain.items() if k not in known}
     client = plain.get("client")
     return {
         **for_torch(rest),
@@ -173,7 +177,7 @@ def _model_states(
             for alias, name in source.manifest.aliases.items()
             if alias.startswith(f"{key}.")
         },
-        "lr_scheduler": for_torch(scheduler),
+        "lr_scheduler": for_torch(schedulers[0]),
         "data_sampler": None,
         "random_ltd": None,
         "sparse_tensor_module_names": set(),

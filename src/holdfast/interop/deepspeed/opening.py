@@ -111,6 +111,7 @@ def _open(store: Store, folder: str) -> Checkpoint:
         trained = _add_whole(store, files, grid, found)
     trained |= _add_frozen(store, files, grid, found)
     _add_others(found, grid, trained)
+    found.add([], rest.engine(found.extras))
     named = step_in(store, folder)
     return foreign(
         store,

@@ -5,6 +5,7 @@ scheduler   the learning-rate scheduler's state_dict
 scaler      the loss scaler's fields
 client      what the user gave to `save_checkpoint(client_state=...)`
 deepspeed   counters, configuration, version: everything else
+optim.engine  of these what a live engine goes on with, as one that is saved by holdfast has it
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _SCALER = (
     "loss_scaler", "dynamic_loss_scale", "overflow", "cur_scale", "cur_iter", "last_overflow_iter",
     "scale_factor", "scale_window",
 )  # fmt: skip
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_LEARNT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _WEIGHTS = {
     "base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups",
     "fp32_groups_flat", "fp32_groups", "param_groups", "param_slice_mappings", "group_paddings",
@@ -80,6 +83,18 @@ def of_optimizer(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
     if scaler:
         found["scaler"] = tree.encode(scaler)
     return tensors, found
+
+
+def engine(extras: dict[str, Any]) -> dict[str, Any]:
+    """Counters, what the loss scaler has learnt and the scheduler, under the names of a live engine's."""
+    counters, scaler = extras.get("deepspeed", {}), extras.get("scaler", {})
+    found: dict[str, Any] = {k: counters[k] for k in _COUNTERS if type(counters.get(k)) is int}
+    learnt = {k: scaler[k] for k in _LEARNT if k in scaler}
+    if learnt:
+        found["loss_scaler"] = learnt
+    if "scheduler" in extras:
+        found["lr_scheduler"] = extras["scheduler"]
+    return {"optim.engine": found} if found and "optim" in extras else {}
 
 
 def signature(tree: Tree) -> Any:
