@@ -26,6 +26,7 @@ from holdfast.cli.main import app
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, UsageError
 from holdfast.format.extras import decode
 from holdfast.interop.deepspeed import open_deepspeed
+from holdfast.interop.deepspeed.layouts import Layouts
 from holdfast.interop.deepspeed.zero import even_cuts, flat_cuts
 from holdfast.state.live import outline_tensor
 from holdfast.store import open_store
@@ -468,6 +469,25 @@ def test_lies_of_tensor_parallelism(
         assert holdfast.open(str(root)).info("model.1.norm.weight").shape == (12,)
     else:
         assert refused(root).key == "global_step3/mp_rank_00_model_states.pt"
+
+
+def test_a_scale_is_of_each_state_another() -> None:
+    """A parameter that is stored halved has gradients, and so moments, of another scale."""
+    rows = [
+        {
+            "shard_shape": [4],
+            "pieces": [{"shape": [4], "source": [4 * r, [1]], "dest": [0, [1]], "scale": 0.5}],
+        }
+        for r in (0, 1)
+    ]
+    entry = {"logical_shape": [8], "ranks": {str(r): held for r, held in enumerate(rows)}}
+    info = {"affine_map": {"version": 1, "params": {"b": entry}}}
+    layout = Layouts(info, "info", {"b": [(4,), (4,)]}).of("b")
+    scales = {s: {v.scale for v in layout.views(s)} for s in ("param", "exp_avg", "exp_avg_sq")}
+    assert scales == {"param": {2.0}, "exp_avg": {0.5}, "exp_avg_sq": {0.25}}
+    with pytest.raises(FormatError, match="momentum") as caught:
+        layout.views("momentum")
+    assert caught.value.key == "info"
 
 
 # -- experts --------------------------------------------------------------------------------------
