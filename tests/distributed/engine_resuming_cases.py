@@ -231,7 +231,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def into_plain_torch(root: Path) -> None:
     """Every value, state, step and hyper-parameter of an engine, under FSDP2."""
-    for kind in (*KINDS[3::3], Kind(0, "fp16"), Kind(1, "bf16"), Kind(3, "bf16")):
+    for kind in (*KINDS[3::3], Kind(1, "bf16"), Kind(2, "fp16"), Kind(3, "bf16")):
         plain = Plain(1)
         state = plain.state if kind.stage != 3 else {k: plain.state[k] for k in ("model", "optim")}
         holdfast.load(saved_by(root, kind), state, cast=kind.dtype != "fp32")
