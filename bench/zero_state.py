@@ -105,10 +105,12 @@ def main() -> None:
             holdfast.load(args.holdfast, state)
         torch.distributed.barrier()
         print(f"LOADED {time.perf_counter() - began:.3f} LOSS {step(found, 2)}", flush=True)
-        return
-    for i in range(2):
-        step(found, i)
-    found.save_checkpoint(args.out)
+    else:
+        for i in range(2):
+            step(found, i)
+        found.save_checkpoint(args.out)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ def main(url: str, out: str, stage: str, one: str) -> None:
         torch.save(state, Path(out, "state.pt"))
         told = {"losses": losses, "hyper": hyper, "global_steps": engine.global_steps}
         Path(out, "told.json").write_text(json.dumps(told))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # gloo's threads outlive the interpreter otherwise
 
 
 if __name__ == "__main__":
