@@ -16,7 +16,8 @@ from pathlib import Path
 from common import HERE, RESULTS, table
 
 SCRIPTS = (
-    "plan_scale", "save_durable", "stall", "interference", "load", "load_resharded", "memory",
+    "plan_scale", "save_durable", "stall", "interference", "load", "load_resharded", "memory", "convert",
+    "restart", "export",
 )  # fmt: skip
 
 
