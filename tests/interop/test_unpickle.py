@@ -167,3 +167,17 @@ def test_a_value_that_holds_itself() -> None:
     assert found[0] is found
     with pytest.raises(FormatError, match="more than"):
         check_size(found)
+
+
+def test_members_of_enumerations_are_named_and_not_looked_up() -> None:
+    """Python 3.11.0 to 3.11.3 pickle them as `getattr(Class, "NAME")`."""
+    from holdfast.interop.torchfile import table
+
+    known = table() | {("m", "Kind"): record("Kind")}
+    data = b"\x80\x02cbuiltins\ngetattr\ncm\nKind\nX\x03\x00\x00\x00ONE\x86R."
+    assert unpickle(data, known).name == "m.Kind.ONE"
+    hostile = data[:-1] + b")R."  # and calls it
+    with pytest.raises(FormatError, match="it calls"):
+        unpickle(hostile, known)
+    with pytest.raises(FormatError, match="no class"):
+        unpickle(b"\x80\x02cbuiltins\ngetattr\nX\x01\x00\x00\x00aX\x01\x00\x00\x00b\x86R.", known)

@@ -21,7 +21,7 @@ from typing import Any
 from holdfast.errors import Corrupt, FormatError, HoldfastError
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.foreign import Part, Place
-from holdfast.interop.unpickle import new_set, unpickle
+from holdfast.interop.unpickle import Record, new_set, unpickle
 from holdfast.layout import Box, Fragment, whole
 from holdfast.store import Reader
 
@@ -342,6 +342,13 @@ def _rebuild_v3(
     return rebuild(storage, offset, shape, strides, metadata=metadata, dtype=dtype)
 
 
+def _enumerated(owner: Any, name: Any) -> Record:
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it; nothing is looked up."""
+    if not isinstance(owner, Record) or not isinstance(name, str):
+        raise FormatError("an attribute of something that is no class")
+    return Record(f"{owner.name}.{name}")
+
+
 def table() -> dict[tuple[str, str], Any]:
     """The globals of plain torch.save files."""
     known: dict[tuple[str, str], Any] = {("torch", name): name for name in DTYPES}
@@ -359,4 +366,5 @@ def table() -> dict[tuple[str, str], Any]:
         ("pathlib", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
         ("builtins", "set"): new_set,
         ("builtins", "complex"): lambda *parts: complex(*parts),
+        ("builtins", "getattr"): _enumerated,
     }
