@@ -139,11 +139,9 @@ def test_stacks_are_taken_apart(source: Path, saved: dict[str, torch.Tensor]) ->
 
 def test_what_is_no_tensor(source: Path) -> None:
     extras = holdfast.open(source).extras
-    assert extras["args"] == {
-        "backend": "megatron.core.nowhere.Backend(1)",
-        "dtype": "bfloat16",
-        "path": "/data",
-    }
+    kind = "megatron.core.nowhere.Backend"
+    assert extras["args"].pop("backend") in (f"{kind}(1)", f"{kind}.FLASH")  # as Python pickles it
+    assert extras["args"] == {"dtype": "bfloat16", "path": "/data"}
     (shard,) = extras["rng_state"]["shards"].values()
     assert np.array_equal(shard[0]["np_rng_state"][1], np.random.RandomState(0).get_state()[1])
     assert np.array_equal(shard[0]["torch"], np.arange(9))
