@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from holdfast.errors import FormatError
-from holdfast.interop.torchfile import TensorRef, rebuild, rebuild_parameter
+from holdfast.interop.torchfile import TensorRef, enumerated, rebuild, rebuild_parameter
 from holdfast.interop.unpickle import Global, Record, record
 from holdfast.layout import Box, chunk, whole
 
@@ -141,12 +141,12 @@ def _sharded_tensor(shards: Any, metadata: Record, group: Record) -> Shards:
     )
 
 
-def _attribute(owner: Any, name: Any) -> Global:
-    """`getattr`, for the one class that torch pickles as an attribute of another."""
-    owner = owner.name if isinstance(owner, Record) else owner
-    if name != "ProcessGroupState" or not str(owner).endswith(".ShardedTensor"):
-        raise FormatError(f"it takes {name!r} of {owner}, which is not known to be data")
-    return Global(name, record(name))
+def _attribute(owner: Any, name: Any) -> Global | Record:
+    """`getattr`: the one class that torch pickles as an attribute of another, and enumerations."""
+    full_name = owner.name if isinstance(owner, Record) else owner
+    if name == "ProcessGroupState" and str(full_name).endswith(".ShardedTensor"):
+        return Global(name, record(name))
+    return enumerated(owner, name)
 
 
 def _records(modules: tuple[str, ...], names: tuple[str, ...]) -> dict[tuple[str, str], Any]:

@@ -342,7 +342,7 @@ def _rebuild_v3(
     return rebuild(storage, offset, shape, strides, metadata=metadata, dtype=dtype)
 
 
-def _enumerated(owner: Any, name: Any) -> Record:
+def enumerated(owner: Any, name: Any) -> Record:
     """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it; nothing is looked up."""
     if not isinstance(owner, Record) or not isinstance(name, str):
         raise FormatError("an attribute of something that is no class")
@@ -366,5 +366,5 @@ def table() -> dict[tuple[str, str], Any]:
         ("pathlib", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
         ("builtins", "set"): new_set,
         ("builtins", "complex"): lambda *parts: complex(*parts),
-        ("builtins", "getattr"): _enumerated,
+        ("builtins", "getattr"): enumerated,
     }
