@@ -28,7 +28,8 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import HoldfastError, NotFound, OutOfSpace, UsageError
 from holdfast.format.manifest import encode
 from holdfast.interop.folder import OneFile
-from holdfast.interop.foreign import Sections, file_of
+from holdfast.interop.foreign import file_of
+from holdfast.interop.sections import Sections
 from holdfast.looking import open as open_checkpoint
 from holdfast.near import near
 from holdfast.store import LocalStore, Store, open_store

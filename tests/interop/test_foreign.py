@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, LayoutError
-from holdfast.interop.foreign import Foreign, Part, Place, foreign
+from holdfast.interop.foreign import Foreign, Part, foreign
+from holdfast.interop.sections import Place
 from holdfast.layout import Box, Fragment, row_major, whole
 from holdfast.store import LocalStore, MemoryStore, Store
 

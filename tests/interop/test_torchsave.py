@@ -287,6 +287,18 @@ def test_wrappers_leave_the_names(tmp_path: Path) -> None:
         same(checkpoint_of(tmp_path, saved), expected)
 
 
+def test_a_plain_dict_of_tensors_is_filled(tmp_path: Path) -> None:
+    torch.save(net(1).state_dict(), tmp_path / "x.pt")
+    into = {k: torch.zeros_like(v) for k, v in net().state_dict().items()}
+    holdfast.load(tmp_path / "x.pt", {"model": into})
+    for name, tensor in net(1).state_dict().items():
+        assert torch.equal(into[name], tensor), name
+    with pytest.raises(StateMismatch, match=r"missing in the checkpoint: model\.3\.weight"):
+        holdfast.load(tmp_path / "x.pt", {"model": {**into, "3.weight": torch.zeros(2)}})
+    with pytest.raises(StateMismatch, match="missing in the checkpoint: model"):
+        holdfast.load(tmp_path / "x.pt", {"model": {**into, "epoch": 3}})
+
+
 def test_tied_weights_load_into_tied_weights(tmp_path: Path) -> None:
     def tied(seed: int) -> nn.Module:
         torch.manual_seed(seed)

@@ -37,7 +37,8 @@ from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import decode
 from holdfast.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
-from holdfast.interop.foreign import Place, Sections, file_of
+from holdfast.interop.foreign import file_of
+from holdfast.interop.sections import Place, Sections
 from holdfast.layout import Box, Placement, Sharding, whole
 from holdfast.near import near
 

@@ -2,13 +2,13 @@
 
 `.metadata` is a pickle: each tensor's size and chunks, and for each chunk the file, offset and length of
 a small torch.save archive.  Those are opened when their tensor is read.  Values that are no tensors are
-archives too, and become extras.
+archives too, and become extras (`holdfast.interop.dcptree`).
 """
 
 from __future__ import annotations
 
 from collections import ChainMap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
-from holdfast.interop.foreign import Archive, Foreign, Part, Place, foreign
+from holdfast.interop.dcptree import arranged
+from holdfast.interop.foreign import Foreign, Part, foreign
+from holdfast.interop.sections import Archive, Place, Strided
 from holdfast.interop.torchfile import More, Section, TensorRef, read_tree, table
 from holdfast.interop.unpickle import Record, check_size, record, unpickle
 from holdfast.layout import Box
@@ -68,7 +70,7 @@ def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
     found = read_contents(store)
     values = {n: _value(store, info) for n, info in found.objects.items()}
     software = {"torch.distributed.checkpoint": str(found.meta.get("version") or "unknown")}
-    tensors, values = _optimizers(found.tensors, values, _paths(found.meta))
+    tensors, values = arranged(found.tensors, values, found.meta)
     return foreign(
         store, tensors, step=0, software=software, extras=values, archives=found.archives
     )
@@ -109,53 +111,6 @@ def _contents(store: Store, folder: str, meta: Any) -> Contents:
         else:
             tensors.append(_tensor(store, str(name), entry, places))
     return Contents(tensors, objects, sorted({_range(info) for info in places.values()}), meta)
-
-
-def _paths(meta: Record) -> dict[str, tuple[Any, ...]]:
-    """Where in the saved dict each flat name was: (key, key or index, ...)."""
-    found = meta.get("planner_data")
-    if not isinstance(found, dict):
-        return {}
-    return {str(k): v for k, v in found.items() if isinstance(v, tuple) and v}
-
-
-def _optimizers(
-    tensors: list[Foreign], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]
-) -> tuple[list[Foreign], dict[str, Any]]:
-    """What `get_state_dict` makes of optimizers, as our own checkpoints hold it.
-
-    `<key>.state.<parameter>.<state>` loses `state`; `<key>.param_groups.<i>.<name>` become the groups of
-    the key's extra.
-    """
-    groups: dict[str, dict[int, dict[str, Any]]] = {}
-    for name, value in values.items():
-        match paths.get(name):
-            case (str(key), "param_groups", int(i), str(what)):
-                groups.setdefault(key, {}).setdefault(i, {})[what] = value
-    known = {
-        k for k, g in groups.items() if all(isinstance(x.get("params"), list) for x in g.values())
-    }
-    rest: dict[str, Any] = {k: {"$optimizer": {"groups": [], "state": {}}} for k in known}
-    for name, value in values.items():
-        match paths.get(name):
-            case (str(key), "param_groups", int(), str()) if key in known:
-                pass
-            case (str(key), "state", str(param), str(what)) if key in known:
-                rest[key]["$optimizer"]["state"].setdefault(param, {})[what] = value
-            case _:
-                rest[name] = value
-    for key in known:
-        for _, group in sorted(groups[key].items()):
-            params = group.pop("params")
-            rest[key]["$optimizer"]["groups"].append({"params": params, "hyper": group})
-    return [_renamed(t, paths, known) for t in tensors], rest
-
-
-def _renamed(t: Foreign, paths: dict[str, tuple[Any, ...]], known: set[str]) -> Foreign:
-    match paths.get(t.name):
-        case (str(key), "state", str(param), str(what)) if key in known:
-            return replace(t, name=f"{key}.{param}.{what}", state=what)
-    return t
 
 
 def _tensor(store: Store, name: str, entry: Record, places: dict[Key, Record]) -> Foreign:
@@ -211,7 +166,9 @@ def section_tree(store: Store, info: Record, more: More | None = None) -> Any:
         reader.close()
 
 
-def _where(store: Store, name: str, info: Record, sizes: tuple[int, ...], dtype: str) -> Place:
+def _where(
+    store: Store, name: str, info: Record, sizes: tuple[int, ...], dtype: str
+) -> Place | Strided:
     """Where the bytes of one chunk begin in its file."""
     found = section_tree(store, info)
     if not isinstance(found, TensorRef) or (found.shape, found.dtype) != (sizes, dtype):
@@ -220,7 +177,7 @@ def _where(store: Store, name: str, info: Record, sizes: tuple[int, ...], dtype:
             key=str(info["relative_path"]),
         )
     if not found.contiguous:
-        raise FormatError(f"{name!r}: strides {found.strides}", key=str(info["relative_path"]))
+        return Strided(found.path, found.offset, dtype, found.shape, found.strides)
     return found.path, found.offset
 
 

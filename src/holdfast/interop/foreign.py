@@ -10,7 +10,7 @@ is verified but lengths.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
-from holdfast.errors import FormatError, LayoutError, UsageError
+from holdfast.errors import FormatError, LayoutError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.manifest import (
     MAX_DIMS,
@@ -34,6 +34,7 @@ from holdfast.format.manifest import (
     ShardingEntry,
     TensorEntry,
 )
+from holdfast.interop.sections import Archive, Section, Sections, Source
 from holdfast.layout import (
     Box,
     Fragment,
@@ -45,19 +46,11 @@ from holdfast.layout import (
     num_corners,
     tiles,
 )
-from holdfast.store import Reader, Store, Writer
-from holdfast.store.base import Bytes
+from holdfast.store import Store
 
 Ints = NDArray[np.int64]
 
 MAX_CORNERS = 1 << 24
-
-Place = tuple[str, int]
-"""A file's key, and the byte at which a storage begins in it."""
-
-
-Archive = tuple[str, int, int]
-"""A file's key, and the bytes of it that are a zip archive."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +61,11 @@ class Part:
     """
 
     fragment: Fragment
-    sources: tuple[Callable[[], Place], ...]
+    sources: tuple[Source, ...]
     path: str
 
     @staticmethod
-    def of(box: Box, path: str, place: Callable[[], Place]) -> Part:
+    def of(box: Box, path: str, place: Source) -> Part:
         """A box that lies dense at a place."""
         return Part(Fragment.dense(box), (place,), path)
 
@@ -88,127 +81,6 @@ class Foreign:
     parts: tuple[Part, ...]
     replica: Replica = "unique"
     copies: tuple[tuple[Part, ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class _Section:
-    """Bytes of a storage that begin `skip` after its start; computed where there are several or a scale."""
-
-    sources: tuple[Callable[[], Place], ...]
-    skip: int
-    bytes: int
-    dtype: str
-    scale: float
-
-
-class Sections:
-    """A store to read from: parts of another store's objects, by key."""
-
-    def __init__(self, store: Store, sections: Mapping[str, _Section]) -> None:
-        self.url = store.url
-        self.origin = store
-        """The store in which the files themselves lie."""
-        self.archives: tuple[Archive, ...] = ()
-        """Archives of torch.save inside of files; a file that ends as theirs do is one itself."""
-        self._sections = sections
-
-    def read(self, key: str, offset: int, into: memoryview) -> None:
-        """As `Store.read`."""
-        reader = self.open(key)
-        try:
-            reader.read(offset, into)
-        finally:
-            reader.close()
-
-    def open(self, key: str) -> Reader:
-        """As `Store.open`."""
-        section = self._sections[key]
-        places = [source() for source in section.sources]
-        readers: list[Reader] = []
-        try:
-            for path, start in places:
-                readers.append(_SectionReader(self.origin.open(path), start + section.skip))
-        except BaseException:
-            for reader in readers:
-                reader.close()
-            raise
-        if len(readers) == 1 and section.scale == 1.0:
-            return readers[0]
-        return _ComputedReader(readers, numpy_dtype(section.dtype), section.scale)
-
-    def size(self, key: str) -> int:
-        """As `Store.size`."""
-        return self._sections[key].bytes
-
-    def places(self, key: str) -> list[Place]:
-        """Where a section begins; more than one place if it is their mean.  May read headers of files."""
-        section = self._sections[key]
-        return [(path, start + section.skip) for path, start in (s() for s in section.sources)]
-
-    def get(self, key: str) -> bytes:
-        """As `Store.get`."""
-        data = bytearray(self.size(key))
-        self.read(key, 0, memoryview(data))
-        return bytes(data)
-
-    def list(self, prefix: str = "") -> list[str]:
-        """As `Store.list`."""
-        return sorted(key for key in self._sections if key.startswith(prefix))
-
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
-        """UsageError: nothing is written into foreign checkpoints."""
-        raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
-
-    def create(self, key: str, size: int) -> Writer:
-        """UsageError."""
-        raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
-
-    def delete(self, key: str) -> None:
-        """UsageError."""
-        raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
-
-
-class _SectionReader:
-    """A reader of a section."""
-
-    def __init__(self, inner: Reader, start: int) -> None:
-        self._inner = inner
-        self._start = start
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
-        self._inner.read(self._start + offset, into)
-
-    def close(self) -> None:
-        """As `Reader.close`."""
-        self._inner.close()
-
-
-class _ComputedReader:
-    """A reader of the mean of several sections, times a factor; in the arithmetic of their dtype."""
-
-    def __init__(self, inner: Sequence[Reader], dtype: np.dtype[Any], scale: float) -> None:
-        self._inner = inner
-        self._dtype = dtype
-        self._scale = scale
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
-        self._inner[0].read(offset, into)
-        values = np.frombuffer(into, self._dtype)
-        other = bytearray(len(into) if len(self._inner) > 1 else 0)
-        for reader in self._inner[1:]:
-            reader.read(offset, memoryview(other))
-            values += np.frombuffer(other, self._dtype)
-        if len(self._inner) > 1:
-            values /= self._dtype.type(len(self._inner))
-        if self._scale != 1.0:
-            values *= self._dtype.type(self._scale)
-
-    def close(self) -> None:
-        """As `Reader.close`."""
-        for reader in self._inner:
-            reader.close()
 
 
 class Listed(Placement):
@@ -317,7 +189,7 @@ def _opened(
         raise FormatError(f"two tensors are named {names.most_common(1)[0][0]!r}")
     entries, shardings, parts = [], [], []
     files: list[FileEntry] = []
-    sections: dict[str, _Section] = {}
+    sections: dict[str, Section] = {}
     for number, t in enumerate(tensors):
         _check(t)
         mine = []
@@ -342,14 +214,14 @@ def _opened(
     return found
 
 
-def _section(t: Foreign, part: Part) -> _Section:
+def _section(t: Foreign, part: Part) -> Section:
     itemsize = DTYPES[t.dtype].bytes
     fragment = part.fragment
     computed = len(part.sources) > 1 or fragment.scale != 1.0
     if not part.sources or (computed and numpy_dtype(t.dtype).kind not in "fVc"):
         raise FormatError(f"{t.name!r}: no mean or scale of {t.dtype}", key=part.path)
     size = fragment.span * itemsize
-    return _Section(part.sources, fragment.offset * itemsize, size, t.dtype, fragment.scale)
+    return Section(part.sources, fragment.offset * itemsize, size, t.dtype, fragment.scale)
 
 
 def _stored(t: Foreign, part: Part) -> Stored | None:

@@ -20,7 +20,8 @@ from holdfast.checkpoint.reading import threads_here
 from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.format.safetensors import Entry, Header, read_header
 from holdfast.interop.folder import OneFile, top
-from holdfast.interop.foreign import Foreign, Part, Place, foreign
+from holdfast.interop.foreign import Foreign, Part, foreign
+from holdfast.interop.sections import Place
 from holdfast.layout import whole
 from holdfast.near import near
 from holdfast.store import Store

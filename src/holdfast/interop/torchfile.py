@@ -20,7 +20,8 @@ from typing import Any
 
 from holdfast.errors import Corrupt, FormatError, HoldfastError
 from holdfast.format.dtypes import DTYPES
-from holdfast.interop.foreign import Part, Place
+from holdfast.interop.foreign import Part
+from holdfast.interop.sections import Place
 from holdfast.interop.unpickle import Record, new_set, unpickle
 from holdfast.layout import Box, Fragment, whole
 from holdfast.store import Reader

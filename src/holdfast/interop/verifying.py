@@ -18,7 +18,8 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import threads_here
 from holdfast.checkpoint.verifying import Problem, Progress
 from holdfast.errors import HoldfastError
-from holdfast.interop.foreign import Sections, file_of
+from holdfast.interop.foreign import file_of
+from holdfast.interop.sections import Sections
 from holdfast.interop.torchfile import Member, Section, check_crc, read_archive, start_of
 from holdfast.threads import in_threads
 

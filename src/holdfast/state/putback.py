@@ -36,7 +36,7 @@ from holdfast.state.live import (
 )
 from holdfast.state.megatron import Megatron
 from holdfast.state.placed import place, torch_dtype
-from holdfast.state.targets import Options, target_of, tensors_in
+from holdfast.state.targets import Options, only_tensors, target_of, tensors_in
 from holdfast.state.zero import Group as ParamGroup
 from holdfast.state.zero import Zero
 
@@ -71,7 +71,7 @@ class Extras:
                 match_groups(key, manifest.extras[key], pairs)
                 if self.options.strict:
                     self.problems += _all_unknown(key, manifest.extras[key], pairs)
-            plain = stages(value) is None and not isinstance(value, torch.Tensor)
+            plain = stages(value) is None and not only_tensors(value)
             optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
                 if not optional and self.options.strict:

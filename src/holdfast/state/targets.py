@@ -178,6 +178,15 @@ def tensors_in(value: Any, path: str = "") -> Iterable[tuple[str, torch.Tensor]]
             yield from tensors_in(v, f"{path}[{i}]")
 
 
+def only_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a dict or list of nothing else: its names say all of it."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(only_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(only_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
 def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
     """By parameter name, tied ones under each, the states saved of it under an optimizer's key."""
     found: dict[str, list[str]] = {}

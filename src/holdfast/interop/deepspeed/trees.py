@@ -20,7 +20,7 @@ from holdfast.errors import Corrupt, FormatError
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop import plaindata
-from holdfast.interop.foreign import Place
+from holdfast.interop.sections import Place
 from holdfast.interop.torchfile import Section, TensorRef, read_tree, table
 from holdfast.interop.unpickle import Record, check_size, record
 from holdfast.store import Store

@@ -17,7 +17,8 @@ from holdfast.interop.deepspeed import rest
 from holdfast.interop.deepspeed.tensors import named, plain
 from holdfast.interop.deepspeed.trees import Tree, read, source
 from holdfast.interop.deepspeed.zero import MASTER, Flat, Shape, param_groups, state_of
-from holdfast.interop.foreign import Foreign, Part, Place
+from holdfast.interop.foreign import Foreign, Part
+from holdfast.interop.sections import Place
 from holdfast.interop.torchfile import TensorRef
 from holdfast.layout import whole
 from holdfast.store import Store

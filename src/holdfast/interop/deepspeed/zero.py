@@ -22,7 +22,7 @@ from typing import Any
 from holdfast.errors import FormatError
 from holdfast.interop.deepspeed import experts
 from holdfast.interop.deepspeed.trees import Tree, source
-from holdfast.interop.foreign import Place
+from holdfast.interop.sections import Place
 from holdfast.interop.torchfile import TensorRef
 
 Shape = tuple[int, ...]

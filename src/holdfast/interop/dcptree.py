@@ -1,0 +1,224 @@
+"""What a DCP directory holds, as the state that was saved: DCP itself keeps flat names.
+
+Its planner remembers where in the nested dict each name was; by that, optimizers get their groups back,
+objects their `state_dict`, and what `get_state_dict` or an application's wrapper (`{"app": AppState()}`)
+put around the state is taken off.  Optimizers are known in both forms that torch has:
+
+    optim.state.<parameter>.<state>, optim.param_groups.<i>.<name>           # get_state_dict
+    optim, state.<parameter>.<state>; optim, param_groups.<parameter>.<name>  # flatten_optimizer_state_dict
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from holdfast.format import extras
+from holdfast.interop.foreign import Foreign
+from holdfast.interop.unpickle import Record
+
+Path = tuple[Any, ...]
+Groups = dict[str, list[dict[str, Any]]]
+
+
+def arranged(
+    tensors: list[Foreign], values: dict[str, Any], meta: Record
+) -> tuple[list[Foreign], dict[str, Any]]:
+    """Tensors and extras under the names of our own checkpoints.  `values`: as extras hold them."""
+    tree = _Tree(tensors, values, _paths(meta))
+    tree.unwrap()
+    groups = tree.take_groups()
+    tree.name_states(groups)
+    tree.name_weights(groups)
+    tree.nest()
+    return tree.tensors, tree.values
+
+
+def _paths(meta: Record) -> dict[str, Path]:
+    """Where in the saved dict each flat name was: (key, key or index, ...)."""
+    found = meta.get("planner_data")
+    if not isinstance(found, dict):
+        return {}
+    return {str(k): v for k, v in found.items() if isinstance(v, tuple) and v}
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A value that is encoded already."""
+
+    json: Any
+
+
+class _Tree:
+    """Tensors and values by name, and where they were."""
+
+    def __init__(
+        self, tensors: list[Foreign], values: dict[str, Any], paths: dict[str, Path]
+    ) -> None:
+        self.tensors = tensors
+        self.values = dict(values)
+        self._path = {n: paths.get(n, (n,)) for n in (*values, *(t.name for t in tensors))}
+
+    def unwrap(self) -> None:
+        """Without the one key that all of it is under, if there are optimizers below that."""
+        tops = {path[0] for path in self._path.values()}
+        if len(tops) != 1 or not all(len(path) > 1 for path in self._path.values()):
+            return
+        inner = {name: path[1:] for name, path in self._path.items()}
+        if not any(_hyper(path) for path in inner.values()):
+            return
+        new = {name: ".".join(map(str, path)) for name, path in inner.items()}
+        self.tensors = [replace(t, name=new[t.name]) for t in self.tensors]
+        self.values = {new[name]: value for name, value in self.values.items()}
+        self._path = {new[name]: path for name, path in inner.items()}
+
+    def take_groups(self) -> Groups:
+        """Optimizers' groups, by key; their values become one extra each."""
+        numbered: dict[str, dict[int, dict[str, Any]]] = {}
+        named: dict[str, dict[str, dict[str, Any]]] = {}
+        for name, value in self.values.items():
+            match _hyper(self._path[name]):
+                case (key, int(i), what):
+                    numbered.setdefault(key, {}).setdefault(i, {})[what] = value
+                case (key, str(param), what):
+                    named.setdefault(key, {}).setdefault(param, {})[what] = value
+        groups = {
+            key: [
+                {"params": g["params"], "hyper": _without_params(g)} for _, g in sorted(of.items())
+            ]
+            for key, of in numbered.items()
+            if all(isinstance(g.get("params"), list) for g in of.values())
+        }
+        groups |= {key: _alike(of) for key, of in named.items() if key not in numbered}
+        for key, found in groups.items():
+            self._drop(lambda p, key=key: (_hyper(p) or ("",))[0] == key)
+            states: dict[str, dict[str, Any]] = {}
+            for name in [n for n in self.values if (_state(self._path[n]) or ("",))[0] == key]:
+                _, param, what = _state(self._path[name]) or ("", "", "")
+                states.setdefault(param, {})[what] = self.values.pop(name)
+            self._put(key, {"$optimizer": {"groups": found, "state": states}})
+        return groups
+
+    def name_states(self, groups: Groups) -> None:
+        """`<key>.state.<parameter>.<state>` loses `state`."""
+        for i, t in enumerate(self.tensors):
+            found = _state(self._path[t.name])
+            if found and found[0] in groups:
+                self._rename(i, ".".join(found), (".".join(found),), found[2])
+
+    def name_weights(self, groups: Groups) -> None:
+        """Weights that lie beside an optimizer of theirs, at the top, are `model.<name>`."""
+        tops = {
+            t.name for t in self.tensors if len(self._path[t.name]) == 1 and t.state == "tensor"
+        }
+        trained = {p for g in groups.values() for one in g for p in one["params"]}
+        if not trained or not trained <= tops:
+            return
+        for i, t in enumerate(self.tensors):
+            if t.name in tops:
+                self._rename(i, f"model.{t.name}", (f"model.{t.name}",), t.state)
+
+    def nest(self) -> None:
+        """Values of an object or dict become one extra that refers to its tensors by name.
+
+        What modules say of themselves (`_extra_state`) keeps its name: they ask for it by that.
+        """
+        keys = {
+            path[0]
+            for name, path in self._path.items()
+            if name in self.values and len(path) > 1 and not _is_extra_state(path)
+        } - set(self.values)
+        roots: dict[str, Any] = {}
+        for name in [n for n in self.values if self._path[n][0] in keys]:
+            if not _is_extra_state(self._path[name]):
+                _set(roots, self._path[name], _Leaf(self.values.pop(name)))
+        for i, t in enumerate(self.tensors):
+            path = self._path[t.name]
+            if path[0] in keys and len(path) > 1:
+                self._rename(i, _spelled(path), path, t.state)
+                _set(roots, path, _Leaf({"$at": _spelled(path)}))
+        for key, root in roots.items():
+            self._put(key, extras.encode(_with_lists(root), lambda leaf, _: leaf.json))
+
+    def _put(self, key: str, value: Any) -> None:
+        self.values[key] = value
+        self._path[key] = (key,)
+
+    def _drop(self, unwanted: Any) -> None:
+        self.values = {n: v for n, v in self.values.items() if not unwanted(self._path[n])}
+
+    def _rename(self, number: int, name: str, path: Path, state: str) -> None:
+        self.tensors[number] = replace(self.tensors[number], name=name, state=state)
+        self._path[name] = path
+
+
+def _hyper(path: Path) -> tuple[str, int | str, str] | None:
+    """(optimizer, number of the group or a parameter, hyper-parameter)."""
+    match path:
+        case (str(key), "param_groups", int(i), str(what)):
+            return key, i, what
+        case (str(key), str(flat)) if flat.startswith("param_groups.") and flat.count(".") > 1:
+            param, _, what = flat.removeprefix("param_groups.").rpartition(".")
+            return key, param, what
+    return None
+
+
+def _state(path: Path) -> tuple[str, str, str] | None:
+    """(optimizer, parameter, state)."""
+    match path:
+        case (str(key), "state", str(param), str(what)):
+            return key, param, what
+        case (str(key), str(flat)) if flat.startswith("state.") and flat.count(".") > 1:
+            param, _, what = flat.removeprefix("state.").rpartition(".")
+            return key, param, what
+    return None
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {what: value for what, value in group.items() if what != "params"}
+
+
+def _alike(hypers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of the parameters that have the same hyper-parameters."""
+    groups: dict[bytes, dict[str, Any]] = {}
+    for param, hyper in hypers.items():
+        same = msgspec.json.encode(hyper, order="deterministic")
+        groups.setdefault(same, {"params": [], "hyper": hyper})["params"].append(param)
+    return list(groups.values())
+
+
+def _is_extra_state(path: Path) -> bool:
+    return str(path[-1]).endswith("_extra_state")
+
+
+def _spelled(path: Path) -> str:
+    """A path as extras name it: `key.a.b[0]`."""
+    return "".join(_steps(path))
+
+
+def _steps(path: Path) -> Iterator[str]:
+    for i, part in enumerate(path):
+        yield f"[{part}]" if isinstance(part, int) else f".{part}" if i else part
+
+
+def _set(root: dict[Any, Any], path: Path, leaf: _Leaf) -> None:
+    for part in path[:-1]:
+        below = root.setdefault(part, {})
+        root = below if isinstance(below, dict) else root
+    root[path[-1]] = leaf
+
+
+def _with_lists(node: Any) -> Any:
+    """Dicts of children 0, 1, 2, ... as the lists that they were."""
+    if isinstance(node, _Leaf):
+        return node
+    made = {key: _with_lists(child) for key, child in node.items()}
+    if made and set(made) == set(range(len(made))):
+        return [made[i] for i in range(len(made))]
+    return made
+
+
+__all__ = ["arranged"]

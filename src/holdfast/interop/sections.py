@@ -1,0 +1,214 @@
+"""Parts of another store's files as objects of a store: what reading foreign checkpoints reads from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.errors import FormatError, UsageError
+from holdfast.format.dtypes import numpy_dtype
+from holdfast.store import Reader, Store, Writer
+from holdfast.store.base import Bytes
+
+Place = tuple[str, int]
+"""A file's key, and the byte at which a storage begins in it."""
+
+Archive = tuple[str, int, int]
+"""A file's key, and the bytes of it that are a zip archive."""
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A storage whose elements lie in another order than row-major, densely: `strides` in elements."""
+
+    path: str
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        expected = 1
+        for dim in reversed(self.order):
+            if self.shape[dim] != 1 and self.strides[dim] != expected:
+                raise FormatError(
+                    f"a tensor of shape {self.shape} and strides {self.strides}: not dense",
+                    key=self.path,
+                    hint="save tensor.contiguous()",
+                )
+            expected *= self.shape[dim]
+
+    @property
+    def order(self) -> list[int]:
+        """Dims from the outermost in memory to the innermost."""
+        return sorted(range(len(self.shape)), key=lambda d: (-self.strides[d], -self.shape[d]))
+
+    def read(self, store: Store) -> NDArray[np.uint8]:
+        """All its bytes, in row-major order."""
+        order, dtype = self.order, numpy_dtype(self.dtype)
+        raw = np.empty(prod(self.shape) * dtype.itemsize, np.uint8)
+        store.read(self.path, self.start, memoryview(raw))  # type: ignore[arg-type]
+        stored = raw.view(dtype).reshape([self.shape[d] for d in order])
+        plain = np.ascontiguousarray(stored.transpose(np.argsort(order)))
+        return plain.reshape(-1).view(np.uint8)
+
+
+Source = Callable[[], Place | Strided]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Bytes of a storage that begin `skip` after its start; computed where there are several or a scale."""
+
+    sources: tuple[Source, ...]
+    skip: int
+    bytes: int
+    dtype: str
+    scale: float
+
+
+class Sections:
+    """A store to read from: parts of another store's objects, by key."""
+
+    def __init__(self, store: Store, sections: Mapping[str, Section]) -> None:
+        self.url = store.url
+        self.origin = store
+        """The store in which the files themselves lie."""
+        self.archives: tuple[Archive, ...] = ()
+        """Archives of torch.save inside of files; a file that ends as theirs do is one itself."""
+        self._sections = sections
+        self._lock = threading.Lock()
+        self._last: tuple[str, NDArray[np.uint8]] | None = None
+
+    def read(self, key: str, offset: int, into: memoryview) -> None:
+        """As `Store.read`."""
+        reader = self.open(key)
+        try:
+            reader.read(offset, into)
+        finally:
+            reader.close()
+
+    def open(self, key: str) -> Reader:
+        """As `Store.open`."""
+        section = self._sections[key]
+        places = [source() for source in section.sources]
+        if isinstance(places[0], Strided):
+            return _StridedReader(self, key, places[0])
+        readers: list[Reader] = []
+        try:
+            for path, start in places:  # type: ignore[misc]
+                readers.append(_SectionReader(self.origin.open(path), start + section.skip))
+        except BaseException:
+            for reader in readers:
+                reader.close()
+            raise
+        if len(readers) == 1 and section.scale == 1.0:
+            return readers[0]
+        return _ComputedReader(readers, numpy_dtype(section.dtype), section.scale)
+
+    def size(self, key: str) -> int:
+        """As `Store.size`."""
+        return self._sections[key].bytes
+
+    def places(self, key: str) -> list[Place]:
+        """Where a section begins; more than one place if it is their mean.  May read headers of files."""
+        section, found = self._sections[key], []
+        for place in (source() for source in section.sources):
+            path, start = (place.path, place.start) if isinstance(place, Strided) else place
+            found.append((path, start + section.skip))
+        return found
+
+    def in_rows(self, key: str, strided: Strided) -> NDArray[np.uint8]:
+        """The bytes of a storage in row-major order; the last one is kept."""
+        with self._lock:
+            if self._last is None or self._last[0] != key:
+                self._last = key, strided.read(self.origin)
+            return self._last[1]
+
+    def get(self, key: str) -> bytes:
+        """As `Store.get`."""
+        data = bytearray(self.size(key))
+        self.read(key, 0, memoryview(data))
+        return bytes(data)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """As `Store.list`."""
+        return sorted(key for key in self._sections if key.startswith(prefix))
+
+    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
+        """UsageError: nothing is written into foreign checkpoints."""
+        raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
+
+    def create(self, key: str, size: int) -> Writer:
+        """UsageError."""
+        raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
+
+    def delete(self, key: str) -> None:
+        """UsageError."""
+        raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
+
+
+class _SectionReader:
+    """A reader of a section."""
+
+    def __init__(self, inner: Reader, start: int) -> None:
+        self._inner = inner
+        self._start = start
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        self._inner.read(self._start + offset, into)
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        self._inner.close()
+
+
+class _StridedReader:
+    """A reader of a storage in row-major order; it is read whole, for no range of it lies together."""
+
+    def __init__(self, sections: Sections, key: str, strided: Strided) -> None:
+        self._sections = sections
+        self._key = key
+        self._strided = strided
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        found = self._sections.in_rows(self._key, self._strided)
+        into[:] = memoryview(found)[offset : offset + len(into)]  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+
+
+class _ComputedReader:
+    """A reader of the mean of several sections, times a factor; in the arithmetic of their dtype."""
+
+    def __init__(self, inner: Sequence[Reader], dtype: np.dtype[Any], scale: float) -> None:
+        self._inner = inner
+        self._dtype = dtype
+        self._scale = scale
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        self._inner[0].read(offset, into)
+        values = np.frombuffer(into, self._dtype)
+        other = bytearray(len(into) if len(self._inner) > 1 else 0)
+        for reader in self._inner[1:]:
+            reader.read(offset, memoryview(other))
+            values += np.frombuffer(other, self._dtype)
+        if len(self._inner) > 1:
+            values /= self._dtype.type(len(self._inner))
+        if self._scale != 1.0:
+            values *= self._dtype.type(self._scale)
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        for reader in self._inner:
+            reader.close()
