@@ -39,7 +39,7 @@ TORCH_FREE = (
     "holdfast.converting",
     "holdfast.format.extras",
     "holdfast.interop.dcp",
-    "holdfast.interop.deepspeed",
+    "holdfast.interop.deepspeed.opening",
     "holdfast.interop.detect",
     "holdfast.interop.megatron.opening",
     "holdfast.interop.verifying",

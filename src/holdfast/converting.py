@@ -35,12 +35,7 @@ from holdfast.near import near
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.directories import fsync_directory, walk
 from holdfast.version import __version__
-from holdfast.writers.dcp import plan_dcp
-from holdfast.writers.deepspeed import plan_deepspeed
-from holdfast.writers.huggingface import plan_huggingface
 from holdfast.writers.planned import Options, Planned, Rename
-from holdfast.writers.torchsave import plan_torch
-from holdfast.writers.universal import plan_universal
 
 FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
 PARTIAL = ".partial"
@@ -130,7 +125,7 @@ class _Conversion:
         self.memory_bytes = memory_bytes
         self.verify = verify
         self.told = told or (lambda phase, done, total: None)
-        self.work = LocalStore(self.target + PARTIAL)
+        self.work = LocalStore(self.target + PARTIAL, durable=False)
         self.identity = _identity(source, to, options)
 
     def run(self) -> Converted:
@@ -156,17 +151,26 @@ class _Conversion:
         )
 
     def _plan(self) -> Planned | Consolidation:
-        match self.to:
-            case "universal":
-                root = open_store(self.target)
-                return plan_universal(self.source, root, self.identity, self.options)
+        match self.to:  # each imports its writer alone: a command line starts sooner
             case "deepspeed":
+                from holdfast.writers.deepspeed import plan_deepspeed
+
                 return plan_deepspeed(self.source, self.options)
             case "dcp":
+                from holdfast.writers.dcp import plan_dcp
+
                 return plan_dcp(self.source, self.options)
             case "huggingface":
+                from holdfast.writers.huggingface import plan_huggingface
+
                 return plan_huggingface(self.source, self.options)
-        return plan_torch(self.source, self.options, os.path.basename(self.target))
+            case "torch":
+                from holdfast.writers.torchsave import plan_torch
+
+                return plan_torch(self.source, self.options, os.path.basename(self.target))
+        from holdfast.writers.universal import plan_universal
+
+        return plan_universal(self.source, open_store(self.target), self.identity, self.options)
 
     def _begin(self, files: Sequence[Outfile], held: ExitStack) -> None:
         """Go on with what an interrupted conversion of the same has left, or clear it away."""
@@ -217,6 +221,7 @@ class _Conversion:
             written += self._pass("check", there, None)
         if missing:
             written += self._pass("write", missing, self.work)
+        self.work.sync([f.path for f in files])
         if self.verify:
             check_files(self.work, written, progress=self._progress("verify", files))
         return len(there)
@@ -242,6 +247,7 @@ class _Conversion:
             return
         for path, data in plan.last:
             self.work.put(path, data)
+        self.work.sync([path for path, _ in plan.last])
         if self.to == "torch":
             os.rename(os.path.join(self.work.root, os.path.basename(self.target)), self.target)
             shutil.rmtree(self.work.root)

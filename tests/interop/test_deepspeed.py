@@ -25,8 +25,8 @@ from distributed.launch import launch
 from holdfast.cli.main import app
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, UsageError
 from holdfast.format.extras import decode
-from holdfast.interop.deepspeed import open_deepspeed
 from holdfast.interop.deepspeed.layouts import Layouts
+from holdfast.interop.deepspeed.opening import open_deepspeed
 from holdfast.interop.deepspeed.zero import even_cuts, flat_cuts
 from holdfast.state.live import outline_tensor
 from holdfast.store import open_store

@@ -597,3 +597,27 @@ def test_no_descriptor_is_left_open(store: LocalStore) -> None:
     before = os.listdir("/proc/self/fd")
     use()
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_not_durable_until_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is flushed for each object, and everything by `sync`: bytes, names, directories."""
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def counted(fd: int) -> None:
+        flushed.append(os.path.realpath(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    store, keys = LocalStore(tmp_path / "s", durable=False), ["a/b/x", "a/c/y", "z"]
+    for key in keys:
+        writer = store.create(key, 5000)
+        writer.write(0, bytes(5000))
+        writer.finish()
+    store.put("small", b"1")
+    assert flushed == []
+    store.sync([*keys, "small"])
+    names = [*keys, "small", "", "a", "a/b", "a/c"]
+    assert set(flushed) >= {os.path.normpath(os.path.join(store.root, name)) for name in names}
+    with pytest.raises(StoreError, match="missing"):
+        store.sync(["missing"])

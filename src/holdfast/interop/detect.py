@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import NotFound, UsageError
 from holdfast.interop.dcp import is_dcp, open_dcp
-from holdfast.interop.deepspeed import (
-    is_deepspeed,
-    may_be_deepspeed,
-    open_deepspeed,
-    steps_deepspeed,
-)
+from holdfast.interop.deepspeed.tags import is_deepspeed, may_be_deepspeed
 from holdfast.interop.folder import OneFile, open_place, top
 from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open_huggingface
 from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_of_megatron
 from holdfast.interop.torchfiles import holds_torch, is_torch
-from holdfast.interop.torchsave import open_torch, torch_steps
 from holdfast.near import near
 from holdfast.store import LocalStore, Store
 
@@ -41,14 +37,35 @@ class Format:
     """Whether a file by itself can be one."""
 
 
+def _of(module: str, function: str) -> Callable[..., Any]:
+    """A function of a reader that is large; it is imported when it is called."""
+
+    def call(*args: Any) -> Any:
+        found = importlib.import_module(f"holdfast.interop.{module}")
+        return getattr(found, function)(*args)
+
+    return call
+
+
 FORMATS = {
     "megatron": Format(is_megatron, open_megatron, steps_of_megatron),
     "dcp": Format(is_dcp, open_dcp, lambda _: [0]),
-    "deepspeed": Format(is_deepspeed, open_deepspeed, steps_deepspeed, may_be_deepspeed),
+    "deepspeed": Format(
+        is_deepspeed,
+        _of("deepspeed.opening", "open_deepspeed"),
+        _of("deepspeed.opening", "steps_deepspeed"),
+        may_be_deepspeed,
+    ),
     "huggingface": Format(
         is_huggingface, open_huggingface, lambda _: [0], holds_safetensors, of_files=True
     ),
-    "torch": Format(is_torch, open_torch, torch_steps, holds_torch, of_files=True),
+    "torch": Format(
+        is_torch,
+        _of("torchsave", "open_torch"),
+        _of("torchsave", "torch_steps"),
+        holds_torch,
+        of_files=True,
+    ),
 }
 """By prefix, in the order in which they are looked for."""
 

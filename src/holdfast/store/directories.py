@@ -29,6 +29,15 @@ def fsync_directory(path: str) -> None:
         os.close(fd)
 
 
+def fsync_file(path: str) -> None:
+    """Make the bytes of a file durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def fsync_directories(path: str, root: str) -> None:
     """Make the names in `path`, and of all directories from there up to `root`, durable.
 
@@ -41,8 +50,8 @@ def fsync_directories(path: str, root: str) -> None:
         fsync_directory(path)
 
 
-def make_directory(path: str) -> None:
-    """Make a directory, durable, and those above it that are missing.
+def make_directory(path: str, *, durable: bool = True) -> None:
+    """Make a directory, durable if asked, and those above it that are missing.
 
     FileNotFoundError if one above was removed in the meantime: try again.
     """
@@ -51,9 +60,10 @@ def make_directory(path: str) -> None:
         try:
             os.mkdir(path)
         except FileNotFoundError:
-            make_directory(parent)
+            make_directory(parent, durable=durable)
             os.mkdir(path)
-        fsync_directory(parent)
+        if durable:
+            fsync_directory(parent)
 
 
 def remove_empty_directories(path: str, root: str) -> None:

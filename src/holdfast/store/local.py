@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
@@ -33,18 +33,32 @@ from holdfast.store.contract import (
     past_end,
     target_view,
 )
-from holdfast.store.directories import fsync_directory, remove_empty_directories, walk
+from holdfast.store.directories import (
+    fsync_directories,
+    fsync_directory,
+    fsync_file,
+    remove_empty_directories,
+    walk,
+)
 from holdfast.store.oserrors import translated
 from holdfast.store.tempfiles import TempFile, open_temp, sweep
+from holdfast.threads import in_threads
+
+SYNC_THREADS = 16
 
 __all__ = ["LocalStore", "LocalWriter", "sweep"]
 
 
 class LocalStore:
-    """Objects as files below `root`, which is made when the first object is."""
+    """Objects as files below `root`, which is made when the first object is.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    With `durable=False` objects appear whole, and outlive the process, but not a power cut before `sync`:
+    for many small ones that count only together.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.root = os.path.abspath(root)
+        self.durable = durable
         self.url = "file://" + quote(os.fsencode(self.root))
         self.direct = True
         """Whether to ask for O_DIRECT; turns False once the file system has refused it."""
@@ -56,7 +70,7 @@ class LocalStore:
         """Write a small object, replacing an older one unless `if_absent` (then `Exists`)."""
         path, view = self._path(key), byte_view(data)
         with translated("put", key, path):
-            temp = open_temp(os.path.dirname(path))
+            temp = open_temp(os.path.dirname(path), durable=self.durable)
             try:
                 temp.write(0, view)
                 temp.publish(path, self.root, replace=not if_absent)
@@ -67,7 +81,8 @@ class LocalStore:
         """Begin a large object; `OutOfSpace` at once if the disk cannot hold it."""
         parts, path = Parts(key, size), self._path(key)
         with translated("create", key, path):
-            temp = open_temp(os.path.dirname(path), direct=self.direct)
+            directory = os.path.dirname(path)
+            temp = open_temp(directory, direct=self.direct, durable=self.durable)
             try:
                 temp.reserve(size)
             except BaseException:
@@ -127,6 +142,17 @@ class LocalStore:
             with suppress(NotADirectoryError):
                 fsync_directory(directory)
             remove_empty_directories(directory, self.root)
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Make objects durable, and their names.  Many at once, so that they share the disk's flushes."""
+        paths = {self._path(key): key for key in keys}
+
+        def flush(path: str) -> None:
+            with translated("sync", paths.get(path, ""), path):
+                fsync_file(path) if path in paths else fsync_directories(path, self.root)
+
+        in_threads(flush, list(paths), SYNC_THREADS)
+        in_threads(flush, sorted({os.path.dirname(path) for path in paths}), SYNC_THREADS)
 
     def _path(self, key: str) -> str:
         check_key(key)

@@ -92,18 +92,22 @@ def _is_stale(match: re.Match[str]) -> bool:
     return False
 
 
-def open_temp(directory: str, *, direct: bool = False) -> TempFile:
+def open_temp(directory: str, *, direct: bool = False, durable: bool = True) -> TempFile:
     """Begin a file in `directory`, which is made if missing.
 
-    `direct` asks for O_DIRECT; `TempFile.direct` says whether the file system gave it.  Another
-    process may delete the last object of the directory, and with it the directory, between our
+    `direct` asks for O_DIRECT; `TempFile.direct` says whether the file system gave it.  Not `durable`: a
+    power cut may take the file and its name until somebody has flushed both.
+
+    Another process may delete the last object of the directory, and with it the directory, between our
     mkdir and open; then we try again.
     """
     for _ in range(100):
         path = os.path.join(directory, temp_name())
         with suppress(FileNotFoundError):
-            make_directory(directory)
-            return _open_new(path, direct=direct and bool(O_DIRECT))
+            make_directory(directory, durable=durable)
+            temp = _open_new(path, direct=direct and bool(O_DIRECT))
+            temp.durable = durable
+            return temp
     raise OSError(errno.EBUSY, "the directory cannot be made, or vanishes each time", directory)
 
 
@@ -132,6 +136,7 @@ class TempFile:
     def __init__(self, path: str, fd: int, *, direct: bool) -> None:
         self.path = path
         self.direct = direct
+        self.durable = True
         self._fd = fd
         self._identity: os.stat_result | None = None
         self._spare: list[memoryview] = []  # kept: a fresh page costs more than its copy
@@ -158,20 +163,23 @@ class TempFile:
         """Make the bytes durable, then the name `final` appear, then the name durable.
 
         Without `replace` a name that is taken is a FileExistsError; it is durable by then, so that
-        whoever is told so can rely on it.
+        whoever is told so can rely on it.  If the file is not `durable` the name appears, and no more.
         """
-        os.fsync(self._fd)
+        if self.durable:
+            os.fsync(self._fd)
         self._identity = os.fstat(self._fd)
         self._close()  # NFS keeps a file that is unlinked while open, under another name
         directory = os.path.dirname(final)
         try:
             self._rename(final, replace=replace)
         except FileExistsError:
-            fsync_directories(directory, root)
+            if self.durable:
+                fsync_directories(directory, root)
             raise
         if not replace:
             os.unlink(self.path)
-        fsync_directories(directory, root)
+        if self.durable:
+            fsync_directories(directory, root)
 
     def is_at(self, path: str) -> bool:
         """Whether `path` names this file."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import FormatError, LayoutError, RuleError
 from holdfast.format.manifest import Replica
 from holdfast.layout import View
-from holdfast.rules.deepspeed import Slices
+
+if TYPE_CHECKING:
+    from holdfast.rules.deepspeed import Slices
 
 Shape = tuple[int, ...]
 INFO = "universal_checkpoint_info"
@@ -61,6 +63,8 @@ class Layouts:
                 hint=f"the model must put its {INFO!r} into client_state",
             )
         if info is not None and (several is not None or info.get(VOCABULARY)):
+            from holdfast.rules.deepspeed import Slices  # most checkpoints do without
+
             with _said_in(path):
                 self._slices = Slices(info, shapes)
 
