@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import (
+    Corrupt,
     Exists,
     HoldfastError,
     NotFound,
@@ -621,3 +622,38 @@ def test_not_durable_until_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert set(flushed) >= {os.path.normpath(os.path.join(store.root, name)) for name in names}
     with pytest.raises(StoreError, match="missing"):
         store.sync(["missing"])
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 3 * MIB + 5])
+def test_reread_is_what_was_written(tmp_path: Path, size: int) -> None:
+    store, data = LocalStore(tmp_path), os.urandom(size)
+    store.put("x", data)
+    into = memoryview(mmap.mmap(-1, 4 * MIB))
+    store.reread("x", 0, into[:size])
+    assert into[:size] == data
+    if size > 4096:
+        store.reread("x", 4096, into[: size - 4096])
+        assert into[: size - 4096] == data[4096:]
+    for more in (1, 5000):
+        with pytest.raises(Corrupt, match=str(size)):
+            store.reread("x", 0, into[: size + more])
+
+
+def test_reread_where_direct_reads_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put("x", b"abc" * 5000)
+    refused: list[int] = []
+
+    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, views, offset)
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    into = memoryview(bytearray(15000))
+    store.reread("x", 0, into)
+    assert into == b"abc" * 5000 and refused

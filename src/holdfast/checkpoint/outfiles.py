@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.reading import Scratch, read_alone, threads_here
+from holdfast.checkpoint.reading import read_alone, threads_here
 from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
 from holdfast.codec.digest import digest
 from holdfast.errors import Corrupt, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.layout import flat_range
-from holdfast.store import Store, Writer
+from holdfast.store import LocalStore, Store, Writer
 from holdfast.threads import in_threads
 
 MAX_BLOCK_BYTES = 16 << 20
@@ -143,17 +143,17 @@ def write_files(
 
 
 def check_files(
-    store: Store, files: Sequence[Written], *, progress: Progress | None = None
+    store: LocalStore, files: Sequence[Written], *, progress: Progress | None = None
 ) -> None:
-    """Read files back.  Corrupt, with the first range that is not what was written."""
+    """Read files back from the disk.  Corrupt, with the first range that is not what was written."""
     tell = progress or (lambda _: None)
-    scratch = Scratch()
+    buffers = _Buffers(MAX_BLOCK_BYTES)
 
     def one(block: tuple[Written, int, int]) -> None:
         file, start, expected = block
-        view = scratch.get(MAX_BLOCK_BYTES)[: min(file.block_bytes, file.bytes - start)]
+        view = buffers.get()[: min(file.block_bytes, file.bytes - start)]
         if len(view):
-            store.read(file.path, start, view)
+            store.reread(file.path, start, view)
         if digest(view) != expected:
             what = f"bytes {start}..{start + len(view)} are not what was written"
             raise Corrupt(what, key=file.path, hint="is the disk sound?  Convert again")

@@ -114,14 +114,22 @@ def open_temp(directory: str, *, direct: bool = False, durable: bool = True) -> 
 def _open_new(path: str, *, direct: bool) -> TempFile:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if direct:
+        return TempFile(path, *open_direct(path, flags))
+    return TempFile(path, os.open(path, flags, 0o666), False)
+
+
+def open_direct(path: str, flags: int) -> tuple[int, bool]:
+    """A descriptor, and whether it has O_DIRECT: not where the file system refuses it."""
+    if O_DIRECT:
         try:
-            return TempFile(path, os.open(path, flags | O_DIRECT, 0o666), direct=True)
+            return os.open(path, flags | O_DIRECT, 0o666), True
         except OSError as error:
             if error.errno not in REFUSED:
                 raise
-        with suppress(FileNotFoundError):  # Linux may make the file before it refuses the flag
-            os.unlink(path)
-    return TempFile(path, os.open(path, flags, 0o666), direct=False)
+        if flags & os.O_EXCL:
+            with suppress(FileNotFoundError):  # Linux may make the file before it refuses the flag
+                os.unlink(path)
+    return os.open(path, flags, 0o666), False
 
 
 class TempFile:
@@ -133,7 +141,7 @@ class TempFile:
     the descriptor and the write repeated.  `write` alone may be called from several threads.
     """
 
-    def __init__(self, path: str, fd: int, *, direct: bool) -> None:
+    def __init__(self, path: str, fd: int, direct: bool) -> None:
         self.path = path
         self.direct = direct
         self.durable = True
