@@ -7,6 +7,7 @@ READY  := $(VENV)/.ready
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE = 1
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: they need not compile each time
 
 .PHONY: demo test unit check format bench api clean help
 

@@ -24,7 +24,11 @@ class Watched:
 def watch(
     command: list[str], folder: Path | None = None, env: dict[str, str] | None = None
 ) -> Watched:
-    """Run a command; `folder` is where its files go.  SystemExit if it fails."""
+    """Run a command; `folder` is where its files go.  SystemExit if it fails.
+
+    Bytecode is kept, as that of an installed package is.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     began = time.perf_counter()
     process = subprocess.Popen(
         command,
