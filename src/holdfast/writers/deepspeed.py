@@ -22,7 +22,7 @@ from holdfast.errors import UsageError
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
 from holdfast.writers.archive import Plan, Tensor, add_archive, for_torch
-from holdfast.writers.pickling import Call, Global
+from holdfast.writers.pickling import Call, Global, Instance
 from holdfast.writers.planned import Options, Planned, is_float
 
 VERSION = "0.16.0"
@@ -32,6 +32,10 @@ STAGES = ("", "zero_pp_rank_0_")
 """Prefix of the file of model states that stages 1 and 2, and stage 3, look for."""
 OWN = ("client", "deepspeed", "scaler", "rng")
 """Extras that are not a client's: of DeepSpeed's own files, and of a `Checkpointer`."""
+SCALER_FIELDS = {
+    "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "delayed_shift", "min_scale",
+    "scale_factor", "scale_window", "consecutive_hysteresis", "raise_error_at_min_scale",
+}  # fmt: skip
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -119,12 +123,24 @@ def _optimizer_state(
     return {
         "ds_version": _version(source),
         "overflow": False,
+        **_scaler(plain.get("scaler")),
         "param_groups": groups,
         "optimizer_state_dict": {
             "state": {0: {"step": _step(source, plain, optim)}},
             "param_groups": groups,
         },
     }
+
+
+def _scaler(saved: Any) -> dict[str, Any]:
+    """The dynamic loss scaler of another engine, an object; it brings its window and limits along."""
+    if not isinstance(saved, dict) or not saved.keys() >= SCALER_FIELDS:
+        return {}
+    fields = {k: v for k, v in saved.items() if k not in ("dynamic_loss_scale", "overflow")}
+    dtype = str(fields.get("dtype", "float16")).removeprefix("torch.")
+    state = {**for_torch(fields), "dynamic": True, "dtype": Global("torch", dtype)}
+    scaler = Instance(Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"), state)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": True}
 
 
 def _step(source: Checkpoint, plain: dict[str, Any], optim: str | None) -> Any:
