@@ -191,6 +191,7 @@ class Checkpointer:
         step: int | None = None,
         *,
         source: str | os.PathLike[str] | None = None,
+        keep_source: bool = False,
         strict: bool = True,
         cast: bool = False,
     ) -> int:
@@ -199,7 +200,8 @@ class Checkpointer:
         Works on any layout.  A damaged step is passed over with a warning; NotRecoverable says why if
         there are only damaged ones.  `source`: another root, or a foreign checkpoint (also by a prefix:
         `torch:PATH`), to begin with as long as the own root has no steps.  Without it, a foreign
-        checkpoint that lies in the root itself is begun with.  Collective; blocks.
+        checkpoint that lies in the root itself is begun with.  `keep_source` saves what it gave as this
+        run's own step at once, in the background: the next restarts read that.  Collective; blocks.
         """
         self._check_open()
         self.wait()
@@ -231,6 +233,8 @@ class Checkpointer:
             self._leave_behind()
         for key in self.state:
             self.state[key] = state[key]
+        if origin is not None and keep_source:
+            self._begin(found, must=True)
         return found
 
     def _origin(self, source: str | os.PathLike[str] | None) -> str | None:

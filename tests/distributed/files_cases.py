@@ -182,6 +182,14 @@ def a_run_begins_with_a_source(root: Path) -> None:
     with holdfast.Checkpointer(own, {"model": model, "optim": fresh}) as checkpointer:
         assert checkpointer.restore(source=f"torch:{file}") == 42
     assert all(torch.equal(p, whole(q)) for p, q in zip(expected, model.parameters()))
+    model, fresh = sharded(3)
+    with holdfast.Checkpointer(root / "kept", {"model": model, "optim": fresh}) as checkpointer:
+        assert checkpointer.restore(source=f"torch:{file}", keep_source=True) == 41
+    assert holdfast.steps(root / "kept") == [41]
+    model, fresh = sharded(4)
+    with holdfast.Checkpointer(root / "kept", {"model": model, "optim": fresh}) as checkpointer:
+        assert checkpointer.restore(source=root / "is gone", keep_source=True) == 41
+    assert all(torch.equal(p, whole(q)) for p, q in zip(plain.parameters(), model.parameters()))
 
 
 def step_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
