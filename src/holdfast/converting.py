@@ -25,7 +25,7 @@ from holdfast.checkpoint.consolidating import Consolidation
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import Outfile, Progress, Written, check_files, write_files
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import HoldfastError, NotFound, OutOfSpace, UsageError
+from holdfast.errors import NotFound, OutOfSpace, UsageError
 from holdfast.format.manifest import encode
 from holdfast.interop.folder import OneFile
 from holdfast.interop.foreign import file_of
@@ -36,13 +36,12 @@ from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.directories import fsync_directory, walk
 from holdfast.version import __version__
 from holdfast.writers.planned import Options, Planned, Rename
+from holdfast.writers.ranks import converting_ranks
 
 FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
 PARTIAL = ".partial"
 _MARK = "holdfast-conversion.json"
 _WEIGHTS_ONLY = ("huggingface", "torch")
-DEADLINE_S = 3600.0
-"""How long a rank that has finished waits for the slowest."""
 
 Told = Callable[[str, int, int], object]
 """Told of a phase ("check", "write", "verify"), the bytes just done, and the bytes that it will do."""
@@ -131,7 +130,7 @@ class _Conversion:
     def run(self) -> Converted:
         begin = time.monotonic()
         _check_target(self.target, self.to)
-        with _ranks() as ranks:
+        with converting_ranks() as ranks:
             plan = self._plan()
             files = plan.outfiles if isinstance(plan, Consolidation) else list(plan.files)
             with ExitStack() as held:
@@ -338,79 +337,6 @@ def _boot() -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-# -- ranks ----------------------------------------------------------------------------------------
-
-
-class _Ranks:
-    """This process among those that convert together; one that is alone does everything."""
-
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
-
-    def share(self, files: Sequence[Outfile]) -> list[Outfile]:
-        """Files for this rank, so that all have about as many bytes."""
-        if self._group is None:
-            return list(files)
-        loads = [0] * self._group.size
-        mine = []
-        for file in sorted(files, key=lambda f: (-f.bytes, f.path)):
-            rank = loads.index(min(loads))
-            loads[rank] += file.bytes + 1
-            if rank == self._group.rank:
-                mine.append(file)
-        return mine
-
-    def first(self, name: str, work: Callable[[], None]) -> None:
-        """Rank 0 does something, the others wait and learn how it ended."""
-        if self._group is None:
-            work()
-            return
-
-        def decide(_: list[bytes]) -> bytes:
-            work()
-            return b""
-
-        self._group.ask(f"convert/{name}", b"", decide, DEADLINE_S)
-
-    @contextmanager
-    def all(self, name: str) -> Iterator[None]:
-        """Everybody does something; it counts if it succeeded everywhere."""
-        problem = ""
-        try:
-            yield
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            if self._group is not None:
-                self._together(name, problem)
-
-    def _together(self, name: str, problem: str) -> None:
-        def decide(problems: list[bytes]) -> bytes:
-            return msgspec.json.encode([p.decode() for p in problems])
-
-        told = self._group.ask(f"convert/{name}", problem.encode(), decide, DEADLINE_S)
-        failed = [(r, p) for r, p in enumerate(msgspec.json.decode(told)) if p]
-        if failed and not problem:
-            raise HoldfastError(f"rank {failed[0][0]} failed: {failed[0][1]}", rank=failed[0][0])
-
-
-@contextmanager
-def _ranks() -> Iterator[_Ranks]:
-    """The ranks of the torchrun that this process is part of, if it is."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
-        yield _Ranks()
-        return
-    from holdfast.group import Group, joined
-
-    with joined():
-        group = Group(DEADLINE_S)
-        try:
-            yield _Ranks(group)
-        finally:
-            group.close()
 
 
 __all__ = ["FORMATS", "Converted", "convert"]

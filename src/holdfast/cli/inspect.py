@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from functools import partial
-from math import prod
 from operator import attrgetter
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from holdfast.checkpoint.brief import brief, cut_short
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
-from holdfast.cli import drawing
+from holdfast.cli.figures import foreign_files, in_parts, tensor_bytes, totals
+from holdfast.cli.inspect_json import one_json, overview_json, several_json
+from holdfast.cli.inspect_one import one
 from holdfast.cli.screen import (
     AsJson,
     ShowAll,
@@ -26,20 +25,15 @@ from holdfast.cli.screen import (
     heading,
     many,
     opened,
-    print_json,
-    ranks_text,
     say,
     shape_text,
     size,
     table,
 )
 from holdfast.errors import UsageError
-from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import decode
-from holdfast.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
+from holdfast.format.manifest import Manifest, TensorEntry, to_sharding
 from holdfast.interop.foreign import file_of
-from holdfast.interop.sections import Place, Sections
-from holdfast.layout import Box, Placement, Sharding, whole
 from holdfast.near import near
 
 KINDS = ("param", "buffer", "tensor")
@@ -165,12 +159,6 @@ def _folded_name(pattern: str, group: list[TensorEntry]) -> str:
     return pattern
 
 
-def in_parts(sharding: Sharding) -> str:
-    """How a tensor of a foreign checkpoint lies, in words."""
-    count = len(sharding.held or ())
-    return "whole" if count < 2 else f"{count:,} parts"
-
-
 def _tensor_row(
     m: Manifest, name: str, group: list[TensorEntry], *, foreign: bool = False
 ) -> tuple[str, ...]:
@@ -182,19 +170,6 @@ def _tensor_row(
     return (name, times, shape_text(t.shape), t.dtype, lies, total)
 
 
-def tensor_bytes(t: TensorEntry) -> int:
-    return prod(t.shape) * DTYPES[t.dtype].bytes
-
-
-def totals(m: Manifest) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """(state, dtype) -> tensors, elements, bytes."""
-    found: dict[tuple[str, str], tuple[int, int, int]] = {}
-    for t in m.tensors:
-        a, b, c = found.get((t.state, t.dtype), (0, 0, 0))
-        found[t.state, t.dtype] = (a + 1, b + prod(t.shape), c + tensor_bytes(t))
-    return found
-
-
 def _totals(m: Manifest) -> list[tuple[str, ...]]:
     found = totals(m)
     rows: list[tuple[str, ...]] = [
@@ -204,14 +179,6 @@ def _totals(m: Manifest) -> list[tuple[str, ...]]:
         sums = [sum(column) for column in zip(*found.values())]
         rows.append((dim("all"), "", f"{sums[0]:,}", f"{sums[1]:,}", size(sums[2])))
     return rows
-
-
-def foreign_files(m: Manifest) -> dict[str, list[int]]:
-    """Real files of a foreign checkpoint, and the sizes of the parts of tensors in each."""
-    sizes: dict[str, list[int]] = {}
-    for f in m.files:
-        sizes.setdefault(file_of(f), []).append(f.bytes)
-    return dict(sorted(sizes.items()))
 
 
 def _foreign_file_rows(m: Manifest, show_all: bool) -> list[tuple[str, ...]]:
@@ -274,216 +241,3 @@ def several(checkpoint: Checkpoint, names: list[str]) -> None:
     table(COLUMNS, rows, indent=0)
     total = sum(tensor_bytes(m.tensors[checkpoint.index(n)]) for n in names)
     say(dim(f"{many(len(names), 'tensor')}, {size(total)}"))
-
-
-# -- one tensor -----------------------------------------------------------------------------------
-
-
-def one(checkpoint: Checkpoint, name: str, show_all: bool) -> None:
-    """Shape and sharding in words, drawn, and where each piece lies."""
-    m = checkpoint.manifest
-    index = checkpoint.index(name)
-    t = m.tensors[index]
-    held = drawing.held_boxes(m, t, m.placement)
-    replicas = len(held[0][1]) if held else 0
-    say(name, style="bold")
-    rows = [
-        ("dtype", t.dtype),
-        ("shape", shape_text(t.shape)),
-        ("size", f"{size(tensor_bytes(t))}  ({many(prod(t.shape), 'element')})"),
-        ("state", t.state),
-        *_lies(checkpoint, t, replicas),
-    ]
-    if t.name != name:
-        rows.insert(0, ("tied to", t.name))
-    fields(rows)
-    say()
-    foreign = checkpoint.format != "holdfast"
-    noun = "file" if m.mesh and m.mesh[0][0] == "file" else "rank"  # consolidated: no ranks
-    label = _in_files(m) if foreign else partial(_holders, noun)
-    for line in drawing.draw(held, t.shape, label):
-        say("  " + line)
-    if foreign:
-        heading("Stored")
-        table(("file", "part", ">size", ">from byte", ""), _place_rows(checkpoint, t, show_all))
-        return
-    heading(f"Stored in step {m.step}" + ("; replicas share the writing" if replicas > 1 else ""))
-    table(
-        ("file", "part", ">size", ">from byte", ">to byte"),
-        _piece_rows(m, index, [b for b, _ in held], show_all),
-    )
-
-
-def _lies(checkpoint: Checkpoint, t: TensorEntry, replicas: int) -> list[tuple[str, str]]:
-    m = checkpoint.manifest
-    sharding = to_sharding(m.shardings[t.sharding])
-    if checkpoint.format == "holdfast":
-        return [("mesh", str(m.layout)), ("sharding", drawing.words(sharding, m, replicas))]
-    copies = sum(t.name in c.manifest.by_name for c in checkpoint.others)
-    text = f"{t.replica}, {many(copies + 1, 'copy', 'copies')}" if copies else t.replica
-    return [("lies", in_parts(sharding)), ("replicas", text)]
-
-
-def _places(
-    checkpoint: Checkpoint, t: TensorEntry, most: int | None = None
-) -> list[tuple[Box, list[Place]]]:
-    """Where the parts of a foreign tensor really begin, `most` of them."""
-    m = checkpoint.manifest
-    assert isinstance(checkpoint.store, Sections)
-    held = sorted(to_sharding(m.shardings[t.sharding]).held or (), key=lambda h: h[1].start)
-    return [(box, checkpoint.store.places(m.file_of[i].path)) for i, box in held[:most]]
-
-
-def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for box, places in _places(checkpoint, t, None if show_all else 16):
-        text = "whole" if box == whole(t.shape) else f"[{box}]"
-        mean = f"mean of {len(places)}" if len(places) > 1 else ""
-        num_bytes = box.size * DTYPES[t.dtype].bytes
-        rows.append((places[0][0], text, size(num_bytes), f"{places[0][1]:,}", mean))
-    count = len(checkpoint.info(t.name).sharding.held or ())
-    if count > len(rows):
-        rows.append((dim(f"… {count - len(rows):,} more (--all lists them)"), "", "", "", ""))
-    return rows
-
-
-def _in_files(m: Manifest) -> Callable[[Sequence[int]], str]:
-    """In a drawing, the file instead of the number of a part."""
-    names = {f.rank: file_of(f) for f in m.files}
-    return lambda parts: ", ".join(dict.fromkeys(cut_short(names[p], 24) for p in parts[:2])) or "-"
-
-
-def _holders(noun: str, ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "-"
-    return f"{noun}{'s' if len(ranks) > 1 else ''} {ranks_text(ranks, 3)}"
-
-
-Piece = tuple[FileEntry, Box, int, int]
-"""A piece of a tensor: its file, its box, and where in the file it begins and ends."""
-
-
-def pieces(m: Manifest, index: int, boxes: list[Box]) -> list[Piece]:
-    """The pieces that hold some boxes of a tensor, a few boxes at a time: placements cache."""
-    rows: list[Piece] = []
-    for at in range(0, len(boxes), 64):
-        placement = m.placement.fresh()
-        rows += _located(m, index, boxes[at : at + 64], placement)
-    return sorted(rows, key=lambda r: (r[1].start, r[0].rank))
-
-
-def _located(m: Manifest, index: int, boxes: list[Box], placement: Placement) -> list[Piece]:
-    t = m.tensors[index]
-    width, n = placement.table.shape.shape[1], len(t.shape)
-    start, stop = np.zeros((len(boxes), width), np.int64), np.ones((len(boxes), width), np.int64)
-    for i, box in enumerate(boxes):
-        start[i, :n], stop[i, :n] = box.start, box.stop
-    found = placement.locate(np.full(len(boxes), index, np.int64), start, stop)
-    columns = (found.rank, found.offset, found.piece_start, found.piece_stop)
-    rows = []
-    for rank, offset, a, b in zip(*(c.tolist() for c in columns)):
-        file, part = m.file_of[rank], Box(tuple(a[:n]), tuple(b[:n]))
-        begin = file.data + offset
-        rows.append((file, part, begin, begin + part.size * DTYPES[t.dtype].bytes))
-    return rows
-
-
-def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> list[tuple[str, ...]]:
-    shape = m.tensors[index].shape
-    boxes = sorted((b for b in boxes if b.size), key=lambda b: b.start)
-    left_out = [] if show_all or len(boxes) <= 20 else boxes[12:-4]
-    shown = [*boxes[:12], *boxes[-4:]] if left_out else boxes
-    rows: list[tuple[str, ...]] = [
-        (f.path, "whole" if box == whole(shape) else f"[{box}]", size(b - a), f"{a:,}", f"{b:,}")
-        for f, box, a, b in pieces(m, index, shown)
-    ]
-    if left_out:
-        more = dim(f"… of {many(len(left_out), 'more part')} (--all lists them)")
-        rows.insert(len(rows) * 12 // 16, (more, "", "", "", ""))
-    return rows
-
-
-# -- JSON -----------------------------------------------------------------------------------------
-
-
-def overview_json(checkpoint: Checkpoint) -> None:
-    m = checkpoint.manifest
-    print_json(
-        _origin_json(checkpoint)
-        | {
-            "software": m.software,
-            "bytes": m.total_bytes,
-            "tensors": [_tensor_json(m, t) for t in m.tensors],
-            "aliases": m.aliases,
-            "totals": [
-                {"state": s, "dtype": d, "tensors": a, "elements": b, "bytes": c}
-                for (s, d), (a, b, c) in totals(m).items()
-            ],
-            "extras": checkpoint.extras,
-        }
-    )
-
-
-def _origin_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    m = checkpoint.manifest
-    found = {"url": checkpoint.store.url, "format": checkpoint.format, "step": m.step}
-    if checkpoint.format != "holdfast":
-        return found | {
-            "files": [
-                {"path": path, "parts": len(sizes), "tensor_bytes": sum(sizes)}
-                for path, sizes in foreign_files(m).items()
-            ]
-        }
-    return found | {
-        "run": m.run,
-        "created": m.created,
-        "mesh": dict(m.mesh),
-        "files": [{"path": f.path, "rank": f.rank, "bytes": f.bytes} for f in m.files],
-        "per_rank": m.per_rank,
-    }
-
-
-def _tensor_json(m: Manifest, t: TensorEntry) -> dict[str, Any]:
-    sharding = to_sharding(m.shardings[t.sharding])
-    return {
-        "name": t.name,
-        "dtype": t.dtype,
-        "shape": list(t.shape),
-        "state": t.state,
-        "bytes": tensor_bytes(t),
-        "sharding": _sharding_json(sharding),
-    }
-
-
-def _sharding_json(s: Sharding) -> dict[str, Any]:
-    cuts = [{"dim": c.dim, "axes": list(c.axes)} for c in s.cuts]
-    return {"text": str(s), "cuts": cuts, "on": {a: list(at) for a, at in s.on}}
-
-
-def several_json(checkpoint: Checkpoint, names: list[str]) -> None:
-    m = checkpoint.manifest
-    print_json([_tensor_json(m, m.tensors[checkpoint.index(n)]) | {"name": n} for n in names])
-
-
-def one_json(checkpoint: Checkpoint, name: str) -> None:
-    m = checkpoint.manifest
-    index = checkpoint.index(name)
-    t = m.tensors[index]
-    row = _tensor_json(m, t) | {"name": name}
-    if checkpoint.format != "holdfast":
-        row["parts"] = [
-            {"start": list(box.start), "stop": list(box.stop), "places": places}
-            for box, places in _places(checkpoint, t)
-        ]
-        print_json(row)
-        return
-    held = drawing.held_boxes(m, t, m.placement)
-    row["held"] = [
-        {"start": list(b.start), "stop": list(b.stop), "ranks": list(ranks)} for b, ranks in held
-    ]
-    row["pieces"] = [
-        {"file": f.path, "rank": f.rank, "start": list(b.start), "stop": list(b.stop),
-         "from": first, "to": last}
-        for f, b, first, last in pieces(m, index, [b for b, _ in held])
-    ]  # fmt: skip
-    print_json(row)
