@@ -160,10 +160,7 @@ def _hyper(path: Path) -> tuple[str, int | str, str] | None:
     match path:
         case (str(key), "param_groups", int(i), str(what)):
             return key, i, what
-        case (str(key), str(flat)) if flat.startswith("param_groups.") and flat.count(".") > 1:
-            param, _, what = flat.removeprefix("param_groups.").rpartition(".")
-            return key, param, what
-    return None
+    return _flat(path, "param_groups.")
 
 
 def _state(path: Path) -> tuple[str, str, str] | None:
@@ -171,8 +168,13 @@ def _state(path: Path) -> tuple[str, str, str] | None:
     match path:
         case (str(key), "state", str(param), str(what)):
             return key, param, what
-        case (str(key), str(flat)) if flat.startswith("state.") and flat.count(".") > 1:
-            param, _, what = flat.removeprefix("state.").rpartition(".")
+    return _flat(path, "state.")
+
+
+def _flat(path: Path, prefix: str) -> tuple[str, str, str] | None:
+    match path:
+        case (str(key), str(flat)) if flat.startswith(prefix) and flat.count(".") > 1:
+            param, _, what = flat.removeprefix(prefix).rpartition(".")
             return key, param, what
     return None
 
