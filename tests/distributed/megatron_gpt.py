@@ -1,13 +1,7 @@
-"""A real Megatron-Core GPT, its optimizer and its checkpoints on the CPU, under gloo.
-
-Megatron-Core asks for CUDA in a few places where the device does not matter: the current device, tensors
-made on "cuda", the class of a parameter.  `on_cpu` answers those questions; all that computes, cuts and
-saves is Megatron's own.
-"""
+"""A real Megatron-Core GPT, its optimizer and its checkpoints, on the CPU by `megatron_cpu`."""
 
 from __future__ import annotations
 
-import contextlib
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -17,73 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 SEQUENCE, BATCH = 8, 4
-
-
-class _Cuda(TorchFunctionMode):
-    """Tensors asked for on "cuda" come on the CPU; CPU tensors say that their class is CUDA's."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
-            kwargs["device"] = torch.device("cpu")
-        if func is torch.Tensor.cuda:
-            return args[0]
-        found = func(*args, **kwargs)
-        if func is torch.Tensor.type and len(args) == 1 and isinstance(found, str):
-            return found.replace("torch.", "torch.cuda.")
-        return found
-
-
-def on_cpu() -> None:
-    """Let Megatron-Core run here; for the rest of this process."""
-    torch.cuda.synchronize = lambda *a, **k: None
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.get_device_properties = lambda *a: Namespace(total_memory=1 << 34)
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils
-
-    moe_utils.te_general_gemm = None  # not defined where Transformer Engine is missing
-
-    @contextlib.contextmanager
-    def fork(self: Any, name: str = "") -> Iterator[None]:
-        yield
-
-    CudaRNGStatesTracker.fork = fork
-    _allow_sequence_parallel_norms()
-    _let_torch_adam_load()
-    _Cuda().__enter__()
-
-
-def _allow_sequence_parallel_norms() -> None:
-    """Torch's norm works on parts of the sequence; its gradients are then summed over the TP ranks."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    make = WrappedTorchNorm.__new__
-
-    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        norm = make(cls, replace(config, sequence_parallel=False), *args, **kwargs)
-        for p in norm.parameters():
-            p.sequence_parallel = config.sequence_parallel
-        return norm
-
-    WrappedTorchNorm.__new__ = new
-
-
-def _let_torch_adam_load() -> None:
-    """Megatron-Core 0.16 forgets that torch's AdamW keeps a step beside each parameter: it is loaded from
-    the groups by then."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    put = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def with_step(self: Any, param: Any, tensors: dict[str, torch.Tensor]) -> None:
-        now = self._get_main_param_and_optimizer_states(param)
-        put(self, param, {"step": now["step"], **tensors})
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
 def _arrange(setup: Setup) -> None:
@@ -96,14 +25,18 @@ def _arrange(setup: Setup) -> None:
             mpu.get_tensor_model_parallel_world_size(),
             mpu.get_pipeline_model_parallel_world_size(),
             mpu.get_expert_model_parallel_world_size(),
+            mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
         )
-        if sizes == (setup.tp, setup.pp, setup.ep):
+        if sizes == (setup.tp, setup.pp, setup.ep, setup.virtual):
             return
         mpu.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    mpu.initialize_model_parallel(setup.tp, setup.pp, expert_model_parallel_size=setup.ep)
+    mpu.initialize_model_parallel(
+        setup.tp, setup.pp, setup.virtual if setup.virtual > 1 else None,
+        expert_model_parallel_size=setup.ep,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,10 +46,17 @@ class Setup:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    virtual: int = 1
+    """Model chunks of each pipeline stage."""
     sequence_parallel: bool = False
     bf16: bool = False
+    fp16: bool = False
     distributed: bool = False
     sharding: str = "fully_reshardable"
+    bucket: int | None = None
+    """Elements after which the distributed optimizer begins another bucket."""
+    parallel_save: bool = False
+    """Whether replicas share the writing, as Megatron-LM has it by default."""
     homogeneous: bool = True
     tied: bool = False
     gated: bool = True
@@ -133,6 +73,10 @@ class Setup:
         """As Megatron-LM pads it: to a multiple of `make_vocab_size_divisible_by` times the TP size."""
         unit = self.divisible * self.tp
         return -(-self.vocab // unit) * unit
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -153,10 +97,23 @@ class Run:
         _arrange(setup)
         self.setup = setup
         self.config = self._config()
-        self.gpt = self._model(seed)
-        self.model = self._wrapped()
+        torch.manual_seed(seed)
+        self.gpts = [self._gpt(i) for i in range(setup.virtual)]
+        self.models = [self._wrapped(gpt, i) for i, gpt in enumerate(self.gpts)]
         self.optimizer = self._optimizer()
         self.iteration = 0
+
+    @property
+    def gpt(self) -> Any:
+        """The only chunk."""
+        (gpt,) = self.gpts
+        return gpt
+
+    @property
+    def model(self) -> Any:
+        """The only chunk, wrapped."""
+        (model,) = self.models
+        return model
 
     def _config(self) -> Any:
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -173,38 +130,39 @@ class Run:
             moe_router_load_balancing_type="none", gradient_accumulation_fusion=False,
             bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
             apply_rope_fusion=False, persist_layer_norm=False, add_qkv_bias=True,
-            params_dtype=torch.bfloat16 if s.bf16 else torch.float32, bf16=s.bf16,
-            pipeline_dtype=torch.bfloat16 if s.bf16 else torch.float32,
+            params_dtype=s.dtype, bf16=s.bf16, fp16=s.fp16, pipeline_dtype=s.dtype,
+            virtual_pipeline_model_parallel_size=s.virtual if s.virtual > 1 else None,
             variable_seq_lengths=False, batch_p2p_comm=False,
         )  # fmt: skip
 
-    def _model(self, seed: int) -> Any:
+    def _gpt(self, chunk: int) -> Any:
         from megatron.core import parallel_state as mpu
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
         s = self.setup
-        torch.manual_seed(seed)
+        vp = {"vp_stage": chunk} if s.virtual > 1 else {}
         model = GPTModel(
             self.config,
             get_gpt_layer_local_spec(num_experts=s.experts, moe_grouped_gemm=False),
             s.padded_vocab,
             SEQUENCE,
-            pre_process=mpu.is_pipeline_first_stage(),
-            post_process=mpu.is_pipeline_last_stage(),
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **vp),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **vp),
             share_embeddings_and_output_weights=s.tied,
+            **vp,
         )
-        if s.bf16:
-            model = model.bfloat16()
-        return model
+        return model.to(s.dtype)
 
-    def _wrapped(self) -> Any:
+    def _wrapped(self, gpt: Any, chunk: int) -> Any:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+        s = self.setup
         config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=self.setup.distributed
-        )
-        model = DistributedDataParallel(self.config, config, self.gpt)
+            grad_reduce_in_fp32=True, use_distributed_optimizer=s.distributed,
+            bucket_size=s.bucket, overlap_grad_reduce=s.bucket is not None,
+        )  # fmt: skip
+        model = DistributedDataParallel(self.config, config, gpt, disable_bucketing=chunk > 0)
         model.broadcast_params()
         return model
 
@@ -214,9 +172,10 @@ class Run:
         s = self.setup
         config = OptimizerConfig(
             optimizer="adam", lr=s.lr, min_lr=s.lr / 10, weight_decay=0.1, clip_grad=1.0, bf16=s.bf16,
-            params_dtype=self.config.params_dtype, use_distributed_optimizer=s.distributed,
+            fp16=s.fp16, initial_loss_scale=2.0**12, loss_scale_window=2, hysteresis=2,
+            params_dtype=s.dtype, use_distributed_optimizer=s.distributed,
         )  # fmt: skip
-        return get_megatron_optimizer(config, [self.model])
+        return get_megatron_optimizer(config, self.models)
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -231,7 +190,8 @@ class Run:
 
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
         draw = torch.Generator().manual_seed(1000 + self.iteration)
         tokens = torch.randint(0, self.setup.vocab, (BATCH, SEQUENCE + 1), generator=draw)
@@ -240,8 +200,8 @@ class Run:
         mine = tokens[first : first + part]
         found = get_forward_backward_func()(
             forward_step_func=_forward,
-            data_iterator=iter([mine[i : i + 1] for i in range(part)]),
-            model=[self.model],
+            data_iterator=[iter(mine.split(1)) for _ in self.models],
+            model=self.models,
             num_microbatches=part,
             seq_length=SEQUENCE,
             micro_batch_size=1,
@@ -258,18 +218,36 @@ class Run:
     def sharded_state(self, is_loading: bool = False) -> dict[str, Any]:
         """What Megatron-LM saves of model and optimizer."""
         metadata = self.setup.metadata
-        model = self.gpt.sharded_state_dict(metadata=dict(metadata))
-        optimizer = self.optimizer.sharded_state_dict(
-            self.gpt.sharded_state_dict(metadata=dict(metadata)),
-            is_loading,
-            metadata=dict(metadata),
-        )
-        return {"model": model, "optimizer": optimizer}
+        names = ["model"] if len(self.gpts) == 1 else [f"model{i}" for i in range(len(self.gpts))]
+
+        def models() -> dict[str, Any]:
+            return {
+                name: gpt.sharded_state_dict(metadata=dict(metadata))
+                for name, gpt in zip(names, self.gpts)
+            }
+
+        optimizer = self.optimizer.sharded_state_dict(models(), is_loading, metadata=dict(metadata))
+        return models() | {"optimizer": optimizer}
+
+    def save_as(self, sharding: str, root: Path) -> Path:
+        """`save` with another sharding of the distributed optimizer."""
+        setup, self.setup = self.setup, replace(self.setup, sharding=sharding)
+        try:
+            return self.save(root)
+        finally:
+            self.setup = setup
 
     def save(self, root: Path) -> Path:
         """As Megatron-LM saves a `torch_dist` checkpoint, with what else it keeps."""
         from megatron.core import dist_checkpointing
+        from megatron.core import parallel_state as mpu
         from megatron.core.dist_checkpointing.mapping import ShardedObject
+        from megatron.core.dist_checkpointing.serialization import (
+            get_default_save_sharded_strategy,
+        )
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+            FullyParallelSaveStrategyWrapper,
+        )
 
         folder = root / f"iter_{self.iteration:07d}"
         if dist.get_rank() == 0:
@@ -280,14 +258,21 @@ class Run:
         state = self.sharded_state()
         state |= {
             "args": Namespace(**asdict(self.setup), padded_vocab_size=self.setup.padded_vocab,
-                              params_dtype=self.config.params_dtype, load=root),
+                              params_dtype=self.setup.dtype, load=root),
             "checkpoint_version": 3.0,
             "iteration": self.iteration,
             "num_floating_point_operations_so_far": 12.5,
             "opt_param_scheduler": {"max_lr": self.setup.lr, "num_steps": 4 * self.iteration},
             "rng_state": ShardedObject("rng_state", rng, (world,), (rank,)),
         }  # fmt: skip
-        dist_checkpointing.save(state, str(folder), content_metadata=dict(self.setup.metadata))
+        strategy = None
+        if self.setup.parallel_save:
+            strategy = FullyParallelSaveStrategyWrapper(
+                get_default_save_sharded_strategy("torch_dist"), mpu.get_data_parallel_group()
+            )
+        dist_checkpointing.save(
+            state, str(folder), strategy, content_metadata=dict(self.setup.metadata)
+        )
         if rank == 0:
             (root / "latest_checkpointed_iteration.txt").write_text(str(self.iteration))
         dist.barrier()

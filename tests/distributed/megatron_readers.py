@@ -12,11 +12,11 @@ from megatron.core import dist_checkpointing
 import holdfast
 
 from .cases import Case, run_all
-from .megatron_gpt import Run, Setup, on_cpu
+from .megatron_cpu import on_cpu
+from .megatron_gpt import Run, Setup
 from .megatron_sources import SOURCES, STEPS, whole
 
 Tensors = dict[str, torch.Tensor]
-READ = [name for name in SOURCES if not name.endswith("by_bucket")]
 
 
 def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -127,7 +127,7 @@ def _into_plain(source: Path, expected: Expected) -> None:
     assert {float(s["step"]) for s in optimizer.state.values()} == {STEPS + 1.0}
 
 
-CASES = [_case(name) for name in READ]
+CASES = [_case(name) for name in SOURCES]
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

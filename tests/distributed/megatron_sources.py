@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from .cases import Case, run_all
-from .megatron_gpt import Run, Setup, on_cpu
+from .megatron_cpu import on_cpu
+from .megatron_gpt import Run, Setup
 
 STEPS = 3
 SOURCES = {
@@ -18,7 +19,6 @@ SOURCES = {
     "tp2_ep2_zero_moe": Setup(
         tp=2, ep=2, experts=4, distributed=True, bf16=True, sequence_parallel=True, layers=2
     ),
-    "dp4_by_bucket": Setup(distributed=True, bf16=True, sharding="dp_reshardable", layers=2),
 }
 """By name, which is also the folder's."""
 

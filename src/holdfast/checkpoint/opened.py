@@ -56,6 +56,8 @@ class Checkpoint:
         """Of a foreign checkpoint the prefix that names its format: `dcp`, ..."""
         self.others: tuple[Checkpoint, ...] = ()
         """Of a foreign checkpoint: further copies of replicated tensors, which ought to be equal."""
+        self.refused: dict[str, str] = {}
+        """Of a foreign checkpoint: why what it holds of a key is not offered, and what to do."""
 
     @staticmethod
     def open(url: str, step: int | None = None, *, verify: bool = True) -> Checkpoint:

@@ -98,10 +98,16 @@ def judge_together(
             f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
             tuple(lines),
             step=checkpoint.step,
-            hint="build the same model and optimizer"
+            hint=_refused(checkpoint, live)
+            or "build the same model and optimizer"
             + (", or pass strict=False: it ignores missing and unexpected names" * named),
         )
     return together.resized
+
+
+def _refused(checkpoint: Checkpoint, live: Live) -> str:
+    """Why the checkpoint does not offer what the state asks for."""
+    return "; ".join(why for key, why in checkpoint.refused.items() if key in live.keys)
 
 
 def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:

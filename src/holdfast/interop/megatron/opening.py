@@ -14,6 +14,8 @@ from holdfast.errors import FormatError, NotFound, StoreError
 from holdfast.interop.dcp import Contents, read_contents, section_tree
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.megatron import optimizer
+from holdfast.interop.megatron.buckets import BY_BUCKET, MASTER, stored
+from holdfast.interop.megatron.matching import SAVE_BY_PARAMETER, NotProved, states_of
 from holdfast.interop.megatron.names import MASTERS, split, template, unfused
 from holdfast.interop.megatron.rest import COMMON, Values, known, read_common
 from holdfast.interop.megatron.tensors import by_name
@@ -25,8 +27,6 @@ KIND = "metadata.json"
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 _EXTRA_STATE = "._extra_state"
-_BY_BUCKET = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
-"""Optimizer state as the distributed optimizer keeps it, in buckets of parameters that are not named."""
 
 Tensors = dict[str, Foreign]
 
@@ -111,16 +111,17 @@ def _open(store: Store, folder: str, named: int | None) -> Checkpoint:
     step = _step(common, named, folder)
     contents = read_contents(store, folder, known())
     values = Values(store)
-    weights, states = _tensors(contents)
-    tensors, rest = _optimizer(common, weights, states, values)
+    weights, states, saved, refused = _state(store, contents, common)
+    tensors, rest = _optimizer(common, saved, weights, None if refused else states, values)
     rest |= _objects(store, contents, values)
     rest |= {
         f"common_{k}" if k in ("model", "optim") else k: values.encode(k, v)
         for k, v in common.items()
         if k != "optimizer"
     }
+    rest |= {"optimizer_refused": refused} if refused else {}
     names = {t.name: None for t in tensors}
-    return foreign(
+    opened = foreign(
         store,
         [*tensors, *values.tensors],
         step=step,
@@ -129,6 +130,26 @@ def _open(store: Store, folder: str, named: int | None) -> Checkpoint:
         archives=[*contents.archives, (folder + COMMON, 0, store.size(folder + COMMON))],
         aliases={a: n for a, n in unfused(names).items() if a not in names},
     )
+    opened.refused = {"optim": f"{refused}: {SAVE_BY_PARAMETER}"} if refused else {}
+    return opened
+
+
+def _state(
+    store: Store, contents: Contents, common: dict[str, Any]
+) -> tuple[Tensors, dict[str, Tensors], Any, str | None]:
+    """Weights, optimizer states, the optimizer's hyper-parameters; why there are no states."""
+    weights, states = _tensors(contents)
+    by_bucket = stored(store, contents)
+    if by_bucket is None:
+        return weights, states, common.get("optimizer"), None
+    try:
+        found = states_of(store, by_bucket.buckets, weights)
+    except NotProved as why:
+        refused = f"its optimizer is stored in buckets that name no parameters, and {why}"
+        return weights, states, by_bucket.saved, refused
+    masters = found.pop(MASTER)
+    weights |= {n: t for n, t in masters.items() if t.dtype != weights[n].dtype}
+    return weights, found, by_bucket.saved, None
 
 
 def _step(common: dict[str, Any], named: int | None, folder: str) -> int:
@@ -147,7 +168,7 @@ def _tensors(contents: Contents) -> tuple[Tensors, dict[str, Tensors]]:
     found: dict[str | None, list[Foreign]] = {}
     for t in contents.tensors:
         state, key = split(t.name)
-        if not _BY_BUCKET.match(key):
+        if not BY_BUCKET.match(key):
             found.setdefault(state, []).append(replace(t, name=key, state=state or "param"))
     states = {state: by_name(tensors) for state, tensors in found.items()}
     weights = states.pop(None, {})
@@ -157,25 +178,32 @@ def _tensors(contents: Contents) -> tuple[Tensors, dict[str, Tensors]]:
 
 
 def _optimizer(
-    common: dict[str, Any], weights: Tensors, states: dict[str, Tensors], values: Values
+    common: dict[str, Any],
+    saved: Any,
+    weights: Tensors,
+    states: dict[str, Tensors] | None,
+    values: Values,
 ) -> tuple[list[Foreign], dict[str, Any]]:
-    """All tensors by their names in a checkpoint, and what extras tell of the optimizer."""
+    """All tensors by their names in a checkpoint, and what extras tell of the optimizer.
+
+    `states`: None if they are not known, so that the optimizer cannot be restored.
+    """
     tensors = [replace(t, name=f"model.{n}", state="param") for n, t in weights.items()]
-    for state, found in states.items():
+    for state, found in (states or {}).items():
         tensors += [replace(t, name=f"optim.{n}.{state}") for n, t in found.items()]
-    saved = common.get("optimizer")
     rest: dict[str, Any] = {}
-    if isinstance(saved, dict) and "grad_scaler" in saved:
-        rest["scaler"] = values.encode("scaler", saved["grad_scaler"])
+    scaler = optimizer.scaler_of(saved)
+    if scaler is not None:
+        rest["scaler"] = values.encode("scaler", scaler)
         rest["optim.engine"] = {"grad_scaler": rest["scaler"]}  # where a live optimizer looks
     groups = optimizer.groups_of(saved)
     if not groups:
         return tensors, rest
-    served = {n for found in states.values() for n in found} or weights.keys()
+    served = {n for found in (states or {}).values() for n in found} or weights.keys()
     shapes = {n: t.shape for n, t in weights.items() if n in served}
     args = common.get("args")
     members = optimizer.grouped(groups, shapes, args.fields if isinstance(args, Record) else {})
-    if members is None:
+    if members is None or states is None:
         rest["optimizer_groups"] = values.encode("optimizer_groups", groups)
         return tensors, rest
     steps = optimizer.steps_of(saved, groups)
@@ -188,7 +216,7 @@ def _objects(store: Store, contents: Contents, values: Values) -> dict[str, Any]
     """What ranks keep each for itself, by shard; and the extra states of modules, by name."""
     found: dict[str, Any] = {}
     for name, info in contents.objects.items():
-        if _BY_BUCKET.match(name):
+        if BY_BUCKET.match(name):
             continue
         value = section_tree(store, info, known())
         check_size(value)

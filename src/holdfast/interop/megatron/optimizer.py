@@ -35,6 +35,21 @@ def _inner(saved: Any) -> Iterator[dict[str, Any]]:
             yield from _inner(one)
 
 
+def scaler_of(saved: Any) -> Any:
+    """The loss scaler's state, which all optimizers of a chain share."""
+    found = (
+        saved
+        if isinstance(saved, list)
+        else list(saved.values())
+        if isinstance(saved, dict)
+        else []
+    )
+    for one in [saved, *found]:
+        if isinstance(one, dict) and "grad_scaler" in one:
+            return one["grad_scaler"]
+    return None
+
+
 def groups_of(saved: Any) -> list[Group]:
     """Every group's hyper-parameters, with what Megatron tells groups apart by."""
     found = [g for one in _inner(saved) for g in one["param_groups"]]
