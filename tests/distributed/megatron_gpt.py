@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -55,6 +57,8 @@ class Setup:
     sharding: str = "fully_reshardable"
     bucket: int | None = None
     """Elements after which the distributed optimizer begins another bucket."""
+    fp8: bool = False
+    """Whether modules have extra states, as Transformer Engine's have."""
     parallel_save: bool = False
     """Whether replicas share the writing, as Megatron-LM has it by default."""
     homogeneous: bool = True
@@ -152,6 +156,8 @@ class Run:
             share_embeddings_and_output_weights=s.tied,
             **vp,
         )
+        if s.fp8:
+            give_extra_states(model)
         return model.to(s.dtype)
 
     def _wrapped(self, gpt: Any, chunk: int) -> Any:
@@ -300,7 +306,8 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """This rank's weights and buffers, by name."""
-        return {n: t for n, t in self.gpt.state_dict().items() if isinstance(t, torch.Tensor)}
+        found = self.gpt.state_dict().items()
+        return {n: t for n, t in found if torch.is_tensor(t) and not n.endswith("_extra_state")}
 
     def masters(self) -> dict[str, torch.Tensor]:
         """The fp32 weights that the optimizer keeps; of one rank, so that they are whole."""
@@ -322,6 +329,32 @@ class Run:
                 kept = dict(holder.optimizer.state[main])
                 kept |= {"param": main} if main is not p else {}
             yield name, {k: t.detach().view(p.shape) if t.ndim else t for k, t in kept.items()}
+
+
+class Runs:
+    """What an extra state may be to whoever unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('an extra state was unpickled')",)
+
+
+def extra_state(name: str) -> Any:
+    """What a module of this name in the whole model keeps: bytes of a pickle (older versions of
+    Transformer Engine), a tensor of them, or nothing."""
+    data = pickle.dumps([name, Runs()])
+    if name.endswith("linear_qkv"):
+        return io.BytesIO(data)
+    return torch.tensor(list(data), dtype=torch.uint8) if name.endswith("linear_fc1") else None
+
+
+def give_extra_states(gpt: Any) -> None:
+    """To the modules that Transformer Engine has its own in the place of."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    ColumnParallelLinear.get_extra_state = lambda self: extra_state(getattr(self, "whole_name", ""))
+    for layer in gpt.decoder.layers:
+        for name, part in layer.named_modules():
+            part.whole_name = f"decoder.layers.{layer.layer_number - 1}.{name}"
 
 
 def _forward(data: Iterator[torch.Tensor], model: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import holdfast
 
 from .cases import Case, run_all
 from .megatron_cpu import on_cpu
-from .megatron_gpt import Run, Setup
+from .megatron_gpt import Run, Setup, extra_state
 from .megatron_sources import SOURCES, STEPS, whole
 
 Tensors = dict[str, torch.Tensor]
@@ -68,6 +69,7 @@ def _case(name: str) -> Case:
         _as_read(source, expected)
         _into_live(source, expected)
         _into_plain(source, expected)
+        _extra_states(source, root / "universal")
 
     read.__name__ = f"read_{name}"
     return read
@@ -95,6 +97,25 @@ def _as_read(source: Path, expected: Expected) -> None:
         assert checkpoint.extras["opt_param_scheduler"]["num_steps"] == 4 * STEPS
         shards = checkpoint.extras["rng_state"]["shards"]
         assert shards.keys() == {"0", "1", "2", "3"}
+
+
+def _extra_states(source: Path, converted: Path) -> None:
+    """Bytes that nobody has looked into; a conversion keeps them."""
+    setup = SOURCES[source.name]
+    names = [
+        f"decoder.layers.{i}.{part}"
+        for i in range(setup.layers if setup.fp8 else 0)
+        for part in ("self_attention.linear_qkv", "mlp.linear_fc1")
+    ]
+    if setup.fp8:
+        holdfast.convert(f"megatron:{source}", converted)
+    for url in (source, converted) if setup.fp8 else (source,):
+        found = holdfast.open(url).extras.get("extra_states", {})
+        assert found.keys() == {f"{name}._extra_state" for name in names}
+        for name in names:
+            value, kept = extra_state(name), found[f"{name}._extra_state"]
+            expected = value.getvalue() if isinstance(value, io.BytesIO) else bytes(value.tolist())
+            assert bytes(kept) == expected
 
 
 def _into_live(source: Path, expected: Expected) -> None:

@@ -13,9 +13,9 @@ from .megatron_gpt import Run, Setup
 STEPS = 3
 SOURCES = {
     "tp4": Setup(tp=4, layers=2, heads=8, groups=4, gated=False),
-    "tp2_pp2_bf16_tied": Setup(tp=2, pp=2, bf16=True, tied=True),
+    "tp2_pp2_bf16_tied": Setup(tp=2, pp=2, bf16=True, tied=True, fp8=True),
     "tp2_dp2_zero_bf16": Setup(tp=2, bf16=True, distributed=True, sequence_parallel=True),
-    "pp2_dp2_zero_by_layer": Setup(pp=2, distributed=True, homogeneous=False),
+    "pp2_dp2_zero_by_layer": Setup(pp=2, distributed=True, homogeneous=False, fp8=True),
     "tp2_ep2_zero_moe": Setup(
         tp=2, ep=2, experts=4, distributed=True, bf16=True, sequence_parallel=True, layers=2
     ),

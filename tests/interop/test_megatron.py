@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import zipfile
 from argparse import Namespace
 from enum import Enum
 from pathlib import Path
@@ -266,6 +267,23 @@ def test_another_backend(copy: Path) -> None:
     (copy / FOLDER / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
     with pytest.raises(FormatError, match="zarr"):
         holdfast.open(copy)
+
+
+def test_an_extra_state_of_an_unknown_class(copy: Path, saved: dict[str, Any]) -> None:
+    """Its archive is kept as it is; the classes in it are not needed, and not called."""
+
+    class Recipe:
+        def __reduce__(self) -> Any:
+            return os.system, ("exit 1",)
+
+    name = "decoder.layers.mlp._extra_state/shard_0_3"
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(saved | {name: [Recipe()]}, checkpoint_id=copy / FOLDER, planner=planner, no_dist=True)
+    kept = holdfast.open(copy).extras["extra_states"]["decoder.layers.0.mlp._extra_state"]
+    with zipfile.ZipFile(io.BytesIO(kept["archive"])) as archive:
+        tree = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+        assert b"exit 1" in archive.read(tree)
+    read_all(copy)
 
 
 def test_groups_that_cannot_be_told_apart(copy: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.layout import Box, tiles
-from holdfast.state.megatron import Shard
+from holdfast.state.shards import Shard
 
 ROWS = 4
 

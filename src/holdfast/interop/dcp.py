@@ -110,7 +110,9 @@ def _contents(store: Store, folder: str, meta: Any) -> Contents:
             objects[str(name)] = _place(places, (str(name), None))
         else:
             tensors.append(_tensor(store, str(name), entry, places))
-    return Contents(tensors, objects, sorted({_range(info) for info in places.values()}), meta)
+    return Contents(
+        tensors, objects, sorted({section_range(info) for info in places.values()}), meta
+    )
 
 
 def _tensor(store: Store, name: str, entry: Record, places: dict[Key, Record]) -> Foreign:
@@ -148,7 +150,7 @@ def _place(places: dict[Key, Record], key: Key) -> Record:
     return found
 
 
-def _range(info: Record) -> Archive:
+def section_range(info: Record) -> Archive:
     """The file of a value, and the bytes in it that are its archive."""
     path, offset, length = str(info["relative_path"]), int(info["offset"]), int(info["length"])
     if offset < 0 or length < 0:
@@ -158,7 +160,7 @@ def _range(info: Record) -> Archive:
 
 def section_tree(store: Store, info: Record, more: More | None = None) -> Any:
     """What an archive in the middle of a file holds, tensors as `TensorRef`s."""
-    path, start, stop = _range(info)
+    path, start, stop = section_range(info)
     reader = store.open(path)
     try:
         return read_tree(Section(reader, start, stop), path, more)

@@ -24,15 +24,9 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.layout import Box
-from holdfast.state.megatron import (
-    Megatron,
-    extra_names,
-    is_megatron_optimizer,
-    is_wrapped,
-    megatrons,
-    names_of,
-)
+from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
 from holdfast.state.placed import Placed, place, torch_dtype
+from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.zero import Group, Zero, is_engine, is_wrapper, zeros
 
 State = dict[str, Any]

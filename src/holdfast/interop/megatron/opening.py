@@ -17,7 +17,7 @@ from holdfast.interop.megatron import optimizer
 from holdfast.interop.megatron.buckets import BY_BUCKET, MASTER, stored
 from holdfast.interop.megatron.matching import SAVE_BY_PARAMETER, NotProved, states_of
 from holdfast.interop.megatron.names import MASTERS, split, template, unfused
-from holdfast.interop.megatron.rest import COMMON, Values, known, read_common
+from holdfast.interop.megatron.rest import COMMON, Values, extra_state, known, read_common
 from holdfast.interop.megatron.tensors import by_name
 from holdfast.interop.unpickle import Record, check_size
 from holdfast.store import Store
@@ -218,13 +218,14 @@ def _objects(store: Store, contents: Contents, values: Values) -> dict[str, Any]
     for name, info in contents.objects.items():
         if BY_BUCKET.match(name):
             continue
-        value = section_tree(store, info, known())
+        match = _SHARD.fullmatch(name)
+        opaque = match is not None and match[1].endswith(_EXTRA_STATE)
+        value = extra_state(store, info) if opaque else section_tree(store, info, known())
         check_size(value)
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        match = _SHARD.fullmatch(name)
         if match is None:
             found[name] = values.encode(name, value)
-        elif not match[1].endswith(_EXTRA_STATE):
+        elif not opaque:
             one = found.setdefault(match[1], {"shape": match[3], "shards": {}})
             one["shards"][match[2]] = values.encode(name, value)
         elif value is not None:

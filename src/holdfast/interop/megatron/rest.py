@@ -9,9 +9,10 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from holdfast.errors import FormatError
+from holdfast.errors import Corrupt, FormatError
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
+from holdfast.interop.dcp import section_range, section_tree
 from holdfast.interop.foreign import Foreign, Part
 from holdfast.interop.plaindata import TABLE, plain
 from holdfast.interop.torchfile import Section, TensorRef, read_tree
@@ -75,6 +76,22 @@ def read_common(store: Store, folder: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise FormatError("not the common state of Megatron-Core", key=key)
     return {str(k): v for k, v in found.items()}
+
+
+def extra_state(store: Store, info: Record) -> Any:
+    """What a module keeps beside its weights: bytes or a tensor of Transformer Engine's own, as they are.
+
+    What names classes that are not known stays the archive that it is: `{"archive": bytes}`.
+    """
+    try:
+        return section_tree(store, info, known())
+    except Corrupt:
+        raise
+    except FormatError:
+        path, start, stop = section_range(info)
+        data = bytearray(stop - start)
+        store.read(path, start, memoryview(data))
+        return {"archive": bytes(data)}
 
 
 class Values:
