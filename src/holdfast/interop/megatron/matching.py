@@ -40,8 +40,8 @@ ENDS = 32
 """So many elements of a shard are compared at each end when a checkpoint is opened."""
 _BLOCK = 1 << 21
 SAVE_BY_PARAMETER = (
-    "restore it once into the live model and optimizer on the same tensor and pipeline parallelism, "
-    "or save with --dist-ckpt-optim-fully-reshardable"
+    "let Megatron-LM load it on the same tensor and pipeline parallelism and save it again, with "
+    "--dist-ckpt-optim-fully-reshardable or by holdfast; or load the weights alone"
 )
 NORMS = (
     "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight",

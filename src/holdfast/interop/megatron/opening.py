@@ -18,7 +18,7 @@ from holdfast.interop.megatron.buckets import BY_BUCKET, MASTER, stored
 from holdfast.interop.megatron.matching import SAVE_BY_PARAMETER, NotProved, states_of
 from holdfast.interop.megatron.names import MASTERS, split, template, unfused
 from holdfast.interop.megatron.rest import COMMON, Values, extra_state, known, read_common
-from holdfast.interop.megatron.tensors import by_name
+from holdfast.interop.megatron.tensors import by_name, unflattened
 from holdfast.interop.unpickle import Record, check_size
 from holdfast.store import Store
 
@@ -166,10 +166,12 @@ def _step(common: dict[str, Any], named: int | None, folder: str) -> int:
 def _tensors(contents: Contents) -> tuple[Tensors, dict[str, Tensors]]:
     """Weights, and optimizer states by the state's name.  An fp32 master is the weight."""
     found: dict[str | None, list[Foreign]] = {}
+    shapes = {t.name: t.shape for t in contents.tensors}
     for t in contents.tensors:
         state, key = split(t.name)
         if not BY_BUCKET.match(key):
-            found.setdefault(state, []).append(replace(t, name=key, state=state or "param"))
+            one = unflattened(t, shapes.get(key, t.shape))
+            found.setdefault(state, []).append(replace(one, name=key, state=state or "param"))
     states = {state: by_name(tensors) for state, tensors in found.items()}
     weights = states.pop(None, {})
     for name in MASTERS:

@@ -10,7 +10,7 @@ from math import prod
 from holdfast.errors import FormatError
 from holdfast.interop.foreign import Foreign, Part
 from holdfast.interop.megatron.names import template
-from holdfast.layout import Box, Fragment
+from holdfast.layout import Box, Fragment, flat_range
 
 MAX_STACKED = 1 << 20
 
@@ -24,6 +24,38 @@ def by_name(tensors: Sequence[Foreign]) -> dict[str, Foreign]:
                 raise FormatError(f"two tensors are named {one.name!r}")
             found[one.name] = one
     return _joined(found)
+
+
+def unflattened(t: Foreign, shape: tuple[int, ...]) -> Foreign:
+    """A state of the shape of its weight.
+
+    Before 0.16 the distributed optimizer stored ranges of ranks' flattened tensors (`flattened_range`): of
+    a weight that ranks cut into a grid (X, Y), a tensor of shape (X, Y, elements of one rank's part).
+    """
+    grid = t.shape[:-1]
+    if t.shape == shape or len(grid) != len(shape):
+        return t
+    if any(not n or whole % n for n, whole in zip(grid, shape)) or prod(t.shape) != prod(shape):
+        raise FormatError(
+            f"{t.name!r}: {t.shape} is no flattened state of a weight of shape {shape}"
+        )
+    local = tuple(whole // n for n, whole in zip(grid, shape))
+    parts = tuple(one for part in t.parts for one in _lines(part, local))
+    return replace(t, shape=shape, parts=parts)
+
+
+def _lines(part: Part, local: tuple[int, ...]) -> Iterator[Part]:
+    """Elements of the flattened `local` parts of a grid, as boxes of the whole."""
+    box, f = part.fragment.box, part.fragment
+    if prod(box.shape[:-1]) != 1:
+        raise FormatError(f"a part {box} of flattened states", key=part.path)
+    corner = tuple(i * n for i, n in zip(box.start, local))
+    offset = f.offset
+    for piece in flat_range(local, box.start[-1], box.stop[-1]):
+        start = tuple(a + b for a, b in zip(corner, piece.start))
+        stop = tuple(a + b for a, b in zip(corner, piece.stop))
+        yield replace(part, fragment=Fragment.dense(Box(start, stop), offset))
+        offset += piece.size
 
 
 def _unstacked(t: Foreign) -> Iterator[Foreign]:
