@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.interop.dcp import Contents, section_tree
-from holdfast.interop.foreign import Foreign, Part, Place
+from holdfast.interop.foreign import Foreign, Part
 from holdfast.interop.megatron.rest import known, of_ref
+from holdfast.interop.sections import Place
 from holdfast.interop.torchfile import TensorRef
 from holdfast.layout import Box, Fragment, flat_range, whole
 from holdfast.store import Store

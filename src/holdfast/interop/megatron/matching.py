@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import numpy_dtype
-from holdfast.interop.foreign import Foreign, Part, Place
+from holdfast.interop.foreign import Foreign, Part
 from holdfast.interop.megatron.buckets import MASTER, Bucket, Flat, Rank, writer
+from holdfast.interop.sections import Place
 from holdfast.layout import Box
 from holdfast.store import Store
 
