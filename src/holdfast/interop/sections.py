@@ -62,6 +62,14 @@ class Strided:
 Source = Callable[[], Place | Strided]
 
 
+def place_of(source: Source) -> Place:
+    """Where a storage begins that must be row-major.  FormatError if it is not."""
+    place = source()
+    if isinstance(place, Strided):
+        raise FormatError(f"strides {place.strides}: not row-major", key=place.path)
+    return place
+
+
 @dataclass(frozen=True)
 class Section:
     """Bytes of a storage that begin `skip` after its start; computed where there are several or a scale."""

@@ -29,7 +29,7 @@ from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.interop.dcp import Contents, section_tree
 from holdfast.interop.foreign import Foreign, Part
 from holdfast.interop.megatron.rest import known, of_ref
-from holdfast.interop.sections import Place
+from holdfast.interop.sections import Place, place_of
 from holdfast.interop.torchfile import TensorRef
 from holdfast.layout import Box, Fragment, flat_range, whole
 from holdfast.store import Store
@@ -82,7 +82,7 @@ class Flat:
 
     def _place(self, part: Part) -> Place:
         if id(part) not in self._places:
-            self._places[id(part)] = part.sources[0]()
+            self._places[id(part)] = place_of(part.sources[0])
         return self._places[id(part)]
 
     def box_parts(self, start: int, box: Box) -> Iterator[Part]:

@@ -31,7 +31,7 @@ from holdfast.errors import FormatError
 from holdfast.format.dtypes import numpy_dtype
 from holdfast.interop.foreign import Foreign, Part
 from holdfast.interop.megatron.buckets import MASTER, Bucket, Flat, Rank, writer
-from holdfast.interop.sections import Place
+from holdfast.interop.sections import Place, place_of
 from holdfast.layout import Box
 from holdfast.store import Store
 
@@ -144,7 +144,7 @@ class _Proof:
                         hint=SAVE_BY_PARAMETER,
                     )
                 self._proved = True
-            return part.sources[0]()
+            return place_of(part.sources[0])
 
         return place
 
