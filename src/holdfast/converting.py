@@ -24,8 +24,9 @@ import msgspec
 from holdfast.checkpoint.consolidating import Consolidation
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import Outfile, Progress, Written, check_files, write_files
+from holdfast.checkpoint.tidying import attempt_of
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import NotFound, OutOfSpace, UsageError
+from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError
 from holdfast.format.manifest import encode
 from holdfast.interop.folder import OneFile
 from holdfast.interop.foreign import file_of
@@ -33,10 +34,11 @@ from holdfast.interop.sections import Sections
 from holdfast.looking import open as open_checkpoint
 from holdfast.near import near
 from holdfast.store import LocalStore, Store, open_store
-from holdfast.store.directories import fsync_directory, walk
+from holdfast.store.directories import fsync_directories, fsync_directory, walk
 from holdfast.version import __version__
 from holdfast.writers.planned import Options, Planned, Rename
 from holdfast.writers.ranks import converting_ranks
+from holdfast.writers.universal import attempt_name, plan_universal
 
 FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
 PARTIAL = ".partial"
@@ -124,20 +126,22 @@ class _Conversion:
         self.memory_bytes = memory_bytes
         self.verify = verify
         self.told = told or (lambda phase, done, total: None)
-        self.work = LocalStore(self.target + PARTIAL, durable=False)
+        self.partial = LocalStore(self.target + PARTIAL)
+        """The mark, and the folder of what is written."""
+        self.work = LocalStore(os.path.join(self.partial.root, "files"), durable=False)
         self.identity = _identity(source, to, options)
 
     def run(self) -> Converted:
         begin = time.monotonic()
-        _check_target(self.target, self.to)
         with converting_ranks() as ranks:
             plan = self._plan()
             files = plan.outfiles if isinstance(plan, Consolidation) else list(plan.files)
+            there = len(files)
             with ExitStack() as held:
-                ranks.first("begin", lambda: self._begin(files, held))
-                with ranks.all("written"):
-                    there = self._write(ranks.share(files))
-                ranks.first("end", lambda: self._end(plan))
+                if not ranks.first("begin", lambda: self._begin(files, held)):
+                    with ranks.all("written"):
+                        there = self._write(ranks.share(files))
+                ranks.first("end", lambda: self._end(plan, files))
         return Converted(
             self.target,
             self.to,
@@ -167,52 +171,90 @@ class _Conversion:
                 from holdfast.writers.torchsave import plan_torch
 
                 return plan_torch(self.source, self.options, os.path.basename(self.target))
-        from holdfast.writers.universal import plan_universal
-
         return plan_universal(self.source, open_store(self.target), self.identity, self.options)
 
-    def _begin(self, files: Sequence[Outfile], held: ExitStack) -> None:
-        """Go on with what an interrupted conversion of the same has left, or clear it away."""
-        os.makedirs(self.work.root, exist_ok=True)
-        held.enter_context(_locked(self.work.root))
-        mark = msgspec.json.encode({"conversion": self.identity, "boot": _boot()})
-        try:
-            same = self.work.get(_MARK) == mark
-        except NotFound:
-            if any(walk(self.work.root)):
-                raise UsageError(
-                    f"{self.work.root} is in the way, and is not of a conversion",
-                    hint="remove it, or give another target",
-                ) from None
-            same = False
+    def _begin(self, files: Sequence[Outfile], held: ExitStack) -> bool:
+        """Go on with what an interrupted conversion of the same has left, or clear it away.
+
+        Whether the result is at its place already: it was interrupted after that.
+        """
+        marked = self._marked()
+        finished = marked.get("conversion") == self.identity and self._is_result(files)
+        if not finished:
+            self._check_target()
+        os.makedirs(self.partial.root, exist_ok=True)
+        held.enter_context(_locked(self.partial.root))
+        if finished:
+            return True
+        if not marked and any(walk(self.partial.root)):
+            raise UsageError(
+                f"{self.partial.root} is in the way, and is not of a conversion",
+                hint="remove it, or give another target",
+            )
+        mark = {"conversion": self.identity, "boot": _boot()}
+        same = marked == mark
         self._clear(files if same else ())
-        self.work.put(_MARK, mark)
-        wanted = sum(f.bytes for f in files if not self._is_there(f))
-        free = shutil.disk_usage(self.work.root).free
+        self.partial.put(_MARK, msgspec.json.encode(mark))
+        self._check_space(files, same)
+        return False
+
+    def _marked(self) -> dict[str, str]:
+        """What the mark says of the conversion that has begun; empty if there is none."""
+        try:
+            return msgspec.json.decode(self.partial.get(_MARK), type=dict[str, str])
+        except (NotFound, msgspec.DecodeError):
+            return {}
+
+    def _is_result(self, files: Sequence[Outfile]) -> bool:
+        """Whether the target is what this conversion makes."""
+        if self.to == "universal":
+            return self._attempt() == attempt_name(self.identity)
+        if not os.path.lexists(self.target):
+            return False
+        root = os.path.dirname(self.target) if self.to == "torch" else self.target
+        return all(_has(LocalStore(root), f) for f in files)
+
+    def _attempt(self) -> str | None:
+        """Who has written the step into the target, if it is there."""
+        return attempt_of(LocalStore(self.target), self.source.step)
+
+    def _check_target(self) -> None:
+        """UsageError if something would be overwritten."""
+        if not os.path.lexists(self.target):
+            return
+        entries = os.listdir(self.target) if os.path.isdir(self.target) else None
+        if entries == [] and self.to != "torch":
+            return
+        if self.to != "universal":
+            raise UsageError(f"{self.target} exists", hint="give a path that is not there yet")
+        if entries is None or not {"steps", "claims"} & set(entries):
+            what = f"{self.target} is no root of holdfast's"
+            raise UsageError(what, hint="give a path that is not there yet")
+        if self._attempt() is not None:
+            what = f"{self.target} has a step {self.source.step} already"
+            raise UsageError(what, hint="nothing is overwritten: give another root")
+
+    def _check_space(self, files: Sequence[Outfile], same: bool) -> None:
+        wanted = sum(f.bytes for f in files if not _has(self.work, f))
+        free = shutil.disk_usage(self.partial.root).free
         if wanted > free:
             if not same:
-                shutil.rmtree(self.work.root)
+                shutil.rmtree(self.partial.root)
             raise OutOfSpace(
-                f"{wanted:,} bytes are to be written into {self.work.root}, {free:,} are free"
+                f"{wanted:,} bytes are to be written into {self.partial.root}, {free:,} are free"
             )
 
     def _clear(self, files: Sequence[Outfile]) -> None:
         """Delete all but these: what a killed process was writing, or another conversion."""
         mine = {os.path.join(self.work.root, f.path) for f in files}
-        for path in list(walk(self.work.root)):
+        for path in list(walk(self.partial.root)):
             if path not in mine:
                 os.unlink(path)
 
-    def _is_there(self, file: Outfile) -> bool:
-        try:
-            return self.work.size(file.path) == file.bytes
-        except NotFound:
-            return False
-
     def _write(self, files: Sequence[Outfile]) -> int:
         """Write what is missing, and read all back; the number of files that were there."""
-        there = [f for f in files if self._is_there(f)]
-        missing = [f for f in files if not self._is_there(f)]
+        there = [f for f in files if _has(self.work, f)]
+        missing = [f for f in files if not _has(self.work, f)]
         for f in missing:
             self.work.delete(f.path)
         written: list[Written] = []
@@ -239,39 +281,65 @@ class _Conversion:
         self.told(phase, 0, total)
         return lambda done: self.told(phase, done, total)
 
-    def _end(self, plan: Planned | Consolidation) -> None:
-        """Make the result exist."""
+    def _end(self, plan: Planned | Consolidation, files: Sequence[Outfile]) -> None:
+        """Make the result exist, unless it does; then nothing of the work is left."""
+        if not self._is_result(files):
+            self._check_end(files)
+            if isinstance(plan, Consolidation):
+                self._move_step(plan, files)
+            else:
+                self._move(plan)
         if isinstance(plan, Consolidation):
-            self._commit(plan)
-            return
+            plan.finish(LocalStore(self.target), None)
+        shutil.rmtree(self.partial.root)
+
+    def _check_end(self, files: Sequence[Outfile]) -> None:
+        """What holds for the whole, whoever has written which part."""
+        self._check_target()
+        missing = next((f.path for f in files if not self._is_written(f)), None)
+        if missing is not None:
+            raise HoldfastError(f"{missing} was not written", hint="convert again: it goes on")
+        if _identity(self.source, self.to, self.options) != self.identity:
+            shutil.rmtree(self.partial.root)
+            raise Corrupt(
+                f"{self.source.store.url} has changed while it was converted",
+                hint="convert again once nobody writes to it",
+            )
+
+    def _is_written(self, file: Outfile) -> bool:
+        """Also if an interrupted end has moved it already."""
+        moved = self.to == "universal" and _has(LocalStore(self.target), file)
+        return moved or _has(self.work, file)
+
+    def _move(self, plan: Planned) -> None:
         for path, data in plan.last:
             self.work.put(path, data)
         self.work.sync([path for path, _ in plan.last])
         if self.to == "torch":
             os.rename(os.path.join(self.work.root, os.path.basename(self.target)), self.target)
-            shutil.rmtree(self.work.root)
         else:
             if os.path.isdir(self.target):
                 os.rmdir(self.target)  # it was found empty
             os.rename(self.work.root, self.target)
-            os.unlink(os.path.join(self.target, _MARK))
         fsync_directory(os.path.dirname(self.target))
 
-    def _commit(self, plan: Consolidation) -> None:
+    def _move_step(self, plan: Consolidation, files: Sequence[Outfile]) -> None:
         target = LocalStore(self.target)
-        for file in plan.outfiles:
+        for file in files:
             path = os.path.join(target.root, file.path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            if self._is_there(file):  # else an interrupted end has moved it
+            if _has(self.work, file):
                 os.rename(os.path.join(self.work.root, file.path), path)
-        for directory in {os.path.dirname(f.path) for f in plan.outfiles}:
-            while directory:
-                fsync_directory(os.path.join(target.root, directory))
-                directory = os.path.dirname(directory)
-        fsync_directory(target.root)
-        _, replaced = plan.commit(target, target)
-        plan.finish(target, replaced)
-        shutil.rmtree(self.work.root)
+        for directory in {os.path.dirname(f.path) for f in files}:
+            fsync_directories(os.path.join(target.root, directory), target.root)
+        plan.commit(target, target)
+
+
+def _has(store: LocalStore, file: Outfile) -> bool:
+    try:
+        return store.size(file.path) == file.bytes
+    except NotFound:
+        return False
 
 
 def _local(target: str | os.PathLike[str]) -> str:
@@ -279,20 +347,6 @@ def _local(target: str | os.PathLike[str]) -> str:
     if not isinstance(store, LocalStore):
         raise UsageError(f"{store.url}: conversions are written to file systems only")
     return store.root
-
-
-def _check_target(target: str, to: str) -> None:
-    """UsageError if something would be overwritten."""
-    if not os.path.lexists(target):
-        return
-    if to == "universal" and os.path.isdir(target):
-        entries = set(os.listdir(target))
-        if not entries or "steps" in entries or "claims" in entries:
-            return
-    elif to != "torch" and os.path.isdir(target) and not os.listdir(target):
-        return
-    what = "is no root of holdfast's" if to == "universal" else "exists"
-    raise UsageError(f"{target} {what}", hint="give a path that is not there yet")
 
 
 def _identity(source: Checkpoint, to: str, options: Options) -> str:
@@ -303,13 +357,19 @@ def _identity(source: Checkpoint, to: str, options: Options) -> str:
         origin, keys = source.store.origin, source.store.origin.list()
         if isinstance(origin, OneFile):  # and what it names, if it is an index
             origin, keys = origin.inner, sorted({*keys, *map(file_of, source.manifest.files)})
-        if isinstance(origin, LocalStore):
-            statuses = [(key, os.stat(os.path.join(origin.root, key))) for key in keys]
-            files = [(key, s.st_size, s.st_mtime_ns) for key, s in statuses]
+        files = [(key, *_stamp(origin, key)) for key in keys]
     asked = (options.max_file_bytes, options.dtype, options.key)
     names = [options.rename(t.name) for t in source.manifest.tensors] if options.rename else []
     told = repr((source.store.url, manifest, files, to, asked, names, __version__))
     return hexdigest(told.encode())
+
+
+def _stamp(store: Store, key: str) -> tuple[int, ...]:
+    """What tells whether a file is still the one that it was."""
+    if not isinstance(store, LocalStore):
+        return (store.size(key),)
+    found = os.stat(os.path.join(store.root, key))
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import converting
 from holdfast.checkpoint.diffing import compare
 from holdfast.errors import Corrupt, HoldfastError, UsageError
 
@@ -103,7 +104,7 @@ def test_finished_files_are_not_written_again(source: Path, tmp_path: Path, to: 
 
 def test_a_finished_file_that_was_changed_is_found_out(source: Path, tmp_path: Path) -> None:
     interrupted(source, tmp_path / "out", "huggingface", 1)
-    victim = next((tmp_path / "out.partial").glob("*.safetensors"))
+    victim = next((tmp_path / "out.partial").rglob("*.safetensors"))
     data = bytearray(victim.read_bytes())
     data[-5] ^= 1
     victim.write_bytes(data)
@@ -111,6 +112,40 @@ def test_a_finished_file_that_was_changed_is_found_out(source: Path, tmp_path: P
         holdfast.convert(source, tmp_path / "out", to="huggingface", max_file_bytes=8_000_000)
     assert caught.value.key == victim.name
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", [*FORMATS, "torch"])
+def test_interrupted_after_the_last_rename(
+    source: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is there and nothing else is in it; the same command cleans up and succeeds."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            converting.shutil, "rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            holdfast.convert(source, tmp_path / "out", to=to)
+    holdfast.convert(source, tmp_path / "whole", to=to)
+    assert holdfast.convert(source, tmp_path / "out", to=to).num_resumed > 0
+    assert not (tmp_path / "out.partial").exists()
+    if to == "universal":
+        assert compare(holdfast.open(source), holdfast.open(tmp_path / "out")).identical
+    elif to == "torch":
+        assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+    else:
+        assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_a_source_that_changes_meanwhile_gives_no_result(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(300_000), "b": torch.zeros(300_000)}, tmp_path / "x.pt")
+
+    def meanwhile(phase: str, size: int, total: int) -> None:
+        if phase == "write" and not size:
+            torch.save({"a": torch.ones(300_000), "b": torch.ones(300_000)}, tmp_path / "x.pt")
+
+    with pytest.raises(Corrupt, match="has changed while it was converted"):
+        holdfast.convert(tmp_path / "x.pt", tmp_path / "out", to="dcp", progress=meanwhile)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
 def test_two_conversions_do_not_meet(source: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import holdfast
@@ -86,7 +87,10 @@ def test_universal(source: str, trained: dict[str, Any], tmp_path: Path) -> None
 def test_universal_into_a_root_with_steps(source: str, tmp_path: Path) -> None:
     holdfast.save(tmp_path, run(5, 1), step=9)
     holdfast.convert(source, tmp_path)
-    holdfast.convert(source, tmp_path)
+    with pytest.raises(UsageError, match="has a step 3 already"):
+        holdfast.convert(source, tmp_path)
+    with pytest.raises(UsageError, match="has a step 3 already"):
+        holdfast.convert(source, source)
     assert holdfast.steps(tmp_path) == [3, 9]
     found = holdfast.open(tmp_path, 3)
     assert compare(holdfast.open(source), found).identical
@@ -205,6 +209,39 @@ def test_what_a_format_cannot_do_is_refused(source: str, tmp_path: Path) -> None
         with pytest.raises(UsageError, match=match):
             holdfast.convert(source, tmp_path / "x", **options)
         assert not (tmp_path / "x").exists()
+
+
+def test_a_cast_makes_nothing_infinite(tmp_path: Path) -> None:
+    weight = torch.tensor([1.0, float("inf"), -1e5])
+    holdfast.save(tmp_path / "r", {"model": {"w": weight}}, step=1)
+    with pytest.raises(UsageError, match=r"'model\.w' has values too large for float16"):
+        holdfast.convert(tmp_path / "r", tmp_path / "half", to="torch", dtype="float16")
+    holdfast.convert(tmp_path / "r", tmp_path / "out", to="torch", dtype="bfloat16")
+    assert torch.equal(torch.load(tmp_path / "out")["w"], weight.bfloat16())
+
+
+def test_dicts_with_numbers_as_keys_load_in_dcp(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(3)}, "seen": {"shards": {3: "x", 7: [1, 2]}}}
+    holdfast.save(tmp_path / "r", state, step=1)
+    holdfast.convert(tmp_path / "r", tmp_path / "d", to="dcp")
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert found["seen"] == {"shards": {"3": "x", "7": [1, 2]}}  # as torch itself names them
+
+
+def test_deepspeed_names_what_has_no_place(tmp_path: Path) -> None:
+    state = run(0, 2)
+    other = nn.Linear(4, 4)
+    holdfast.save(tmp_path / "r", {**state, "ema": other, "scaler": {"scale": 3.0}}, step=2)
+    made = holdfast.convert(tmp_path / "r", tmp_path / "d", to="deepspeed")
+    assert {"ema", "scaler"} <= set(made.left_out)
+    optim = torch.optim.AdamW([*state["model"].parameters(), *other.parameters()])
+    other(torch.ones(4)).sum().backward()
+    optim.step()
+    both = {"model": state["model"], "other": other, "optim": optim}
+    holdfast.save(tmp_path / "b", both, step=2)
+    with pytest.raises(UsageError, match="optimizer state would be lost"):
+        holdfast.convert(tmp_path / "b", tmp_path / "e", to="deepspeed")
 
 
 @pytest.mark.parametrize("to", ["universal", "dcp", "huggingface", "deepspeed", "torch"])

@@ -309,6 +309,11 @@ class _Job:
         read_alone(self._source.files, wants, threads=1)
         with np.errstate(over="ignore"):
             target[:] = values.astype(target.dtype)
+        if not np.isfinite(target).all() and np.isfinite(values[~np.isfinite(target)]).any():
+            raise UsageError(
+                f"{tensor.name!r} has values too large for {span.dtype}",
+                hint="bfloat16 has the range of float32",
+            )
 
 
 def _zero(view: memoryview) -> None:

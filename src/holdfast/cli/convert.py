@@ -119,9 +119,7 @@ def _show(made: Converted, verified: bool) -> None:
     )
     say("  every byte read back" if verified else "  not read back (--no-verify)")
     if made.left_out:
-        say(
-            f"  left out, because each rank had its own: {', '.join(made.left_out)}", style="yellow"
-        )
+        say(f"  left out, for want of a place: {', '.join(made.left_out)}", style="yellow")
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def _optimizer(key: str, body: Any, tied: set[str]) -> Iterator[tuple[Path, Any]
 def _flat(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, dict) and value and all(isinstance(k, (str, int)) for k in value):
         for k, v in value.items():
-            yield from _flat((*path, k), v)
+            yield from _flat((*path, str(k)), v)  # as torch: numbers in a path are places in lists
     else:
         yield path, value
 

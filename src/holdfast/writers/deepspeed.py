@@ -52,6 +52,7 @@ def plan_deepspeed(source: Checkpoint, options: Options) -> Planned:
     files = [*_parameters(source, options.key, optim, plain, f"{tag}/zero")]
     if not files:
         raise UsageError(f"{source.store.url} holds no parameters under {options.key!r}")
+    left_out += _without_place(source, options.key, optim, plain)
     state = _archive(f"{tag}/zero/optimizer_state.pt", _optimizer_state(source, plain, optim))
     model = _model_states(source, options.key, plain, optim)
     models = [_archive(f"{tag}/{prefix}mp_rank_00_model_states.pt", model) for prefix in STAGES]
@@ -60,6 +61,41 @@ def plan_deepspeed(source: Checkpoint, options: Options) -> Planned:
         (("latest_universal", tag.encode()), ("latest", tag.encode())),
         left_out,
     )
+
+
+def _without_place(
+    source: Checkpoint, key: str, optim: str | None, plain: dict[str, Any]
+) -> tuple[str, ...]:
+    """Keys, besides those of single ranks, of which something has no place in this format.
+
+    UsageError for states of an optimizer: training would go on without them.
+    """
+    params = set(_params(source, key))
+    for t in source.manifest.tensors if optim else ():
+        name = t.name.removeprefix(f"{optim}.").rpartition(".")[0]
+        if t.name.startswith(f"{optim}.") and name not in params:
+            raise UsageError(
+                f"{t.name!r} is of no parameter under {key!r}: its optimizer state would be lost",
+                hint="save the optimizer with the names of its parameters (docs/foreign.md)",
+            )
+    used = source.object_tensors
+    others = {t.name.split(".", 1)[0] for t in source.manifest.tensors if t.name not in used}
+    schedulers = [k for k in SCHEDULERS if k in plain]
+    lost = others - {key, optim} | set(schedulers[1:])
+    if "scaler" in plain and not _scaler(plain["scaler"]):
+        lost.add("scaler")
+    if "rng" in plain:
+        lost.add("rng")
+    return tuple(sorted(lost))
+
+
+def _params(source: Checkpoint, key: str) -> dict[str, tuple[int, TensorEntry]]:
+    """By name, number and entry of what may be trained under a key."""
+    return {
+        t.name.removeprefix(f"{key}."): (i, t)
+        for i, t in enumerate(source.manifest.tensors)
+        if t.name.startswith(f"{key}.") and t.state in ("param", "tensor") and is_float(t.dtype)
+    }
 
 
 def _tagged(source: Checkpoint, tag: str, body: Any) -> Any:
@@ -84,11 +120,7 @@ def _parameters(
 ) -> list[Outfile]:
     """One file per parameter and state; those of a tied one under its first name."""
     tensors = source.manifest.tensors
-    params = {
-        t.name.removeprefix(f"{key}."): (i, t)
-        for i, t in enumerate(tensors)
-        if t.name.startswith(f"{key}.") and t.state in ("param", "tensor") and is_float(t.dtype)
-    }
+    params = _params(source, key)
     files = [_tensor(f"{folder}/{name}/fp32.pt", number, t) for name, (number, t) in params.items()]
     done: set[str] = set()
     for number, t in enumerate(tensors):
@@ -162,17 +194,13 @@ def _model_states(
     source: Checkpoint, key: str, plain: dict[str, Any], optim: str | None
 ) -> dict[str, Any]:
     """What is not sharded; weights stay out of it, buffers do not."""
-    tensors = list(enumerate(source.manifest.tensors))
+    params = _params(source, key)
     buffers = {
         t.name.removeprefix(f"{key}."): Tensor(t.dtype, t.shape, i)
-        for i, t in tensors
-        if t.state == "buffer" and t.name.startswith(f"{key}.")
+        for i, t in enumerate(source.manifest.tensors)
+        if t.name.startswith(f"{key}.") and t.name.removeprefix(f"{key}.") not in params
     }
-    shapes = {
-        t.name.removeprefix(f"{key}."): Call(Global("torch", "Size"), (t.shape,))
-        for _, t in tensors
-        if t.state == "param" and t.name.startswith(f"{key}.")
-    }
+    shapes = {n: Call(Global("torch", "Size"), (t.shape,)) for n, (_, t) in params.items()}
     engine = plain.get(f"{optim}.engine") or {}
     schedulers = [plain[k] for k in SCHEDULERS if k in plain] + [engine.get("lr_scheduler")]
     counters = {k: engine[k] for k in COUNTERS if isinstance(engine.get(k), int)}

@@ -35,17 +35,15 @@ class Ranks:
                 mine.append(file)
         return mine
 
-    def first(self, name: str, work: Callable[[], None]) -> None:
-        """Rank 0 does something, the others wait and learn how it ended."""
+    def first(self, name: str, work: Callable[[], bool | None]) -> bool:
+        """Rank 0 does something, the others wait and learn how it ended: what it returns, or an error."""
         if self._group is None:
-            work()
-            return
+            return bool(work())
 
         def decide(_: list[bytes]) -> bytes:
-            work()
-            return b""
+            return b"true" if work() else b""
 
-        self._group.ask(f"convert/{name}", b"", decide, DEADLINE_S)
+        return bool(self._group.ask(f"convert/{name}", b"", decide, DEADLINE_S))
 
     @contextmanager
     def all(self, name: str) -> Iterator[None]:
@@ -53,7 +51,7 @@ class Ranks:
         problem = ""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # who is interrupted has not written everything
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:

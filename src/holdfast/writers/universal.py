@@ -8,8 +8,13 @@ from holdfast.store import Store
 from holdfast.writers.planned import Options
 
 
+def attempt_name(identity: str) -> str:
+    """Who has written a step, by what the conversion is of."""
+    return f"convert-{identity}"
+
+
 def plan_universal(
     source: Checkpoint, target: Store, identity: str, options: Options
 ) -> Consolidation:
     """Plan a step of `target`; the same `identity` gives the same files."""
-    return plan_consolidation(source, target, f"convert-{identity}", options.max_file_bytes)
+    return plan_consolidation(source, target, attempt_name(identity), options.max_file_bytes)
