@@ -289,8 +289,6 @@ class _Conversion:
                 self._move_step(plan, files)
             else:
                 self._move(plan)
-        if isinstance(plan, Consolidation):
-            plan.finish(LocalStore(self.target), None)
         shutil.rmtree(self.partial.root)
 
     def _check_end(self, files: Sequence[Outfile]) -> None:
@@ -332,7 +330,7 @@ class _Conversion:
                 os.rename(os.path.join(self.work.root, file.path), path)
         for directory in {os.path.dirname(f.path) for f in files}:
             fsync_directories(os.path.join(target.root, directory), target.root)
-        plan.commit(target, target)
+        plan.commit(target)
 
 
 def _has(store: LocalStore, file: Outfile) -> bool:

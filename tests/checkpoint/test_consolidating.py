@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import holdfast
 from builders import FSDP_TP, Tensor, build, memory, transformer
-from holdfast.checkpoint.consolidating import consolidate
 from holdfast.checkpoint.diffing import compare
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import MIN_MEMORY_BYTES
 from holdfast.checkpoint.verifying import verify
-from holdfast.errors import Corrupt, OutOfSpace, UsageError
+from holdfast.errors import Corrupt
 from holdfast.format.dtypes import numpy_dtype
 from holdfast.layout import Cut, Sharding
 from holdfast.store import LocalStore, MemoryStore
-from holdfast.testing import Faulty, StopAfter, Stopped
 
 
 def source_of(store: MemoryStore | None = None, **options: object) -> Checkpoint:
@@ -27,16 +27,25 @@ def source_of(store: MemoryStore | None = None, **options: object) -> Checkpoint
     return Checkpoint(store, build(store, FSDP_TP, transformer(), **options))  # type: ignore[arg-type]
 
 
+def consolidate(source: Checkpoint, path: Path, **options: Any) -> Checkpoint:
+    holdfast.convert(source, path, **options)
+    return Checkpoint.open(str(path))
+
+
 @pytest.mark.parametrize("max_file_bytes", [1, 1000, 5_000_000_000])
 def test_the_round_trip_is_bit_exact(tmp_path: Path, max_file_bytes: int) -> None:
     source = source_of(step=7, extras={"sched": {"epoch": 3}})
     told: list[int] = []
-    made = consolidate(source, tmp_path, max_file_bytes=max_file_bytes, progress=told.append)
-    found = compare(source, made.checkpoint)
+
+    def tell(phase: str, done: int, total: int) -> None:
+        told.append(done if phase == "write" else 0)
+
+    made = consolidate(source, tmp_path, max_file_bytes=max_file_bytes, progress=tell)
+    found = compare(source, made)
     assert found.identical
     assert found.num_equal == len(source.manifest.tensors)
     assert verify(LocalStore(tmp_path), 7).good
-    m = made.checkpoint.manifest
+    m = made.manifest
     assert sum(told) == sum(f.bytes for f in m.files)
     holders = [len(s.on["file"]) for s in m.shardings]
     assert holders == [1] * len(m.mesh and m.files)
@@ -57,7 +66,7 @@ def test_blocks_smaller_than_tensors(tmp_path: Path, threads: int) -> None:
     store = memory()
     source = Checkpoint(store, build(store, FSDP_TP, tensors))
     made = consolidate(source, tmp_path, memory_bytes=threads * MIN_MEMORY_BYTES)
-    assert compare(source, made.checkpoint).identical
+    assert compare(source, made).identical
     assert verify(LocalStore(tmp_path), 1).good
 
 
@@ -81,7 +90,6 @@ def test_safetensors_reads_it_through_the_index(tmp_path: Path) -> None:
 
 def test_a_torch_model_is_restored_from_it(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    import holdfast
 
     def new() -> tuple[object, object]:
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
@@ -110,10 +118,11 @@ def test_a_torch_model_is_restored_from_it(tmp_path: Path) -> None:
 
 def test_extras_of_single_ranks(tmp_path: Path) -> None:
     per_rank = {"rng": ("fresh", [1, 2, 3, 4]), "clock": ("rank0", [10, 20, 30, 40])}
-    made = consolidate(source_of(extras={"lr": 0.1}, per_rank=per_rank), tmp_path)
-    assert made.left_out == ("rng",)
-    assert made.checkpoint.extras == {"lr": 0.1, "clock": 10}
-    assert made.checkpoint.manifest.per_rank == {}
+    source = source_of(extras={"lr": 0.1}, per_rank=per_rank)
+    assert holdfast.convert(source, tmp_path).left_out == ("rng",)
+    made = holdfast.open(tmp_path)
+    assert made.extras == {"lr": 0.1, "clock": 10}
+    assert made.manifest.per_rank == {}
 
 
 def test_damage_stops_it_and_leaves_nothing(tmp_path: Path) -> None:
@@ -126,65 +135,3 @@ def test_damage_stops_it_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Corrupt):
         consolidate(source, tmp_path)
     assert committed(LocalStore(tmp_path)) == []
-
-
-def test_interrupted_anywhere_the_target_is_as_it_was_or_good() -> None:
-    """Stopped at its n-th operation, for every n, over an older consolidated step of the same number."""
-    few = dict(list(transformer(layers=0).items())[:4])
-    store = memory()
-    source = Checkpoint(store, build(store, FSDP_TP, few, step=5))
-    for n in range(60):
-        target = memory()
-        consolidate(source, target)
-        try:
-            consolidate(source, StopAfter(target, n), max_file_bytes=600)
-        except Stopped:
-            assert verify(target, 5).good, n
-            assert_indexes_name_files(target)
-        else:
-            assert verify(target, 5).good
-            assert_indexes_name_files(target)
-            break
-    assert 5 < n < 59
-
-
-def assert_indexes_name_files(store: MemoryStore) -> None:
-    """Whenever it stopped, a Hugging Face loader finds what the index says, old or new."""
-    keys = set(store.list())
-    for key in keys:
-        if key.endswith(".safetensors.index.json"):
-            folder = key.rpartition("/")[0]
-            named = {
-                f"{folder}/{path}" for path in json.loads(store.get(key))["weight_map"].values()
-            }
-            assert named <= keys
-
-
-def test_not_into_itself() -> None:
-    store = memory()
-    with pytest.raises(UsageError, match="itself"):
-        consolidate(source_of(store), store)
-
-
-def test_one_that_fails_leaves_nothing() -> None:
-    source, target = source_of(step=7), memory()
-
-    def fail(op: str, key: str) -> Exception | None:
-        return OutOfSpace("full") if op == "put" and key.endswith("manifest.json") else None
-
-    with pytest.raises(OutOfSpace):
-        consolidate(source, Faulty(target, fail), max_file_bytes=800)
-    assert target.list() == []
-
-
-def test_one_that_fails_leaves_the_one_before_readable() -> None:
-    source, target = source_of(step=7), memory()
-    consolidate(source, target)
-    before = {key: target.get(key) for key in target.list()}
-
-    def fail(op: str, key: str) -> Exception | None:
-        return OutOfSpace("full") if op == "put" and key.endswith("manifest.json") else None
-
-    with pytest.raises(OutOfSpace):
-        consolidate(source, Faulty(target, fail), max_file_bytes=800)
-    assert {key: target.get(key) for key in target.list()} == before

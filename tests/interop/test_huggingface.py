@@ -139,10 +139,7 @@ def test_other_names(tmp_path: Path) -> None:
 def test_what_holdfast_consolidates_is_such_a_checkpoint(tmp_path: Path) -> None:
     live = torch.nn.Linear(3, 4)
     holdfast.save(tmp_path / "run", {"model": live, "n": 3}, step=7)
-    with holdfast.open(tmp_path / "run") as saved:
-        from holdfast.checkpoint.consolidating import consolidate
-
-        consolidate(saved, str(tmp_path / "whole"))
+    holdfast.convert(tmp_path / "run", tmp_path / "whole")
     same(holdfast.open(tmp_path / "whole/steps/0000000007"), dict(live.state_dict()))
 
 

@@ -9,32 +9,29 @@ is the index that Hugging Face's loaders look for, so that they read the weights
     steps/0000001000/<attempt>/model-00001-of-00002.safetensors
     steps/0000001000/<attempt>/optim-00001-of-00001.safetensors
 
-Files are written as `holdfast.checkpoint.outfiles` does: several blocks at a time, in bounded memory.
+It is planned here; `holdfast.checkpoint.outfiles` writes the files, in bounded memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.claiming import newest_claim, once_attempt
+from holdfast.checkpoint.claiming import newest_claim
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.names import committed, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.outfiles import Literal, Outfile, Progress, Span, write_files
-from holdfast.checkpoint.tidying import INDEX, attempt_of, discard, sweep
+from holdfast.checkpoint.outfiles import Literal, Outfile, Span
+from holdfast.checkpoint.tidying import INDEX
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
-from holdfast.errors import HoldfastError, Unavailable, UsageError
-from holdfast.events import emit
+from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import (
@@ -43,19 +40,11 @@ from holdfast.format.manifest import (
     ShardingEntry,
     TensorEntry,
 )
-from holdfast.store import Store, open_store
+from holdfast.store import Store
 from holdfast.version import __version__
 
 AXIS = "file"
 WEIGHTS = ("param", "buffer")
-
-
-@dataclass(frozen=True)
-class Consolidated:
-    """The new step, opened, and the extras that could not be kept: each rank had its own."""
-
-    checkpoint: Checkpoint
-    left_out: tuple[str, ...]
 
 
 @dataclass
@@ -67,41 +56,6 @@ class _File:
     tensors: list[int]
     bytes: int = 0
     name: str = ""
-
-
-def consolidate(
-    source: Checkpoint,
-    store: Store | str | os.PathLike[str],
-    *,
-    max_file_bytes: int = 5_000_000_000,
-    memory_bytes: int = 1 << 30,
-    progress: Progress | None = None,
-) -> Consolidated:
-    """Write a step into another root with every tensor whole; returns it, opened.
-
-    Blocks while it copies; `progress` is told the bytes just written, `memory_bytes` bounds its buffers.
-    Interrupted before the commit, the root is as it was; after it, an index of Hugging Face's may be
-    missing or old: consolidate again.
-    Extras that single ranks keep are left out unless their rule is `rank0` or `same`.
-    UsageError if `store` is where `source` lies.
-    """
-    target = open_store(store) if isinstance(store, (str, os.PathLike)) else store
-    if target.url == source.store.url:
-        raise UsageError(
-            f"cannot consolidate {target.url} into itself", hint="give a root of its own"
-        )
-    _sweep(target)
-    plan = plan_consolidation(source, target, once_attempt(), max_file_bytes)
-    try:
-        write_files(source, target, plan.outfiles, memory_bytes=memory_bytes, progress=progress)
-        manifest, replaced = plan.commit(target, target)
-    except BaseException as error:
-        if not isinstance(error, Unavailable):  # else the manifest may still appear
-            with suppress(HoldfastError):
-                discard(target, plan.draft.step, plan.draft.attempt)
-        raise
-    plan.finish(target, replaced)
-    return Consolidated(Checkpoint(target, manifest), plan.left_out)
 
 
 @dataclass(frozen=True)
@@ -118,25 +72,11 @@ class Consolidation:
     def outfiles(self) -> list[Outfile]:
         return [p.out for p in self.planned]
 
-    def commit(self, written: Store, target: Store) -> tuple[Manifest, str | None]:
-        """Make the step exist in `target`; digests come from the files in `written`.
-
-        Returns the manifest, and the attempt that it has replaced.
-        """
-        entries = tuple(p.entry(written) for p in self.planned)
-        manifest = msgspec.structs.replace(self.draft, files=entries)
-        replaced = attempt_of(target, manifest.step)
-        commit(target, manifest)
-        return manifest, replaced
-
-    def finish(self, target: Store, replaced: str | None) -> None:
-        """What follows a commit: the indexes; the replaced attempt's files go."""
+    def commit(self, target: Store) -> None:
+        """Make the step exist in `target`, where its files are; the indexes are there before it."""
+        entries = tuple(p.entry(target) for p in self.planned)
         _write_indexes(target, self.draft, self.files)
-        if replaced not in (None, self.draft.attempt):
-            try:
-                discard(target, self.draft.step, replaced)
-            except HoldfastError as error:
-                emit("tidy.failed", step=self.draft.step, error=str(error))
+        commit(target, msgspec.structs.replace(self.draft, files=entries))
 
 
 def plan_consolidation(
@@ -150,14 +90,6 @@ def plan_consolidation(
     draft = _draft(source, target, files, attempt, extras)
     planned = [_plan(source, draft, number, file) for number, file in enumerate(files)]
     return Consolidation(draft, tuple(files), tuple(p for p in planned if p is not None), left_out)
-
-
-def _sweep(target: Store) -> None:
-    """Delete what interrupted ones left."""
-    try:
-        sweep(target)
-    except HoldfastError as error:
-        emit("sweep.failed", error=str(error))
 
 
 def _assign(manifest: Manifest, max_file_bytes: int) -> list[_File]:
@@ -313,4 +245,4 @@ def _write_indexes(store: Store, manifest: Manifest, files: Sequence[_File]) -> 
         store.put(f"{step_prefix(manifest.step)}{key}{INDEX}", text.encode())
 
 
-__all__ = ["Consolidated", "consolidate"]
+__all__ = ["WEIGHTS", "Consolidation", "keep_extras", "plan_consolidation"]
