@@ -65,12 +65,19 @@ class Setup:
     tied: bool = False
     gated: bool = True
     experts: int | None = None
+    norm: str = "LayerNorm"
+    positions: str = "learned_absolute"
+    biased_qkv: bool = True
+    hidden: int = 16
+    inner: int = 24
     layers: int = 4
     heads: int = 4
     groups: int = 2
     vocab: int = 50
     divisible: int = 8
     lr: float = 0.01
+    batch: int = BATCH
+    micro: int = 1
 
     @property
     def padded_vocab(self) -> int:
@@ -124,8 +131,9 @@ class Run:
 
         s = self.setup
         return TransformerConfig(
-            num_layers=s.layers, hidden_size=16, num_attention_heads=s.heads, num_query_groups=s.groups,
-            ffn_hidden_size=24, use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
+            num_layers=s.layers, hidden_size=s.hidden, num_attention_heads=s.heads,
+            num_query_groups=s.groups, ffn_hidden_size=s.inner, normalization=s.norm,
+            use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
             tensor_model_parallel_size=s.tp, pipeline_model_parallel_size=s.pp,
             expert_model_parallel_size=s.ep, sequence_parallel=s.sequence_parallel,
             gated_linear_unit=s.gated, add_bias_linear=s.experts is None and not s.gated,
@@ -133,7 +141,7 @@ class Run:
             num_moe_experts=s.experts, moe_router_topk=2, moe_token_dispatcher_type="allgather",
             moe_router_load_balancing_type="none", gradient_accumulation_fusion=False,
             bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-            apply_rope_fusion=False, persist_layer_norm=False, add_qkv_bias=True,
+            apply_rope_fusion=False, persist_layer_norm=False, add_qkv_bias=s.biased_qkv,
             params_dtype=s.dtype, bf16=s.bf16, fp16=s.fp16, pipeline_dtype=s.dtype,
             virtual_pipeline_model_parallel_size=s.virtual if s.virtual > 1 else None,
             variable_seq_lengths=False, batch_p2p_comm=False,
@@ -154,6 +162,7 @@ class Run:
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **vp),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **vp),
             share_embeddings_and_output_weights=s.tied,
+            position_embedding_type=s.positions,
             **vp,
         )
         if s.fp8:
@@ -199,25 +208,33 @@ class Run:
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        draw = torch.Generator().manual_seed(1000 + self.iteration)
-        tokens = torch.randint(0, self.setup.vocab, (BATCH, SEQUENCE + 1), generator=draw)
-        part = BATCH // mpu.get_data_parallel_world_size()
-        first = mpu.get_data_parallel_rank() * part
-        mine = tokens[first : first + part]
+        size = mpu.get_data_parallel_world_size()
+        mine = self.tokens().chunk(size)[mpu.get_data_parallel_rank()]
+        parts = mine.split(self.setup.micro)
         found = get_forward_backward_func()(
-            forward_step_func=_forward,
-            data_iterator=[iter(mine.split(1)) for _ in self.models],
+            forward_step_func=self.forward,
+            data_iterator=[iter(parts) for _ in self.models],
             model=self.models,
-            num_microbatches=part,
+            num_microbatches=len(parts),
             seq_length=SEQUENCE,
-            micro_batch_size=1,
+            micro_batch_size=self.setup.micro,
             forward_only=False,
         )
         self.optimizer.step()
         self.iteration += 1
         loss = torch.tensor(sum(float(x["loss"]) for x in found) if found else 0.0)
         dist.all_reduce(loss)
-        return float(loss) / BATCH / self.setup.tp
+        return float(loss) / len(parts) / size / self.setup.tp
+
+    def tokens(self) -> torch.Tensor:
+        """Of all ranks, for this iteration: `[batch, SEQUENCE + 1]`."""
+        draw = torch.Generator().manual_seed(1000 + self.iteration)
+        shape = (self.setup.batch, SEQUENCE + 1)
+        return torch.randint(0, self.setup.vocab, shape, generator=draw)
+
+    def forward(self, data: Iterator[torch.Tensor], model: Any) -> Any:
+        """A micro-batch: the model's output, and what makes the loss of it."""
+        return _forward(data, model)
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Checkpoints of pipeline and tensor parallelism, made by DeepSpeed's PipelineModule: for test_deepspeed.
 
-    torchrun --nproc-per-node=8 -m interop.deepspeed_grid OUT PP TP DP STAGE PRECISION
+    torchrun --nproc-per-node=8 -m interop.deepspeed_grid OUT PP TP DP STAGE PRECISION [apart]
 
 Every rank writes its own parameters, by DeepSpeed's own access to them, to `OUT/held/<pp>-<tp>.pt`.
 """
@@ -156,6 +156,12 @@ def info(tp: int) -> dict[str, Any]:
     return {**INFO, "sub_param_shard_widths": {r"\d+\.qkv": widths}}
 
 
+def averaged(info: dict[str, Any]) -> dict[str, Any]:
+    """As a model says it whose copies are updated apart."""
+    copies = info["tp_replicated_parameter_patterns"]
+    return info | {"tp_replicated_parameter_patterns": [], "parameter_to_average_patterns": copies}
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     pp, tp, dp, stage = map(int, sys.argv[2:6])
@@ -183,6 +189,11 @@ def main() -> None:
         base_seed=5,
     )  # fmt: skip
     trained = list(net.parameters())
+    what = info(tp)
+    if sys.argv[7:] == ["apart"]:  # so are the ranks' norms and biases from the beginning
+        what = averaged(what)
+        for p in trained:
+            p.data += 0.1 * at.model * (p.ndim == 1)
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
@@ -209,7 +220,7 @@ def main() -> None:
     data = batches()
     for _ in range(STEPS):
         engine.train_batch(data)
-    engine.save_checkpoint(str(out / "save"), client_state={"universal_checkpoint_info": info(tp)})
+    engine.save_checkpoint(str(out / "save"), client_state={"universal_checkpoint_info": what})
     held = truth(engine, ("exp_avg", "exp_avg_sq")) if stage or sys.argv[6] == "bf16" else {}
     if at.data == 0:
         (out / "held").mkdir(parents=True, exist_ok=True)
