@@ -8,6 +8,7 @@ Megatron's own.
 from __future__ import annotations
 
 import contextlib
+import queue
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,6 +50,7 @@ def on_cpu() -> None:
     CudaRNGStatesTracker.fork = fork
     _allow_sequence_parallel_norms()
     _let_torch_adam_load()
+    _save_in_this_process()
     _Cuda().__enter__()
 
 
@@ -79,3 +81,11 @@ def _let_torch_adam_load() -> None:
         put(self, param, {"step": now["step"], **tensors})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+
+def _save_in_this_process() -> None:
+    """Megatron-Core starts one more interpreter for each rank, to hold a queue that a save in the same
+    process does not need there: seconds of imports, and processes that outlive a killed rank."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
