@@ -63,7 +63,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_eight(out: Path) -> dict[str, list[str]]:
-    return run_module("ucp_megatron", 8, out, 300)
+    return run_module("ucp_megatron", 8, out, 400)
 
 
 @pytest.fixture(scope="module")

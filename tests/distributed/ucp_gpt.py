@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
-HIDDEN, INNER, LAYERS, HEADS, GROUPS = 32, 48, 4, 8, 4
-EXPERTS, TOP, MOE_LAYERS = 4, 2, 2
+HIDDEN, INNER, LAYERS, HEADS, GROUPS = 32, 48, 2, 8, 4
+EXPERTS, TOP = 4, 2
 DIM = HIDDEN // HEADS
 VOCAB, UNIT = 100, 4
 """Tokens; the vocabulary is padded to a multiple of `UNIT` times the tensor-parallel size."""
@@ -128,8 +128,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, experts: bool) -> None:
         super().__init__()
-        layers = MOE_LAYERS if experts else LAYERS
-        self.layers = nn.ModuleList([Layer(experts) for _ in range(layers)])
+        self.layers = nn.ModuleList([Layer(experts) for _ in range(LAYERS)])
         self.final_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,7 @@ DENSE = Setup(
     layers=gpt.LAYERS, norm="RMSNorm", positions="rope", biased_qkv=False, tied=True,
     vocab=gpt.VOCAB, divisible=gpt.UNIT, lr=gpt.LR, batch=gpt.BATCH, micro=2, distributed=True,
 )  # fmt: skip
-MOE = replace(
-    DENSE, ep=2, experts=gpt.EXPERTS, layers=gpt.MOE_LAYERS, sequence_parallel=True, micro=4
-)
+MOE = replace(DENSE, ep=2, experts=gpt.EXPERTS, sequence_parallel=True, micro=4)
 SOURCE, MOE_SOURCE = "tp2_pp2_dp2_zero1", "moe_tp2_pp2_ep2_zero1"
 
 

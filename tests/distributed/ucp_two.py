@@ -44,7 +44,7 @@ def ddp() -> gpt.Plain:
 
 def fsdp2(experts: bool = False) -> gpt.Plain:
     model = gpt.Gpt(experts=experts)
-    for layer in model.decoder.layers[::2]:
+    for layer in model.decoder.layers:
         fully_shard(layer)
     fully_shard(model)
     return _over_data(model)
