@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from . import ucp_gpt as gpt
 from .cases import run_all
-from .megatron_gpt import Run, Setup, on_cpu
+from .megatron_cpu import on_cpu
+from .megatron_gpt import Run, Setup
 from .ucp_cases import uninterrupted
 
 DENSE = Setup(

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from . import ucp_gpt as gpt
 from .cases import run_all
-from .megatron_gpt import on_cpu
+from .megatron_cpu import on_cpu
 from .ucp_cases import restored, uninterrupted
 from .ucp_megatron import DENSE, MOE, MOE_SOURCE, SOURCE, Job
 
