@@ -35,12 +35,12 @@ SOURCE, MOE_SOURCE = "tp2_pp2_dp2_zero1", "moe_tp2_pp2_ep2_zero1"
 class Job(Run):
     """A run whose padding takes no part in the loss, and whose values follow from names."""
 
-    def _model(self, seed: int) -> Any:
-        self.gpt = super()._model(seed)
+    def _gpt(self, chunk: int) -> Any:
+        model = super()._gpt(chunk)
         with torch.no_grad():
-            for name, p in self.named():
+            for name, p in self.named(model):
                 p.copy_(self.part(name, p, gpt.value(name, self.full_shape(p))))
-        return self.gpt
+        return model
 
     def _optimizer(self) -> Any:
         optimizer = super()._optimizer()
@@ -48,14 +48,14 @@ class Job(Run):
             group["weight_decay"] *= group["wd_mult"]
         return optimizer
 
-    def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def named(self, model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """By the name in a model that lies whole in one process."""
         first_layer = get_transformer_layer_offset(self.config)
         first_expert = 0
         if self.setup.experts:
             here = self.setup.experts // self.setup.ep
             first_expert = here * mpu.get_expert_model_parallel_rank()
-        for name, p in self.gpt.named_parameters():
+        for name, p in model.named_parameters():
             words = name.split(".")
             for i, word in enumerate(words[:-1]):
                 if word in ("layers", "local_experts"):
@@ -92,7 +92,7 @@ class Job(Run):
     def gathered(self) -> dict[str, torch.Tensor]:
         """Weights and Adam's moments, whole, on every rank: by Megatron's own ranges and groups."""
         found = {}
-        for name, p in self.named():
+        for name, p in self.named(self.gpt):
             found[f"model.{name}"] = self.joined(name, p, p.detach())
             for state, tensor in self.moments(p).items():
                 found[f"optim.{name}.{state}"] = self.joined(name, p, tensor)
