@@ -16,10 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StateMismatch, UsageError
@@ -553,3 +557,95 @@ def test_bytes_of_arrays_are_bounded(tmp_path: Path) -> None:
             new.writestr("x/data.pkl", b"\x80\x02" + tree)
         with pytest.raises(FormatError):
             holdfast.open(tmp_path / "x.pt")
+
+
+# -- files of ranks -------------------------------------------------------------------------------
+
+
+def save_ranks(folder: Path, *trees: Any) -> Path:
+    folder.mkdir()
+    for rank, tree in enumerate(trees):
+        torch.save(tree, folder / f"rank{rank}.pt")
+    return folder
+
+
+def shards(step: float) -> list[torch.Tensor]:
+    """A DTensor of two ranks, as each of them has it."""
+    found = []
+    for rank in range(2):
+        dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        local = torch.full((2, 3), step)
+        mesh = init_device_mesh("cpu", (2,))
+        found.append(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        dist.destroy_process_group()
+    return found
+
+
+def run_of(weight: torch.Tensor, step: Any, count: Any) -> dict[str, Any]:
+    state = {"w": {"step": count, "exp_avg": weight}}
+    groups = [{"params": ["w"], "lr": 0.1}]
+    return {
+        "model": {"w": weight},
+        "optim": {"state": state, "param_groups": groups},
+        "step": step,
+    }
+
+
+@pytest.mark.parametrize("crc", [True, False])
+def test_ranks_of_two_saves_are_refused(tmp_path: Path, crc: bool) -> None:
+    """By the step that files state, and by the steps that optimizers count."""
+    torch.serialization.set_crc32_options(crc)
+    old, new = shards(100.0)[0], shards(101.0)[1]
+    a, b = torch.tensor(100.0), torch.tensor(101.0)
+    cases = {
+        "numbers": (run_of(old, 100, a), run_of(new, 101, a)),
+        "tensors": (run_of(old, torch.tensor(100), a), run_of(new, torch.tensor(101), a)),
+        "counted": (run_of(old, 7, a), run_of(new, 7, b)),
+        "counted plainly": (run_of(old, 7, 100), run_of(new, 7, 101)),
+    }
+    folders = [save_ranks(tmp_path / name, *trees) for name, trees in cases.items()]
+    same = save_ranks(tmp_path / "same", run_of(old, 7, a), run_of(new, 7, a.clone()))
+    torch.serialization.set_crc32_options(True)
+    for folder in folders:
+        with pytest.raises(FormatError, match=r"100.* in rank0\.pt and 101.* in rank1\.pt"):
+            holdfast.open(folder)
+    assert holdfast.open(same).step == 7
+
+
+def test_shards_without_a_layout_are_refused(tmp_path: Path) -> None:
+    """Tensor parallelism by hand: each rank's tensor looks like a whole one."""
+    full = torch.arange(12.0).reshape(4, 3)
+    states = [{"state": {0: {"m": full + r}}, "param_groups": [{"params": [0]}]} for r in range(2)]
+    cases = {
+        "cloned": [{"model": {"w": full[:2].clone()}}, {"model": {"w": full[2:].clone()}}],
+        "views": [{"model": {"w": full[:2]}}, {"model": {"w": full[2:]}}],
+        "flat": [{"w": full + r} for r in range(2)],
+        "states": [{"model": {"w": full}, "optim": s} for s in states],
+    }
+    for name, trees in cases.items():
+        with pytest.raises(FormatError, match=r"rank0\.pt.*rank1\.pt") as caught:
+            holdfast.open(save_ranks(tmp_path / name, *trees))
+        assert "DTensor" in str(caught.value)
+
+
+def test_buffers_of_replicas_may_differ(tmp_path: Path) -> None:
+    """Data parallelism: equal parameters, and the batch norm of each rank's own data."""
+    trees = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+        model[1].running_mean += rank
+        trees.append({"model": model.state_dict(), "optim": optimizer.state_dict(), "rank": rank})
+    checkpoint = holdfast.open(save_ranks(tmp_path / "x", *trees))
+    assert checkpoint.read("model.1.running_mean").tolist() == [0] * 4
+    assert checkpoint.extras["rank"] == {"ranks": [0, 1]}
+    assert checkpoint.read("optim.param_groups[0].lr") == 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_a_step_may_be_a_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.save(
+        {"model": net().state_dict(), "step": torch.tensor(50, dtype=dtype)}, tmp_path / "x.pt"
+    )
+    assert holdfast.open(tmp_path / "x.pt").step == 50

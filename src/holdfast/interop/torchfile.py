@@ -43,6 +43,8 @@ class TensorRef:
     strides: tuple[int, ...]
     path: str
     offset: int
+    content: tuple[int, int, int] | None = None
+    """Of its storage the CRC-32 and the bytes, and where it begins there; None if the file has no sums."""
 
     @property
     def contiguous(self) -> bool:
@@ -95,6 +97,7 @@ class _Storage:
     start: int
     bytes: int
     path: str
+    crc: int | None = None
 
 
 class Section:
@@ -252,7 +255,8 @@ def read_tree(section: Section, path: str, more: More | None = None) -> Any:
         member = archive.members.get(f"data/{key}")
         if member is None:
             raise Corrupt(f"storage {key!r} is missing", key=path)
-        return _Storage(kind.dtype, start_of(section, member, path), member.bytes, path)
+        start, crc = start_of(section, member, path), member.crc if archive.has_crc else None
+        return _Storage(kind.dtype, start, member.bytes, path, crc)
 
     try:
         return unpickle(data, ChainMap(more or {}, table()), storage)
@@ -327,7 +331,9 @@ def rebuild(
         raise Corrupt(
             f"a tensor ends at byte {last * size} of a storage of {storage.bytes}", key=storage.path
         )
-    return TensorRef(kind, shape, strides, storage.path, storage.start + offset * size)
+    at = offset * size
+    content = None if storage.crc is None else (storage.crc, storage.bytes, at)
+    return TensorRef(kind, shape, strides, storage.path, storage.start + at, content)
 
 
 def _rebuild_v3(

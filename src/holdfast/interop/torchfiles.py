@@ -46,7 +46,7 @@ def trees_of(store: Store) -> list[Any]:
     names = top(store)
     if isinstance(store, OneFile):
         name = store.name
-        return [_indexed(store, name) if name.endswith(INDEX) else merged([_tree(store, name)])]
+        return [_indexed(store, name) if name.endswith(INDEX) else _of_one(store, name)]
     indexes = [n for n in names if n.endswith(INDEX)]
     ranks = _rank_files(names)
     shards = {f for i in indexes for f in read_index(store, i, SUFFIXES).files.values()}
@@ -64,7 +64,7 @@ def trees_of(store: Store) -> list[Any]:
         )
     if ranks:
         return [_of_ranks(store, found) for _, found in sorted(ranks.items())]
-    return [_indexed(store, indexes[0]) if indexes else merged([_tree(store, singles[0])])]
+    return [_indexed(store, indexes[0]) if indexes else _of_one(store, singles[0])]
 
 
 def _tree(store: Store, file: str) -> Any:
@@ -81,6 +81,10 @@ def _tree(store: Store, file: str) -> Any:
         raise
     finally:
         reader.close()
+
+
+def _of_one(store: Store, file: str) -> Any:
+    return merged([_tree(store, file)], [file])
 
 
 RESAVE_PLAIN = "save state_dict()s, not objects; or " + RESAVE
@@ -107,7 +111,8 @@ def _of_ranks(store: Store, files: dict[int, str]) -> Any:
             key=files[max(files)],
             hint="open the folder that holds the file of every rank",
         )
-    return merged([_tree(store, files[rank]) for rank in sorted(files)])
+    names = [files[rank] for rank in sorted(files)]
+    return merged([_tree(store, name) for name in names], names)
 
 
 # -- shards of Hugging Face -----------------------------------------------------------------------
@@ -120,7 +125,7 @@ def _indexed(store: Store, key: str) -> dict[str, Any]:
     missing_files(store, files, key)
     out: dict[str, Any] = {}
     for file in files:
-        tree = merged([_tree(store, file)])
+        tree = _of_one(store, file)
         if not isinstance(tree, dict):
             raise FormatError("not a dict of tensors", key=file)
         _check_shard(index, file, tree)

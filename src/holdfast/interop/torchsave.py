@@ -10,7 +10,7 @@ one tree (`ranks`).  Trees are read without running anything, tensors when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from holdfast.format import extras
 from holdfast.interop.byindex import proved_names, stated_names
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.plaindata import plain
-from holdfast.interop.ranks import ByRank, Tensor
+from holdfast.interop.ranks import ByRank, Tensor, of_all, scalar
 from holdfast.interop.torchfiles import trees_of
 from holdfast.interop.unpickle import Record
 from holdfast.store import Store
@@ -43,7 +43,7 @@ def open_torch(store: Store, step: int | None = None) -> Checkpoint:
 
 
 def _open(store: Store, step: int | None) -> Checkpoint:
-    found = _Found()
+    found = _Found(store)
     sections = [s for tree in trees_of(store) for s in _sections(tree)]
     names = [key for key, _ in sections]
     twice = next((k for k in names if names.count(k) > 1), None)
@@ -51,7 +51,7 @@ def _open(store: Store, step: int | None) -> Checkpoint:
         raise FormatError(f"{twice!r} is there twice", key=store.url)
     for key, value in sorted(sections, key=lambda s: is_optimizer(s[1])):  # models first
         found.add(key, value)
-    here = _step(found.extras)
+    here = _step(found.steps)
     if step not in (None, here):
         raise NotFound(f"{store.url} is a torch checkpoint of step {here}; it has no step {step}")
     return foreign(store, found.tensors, step=here, software=found.software(), extras=found.extras)
@@ -155,14 +155,22 @@ def clean_names(names: list[str]) -> dict[str, str]:
 class _Found:
     """What has been found in a file: tensors by our names, and extras."""
 
+    store: Store
     tensors: list[Foreign] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     model: list[tuple[str, Tensor]] = field(default_factory=list)
     """The model's tensors in order."""
+    steps: dict[str, Any] = field(default_factory=dict)
+    """What may be the step, by key."""
 
     def add(self, key: str, value: Any) -> None:
-        if key == "model" or key in OPTIM or is_optimizer(value):
-            _check_of_all(key, value)
+        if key == "model" and is_state_dict(value):
+            rest = {n: v for n, v in value.items() if not _is_buffer(n, v, value)}
+            value = value | of_all(self.store, rest, key)
+        elif key == "model" or key in (*OPTIM, *STEP) or is_optimizer(value):
+            value = of_all(self.store, value, key)
+        if key in STEP:
+            self.steps[key] = self._number(value)
         if is_optimizer(value):
             self._add_optimizer(key, value)
         elif key == "model" and is_state_dict(value):
@@ -171,6 +179,10 @@ class _Found:
             self._add_tensor(key, "tensor", value)
         else:
             self.extras[key] = self._encoded(key, value)
+
+    def _number(self, value: Any) -> Any:
+        plain_one = isinstance(value, Tensor) and not value.shape and "int" in value.dtype
+        return scalar(self.store, value.whole[0]) if plain_one and value.whole else value
 
     def software(self) -> dict[str, str]:
         version = self.extras.get("pytorch-lightning_version")
@@ -269,19 +281,6 @@ class _Found:
         return proved_names(groups, shapes, _parameters(self.model))
 
 
-def _check_of_all(path: str, value: Any) -> None:
-    """FormatError where ranks have other values: only of extras may they."""
-    if isinstance(value, ByRank):
-        raise FormatError(
-            f"{path}: ranks have different values, and nothing says what the whole is",
-            hint="save DTensors, or FSDP1's SHARDED_STATE_DICT or FULL_STATE_DICT",
-        )
-    items: Any = value.items() if isinstance(value, dict) else ()
-    items = enumerate(value) if isinstance(value, (list, tuple)) else items
-    for name, item in items:
-        _check_of_all(f"{path}.{name}", item)
-
-
 def _tensors(states: Any) -> list[Tensor]:
     return [v for v in states.values() if isinstance(v, Tensor)] if isinstance(states, dict) else []
 
@@ -292,15 +291,26 @@ def _hyper(group: dict[str, Any]) -> dict[str, Any]:
 
 def _parameters(model: list[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...]]]:
     """What of a state dict can be parameters: each once, and no buffers that can be told by name."""
-    counters = {
-        n.removesuffix("num_batches_tracked") for n, _ in model if "num_batches_tracked" in n
-    }
+    names = {n for n, _ in model}
     found, seen = [], set()
     for name, tensor in model:
-        last = name.rpartition(".")[2]
-        statistic = last in ("running_mean", "running_var") and name.removesuffix(last) in counters
         again = tensor.same is not None and tensor.same in seen
-        if tensor.dtype.startswith(("float", "bfloat")) and not statistic and not again:
+        if _is_float(tensor) and not _is_statistic(name, names) and not again:
             found.append((name, tensor.shape))
             seen.add(tensor.same)
     return found
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.startswith(("float", "bfloat"))
+
+
+def _is_statistic(name: str, names: Container[str]) -> bool:
+    """Whether this is what batch norm has counted."""
+    module, dot, last = name.rpartition(".")
+    return last in ("running_mean", "running_var") and f"{module}{dot}num_batches_tracked" in names
+
+
+def _is_buffer(name: str, value: Any, names: Container[str]) -> bool:
+    """Whether this is known to be no parameter: each rank may have its own."""
+    return isinstance(value, Tensor) and (not _is_float(value) or _is_statistic(name, names))
