@@ -649,3 +649,13 @@ def test_a_step_may_be_a_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
         {"model": net().state_dict(), "step": torch.tensor(50, dtype=dtype)}, tmp_path / "x.pt"
     )
     assert holdfast.open(tmp_path / "x.pt").step == 50
+
+
+def test_a_rank_far_beyond_the_others(tmp_path: Path) -> None:
+    """A date is no rank; ranks are counted, and not listed up to it."""
+    folder = save_ranks(tmp_path / "x", net().state_dict())
+    shutil.copy(folder / "rank0.pt", folder / "rank20250101.pt")
+    began = time.process_time()
+    with pytest.raises(NotFound, match=r"no file of rank 1 beside rank20250101\.pt"):
+        holdfast.open(folder)
+    assert time.process_time() - began < 2

@@ -104,10 +104,10 @@ def _rank_files(names: list[str]) -> dict[tuple[str, str], dict[int, str]]:
 
 
 def _of_ranks(store: Store, files: dict[int, str]) -> Any:
-    missing = sorted(set(range(max(files) + 1)) - files.keys())
-    if missing:
+    missing = next((rank for rank in range(len(files)) if rank not in files), None)
+    if missing is not None:
         raise NotFound(
-            f"no file of rank {', '.join(map(str, missing[:5]))} beside {files[max(files)]}",
+            f"no file of rank {missing} beside {files[max(files)]}",
             key=files[max(files)],
             hint="open the folder that holds the file of every rank",
         )
