@@ -264,3 +264,49 @@ def test_a_root_of_our_own_stays_ours(tmp_path: Path) -> None:
     assert holdfast.open(tmp_path).step == 9
     assert holdfast.load(tmp_path, {"x": 0}) == 9
     assert "model.weight" in holdfast.open(f"dcp:{tmp_path}").names()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_hyper_parameters_that_are_tensors(tmp_path: Path, flat: bool) -> None:
+    """As torch.compile wants learning rates.  Flattened, torch saves one for each parameter."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 2))
+    groups = [{"params": list(m.parameters()), "lr": torch.tensor(0.25 / (i + 1))}
+              for i, m in enumerate(net)]  # fmt: skip
+    optim = torch.optim.AdamW(groups)
+    net(torch.ones(5, 30)).square().sum().backward()
+    optim.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = get_state_dict(net, optim, options=options)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "x", no_dist=True)
+    holdfast.convert(tmp_path / "x", tmp_path / "own")
+    for path in (tmp_path / "x", tmp_path / "own"):
+        fresh = torch.optim.AdamW([{"params": list(m.parameters())} for m in net], lr=9.0)
+        holdfast.load(path, {"model": net, "optim": fresh})
+        assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optim.param_groups]
+
+
+@pytest.mark.parametrize("how", ["proved", "stated", "unknown"])
+def test_an_optimizer_by_number(tmp_path: Path, how: str) -> None:
+    """`optimizer.state_dict()` itself, which torch's own loading takes by position."""
+    torch.manual_seed(0)
+    make = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))  # noqa: E731
+    net = make()
+    params = list(net.named_parameters()) if how == "stated" else list(net.parameters())
+    optim = torch.optim.AdamW(params[::-1] if how != "proved" else params, lr=0.25)
+    net(torch.ones(5, 3)).square().sum().backward()
+    optim.step()
+    saved = {"model": net.state_dict(), "optim": optim.state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    other = make()
+    fresh = torch.optim.AdamW(other.parameters(), lr=9.0)
+    if how == "unknown":
+        with pytest.raises(StateMismatch, match="which is which cannot be known"):
+            holdfast.load(tmp_path, {"model": other, "optim": fresh})
+        assert "optim.state.3.exp_avg" in holdfast.open(tmp_path).names()
+        return
+    holdfast.load(tmp_path, {"model": other, "optim": fresh})
+    assert fresh.param_groups[0]["lr"] == 0.25
+    for mine, theirs in zip(other.parameters(), net.parameters()):
+        for state, value in optim.state[theirs].items():
+            assert torch.equal(fresh.state[mine][state], value), state

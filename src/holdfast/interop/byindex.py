@@ -8,7 +8,7 @@ parameters of one shape are in one group, only one assignment fits; if not, none
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -23,6 +23,24 @@ def stated_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
             return None
         found.update(zip(group["params"], map(str, names)))
     return found
+
+
+def is_buffer(name: str, dtype: str, names: Container[str]) -> bool:
+    """Whether one of the tensors `names` of a module is known to be no parameter.
+
+    Integers are not, nor is what batch norm has counted; other buffers cannot be told from parameters.
+    """
+    module, dot, last = name.rpartition(".")
+    statistic = (
+        last in ("running_mean", "running_var") and f"{module}{dot}num_batches_tracked" in names
+    )
+    return statistic or not dtype.startswith(("float", "bfloat"))
+
+
+def parameters(model: Sequence[tuple[str, str, Shape]]) -> list[tuple[str, Shape]]:
+    """What of (name, dtype, shape) of a module's tensors can be parameters, in their order."""
+    names = {name for name, _, _ in model}
+    return [(name, shape) for name, dtype, shape in model if not is_buffer(name, dtype, names)]
 
 
 def proved_names(

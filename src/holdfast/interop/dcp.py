@@ -70,7 +70,7 @@ def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
     found = read_contents(store)
     values = {n: _value(store, info) for n, info in found.objects.items()}
     software = {"torch.distributed.checkpoint": str(found.meta.get("version") or "unknown")}
-    tensors, values = arranged(found.tensors, values, found.meta)
+    tensors, values = arranged(store, found.tensors, values, found.meta)
     return foreign(
         store, tensors, step=0, software=software, extras=values, archives=found.archives
     )

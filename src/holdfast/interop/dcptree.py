@@ -6,6 +6,8 @@ put around the state is taken off.  Optimizers are known in both forms that torc
 
     optim.state.<parameter>.<state>, optim.param_groups.<i>.<name>           # get_state_dict
     optim, state.<parameter>.<state>; optim, param_groups.<parameter>.<name>  # flatten_optimizer_state_dict
+
+and in the first of them also with numbers for parameters, as `optimizer.state_dict()` has them.
 """
 
 from __future__ import annotations
@@ -17,20 +19,26 @@ from typing import Any
 import msgspec
 
 from holdfast.format import extras
+from holdfast.format.dtypes import DTYPES
+from holdfast.interop.byindex import parameters, proved_names, stated_names
 from holdfast.interop.foreign import Foreign
+from holdfast.interop.sections import place_of
 from holdfast.interop.unpickle import Record
+from holdfast.store import Store
 
 Path = tuple[Any, ...]
 Groups = dict[str, list[dict[str, Any]]]
 
 
 def arranged(
-    tensors: list[Foreign], values: dict[str, Any], meta: Record
+    store: Store, tensors: list[Foreign], values: dict[str, Any], meta: Record
 ) -> tuple[list[Foreign], dict[str, Any]]:
     """Tensors and extras under the names of our own checkpoints.  `values`: as extras hold them."""
     tree = _Tree(tensors, values, _paths(meta))
     tree.unwrap()
+    tree.take_hyper_tensors(store)
     groups = tree.take_groups()
+    tree.name_numbers(groups)
     tree.name_states(groups)
     tree.name_weights(groups)
     tree.nest()
@@ -60,7 +68,10 @@ class _Tree:
     ) -> None:
         self.tensors = tensors
         self.values = dict(values)
-        self._path = {n: paths.get(n, (n,)) for n in (*values, *(t.name for t in tensors))}
+        names = {n: (n,) for n in (*values, *(t.name for t in tensors))}
+        self._path: dict[str, Path] = {n: p for n, p in paths.items() if n in names}
+        """In the order of the state that was saved."""
+        self._path |= {n: p for n, p in names.items() if n not in paths}
 
     def unwrap(self) -> None:
         """Without the one key that all of it is under, if there are optimizers below that."""
@@ -74,6 +85,30 @@ class _Tree:
         self.tensors = [replace(t, name=new[t.name]) for t in self.tensors]
         self.values = {new[name]: value for name, value in self.values.items()}
         self._path = {new[name]: path for name, path in inner.items()}
+
+    def take_hyper_tensors(self, store: Store) -> None:
+        """Hyper-parameters that are tensors become values that refer to them.
+
+        Flattened, a group's tensor is there for each parameter: those that are equal become one.
+        """
+        kept: list[Foreign] = []
+        known: dict[Any, str] = {}
+        for t in self.tensors:
+            path = self._path[t.name]
+            found = _hyper(path)
+            if found is None:
+                kept.append(t)
+                continue
+            key, number, what = found
+            same = (key, what, number if isinstance(number, int) else _content(store, t))
+            if same not in known:
+                if not isinstance(number, int):
+                    number = sum(k[:2] == same[:2] for k in known)
+                known[same] = f"{key}.param_groups[{number}].{what}"
+                kept.append(replace(t, name=known[same]))
+                self._path[known[same]] = path
+            self.values[t.name] = {"$at": known[same]}
+        self.tensors = kept
 
     def take_groups(self) -> Groups:
         """Optimizers' groups, by key; their values become one extra each."""
@@ -101,6 +136,40 @@ class _Tree:
                 states.setdefault(param, {})[what] = self.values.pop(name)
             self._put(key, {"$optimizer": {"groups": found, "state": states}})
         return groups
+
+    def name_numbers(self, groups: Groups) -> None:
+        """Numbers of parameters become names where these are stated or proved, else `state.<number>`."""
+        for key, found in groups.items():
+            numbers = [p for g in found for p in g["params"]]
+            if not all(type(p) is int for p in numbers):
+                continue
+            known = stated_names([{"params": g["params"], **g["hyper"]} for g in found])
+            known = known or self._proved(key, [g["params"] for g in found]) or {}
+            names = {str(n): known.get(n, f"state.{n}") for n in numbers}
+            for group in found:
+                group["params"] = [names[str(p)] for p in group["params"]]
+                group["hyper"].pop("param_names", None)
+            body = self.values[key]["$optimizer"]
+            body["state"] = {names.get(p, f"state.{p}"): s for p, s in body["state"].items()}
+            for t in self.tensors:
+                match self._path[t.name]:
+                    case (k, "state", str(p), str(what)) if k == key:
+                        self._path[t.name] = (key, "state", names.get(p, f"state.{p}"), what)
+
+    def _proved(self, key: str, groups: list[list[int]]) -> dict[int, str] | None:
+        shapes: dict[int, set[tuple[int, ...]]] = {}
+        for t in self.tensors:
+            state = _state(self._path[t.name])
+            if state and state[0] == key and state[1].isdecimal() and t.shape:
+                shapes.setdefault(int(state[1]), set()).add(t.shape)
+        by_name = {t.name: t for t in self.tensors}
+        model = [
+            (str(path[1]), by_name[n].dtype, by_name[n].shape)
+            for n, path in self._path.items()
+            if n in by_name and path[0] == "model" and len(path) == 2
+        ]
+        one = {n: next(iter(s)) for n, s in shapes.items() if len(s) == 1}
+        return proved_names(groups, one, parameters(model))
 
     def name_states(self, groups: Groups) -> None:
         """`<key>.state.<parameter>.<state>` loses `state`."""
@@ -153,6 +222,16 @@ class _Tree:
     def _rename(self, number: int, name: str, path: Path, state: str) -> None:
         self.tensors[number] = replace(self.tensors[number], name=name, state=state)
         self._path[name] = path
+
+
+def _content(store: Store, t: Foreign) -> Any:
+    """What tells whether tensors are equal: of a single number its bytes."""
+    if t.shape:
+        return t.name
+    path, start = place_of(t.parts[0].sources[0])
+    raw = bytearray(DTYPES[t.dtype].bytes)
+    store.read(path, start, memoryview(raw))
+    return t.dtype, bytes(raw)
 
 
 def _hyper(path: Path) -> tuple[str, int | str, str] | None:

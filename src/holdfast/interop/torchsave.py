@@ -10,14 +10,14 @@ one tree (`ranks`).  Trees are read without running anything, tensors when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound
 from holdfast.format import extras
-from holdfast.interop.byindex import proved_names, stated_names
+from holdfast.interop.byindex import is_buffer, parameters, proved_names, stated_names
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.plaindata import plain
 from holdfast.interop.ranks import ByRank, Tensor, of_all, scalar
@@ -165,7 +165,7 @@ class _Found:
 
     def add(self, key: str, value: Any) -> None:
         if key == "model" and is_state_dict(value):
-            rest = {n: v for n, v in value.items() if not _is_buffer(n, v, value)}
+            rest = {n: v for n, v in value.items() if not _may_differ(n, v, value)}
             value = value | of_all(self.store, rest, key)
         elif key == "model" or key in (*OPTIM, *STEP) or is_optimizer(value):
             value = of_all(self.store, value, key)
@@ -281,6 +281,11 @@ class _Found:
         return proved_names(groups, shapes, _parameters(self.model))
 
 
+def _may_differ(name: str, value: Any, model: dict[str, Any]) -> bool:
+    """Whether each rank may have its own: of what is known to be a buffer."""
+    return isinstance(value, Tensor) and is_buffer(name, value.dtype, model)
+
+
 def _tensors(states: Any) -> list[Tensor]:
     return [v for v in states.values() if isinstance(v, Tensor)] if isinstance(states, dict) else []
 
@@ -290,27 +295,6 @@ def _hyper(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(model: list[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...]]]:
-    """What of a state dict can be parameters: each once, and no buffers that can be told by name."""
-    names = {n for n, _ in model}
-    found, seen = [], set()
-    for name, tensor in model:
-        again = tensor.same is not None and tensor.same in seen
-        if _is_float(tensor) and not _is_statistic(name, names) and not again:
-            found.append((name, tensor.shape))
-            seen.add(tensor.same)
-    return found
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.dtype.startswith(("float", "bfloat"))
-
-
-def _is_statistic(name: str, names: Container[str]) -> bool:
-    """Whether this is what batch norm has counted."""
-    module, dot, last = name.rpartition(".")
-    return last in ("running_mean", "running_var") and f"{module}{dot}num_batches_tracked" in names
-
-
-def _is_buffer(name: str, value: Any, names: Container[str]) -> bool:
-    """Whether this is known to be no parameter: each rank may have its own."""
-    return isinstance(value, Tensor) and (not _is_float(value) or _is_statistic(name, names))
+    """What of a state dict can be parameters, each once."""
+    once = {t.same if t.same is not None else n: (n, t) for n, t in reversed(model)}
+    return parameters([(n, t.dtype, t.shape) for n, t in reversed(once.values())])
