@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -310,3 +319,24 @@ def test_an_optimizer_by_number(tmp_path: Path, how: str) -> None:
     for mine, theirs in zip(other.parameters(), net.parameters()):
         for state, value in optim.state[theirs].items():
             assert torch.equal(fresh.state[mine][state], value), state
+
+
+def test_metadata_of_shared_tuples(tmp_path: Path) -> None:
+    """Names and shapes that are none are refused before they are hashed or shown."""
+    deep: Any = ()
+    for _ in range(30):
+        deep = (deep, deep)
+    for what in ("path", "size", "offset"):
+        info = _StorageInfo(deep if what == "path" else "x", 0, 10)  # type: ignore[arg-type]
+        size = deep if what == "size" else (2,)
+        tensor = TensorStorageMetadata(TensorProperties(torch.float32), size, [])  # type: ignore[arg-type]
+        index = MetadataIndex("w")
+        meta = Metadata({"w": tensor}, None, {index: info})
+        if what == "offset":
+            object.__setattr__(index, "offset", deep)  # once it is hashed
+        data = pickle.dumps(meta, 4)
+        (tmp_path / ".metadata").write_bytes(data)
+        began = time.process_time()
+        with pytest.raises(FormatError):
+            holdfast.open(tmp_path)
+        assert time.process_time() - began < 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import time
+import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -181,3 +183,48 @@ def test_members_of_enumerations_are_named_and_not_looked_up() -> None:
         unpickle(hostile, known)
     with pytest.raises(FormatError, match="no class"):
         unpickle(b"\x80\x02cbuiltins\ngetattr\nX\x01\x00\x00\x00aX\x01\x00\x00\x00b\x86R.", known)
+
+
+def test_a_list_that_holds_itself_a_thousand_times() -> None:
+    """Children are counted before they are held: 2 KB would else take all memory."""
+    found = unpickle(b"\x80\x02]q\0(" + b"h\0" * 1000 + b"e.", TABLE)
+    tracemalloc.start()
+    with pytest.raises(FormatError, match="more than"):
+        check_size(found)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 28
+
+
+def tower(depth: int) -> bytes:
+    """A tuple of two tuples of two tuples, ..., each of them stored once."""
+    return b")q\0" + b"0h\0h\0\x86q\0" * depth
+
+
+TEXT = b"X" + struct.pack("<I", 1 << 16) + b"a" * (1 << 16) + b"q\1"
+
+
+@pytest.mark.parametrize(
+    "data",
+    {
+        "a dtype": b"ctorch._utils\n_rebuild_tensor_v3\n(K\0QK\0))NN" + tower(22) + b"tR.",
+        "a device": b"ctorch\ndevice\n(" + tower(18) + b"tR.",
+        "a path": b"cpathlib\nPosixPath\n(" + TEXT + b"h\1" * 20_000 + b"tR.",
+        "paths": TEXT + b"0(" + b"cpathlib\nPosixPath\nh\1\x85R" * 20_000 + b"l.",
+        "a reference": tower(22) + b"Q.",
+        "a long key": b"(" + b"N" * 5000 + b"tq\0}(" + b"h\0N" * 10_000 + b"u.",
+        "a field": b"cm\nKind\n)R}(" + b"(" + TEXT + b"h\1" * 1000 + b"tNub.",
+    }.values(),
+    ids=lambda data: str(len(data)),
+)
+def test_what_functions_would_hash_or_format_for_ever(data: bytes) -> None:
+    """Shared parts are counted as often as they are met, before a function gets them."""
+    from holdfast.interop import torchfile
+
+    known = torchfile.table() | {("m", "Kind"): record("Kind")}
+    began = time.process_time()
+    with pytest.raises(FormatError):
+        unpickle(
+            b"\x80\x02" + data, known, lambda pid: torchfile._Storage(str(pid)[:0], 0, 10, "x")
+        )
+    assert time.process_time() - began < 1.5

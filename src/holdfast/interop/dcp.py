@@ -19,7 +19,8 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.interop.dcptree import arranged
 from holdfast.interop.foreign import Foreign, Part, foreign
 from holdfast.interop.sections import Archive, Place, Strided
-from holdfast.interop.torchfile import More, Section, TensorRef, read_tree, table
+from holdfast.interop.torchfile import More, Section, TensorRef, kind_of, read_tree, table
+from holdfast.interop.typed import ints, text
 from holdfast.interop.unpickle import Record, check_size, record, unpickle
 from holdfast.layout import Box
 from holdfast.store import Store
@@ -69,7 +70,7 @@ def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
         raise NotFound(f"{store.url} is a dcp checkpoint; it has no step {step}")
     found = read_contents(store)
     values = {n: _value(store, info) for n, info in found.objects.items()}
-    software = {"torch.distributed.checkpoint": str(found.meta.get("version") or "unknown")}
+    software = {"torch.distributed.checkpoint": text(found.meta.get("version") or "unknown")}
     tensors, values = arranged(store, found.tensors, values, found.meta)
     return foreign(
         store, tensors, step=0, software=software, extras=values, archives=found.archives
@@ -100,26 +101,27 @@ def _contents(store: Store, folder: str, meta: Any) -> Contents:
         if not (isinstance(index, Record) and isinstance(info, Record)):
             raise FormatError("malformed storage_data")
         here = Record(info.name)
-        here.fields = info.fields | {"relative_path": folder + str(info["relative_path"])}
-        places[str(index["fqn"]), index.get("offset")] = here
+        here.fields = info.fields | {"relative_path": folder + text(info["relative_path"])}
+        offset = index.get("offset")
+        places[text(index["fqn"]), None if offset is None else ints(offset)] = here
     tensors, objects = [], {}
     for name, entry in _dict(meta["state_dict_metadata"]).items():
         if not isinstance(entry, Record):
-            raise FormatError(f"malformed entry of {name!r}")
+            raise FormatError(f"malformed entry of {text(name)!r}")
         if entry.name == "BytesStorageMetadata":
-            objects[str(name)] = _place(places, (str(name), None))
+            objects[text(name)] = _place(places, (text(name), None))
         else:
-            tensors.append(_tensor(store, str(name), entry, places))
+            tensors.append(_tensor(store, text(name), entry, places))
     return Contents(
         tensors, objects, sorted({section_range(info) for info in places.values()}), meta
     )
 
 
 def _tensor(store: Store, name: str, entry: Record, places: dict[Key, Record]) -> Foreign:
-    shape, dtype = tuple(entry["size"]), _dtype(entry["properties"])
+    shape, dtype = ints(entry["size"]), _dtype(entry["properties"])
     parts = []
     for chunk in entry["chunks"]:
-        start, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
+        start, sizes = ints(chunk["offsets"]), ints(chunk["sizes"])
         box = Box(start, tuple(a + n for a, n in zip(start, sizes)))
         if not box.size:
             continue
@@ -135,9 +137,9 @@ def _dtype(properties: Any) -> str:
     if found is None and isinstance(properties, Record):
         state = properties.get("state")
         found = state[0] if isinstance(state, tuple) and state else None
-    if found not in DTYPES:
+    if text(found) not in DTYPES:
         raise FormatError(f"unknown dtype {found!r}")
-    return str(found)
+    return text(found)
 
 
 def _place(places: dict[Key, Record], key: Key) -> Record:
@@ -175,7 +177,7 @@ def _where(
     found = section_tree(store, info)
     if not isinstance(found, TensorRef) or (found.shape, found.dtype) != (sizes, dtype):
         raise FormatError(
-            f"{name!r}: a {dtype} part of shape {sizes} was expected, found {found}",
+            f"{name!r}: a {dtype} part of shape {sizes} was expected, found {kind_of(found)}",
             key=str(info["relative_path"]),
         )
     if not found.contiguous:

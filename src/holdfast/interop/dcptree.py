@@ -50,7 +50,12 @@ def _paths(meta: Record) -> dict[str, Path]:
     found = meta.get("planner_data")
     if not isinstance(found, dict):
         return {}
-    return {str(k): v for k, v in found.items() if isinstance(v, tuple) and v}
+    return {k: v for k, v in found.items() if isinstance(k, str) and _is_path(v)}
+
+
+def _is_path(value: Any) -> bool:
+    parts = value if isinstance(value, tuple) else ()
+    return bool(parts) and all(isinstance(p, (str, int)) for p in parts)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import FormatError
+from holdfast.interop.typed import text
 from holdfast.interop.unpickle import Record, new_set, record
 
 
@@ -94,7 +95,7 @@ def _numpy(value: Record) -> Any:
 def _dtype(value: Any) -> np.dtype[Any]:
     """Numbers alone: what else a dtype can be made from is not data."""
     order = value["state"][1]
-    found = np.dtype(str(value.args[0]))
+    found = np.dtype(text(value.args[0]))
     if found.kind not in "biufc" or order not in "<>|=":
         raise FormatError(f"an array of numpy's type {value.args[0]!r}")
     return found.newbyteorder(order) if order in "<>" else found

@@ -12,8 +12,9 @@ from math import prod
 from typing import Any
 
 from holdfast.errors import FormatError
-from holdfast.interop.torchfile import TensorRef, enumerated, rebuild, rebuild_parameter
-from holdfast.interop.unpickle import Global, Record, record
+from holdfast.interop.torchfile import TensorRef, enumerated, kind_of, rebuild, rebuild_parameter
+from holdfast.interop.typed import ints, text
+from holdfast.interop.unpickle import Global, Record, check_size, record
 from holdfast.layout import Box, chunk, whole
 
 
@@ -51,11 +52,11 @@ def _wrapped(*_: Any) -> Any:
 
 def _dtensor(local: Any, spec: Record) -> Shards:
     mesh, meta = spec["mesh"], spec["tensor_meta"]
-    shape, dtype = tuple(meta.args[0]), str(meta.args[2])
-    sizes, coordinate = _mesh_shape(mesh), mesh.get("_coordinate_on_dim")
+    shape, dtype = ints(meta.args[0]), text(meta.args[2])
+    sizes, coordinate = _mesh_shape(mesh), ints(mesh.get("_coordinate_on_dim") or ())
     if not isinstance(local, TensorRef) or local.dtype != dtype:
-        raise FormatError(f"a DTensor whose local part is {local}")
-    if coordinate is None or len(coordinate) != len(sizes):
+        raise FormatError(f"a DTensor whose local part is {kind_of(local)}")
+    if len(coordinate) != len(sizes):
         raise FormatError("a DTensor of a rank that is not in its mesh")
     box = whole(shape)
     for mesh_dim, dim in _order(spec, sizes):
@@ -64,7 +65,7 @@ def _dtensor(local: Any, spec: Record) -> Shards:
         placements = ", ".join(p.name.rpartition(".")[2] for p in spec["placements"])
         raise FormatError(
             f"a DTensor of shape {shape}: ({placements}) over {sizes} leaves {box.shape} at "
-            f"{tuple(coordinate)}, but the local part is {local.shape}"
+            f"{coordinate}, but the local part is {local.shape}"
         )
     held = ((box, local),) if box.size else ()
     rank = mesh.get("_rank")
@@ -86,6 +87,7 @@ def _mesh_shape(mesh: Record) -> tuple[int, ...]:
 
 
 def _flat(sizes: Any) -> tuple[int, ...]:
+    check_size(sizes, 64)
     if isinstance(sizes, int):
         return (sizes,)
     return tuple(n for part in sizes for n in _flat(part))
@@ -98,6 +100,8 @@ def _order(spec: Record, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     `split_factor` parts.  FormatError where the file states another order, or a pending reduction.
     """
     order: list[tuple[int, int]] = []
+    check_size(spec["placements"], 1 << 10)
+    check_size(spec.get("shard_order"), 1 << 10)
     for mesh_dim, p in reversed(list(enumerate(spec["placements"]))):
         kind = p.name.rpartition(".")[2]
         if kind == "Replicate":
@@ -126,14 +130,14 @@ def _order(spec: Record, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _sharded_tensor(shards: Any, metadata: Record, group: Record) -> Shards:
-    shape, properties = tuple(metadata["size"]), metadata["tensor_properties"]
-    dtype = str(properties["state"][0] if "state" in properties.fields else properties["dtype"])
+    shape, properties = ints(metadata["size"]), metadata["tensor_properties"]
+    dtype = text(properties["state"][0] if "state" in properties.fields else properties["dtype"])
     held = []
     for shard in shards:
-        start, sizes = (tuple(shard["metadata"][k]) for k in ("shard_offsets", "shard_sizes"))
+        start, sizes = (ints(shard["metadata"][k]) for k in ("shard_offsets", "shard_sizes"))
         box, tensor = Box(start, tuple(a + n for a, n in zip(start, sizes))), shard["tensor"]
         if not isinstance(tensor, TensorRef) or (tensor.shape, tensor.dtype) != (sizes, dtype):
-            raise FormatError(f"a shard of {sizes} {dtype} whose tensor is {tensor}")
+            raise FormatError(f"a shard of {sizes} {dtype} whose tensor is {kind_of(tensor)}")
         if box.size:
             held.append((box, tensor))
     return Shards(

@@ -100,6 +100,12 @@ class _Storage:
     crc: int | None = None
 
 
+def kind_of(value: Any) -> str:
+    """What to call a value that is not what it should be."""
+    known = isinstance(value, TensorRef)
+    return f"{value.dtype} of shape {value.shape}" if known else f"a {type(value).__name__}"
+
+
 class Section:
     """A part of an object, as the file that `zipfile` wants."""
 

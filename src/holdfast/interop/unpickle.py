@@ -13,7 +13,7 @@ plain value (a dtype's name, say).  Classes whose instances only carry fields ar
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from holdfast.errors import FormatError
@@ -23,6 +23,10 @@ Table = Mapping[tuple[str, str], Any]
 MAX_STACK = 1 << 24
 MAX_NODES = 1 << 24
 """Of a value, counting shared parts as often as they are met."""
+MAX_KEY = 1 << 10
+"""Parts of a tuple that is a key."""
+COST_PER_BYTE, PART_COST = 64, 16
+"""A byte of a pickle may make functions look at four parts, or at 64 characters of text."""
 
 
 class Record:
@@ -32,9 +36,6 @@ class Record:
         self.name = name
         self.args = args
         self.fields: dict[str, Any] = {}
-
-    def __repr__(self) -> str:
-        return f"<{self.name} {self.args} {self.fields}>"
 
     def __getitem__(self, field: str) -> Any:
         if field not in self.fields:
@@ -48,6 +49,9 @@ class Record:
 def record(name: str) -> Callable[..., Record]:
     """For a table: a class whose instances become Records."""
     return lambda *args: Record(name, args)
+
+
+_CONTAINERS = (tuple, list, dict, set, frozenset)
 
 
 class _Mark:
@@ -163,10 +167,21 @@ class _Machine:
             raise _Refuse(f"it calls {getattr(function, 'name', type(function).__name__)}")
         if not isinstance(args, tuple):
             raise _Refuse("a call whose arguments are no tuple")
-        self.spent += sum(len(a) for a in args if isinstance(a, (tuple, list, dict, set)))
-        if self.spent > 4 * len(self.data) + 1024:  # parts made once and copied again and again
-            raise _Refuse("it asks for more than it holds")
+        self.pay(args)
         self.stack.append(function.value(*args))
+
+    def pay(self, value: Any) -> None:
+        """Count what a function may copy, hash or format: shared parts as often as they are met."""
+        most, todo = COST_PER_BYTE * len(self.data) + (1 << 16), [value]
+        for node in todo:
+            if isinstance(node, (str, bytes, bytearray)):
+                self.spent += len(node)
+            elif isinstance(node, _CONTAINERS):
+                self.spent += PART_COST * len(node)
+                if self.spent <= most:
+                    todo += _parts(node)
+        if self.spent > most:
+            raise _Refuse("it asks for more than it holds")
 
     def build(self) -> None:
         state, target = _value(self.pop()), self.stack[-1]
@@ -174,6 +189,8 @@ class _Machine:
             parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
             for part in parts:
                 if isinstance(part, dict):
+                    if not all(isinstance(k, (str, int)) for k in part):
+                        raise _Refuse("a field whose name is no text")
                     target.fields.update({str(k): v for k, v in part.items()})
                 elif part is not None:
                     target.fields["state"] = part
@@ -192,21 +209,23 @@ def _value(x: Any) -> Any:
     return x
 
 
-def check_size(value: Any) -> None:
-    """FormatError for what a walk would not end in: parts that hold each other, or are shared over and
-    over."""
-    count, todo = 0, [value]
+def check_size(value: Any, most: int | None = None) -> None:
+    """FormatError for a value of more parts than `most`, shared ones counted as often as they are met."""
+    count, most, todo = 1, most or MAX_NODES, [value]
     while todo:
-        count += 1
-        if count > MAX_NODES:
-            raise FormatError(f"malformed pickle: a value of more than {MAX_NODES} parts")
         node = todo.pop()
-        if isinstance(node, dict):
-            todo += [*node.keys(), *node.values()]
-        elif isinstance(node, (list, tuple, set, frozenset)):
-            todo += node
-        elif isinstance(node, Record):
-            todo += [*node.args, *node.fields.values()]
+        parts = (*node.args, *node.fields.values()) if isinstance(node, Record) else _parts(node)
+        count += len(parts)  # before they are held: a list may hold itself a thousand times
+        if count > most:
+            raise FormatError(f"malformed pickle: a value of more than {most} parts")
+        todo += parts
+
+
+def _parts(value: Any) -> Collection[Any]:
+    """What a plain container holds."""
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    return value if isinstance(value, _CONTAINERS) else ()
 
 
 def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
@@ -250,13 +269,15 @@ def _keys(items: list[Any]) -> list[Any]:
     """To be hashed, which takes exponential time for tuples of shared tuples."""
     for item in items:
         parts = item if isinstance(item, tuple) else ()
+        if len(parts) > MAX_KEY:
+            raise _Refuse(f"a key of more than {MAX_KEY} parts")
         if isinstance(item, frozenset) or any(isinstance(p, (tuple, frozenset)) for p in parts):
             raise _Refuse("a key of nested tuples")
     return items
 
 
 def new_set(items: Any = ()) -> set[Any]:
-    """For a table: the built-in `set`."""
+    """The built-in `set`."""
     return set(_keys(list(items)))
 
 
@@ -303,7 +324,9 @@ def _stack_global(m: _Machine) -> None:
 def _persistent(m: _Machine) -> None:
     if m.persistent is None:
         raise _Refuse("it refers to an object outside of it")
-    m.stack.append(m.persistent(_value(m.pop())))
+    reference = _value(m.pop())
+    m.pay(reference)
+    m.stack.append(m.persistent(reference))
 
 
 def _skip(count: int) -> Callable[[_Machine], None]:
