@@ -379,5 +379,5 @@ def table() -> dict[tuple[str, str], Any]:
         ("pathlib", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
         ("builtins", "set"): new_set,
         ("builtins", "complex"): lambda *parts: complex(*parts),
-        ("builtins", "getattr"): enumerated,
+        **dict.fromkeys((("builtins", "getattr"), ("__builtin__", "getattr")), enumerated),
     }

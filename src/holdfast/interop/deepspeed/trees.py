@@ -21,7 +21,7 @@ from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop import plaindata
 from holdfast.interop.sections import Place
-from holdfast.interop.torchfile import Section, TensorRef, read_tree, table
+from holdfast.interop.torchfile import Section, TensorRef, enumerated, read_tree, table
 from holdfast.interop.unpickle import Record, check_size, record
 from holdfast.store import Store
 
@@ -58,9 +58,21 @@ def _rebuild_as_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     return make(*args)
 
 
+STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+
+
+def _member(owner: Any, name: Any) -> Record:
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it; of stages by its number."""
+    found = enumerated(owner, name)
+    is_stage = owner.name.endswith("ZeroStageEnum") and name in STAGES
+    return Record(owner.name, (STAGES.index(name),)) if is_stage else found
+
+
 _KNOWN: ChainMap[tuple[str, str], Any] = ChainMap(
     {
         ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_as_type,
+        ("builtins", "getattr"): _member,
+        ("__builtin__", "getattr"): _member,
         ("torch", "Tensor"): record("Tensor"),
         ("torch.nn.parameter", "Parameter"): record("Parameter"),
     },
