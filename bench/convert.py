@@ -132,12 +132,13 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
         what, size = f"{key}, {f['bytes'] / 1e9:.2f} GB", f["bytes"]
         for name, title in (
             ("universal", "to consolidated"),
+            ("unread", "to consolidated, not read back"),
             ("deepspeed", "to DeepSpeed universal"),
         ):
             out.append(
                 row(f"convert {what}, {title}", seconds(f["seconds"], name, size),
                     f"{PEER} ({f['workers']} workers) {seconds(f['seconds'], PEER)}",
-                    ratio(f["seconds"], PEER, name), ">= 8" if name == "universal" else "")
+                    ratio(f["seconds"], PEER, name), "" if name == "deepspeed" else ">= 8")
             )  # fmt: skip
         for name, title in (("universal", "read back"), ("unread", "not read back")):
             out.append(
