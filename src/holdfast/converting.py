@@ -182,11 +182,11 @@ class _Conversion:
         finished = marked.get("conversion") == self.identity and self._is_result(files)
         if not finished:
             self._check_target()
-        os.makedirs(self.partial.root, exist_ok=True)
+        self._make_partial()
         held.enter_context(_locked(self.partial.root))
         if finished:
             return True
-        if not marked and any(walk(self.partial.root)):
+        if not marked and self.partial.list():
             raise UsageError(
                 f"{self.partial.root} is in the way, and is not of a conversion",
                 hint="remove it, or give another target",
@@ -197,6 +197,19 @@ class _Conversion:
         self.partial.put(_MARK, msgspec.json.encode(mark))
         self._check_space(files, same)
         return False
+
+    def _make_partial(self) -> None:
+        try:
+            os.makedirs(self.partial.root, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            what = f"{error.filename} is in the way: a file where a folder must be"
+            raise UsageError(what, hint="remove it, or give another target") from None
+
+    def _remove_partial(self) -> None:
+        """The mark last: without it, what is left would be taken for somebody else's."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.work.root)
+        shutil.rmtree(self.partial.root)
 
     def _marked(self) -> dict[str, str]:
         """What the mark says of the conversion that has begun; empty if there is none."""
@@ -239,7 +252,7 @@ class _Conversion:
         free = shutil.disk_usage(self.partial.root).free
         if wanted > free:
             if not same:
-                shutil.rmtree(self.partial.root)
+                self._remove_partial()
             raise OutOfSpace(
                 f"{wanted:,} bytes are to be written into {self.partial.root}, {free:,} are free"
             )
@@ -289,16 +302,17 @@ class _Conversion:
                 self._move_step(plan, files)
             else:
                 self._move(plan)
-        shutil.rmtree(self.partial.root)
+        self._remove_partial()
 
     def _check_end(self, files: Sequence[Outfile]) -> None:
         """What holds for the whole, whoever has written which part."""
         self._check_target()
+        list(walk(self.partial.root))  # NFS: what was missing a while ago is looked up anew
         missing = next((f.path for f in files if not self._is_written(f)), None)
         if missing is not None:
             raise HoldfastError(f"{missing} was not written", hint="convert again: it goes on")
         if _identity(self.source, self.to, self.options) != self.identity:
-            shutil.rmtree(self.partial.root)
+            self._remove_partial()
             raise Corrupt(
                 f"{self.source.store.url} has changed while it was converted",
                 hint="convert again once nobody writes to it",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +116,61 @@ def test_a_finished_file_that_was_changed_is_found_out(source: Path, tmp_path: P
         holdfast.convert(source, tmp_path / "out", to="huggingface", max_file_bytes=8_000_000)
     assert caught.value.key == victim.name
     assert not (tmp_path / "out").exists()
+
+
+CHANGES = ("mkdir", "rmdir", "link", "rename", "replace", "unlink", "fsync", "pwrite", "ftruncate")
+"""Calls by which files and names come and go."""
+
+
+def killed_at(change: int, source: Path, target: Path, to: str) -> bool:
+    """Convert in a process that dies just before its `change`th such call; whether it came so far."""
+    child = os.fork()
+    if child == 0:
+        left = itertools.count(change, -1)
+
+        def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+            def change(*args: Any, **kwargs: Any) -> Any:
+                if next(left) == 0:
+                    os._exit(9)
+                return call(*args, **kwargs)
+
+            return change
+
+        for name in CHANGES:
+            setattr(os, name, dying(getattr(os, name)))
+        try:
+            holdfast.convert(source, target, to=to, max_file_bytes=600)
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9)
+    return status == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", [*FORMATS, "torch"])
+def test_killed_at_every_change(tmp_path: Path, to: str) -> None:
+    """Dead before every call that writes: never half a result, and the next try gives a whole one."""
+    small = torch.nn.Linear(9, 11)
+    holdfast.save(tmp_path / "src", {"model": small}, step=1)
+    whole = tmp_path / "whole"
+    holdfast.convert(tmp_path / "src", whole, to=to, max_file_bytes=600)
+    for change in itertools.count():
+        target = tmp_path / f"{change}"
+        dead = killed_at(change, tmp_path / "src", target, to)
+        there = target.exists() and (to != "universal" or holdfast.steps(target) == [1])
+        if not there or Path(f"{target}.partial/holdfast-conversion.json").exists():
+            holdfast.convert(tmp_path / "src", target, to=to, max_file_bytes=600)
+        if to == "universal":
+            assert compare(holdfast.open(whole), holdfast.open(target)).identical
+        elif to == "torch":
+            assert target.read_bytes() == whole.read_bytes()
+        else:
+            assert files(target) == files(whole)
+        if not dead:
+            break
+    assert change > 10
 
 
 @pytest.mark.parametrize("to", [*FORMATS, "torch"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import Corrupt, FormatError, UsageError
 from holdfast.format.dtypes import numpy_dtype
 from holdfast.store import Reader, Store, Writer
 from holdfast.store.base import Bytes
@@ -52,7 +52,10 @@ class Strided:
     def read(self, store: Store) -> NDArray[np.uint8]:
         """All its bytes, in row-major order."""
         order, dtype = self.order, numpy_dtype(self.dtype)
-        raw = np.empty(prod(self.shape) * dtype.itemsize, np.uint8)
+        size, stop = prod(self.shape) * dtype.itemsize, store.size(self.path)
+        if self.start + size > stop:  # before memory is taken for what a damaged file claims
+            raise Corrupt(f"ends at byte {stop}, {self.start + size} are needed", key=self.path)
+        raw = np.empty(size, np.uint8)
         store.read(self.path, self.start, memoryview(raw))  # type: ignore[arg-type]
         stored = raw.view(dtype).reshape([self.shape[d] for d in order])
         plain = np.ascontiguousarray(stored.transpose(np.argsort(order)))
