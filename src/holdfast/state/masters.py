@@ -7,6 +7,7 @@ state is one tensor that is laid out as the master, and each parameter's part of
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,11 +161,23 @@ def _place(
     key, old = change.key, change.have.get(state)
     if not isinstance(old, torch.Tensor) or old.shape != change.master.shape:
         dtype = torch_dtype(checkpoint.info(f"{key}.{change.params[0][0]}.{state}").dtype)
-        old = torch.zeros_like(change.master, dtype=dtype, requires_grad=False)
+        old = _zeros(change.master, dtype)
         change.made[state] = old
     for name, p in change.params:
         add_state(live, f"{key}.{name}", state, p, old, change.zero)
         add_ties(live, key, state, all_names.get(id(p), ()))
+
+
+def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of `like`'s shape and device.
+
+    On the host the kernel's zero pages are taken as they come: the threads that read into them touch them
+    first, side by side, where `torch.zeros` would have one thread write all of them beforehand.
+    """
+    size = like.numel() * dtype.itemsize
+    if like.device.type != "cpu" or not size:
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(like.shape)
 
 
 def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
