@@ -39,7 +39,7 @@ from holdfast.errors import UsageError
 Bytes = NDArray[np.uint8]
 
 PACKET_BYTES = 16 << 10
-"""Four make a unit of 64 KiB: 4 KiB were a tenth slower, 64 KiB a tenth faster."""
+"""Four make a unit of 64 KiB.  4 KiB were 9 to 14 % slower, 64 KiB 15 % faster with four times the unit."""
 XOR_UNIT_BYTES = 64
 """A unit where all elements are 1, so that bytes are independent: a cache line."""
 TILE_BYTES = 1 << 20
