@@ -14,7 +14,7 @@ SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
     ("errors", "events", "here", "near", "threads", "version"),
-    ("layout", "codec", "store", "group"),
+    ("layout", "codec", "policy", "store", "group"),
     ("rules",),
     ("format",),
     ("checkpoint",),
@@ -36,6 +36,7 @@ TORCH_FREE = (
     "holdfast.checkpoint.opened",
     "holdfast.checkpoint.sharing",
     "holdfast.cli.main",
+    "holdfast.codec.stripes",
     "holdfast.converting",
     "holdfast.format.extras",
     "holdfast.interop.dcp",
@@ -44,6 +45,7 @@ TORCH_FREE = (
     "holdfast.interop.megatron.opening",
     "holdfast.interop.verifying",
     "holdfast.looking",
+    "holdfast.policy.survival",
     "holdfast.recovery",
     "holdfast.rules",
     "holdfast.store",

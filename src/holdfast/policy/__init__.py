@@ -1,0 +1,1 @@
+"""What to protect, how, and how often.  Pure."""

@@ -1,0 +1,249 @@
+"""How likely a snapshot in host memory survives the loss of nodes.
+
+A snapshot is lost when some group's shares cannot be rebuilt from what the nodes left hold; that processes
+fail does no harm, because an agent holds the memory.  p = 1 - q is the probability that a node outlives the
+interval.  For members on nodes of their own (after REFT, Wang et al., 2023):
+
+    none        p^n
+    rs(m)       sum over j <= m of C(n, j) p^(n - j) q^j           parity is rs(1)
+    copy(r)     no r neighbours in the ring all fail: a circular run of failures is shorter than r
+    G groups    the product over groups that share no node
+
+Here the other side is computed, the probability of loss, as a sum of positive terms: a loss of 1e-20 is not
+rounded to none, and times to a loss come out.  Nodes may fail with different probabilities.  Groups that
+share nodes, and members of one group that do, fail together: counted exactly, set by set of nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+from holdfast.errors import UsageError
+
+Group = tuple[int, ...]
+"""The node of each member of a sharding group, in the order of the ring."""
+
+MOST_SETS = 200_000
+"""Sets of lost nodes that `loss` looks at before it gives up: seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """How long a node lives: Weibull, S(t) = exp(-(t / scale_s)^shape); shape 1 is exponential."""
+
+    scale_s: float
+    shape: float = 1.0
+
+    @property
+    def mean_s(self) -> float:
+        """Mean time to failure: scale * Gamma(1 + 1 / shape)."""
+        return self.scale_s * math.gamma(1 + 1 / self.shape)
+
+    def failure(self, interval_s: float, age_s: float = 0.0) -> float:
+        """Probability that a node of that age fails within the interval: 1 - S(age + t) / S(age)."""
+        hazard = ((age_s + interval_s) / self.scale_s) ** self.shape
+        return -math.expm1((age_s / self.scale_s) ** self.shape - hazard)
+
+
+def exponential(mtbf_s: float) -> Lifetime:
+    """Failures at a constant rate, one per `mtbf_s` seconds of a node."""
+    return Lifetime(mtbf_s)
+
+
+def weibull(mtbf_s: float, shape: float) -> Lifetime:
+    """Failures that grow rarer with age (shape < 1) or more frequent (shape > 1), with that mean."""
+    return Lifetime(mtbf_s / math.gamma(1 + 1 / shape), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A redundancy scheme and the losses per group that it always survives.
+
+    `rs` survives any `losses` members, and no more; `copy` any in which no `losses + 1` neighbours are.
+    `none` is rs(0).
+    """
+
+    kind: Literal["copy", "rs"]
+    losses: int
+
+    def survives(self, lost: Sequence[bool]) -> bool:
+        """Whether a group survives the loss of these of its members, in the order of the ring."""
+        self.check(len(lost))
+        if self.kind == "rs":
+            return sum(lost) <= self.losses
+        return _longest_run(lost) <= self.losses
+
+    def check(self, num_members: int) -> None:
+        """UsageError if a group of so many cannot have this scheme: something must be left."""
+        if not 0 <= self.losses < num_members:
+            raise UsageError(f"a group of {num_members} cannot survive {self.losses} losses")
+
+
+def none() -> Scheme:
+    """Each share once."""
+    return Scheme("rs", 0)
+
+
+def copy(copies: int) -> Scheme:
+    """Each share on its member and the `copies - 1` after it."""
+    return Scheme("copy", copies - 1)
+
+
+def rs(losses: int) -> Scheme:
+    """Shares in stripes with `losses` parity blocks; any `losses` members may be lost."""
+    return Scheme("rs", losses)
+
+
+def _longest_run(lost: Sequence[bool]) -> int:
+    """Longest run of losses around a ring."""
+    if all(lost):
+        return len(lost)
+    first = list(lost).index(False)
+    longest = run = 0
+    for one in (*lost[first:], *lost[:first]):
+        run = run + 1 if one else 0
+        longest = max(longest, run)
+    return longest
+
+
+# -- one group, members on nodes of their own ------------------------------------------------------
+
+
+def group_loss(scheme: Scheme, failures: Sequence[float]) -> float:
+    """Probability that a group is lost, if member i fails with `failures[i]`, each by itself."""
+    scheme.check(len(failures))
+    return (_count_loss if scheme.kind == "rs" else _ring_loss)(failures, scheme.losses)
+
+
+def _count_loss(failures: Sequence[float], losses: int) -> float:
+    """More than `losses` of them fail: the tail of a Poisson binomial distribution."""
+    by_count, lost = [1.0] + [0.0] * losses, 0.0
+    for q in failures:
+        lost += by_count[-1] * q
+        fewer = [0.0, *by_count[:-1]]
+        by_count = [same * (1 - q) + less * q for same, less in zip(by_count, fewer)]
+    return lost
+
+
+def _ring_loss(failures: Sequence[float], losses: int) -> float:
+    """A circular run of more than `losses` fails: by the length of the run that the ring begins with."""
+    total, begins = 0.0, 1.0
+    for first in range(losses + 1):
+        rest = failures[first + 1 :]
+        total += begins * (1 - failures[first]) * _line_loss(rest, losses, first)
+        begins *= failures[first]
+    return total + begins
+
+
+def _line_loss(failures: Sequence[float], losses: int, joined: int) -> float:
+    """A run of more than `losses` fails, in a line whose end is joined to `joined` failures more."""
+    by_run, lost = [1.0] + [0.0] * losses, 0.0
+    for q in failures:
+        lost += by_run[-1] * q
+        by_run = [sum(by_run) * (1 - q), *(b * q for b in by_run[:-1])]
+    return lost + sum(b for run, b in enumerate(by_run) if run + joined > losses)
+
+
+# -- groups over nodes -----------------------------------------------------------------------------
+
+
+def survives(scheme: Scheme, groups: Collection[Group], lost: Collection[int]) -> bool:
+    """Whether every group survives the loss of these nodes."""
+    return all(scheme.survives([node in lost for node in group]) for group in groups)
+
+
+def fatal_sets(scheme: Scheme, groups: Collection[Group], largest: int) -> list[frozenset[int]]:
+    """The sets of up to `largest` nodes whose loss is not survived while that of any part of them is."""
+    found = {some for group in set(groups) for some in _fatal_to(scheme, group, largest)}
+    return sorted((s for s in found if not any(other < s for other in found)), key=sorted)
+
+
+def _fatal_to(scheme: Scheme, group: Group, largest: int) -> list[frozenset[int]]:
+    found: list[frozenset[int]] = []
+    for size in range(1, largest + 1):
+        sets = map(frozenset, combinations(sorted(set(group)), size))
+        fatal = [some for some in sets if not survives(scheme, [group], some)]
+        found += [some for some in fatal if not any(smaller < some for smaller in found)]
+    return found
+
+
+def loss(scheme: Scheme, groups: Collection[Group], failures: float | Mapping[int, float]) -> float:
+    """Probability that some group is lost, if nodes fail with `failures` (of each, or of all).
+
+    Exact.  UsageError where too many nodes hang together through shared groups to go through their sets.
+    """
+    survival = 0.0  # its logarithm
+    for part in _independent(set(groups)):
+        nodes = sorted({node for group in part for node in group})
+        q = failures if isinstance(failures, Mapping) else dict.fromkeys(nodes, failures)
+        lost = _part_loss(scheme, part, q)
+        if lost >= 1:
+            return 1.0
+        survival += math.log1p(-lost)
+    return -math.expm1(survival)
+
+
+def survival(
+    scheme: Scheme, groups: Collection[Group], failures: float | Mapping[int, float]
+) -> float:
+    """Probability that every group survives: 1 - `loss`."""
+    return 1 - loss(scheme, groups, failures)
+
+
+def time_to_loss(loss_per_interval: float, interval_s: float) -> float:
+    """Expected seconds until a snapshot is lost: a geometric number of intervals, interval / loss.
+
+    An interval ends with every lost node replaced and protection restored, so each begins anew: the time
+    that this takes, or the time between snapshots if that is longer.  The result takes the MTBF's place in
+    Young's and Daly's interval of persisted checkpoints.
+    """
+    return interval_s / loss_per_interval if loss_per_interval else math.inf
+
+
+def _independent(groups: set[Group]) -> list[list[Group]]:
+    """Groups put together with those that they share nodes with, directly or through others."""
+    parts: list[tuple[set[int], list[Group]]] = []
+    for group in sorted(groups):
+        nodes, members = set(group), [group]
+        for part in [p for p in parts if p[0] & nodes]:
+            parts.remove(part)
+            nodes |= part[0]
+            members += part[1]
+        parts.append((nodes, members))
+    return [members for _, members in parts]
+
+
+def _part_loss(scheme: Scheme, groups: list[Group], failures: Mapping[int, float]) -> float:
+    (group, *others) = groups
+    if not others and len(set(group)) == len(group):
+        return group_loss(scheme, [failures[node] for node in group])
+    return _loss_by_sets(scheme, groups, failures)
+
+
+def _loss_by_sets(scheme: Scheme, groups: list[Group], failures: Mapping[int, float]) -> float:
+    """Sum over the sets of lost nodes, node by node; one that is fatal is not extended."""
+    nodes = sorted({node for group in groups for node in group})
+    groups_of = {node: [g for g in groups if node in g] for node in nodes}
+    total, num_sets = 0.0, 0
+    undecided: list[tuple[int, frozenset[int], float]] = [(0, frozenset(), 1.0)]
+    while undecided:  # these are lost of the first `at` nodes, with this probability
+        at, lost, probability = undecided.pop()
+        for i in range(at, len(nodes)):
+            more, failed = lost | {nodes[i]}, probability * failures[nodes[i]]
+            probability *= 1 - failures[nodes[i]]
+            num_sets += 1
+            if num_sets > MOST_SETS:
+                raise UsageError(
+                    f"{len(nodes)} nodes hang together through their groups: "
+                    "too many sets of losses to count",
+                    hint="place groups so that they share all their nodes or none",
+                )
+            if survives(scheme, groups_of[nodes[i]], more):
+                undecided.append((i + 1, more, failed))
+            else:
+                total += failed
+    return total
