@@ -30,7 +30,17 @@ SECTIONS = (
     (
         "Saving and restoring",
         "holdfast",
-        ("Checkpointer", "Every", "Keep", "Save", "save", "load", "Rng", "HoldfastWarning"),
+        (
+            "Checkpointer",
+            "Every",
+            "Memory",
+            "Keep",
+            "Save",
+            "save",
+            "load",
+            "Rng",
+            "HoldfastWarning",
+        ),
     ),
     ("Looking", "holdfast", ("open", "steps", "Checkpoint", "TensorInfo", "Box")),
     ("Events", "holdfast.events", ("Event", "subscribe", "listen", "counters")),

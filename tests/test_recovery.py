@@ -19,7 +19,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.errors import HoldfastError, NotRecoverable
-from holdfast.recovery import newest_good
+from holdfast.recovery import Candidate, newest_first, newest_good
 
 SCRIPTS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
@@ -41,16 +41,18 @@ def play(script: str) -> tuple[list[str], list[str]]:
                 raise AssertionError(f"unknown line {line!r}")
     trace: list[str] = []
 
-    def attempt(step: int) -> None:
+    def attempt(candidate: Candidate) -> None:
+        step = candidate.step
         trace.append(f"try {step}")
         if step in damaged:
             raise getattr(errors, damaged[step])(f"step {step} is bad")
 
-    def passed_over(step: int, error: HoldfastError) -> None:
-        trace.append(f"pass over {step}: {type(error).__name__}")
+    def passed_over(candidate: Candidate, error: HoldfastError) -> None:
+        trace.append(f"pass over {candidate.step}: {type(error).__name__}")
 
     try:
-        trace.append(f"restored {newest_good(steps[::-1], attempt, passed_over)}")
+        found = newest_good(newest_first(Candidate(1, n) for n in steps), attempt, passed_over)
+        trace.append(f"restored {found.step if found else 0}")
     except NotRecoverable as error:
         trace.append(f"not recoverable: {' '.join(f'{s}' for s in error.reasons)}")
         trace += [f"because {reason}" for reason in error.reasons.values()]

@@ -20,14 +20,15 @@ from holdfast.version import __version__
 
 if TYPE_CHECKING:
     from holdfast import errors, events
+    from holdfast.capture import Save
     from holdfast.checkpoint.opened import Checkpoint
     from holdfast.checkpoint.tidying import Keep
     from holdfast.checkpointer import Checkpointer, Every, HoldfastWarning, load, save
     from holdfast.converting import Converted, convert
-    from holdfast.durable import Save
     from holdfast.errors import HoldfastError
     from holdfast.layout import Box
     from holdfast.looking import open, steps
+    from holdfast.memory.options import Memory
     from holdfast.state.rng import Rng
 
 _HOME = {
@@ -39,8 +40,9 @@ _HOME = {
     "HoldfastError": "holdfast.errors",
     "HoldfastWarning": "holdfast.checkpointer",
     "Keep": "holdfast.checkpoint.tidying",
+    "Memory": "holdfast.memory.options",
     "Rng": "holdfast.state.rng",
-    "Save": "holdfast.durable",
+    "Save": "holdfast.capture",
     "convert": "holdfast.converting",
     "errors": "holdfast",
     "events": "holdfast",
@@ -59,6 +61,7 @@ __all__ = [
     "HoldfastError",
     "HoldfastWarning",
     "Keep",
+    "Memory",
     "Rng",
     "Save",
     "__version__",

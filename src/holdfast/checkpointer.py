@@ -13,24 +13,26 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.capture import Capture, Save
 from holdfast.checkpoint.claiming import Claim, claim, newest_claim, once_attempt, release
-from holdfast.checkpoint.names import check_step, committed, describe, manifest_key
-from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.tidying import Keep, sweep
-from holdfast.durable import Durable, Save
-from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
+from holdfast.durable import Durable
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
-from holdfast.format.manifest import decode
 from holdfast.group import Group
-from holdfast.interop.detect import detect, near_path, open_as, split
+from holdfast.group.addresses import own_address
+from holdfast.interop.detect import detect, split
 from holdfast.layout import Mesh
-from holdfast.recovery import newest_good
+from holdfast.memory.options import Memory
+from holdfast.memory.tier import MemoryTier, job_of
+from holdfast.recovery import Candidate, newest_first, newest_good
+from holdfast.restoring import load_from, load_snapshot, load_step, open_shared, saved_steps
 from holdfast.state.live import Live, State, check_keys, collect
 from holdfast.state.putback import RULES
-from holdfast.state.restore import alike, restore
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
-from holdfast.store import LocalStore, MemoryStore, Store, open_store
+from holdfast.store import LocalStore, Store
 from holdfast.store.local import sweep as sweep_unfinished
 
 
@@ -43,10 +45,13 @@ class Every:
     """How often each tier acts, in steps.  None: only when asked."""
 
     durable: int | None = None
+    memory: int | None = None
 
     def __post_init__(self) -> None:
-        if self.durable is not None and (not isinstance(self.durable, int) or self.durable < 1):
-            raise UsageError(f"Every(durable={self.durable!r}): must be a positive number or None")
+        for tier in ("durable", "memory"):
+            n = getattr(self, tier)
+            if n is not None and (not isinstance(n, int) or n < 1):
+                raise UsageError(f"Every({tier}={n!r}): must be a positive number or None")
 
 
 class Checkpointer:
@@ -57,7 +62,8 @@ class Checkpointer:
     from the dict at each save and put back into it by `restore`.  The random number generators
     are included under the key `rng`, unless the state has one.
 
-    `every`: how often `step` saves.  `keep`: which steps stay.  `when_busy`: whether a due save waits
+    `every`: how often `step` saves.  `memory`: snapshots in host memory, which survive the training
+    processes.  `keep`: which steps stay.  `when_busy`: whether a due save waits
     for the one in flight (`"queue"`) or is left out (`"skip"`).  `on_error`: whether a failed save is
     reported by a warning or raised, at the next call.  `on_resize`: by key, what becomes of state that
     differs between ranks when their number changes (`same`, `rank0`, `redistribute`, `fresh`).
@@ -72,6 +78,7 @@ class Checkpointer:
         state: State,
         *,
         every: Every | None = None,
+        memory: Memory | None = None,
         keep: Keep | None = None,
         when_busy: Literal["queue", "skip"] = "skip",
         on_error: Literal["warn", "raise"] = "warn",
@@ -101,16 +108,23 @@ class Checkpointer:
         self._store = open_shared(root, self._group)
         self._claim = _claim_together(self._store, self._group)
         _sweep_host(self._store)
-        self._durable = Durable(
-            self._store,
-            self._group,
-            claim=self._claim,
-            run=self._claim.run,
-            keep=keep,
-            mesh=self._mesh,
-            deadline_s=deadline_s,
-            replicas=replicas,
+        self._capture = Capture(
+            self._group, mesh=self._mesh, deadline_s=deadline_s, replicas=replicas
         )
+        self._durable = Durable(
+            self._store, self._capture, claim=self._claim, run=self._claim.run, keep=keep
+        )
+        self._memory = None
+        if memory is not None:
+            self._memory = MemoryTier(
+                self._capture,
+                self._durable,
+                memory,
+                job=job_of(self._store, self._group),
+                host=os.environ.get("HOLDFAST_HOST") or own_address(),
+            )
+        elif self.every.memory is not None:
+            raise UsageError("Every(memory=...) needs Checkpointer(memory=holdfast.Memory())")
         self._closed = False
         self._prepared = False
         self._stop = _Stop(self._group, sigterm_s) if sigterm_s is not None else None
@@ -124,7 +138,7 @@ class Checkpointer:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self.close()
+        self._end(None, finished=error is None)
 
     def _everything(self) -> State:
         return {**self.state, **self._rng}
@@ -136,12 +150,23 @@ class Checkpointer:
         self._report()
         if self._stop is not None and self._stop.now(step):
             self._save_and_stop(step)
-        every = self.every.durable
-        if every is not None and step % every == 0:
+        every = self.every
+        due = [n is not None and step % n == 0 for n in (every.durable, every.memory)]
+        if due[0]:
             self._begin(step, must=self.when_busy == "queue")
-        elif every is not None and not self._prepared:
-            self._durable.prepare(self._collect)
+        elif due[1] and self._memory is not None:
+            with span("snapshot.call", step=step):
+                self._saves.append(self._memory.begin(self._collect, step, durable=False))
+        elif not self._prepared:
+            self._prepare()
         self._prepared = True
+
+    def _prepare(self) -> None:
+        """Have memory ready before the first save is due."""
+        if self._memory is not None:
+            self._saves.append(self._memory.prepare(self._collect))
+        elif self.every.durable is not None:
+            self._durable.prepare(self._collect)
 
     def save(self, step: int) -> Save:
         """Save durably now, whatever is due; waits for a save in flight.  Returns a handle."""
@@ -151,7 +176,10 @@ class Checkpointer:
     def _begin(self, step: int, *, must: bool) -> Save:
         self._check_open()
         with span("save.call", step=step):
-            save = self._durable.begin(self._collect, step, must=must)
+            if self._memory is not None:
+                save = self._memory.begin(self._collect, step, durable=True, must=must)
+            else:
+                save = self._durable.begin(self._collect, step, must=must)
         self._saves.append(save)
         return save
 
@@ -165,7 +193,7 @@ class Checkpointer:
         for save in done:
             if save.skipped:
                 warnings.warn(
-                    f"the save of step {save.step} was left out: one was in flight",
+                    f"the {save.kind} of step {save.step} was left out: one was in flight",
                     HoldfastWarning,
                     stacklevel=3,
                 )
@@ -206,34 +234,47 @@ class Checkpointer:
         self._check_open()
         self.wait()
         options = Options(cast=cast, strict=strict, on_resize=self.on_resize, mesh=self._mesh)
-        steps = _newest_first(self._store, self._group)
+        durable = saved_steps(self._store, self._group)
         state = self._everything()
+        snapshots = self._memory.survey() if self._memory is not None else None
 
-        def attempt(candidate: int) -> None:
-            _load(self._store, self._group, candidate, state, options)
+        def attempt(candidate: Candidate) -> None:
+            if candidate.in_memory and snapshots is not None and self._memory is not None:
+                manifest = snapshots.find(candidate.attempt)
+                load_snapshot(snapshots, manifest, self._store, self._group, state, options)
+                self._memory.adopt(manifest)
+            else:
+                load_step(self._store, self._group, candidate.step, state, options)
 
-        def passed_over(candidate: int, error: HoldfastError) -> None:
-            emit("restore.passed_over", step=candidate, error=str(error))
-            warnings.warn(
-                f"step {candidate} cannot be used: {error}", HoldfastWarning, stacklevel=4
-            )
+        def passed_over(candidate: Candidate, error: HoldfastError) -> None:
+            emit("restore.passed_over", step=candidate.step, error=str(error))
+            warnings.warn(f"{candidate} cannot be used: {error}", HoldfastWarning, stacklevel=4)
 
+        candidates = [Candidate(s.run, s.step) for s in durable]
+        if snapshots is not None:
+            candidates += [Candidate(m.run, m.step, m.attempt) for m in snapshots.manifests]
+        candidates = newest_first(candidates)
+        origin, taken = None, None
         with span("restore") as fields:
-            origin = None if steps else self._origin(source)
-            if origin is not None:
+            if not candidates and (origin := self._origin(source)) is not None:
                 fields["source"] = origin
-                found = _load_from(origin, self._group, state, step, options)
+                found = load_from(origin, self._group, state, step, options)
             elif step is not None:
-                attempt(step)
+                taken = next((c for c in candidates if c.step == step), Candidate(0, step))
+                attempt(taken)
                 found = step
             else:
-                found = newest_good(steps, attempt, passed_over)
+                taken = newest_good(candidates, attempt, passed_over)
+                found = taken.step if taken is not None else 0
             fields["step"] = found
-        if steps and found != steps[0]:
+        if candidates and found != candidates[0].step:
             self._leave_behind()
         for key in self.state:
             self.state[key] = state[key]
-        if origin is not None and keep_source:
+        unsaved = taken is not None and taken.in_memory and self.every.durable is not None
+        if (origin is not None and keep_source) or (
+            unsaved and all(s.step != found for s in durable)
+        ):
             self._begin(found, must=True)
         return found
 
@@ -246,6 +287,8 @@ class Checkpointer:
 
     def _leave_behind(self) -> None:
         """The run went back: as a run of its own, what it saves now is newer than what it left."""
+        if self._memory is not None:
+            self._memory.settle(self._group.deadline_s)
         self._durable.settle(self._group.deadline_s)
         self._claim = _claim_together(self._store, self._group)
         self._durable.adopt(self._claim)
@@ -269,13 +312,19 @@ class Checkpointer:
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
-        `timeout` seconds (`deadline_s` if none are given)."""
+        `timeout` seconds (`deadline_s` if none are given).  Snapshots in memory are freed."""
+        self._end(timeout, finished=True)
+
+    def _end(self, timeout: float | None, *, finished: bool) -> None:
         if self._closed:
             return
         self._closed = True
         try:
+            if self._memory is not None:
+                self._memory.close(timeout, finished=finished)
             self._durable.close(timeout)
         finally:
+            self._capture.close()
             if self._stop is not None:
                 self._stop.close()
             if self._group.rank == 0:
@@ -301,11 +350,13 @@ def save(
     store = open_shared(url, group)
     _sweep_host(store)
     run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store)))
-    durable = Durable(store, group, claim=None, run=run, attempt=attempt, deadline_s=deadline_s)
+    capture = Capture(group, deadline_s=deadline_s)
+    durable = Durable(store, capture, claim=None, run=run, attempt=attempt)
     try:
         durable.begin(lambda: collect(state), step, must=True).wait()
     finally:
         durable.close()
+        capture.close()
         group.close()
 
 
@@ -341,76 +392,9 @@ def load(
     options = Options(patterns, cast, strict, on_resize or {})
     group = Group(deadline_s)
     try:
-        return _load_from(os.fspath(url), group, state, step, options, verify=verify)
+        return load_from(os.fspath(url), group, state, step, options, verify=verify)
     finally:
         group.close()
-
-
-def _load_from(
-    url: str,
-    group: Group,
-    state: State,
-    step: int | None,
-    options: Options,
-    *,
-    verify: bool = True,
-) -> int:
-    """A step, or the newest, of whatever lies at `url`; returns its number."""
-    found = group.from_rank0(lambda: (detect(url) or "").encode()).decode()
-    if found:  # rank 0 decides: ranks may see a file system differently
-        with alike(group, step or 0):
-            foreign = open_as(found, url, step)
-        restore(foreign, state, group, options)
-        return foreign.step
-    store = open_shared(url, group)
-    if step is None:
-        steps = _newest_first(store, group)
-        if not steps:
-            raise NotRecoverable(
-                f"no checkpoint in {store.url}",
-                hint=near_path(url) or "check the path; `holdfast ls` lists steps",
-            )
-        step = steps[0]
-    _load(store, group, step, state, options, verify=verify)
-    return step
-
-
-def _load(
-    store: Store, group: Group, step: int, state: State, options: Options, *, verify: bool = True
-) -> None:
-    """One step, the same manifest on every rank; read again if it was replaced meanwhile."""
-    for _ in range(3):
-        manifest = decode(_manifest_bytes(store, group, step), manifest_key(step))
-        check_step(manifest, step)
-        try:
-            restore(Checkpoint(store, manifest, verify=verify), state, group, options)
-            return
-        except NotFound:
-            again = decode(_manifest_bytes(store, group, step), manifest_key(step))
-            if again.attempt == manifest.attempt:
-                raise
-
-
-def _manifest_bytes(store: Store, group: Group, step: int) -> bytes:
-    """Rank 0 reads it for all: ranks may see a file system differently."""
-
-    def read() -> bytes:
-        try:
-            return store.get(manifest_key(step))
-        except NotFound:
-            have = describe([s.step for s in committed(store)])
-            raise NotFound(f"no step {step} in {store.url}; steps there: {have}") from None
-
-    return group.from_rank0(read)
-
-
-def _newest_first(store: Store, group: Group) -> list[int]:
-    """Every step, as rank 0 sees them."""
-
-    def look() -> bytes:
-        return msgspec.json.encode([s.step for s in reversed(committed(store))])
-
-    return msgspec.json.decode(group.from_rank0(look), type=list[int])
 
 
 def _claim_together(store: Store, group: Group) -> Claim:
@@ -446,16 +430,6 @@ def check_own(url: str | os.PathLike[str]) -> None:
             f"{url} names a {prefix} checkpoint; holdfast saves in its own format",
             hint=f"give a root of its own, and restore(source={os.fspath(url)!r})",
         )
-
-
-def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
-    """Open a store of our own that all ranks reach."""
-    store = open_store(os.fspath(url))
-    if group.size > 1 and isinstance(store, MemoryStore):
-        raise UsageError(
-            f"{store.url} is in the memory of one process; {group.size} ranks need a path"
-        )
-    return store
 
 
 def named_mesh(mesh: Any) -> Mesh | None:

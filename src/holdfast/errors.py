@@ -12,7 +12,9 @@ HoldfastError
 ├── StoreError                       .retryable
 │   ├── NotFound  Exists  Unavailable  OutOfSpace
 ├── AgentError                       a peer did not do its part
-│   └── Deadline                     ... in time: names who did not answer
+│   ├── Deadline                     ... in time: names who did not answer
+│   ├── AgentUnreachable             the agent of a node does not answer
+│   └── SegmentLost                  memory that an agent held is no more
 ├── NotRecoverable                   why each candidate step could not be used
 └── RankErrors                       errors by rank
 ```
@@ -145,6 +147,14 @@ class AgentError(HoldfastError):
 
 class Deadline(AgentError):
     """A wait ran out; the message names who did not answer."""
+
+
+class AgentUnreachable(AgentError):
+    """The agent of a node does not answer."""
+
+
+class SegmentLost(AgentError):
+    """Memory that an agent held is no more, or holds something else now."""
 
 
 class NotRecoverable(HoldfastError):

@@ -1,13 +1,14 @@
 """Which step to restore: a pure choice over what there is.
 
-Candidates come newest first.  A step that turns out to be damaged is passed over, aloud, and the next is
-tried; what the user did wrong (a state that does not fit) is not passed over, because an older step
-would not fit either.
+Candidates come newest first; of one step in two tiers the one in memory comes first.  A step that turns
+out to be damaged is passed over, aloud, and the next is tried; what the user did wrong (a state that does
+not fit) is not passed over, because an older step would not fit either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from holdfast.errors import (
     Corrupt,
@@ -23,30 +24,55 @@ PASSED_OVER = (Corrupt, FormatError, NotFound)
 STOPS = (UnsupportedVersion, Unavailable)
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A step that may be restored.  `attempt` names a snapshot; a durable step has none."""
+
+    run: int
+    step: int
+    attempt: str = ""
+
+    @property
+    def in_memory(self) -> bool:
+        return bool(self.attempt)
+
+    def __str__(self) -> str:
+        return f"step {self.step}" + (" in memory" if self.in_memory else "")
+
+
+def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """By run, step and tier.  A run that went back has made what came after that step history."""
+    return sorted(candidates, key=lambda c: (c.run, c.step, c.in_memory, c.attempt), reverse=True)
+
+
 def newest_good(
-    candidates: Sequence[int],
-    attempt: Callable[[int], None],
-    passed_over: Callable[[int, HoldfastError], None],
-) -> int:
-    """Try each step in order until `attempt` succeeds; 0 if there are no candidates.
+    candidates: Sequence[Candidate],
+    attempt: Callable[[Candidate], None],
+    passed_over: Callable[[Candidate, HoldfastError], None],
+) -> Candidate | None:
+    """Try each candidate in order until `attempt` succeeds; None if there are no candidates.
 
     NotRecoverable, with the reason for every candidate, if none can be used.
     """
     reasons: dict[int, str] = {}
-    for step in candidates:
+    lines = []
+    for candidate in candidates:
         try:
-            attempt(step)
-            return step
+            attempt(candidate)
+            return candidate
         except PASSED_OVER as error:
             if isinstance(error, STOPS):
                 raise
-            reasons[step] = str(error)
-            passed_over(step, error)
-    if not reasons:
-        return 0
-    lines = "\n".join(f"  step {s}: {why}" for s, why in reasons.items())
+            lines.append(f"  {candidate}: {error}")
+            reasons[candidate.step] = "; ".join(
+                filter(None, (reasons.get(candidate.step), str(error)))
+            )
+            passed_over(candidate, error)
+    if not lines:
+        return None
+    text = "\n".join(lines)
     raise NotRecoverable(
-        f"none of {len(reasons)} step(s) can be restored:\n{lines}",
+        f"none of {len(lines)} step(s) can be restored:\n{text}",
         reasons,
         hint="`holdfast verify` says what is damaged; restore the files from a copy",
     )

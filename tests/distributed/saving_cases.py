@@ -346,7 +346,7 @@ def a_plan_that_fails_is_made_again(root: Path) -> None:
     run = Run(root, on_error="warn")
     run.ckpt.save(1).wait(WAIT_S)  # before the first step: no optimizer state
     run.train(2)
-    planner = run.ckpt._durable._planner
+    planner = run.ckpt._capture.planner
     original, planner.make_plan = planner.make_plan, None  # not callable: fails on every rank
     with pytest.raises(Exception, match="not callable"):
         run.ckpt.save(2).wait(WAIT_S)

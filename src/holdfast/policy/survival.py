@@ -70,6 +70,19 @@ class Scheme:
     kind: Literal["copy", "rs"]
     losses: int
 
+    def __str__(self) -> str:
+        if not self.losses:
+            return "none"
+        if self.kind == "copy":
+            return f"copy({self.losses + 1})"
+        return "parity" if self.losses == 1 else f"rs({self.losses})"
+
+    def blocks(self, num_members: int) -> tuple[int, int]:
+        """(data, parity) blocks of a stripe in a group of so many; see `codec.stripes`."""
+        if self.kind == "copy" or not self.losses:
+            return 1, self.losses
+        return num_members - self.losses, self.losses
+
     def survives(self, lost: Sequence[bool]) -> bool:
         """Whether a group survives the loss of these of its members, in the order of the ring."""
         self.check(len(lost))

@@ -18,7 +18,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,8 +37,20 @@ TOUCH_PAGES = 1 << 12
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-class Memory:
-    """Page-aligned host memory that grows when it must and is kept.
+class Buffer(Protocol):
+    """Host memory for an image."""
+
+    view: memoryview
+
+    def reserve(self, size: int, live: Live) -> memoryview:
+        """At least `size` bytes on a page boundary, the same ones each time while they suffice.
+
+        Page-locked for the device of `live`, if that is one.
+        """
+
+
+class PrivateBuffer:
+    """Memory of this process.
 
     Pages are zero until first touched, and the first touch is slow: keep it.
     """
@@ -48,7 +60,7 @@ class Memory:
         self._pinned_on: torch.device | None = None
         self.view = memoryview(b"")
 
-    def reserve(self, size: int) -> memoryview:
+    def reserve(self, size: int, live: Live) -> memoryview:
         """A view of at least `size` bytes; earlier views become stale if it has to grow."""
         if len(self.view) < size:
             self._unpin()
@@ -56,24 +68,12 @@ class Memory:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             self.view = memoryview(self._map)
+            self._pinned_on = lock_pages(self.view, live)
         return self.view
-
-    def pin(self, live: Live) -> None:
-        """Page-lock it so that device copies run at full speed, beside the training.
-
-        On the tensors' own device: a thread begins on device 0, where this would make a context.
-        """
-        device = first_device(live)
-        if device is not None and device.type == "cuda":
-            with torch.cuda.device(device):
-                register = torch.cuda.cudart().cudaHostRegister
-                failed = int(register(self._address(), len(self.view), PORTABLE))
-            self._pinned_on = device if not failed else None
 
     def _unpin(self) -> None:
         if self._pinned_on is not None:
-            with torch.cuda.device(self._pinned_on):
-                torch.cuda.cudart().cudaHostUnregister(self._address())
+            unlock_pages(self.view, self._pinned_on)
             self._pinned_on = None
 
     def close(self) -> None:
@@ -82,8 +82,30 @@ class Memory:
         self.view = memoryview(b"")
         self._map = None
 
-    def _address(self) -> int:
-        return int(np.frombuffer(self.view, np.uint8).ctypes.data)
+
+def lock_pages(view: memoryview, live: Live) -> torch.device | None:
+    """Page-lock memory so that device copies run at full speed, beside the training.
+
+    On the tensors' own device: a thread begins on device 0, where this would make a context.  Returns the
+    device; None if there is none, or it would not.
+    """
+    device = first_device(live)
+    if device is None or device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        register = torch.cuda.cudart().cudaHostRegister
+        failed = int(register(_address(view), len(view), PORTABLE))
+    return None if failed else device
+
+
+def unlock_pages(view: memoryview, device: torch.device) -> None:
+    """Undo `lock_pages`, before the memory goes."""
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(_address(view))
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

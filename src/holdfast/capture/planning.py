@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.capture.job import Job, Plan, new_plan, text_of
 from holdfast.codec.digest import hexdigest
-from holdfast.durable.job import Job, Plan, new_plan, text_of
 from holdfast.errors import HoldfastError, RuleError, UsageError
 from holdfast.format.image import ALIGN, Image, plan_image
 from holdfast.group import Group
@@ -16,7 +16,10 @@ from holdfast.layout import Mesh
 from holdfast.state.agreed import Agreement, merge
 from holdfast.state.live import INLINE_BYTES
 from holdfast.state.protocol import Ready, Verdict, sort_extras
-from holdfast.state.snapshot import Copies, Kept, Memory, fingerprint
+from holdfast.state.snapshot import Copies, Kept, fingerprint
+
+MOST_COPIES = 4
+"""Lists of copies that are kept, by the memory that they fill."""
 
 
 class Planner:
@@ -86,10 +89,10 @@ class Planner:
         self._kinds = kinds
         return msgspec.msgpack.encode(agreement)
 
-    def lay_out(self, job: Job, memory: Memory, aside: Kept) -> Image:
+    def lay_out(self, job: Job, aside: Kept) -> Image:
         """The image for this save: the last one, if nothing that it depends on has changed."""
-        plan, verdict = self.plan, job.verdict
-        assert plan is not None and verdict is not None
+        plan, verdict, buffer = self.plan, job.verdict, job.buffer
+        assert plan is not None and verdict is not None and buffer is not None
         if plan.description != job.description:
             raise HoldfastError("the state differs from what the ranks have planned together")
         own = {k: v for k, v in job.live.extras.items() if k in verdict.per_rank}
@@ -105,15 +108,17 @@ class Planner:
             room = -(-len(data) * 5 // 4 // ALIGN) * ALIGN if data else 0
             pieces = plan.placement.pieces(self.group.rank)
             image = plan.image = plan_image(plan.agreement.tensors, pieces, extras_bytes=room)
-            plan.copies = None
-        old = len(memory.view)
-        view = memory.reserve(-(-image.total_bytes // ALIGN) * ALIGN)
-        if len(view) != old:
-            memory.pin(job.live)
-            plan.copies = None
+            plan.copies.clear()
+        view = buffer.reserve(-(-image.total_bytes // ALIGN) * ALIGN, job.live)
         mark = fingerprint(job.live)
-        if plan.copies is None or mark != plan.fingerprint:
-            plan.copies = Copies.plan(image, plan.agreement.tensors, job.live, aside, view)
+        if mark != plan.fingerprint:
+            plan.copies.clear()
             plan.fingerprint = mark
+        if id(view) not in plan.copies:
+            if len(plan.copies) == MOST_COPIES:
+                plan.copies.clear()
+            tensors = plan.agreement.tensors
+            plan.copies[id(view)] = view, Copies.plan(image, tensors, job.live, aside, view)
+        job.copies = plan.copies[id(view)][1]
         view[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
         return image

@@ -16,7 +16,7 @@ from holdfast.layout import Placement
 from holdfast.state.agreed import Agreement
 from holdfast.state.live import Live
 from holdfast.state.protocol import Verdict
-from holdfast.state.snapshot import Copies, Moment, Window
+from holdfast.state.snapshot import Buffer, Copies, Moment, Window
 
 
 class Save:
@@ -24,6 +24,7 @@ class Save:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.kind = "save"
         self.skipped = False
         self.told = False
         """Whether the caller of `wait` has been given the failure."""
@@ -62,7 +63,8 @@ class Plan:
     digest: str
     placement: Placement
     image: Image | None = None
-    copies: Copies | None = None
+    copies: dict[int, tuple[memoryview, Copies]] = field(default_factory=dict)
+    """By the id of the memory that they fill."""
     fingerprint: Any = None
     description: bytes = b""
 
@@ -86,8 +88,14 @@ class Job:
     window: Window | None
     moment: Moment
     busy: bool
+    durable: bool = False
+    """Of a snapshot: it goes on to storage."""
     description: bytes = b""
-    holds_image: bool = False
+    buffer: Buffer | None = None
+    """What its image is laid out in, as long as it needs that."""
+    released: bool = False
+    """It needs no memory any more."""
+    copies: Copies | None = None
     error: BaseException | None = None
     plan: Plan | None = None
     replaced: str | None = None
@@ -100,6 +108,10 @@ class Job:
     @property
     def live(self) -> Live:
         return self.moment.live
+
+    def kind(self, tier: str) -> str:
+        """What to call it: a snapshot that goes on to storage is a save."""
+        return "save" if self.durable else tier
 
     def close_window(self) -> None:
         """The next optimizer step may go ahead."""

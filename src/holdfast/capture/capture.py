@@ -1,0 +1,246 @@
+"""The capture thread: it agrees with the other ranks, plans, and copies the live state into the image."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, Protocol
+
+from holdfast.capture.job import Job, Save, text_of
+from holdfast.capture.planning import Planner
+from holdfast.errors import HoldfastError, RankErrors
+from holdfast.events import emit
+from holdfast.format.image import Image
+from holdfast.group import Group
+from holdfast.layout import Mesh
+from holdfast.state.agreed import describe
+from holdfast.state.live import Live
+from holdfast.state.replicas import check_replicas, replica_digests
+from holdfast.state.snapshot import (
+    MAX_RETAKES,
+    Buffer,
+    Filling,
+    Gate,
+    Kept,
+    Moment,
+    Window,
+    copy_steadily,
+    set_aside,
+)
+
+
+class Tier(Protocol):
+    """What a capture asks of whoever keeps the image."""
+
+    name: str
+    """Of its events: `save`, `snapshot`."""
+
+    def take(self, job: Job) -> Buffer:
+        """Memory for the image, which is the job's until `release`.  Blocks; Deadline."""
+
+    def write(self, job: Job, image: Image | None, filling: Filling) -> None:
+        """Keep what `filling` fills, on a thread of the tier's own, which ends the job.
+
+        No image: this rank could not lay one out, as `filling` says.
+        """
+
+    def warm(self, job: Job) -> None:
+        """Make the job's memory real, on a thread of the tier's own, and release it."""
+
+    def release(self, job: Job) -> None:
+        """The job needs its memory no more.  Safe to call twice."""
+
+    def ended(self, job: Job) -> None:
+        """The job is over, however."""
+
+
+class Capture:
+    """Fills images with the live state.  All ranks call its methods in the same order."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        mesh: Mesh | None = None,
+        deadline_s: float = 600.0,
+        replicas: Literal["trust", "verify"] = "trust",
+    ) -> None:
+        self.group = group
+        self.deadline_s = deadline_s
+        self.replicas = replicas
+        self.planner = Planner(group, mesh, deadline_s)
+        self._number = 0
+        self._gate = Gate()
+        self._aside: Kept = {}
+        self._pool = ThreadPoolExecutor(1, "holdfast-capture")
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def begin(
+        self,
+        describe_live: Callable[[], Live],
+        step: int,
+        tier: Tier,
+        *,
+        busy: bool,
+        durable: bool = False,
+    ) -> Save:
+        """Start an image of the live state.  `busy`: this rank would rather leave it out.
+        `durable`: the tier shall see that it gets to storage.
+
+        Blocks for what the next forward pass may change; the rest is copied until the next
+        optimizer step.
+        """
+        window = Window(step)
+        job = self._new_job(describe_live, step, window, busy=busy)
+        job.durable = durable
+        job.save.kind = job.kind(tier.name)
+        self._gate.window = window
+        self._pool.submit(guarded, self._capture, job, tier)
+        return job.save
+
+    def prepare(self, describe_live: Callable[[], Live], tier: Tier) -> Save:
+        """Plan an image and have the memory for it ready.  Returns at once."""
+        job = self._new_job(describe_live, 0, None, busy=False)
+        self._pool.submit(guarded, self._capture, job, tier)
+        return job.save
+
+    def _new_job(
+        self, describe_live: Callable[[], Live], step: int, window: Window | None, *, busy: bool
+    ) -> Job:
+        """A job; what goes wrong here is its error, so that the other ranks learn of it."""
+        self._number += 1
+        job = Job(self._number, step, Save(step), window, Moment.of(Live()), busy)
+        try:
+            live = describe_live()
+            if not busy:
+                self._settle()
+                set_aside(live, self._aside)
+            job.moment = Moment.of(live)
+        except Exception as error:
+            job.error = error
+        return job
+
+    def _settle(self) -> None:
+        """Wait for earlier captures: what was set aside for them must have gone into the image."""
+        self._pool.submit(lambda: None).result()
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until no capture is under way; TimeoutError if that takes longer."""
+        self._pool.submit(lambda: None).result(limit_s)
+
+    def close(self) -> None:
+        """Let every later optimizer step pass."""
+        self._gate.close()
+        self._pool.shutdown(wait=False)
+
+    # -- capture thread ---------------------------------------------------------------------------
+
+    def _capture(self, job: Job, tier: Tier) -> None:
+        self._ready(job, tier)
+        verdict = self.planner.agree(job)
+        if verdict.errors:
+            raise self._alike(f"{job.kind(tier.name)} of step {job.step}", verdict.errors, job)
+        if not verdict.go:
+            skip(job, tier)
+            return
+        job.verdict = verdict
+        if verdict.describe:
+            self.planner.make_plan(job, verdict.describe)
+        if job.window is None:
+            self.planner.lay_out(job, self._aside)
+            tier.warm(job)
+            return
+        self._check_replicas(job)
+        job.plan = self.planner.plan
+        filling = Filling()
+        image = self._try(lambda: self.planner.lay_out(job, self._aside), filling)
+        tier.write(job, image, filling)
+        if image is not None:
+            self._fill(job, image, filling)
+        job.close_window()
+
+    def _ready(self, job: Job, tier: Tier) -> None:
+        """Describe the state and take memory; an error is kept for the others to learn of."""
+        try:
+            job.description = describe(job.live)
+            if not job.busy:
+                job.buffer = tier.take(job)
+        except Exception as error:
+            job.error = job.error or error
+
+    def _alike(self, what: str, errors: dict[int, str], job: Job) -> BaseException:
+        """The error of a failed job on this rank: its own if it is alone, else all ranks'."""
+        if self.group.size == 1 and job.error is not None:
+            return job.error
+        together = RankErrors(what, errors, step=job.step)
+        together.__cause__ = job.error
+        return together
+
+    @staticmethod
+    def _try(work: Callable[[], Image], filling: Filling) -> Image | None:
+        try:
+            return work()
+        except Exception as error:
+            filling.fail(error)
+            return None
+
+    def _check_replicas(self, job: Job) -> None:
+        """If asked to: LayoutError on every rank if some replicas differ."""
+        if self.replicas == "trust" or self.group.size == 1:
+            return
+        assert self.planner.plan is not None
+        placement = self.planner.plan.placement
+        mine = replica_digests(job.live, self._aside, placement, self.group.rank)
+        names = placement.table.names
+        self.group.ask(
+            f"replicas/{job.number}", mine, lambda a: check_replicas(a, names), self.deadline_s
+        )
+
+    def _fill(self, job: Job, image: Image, filling: Filling) -> None:
+        """Copy the live tensors into the image; a failure is the tier's to report."""
+        try:
+            assert job.copies is not None
+            retakes = MAX_RETAKES if self.group.size == 1 else 0
+            copy_steadily(job.copies, job.moment, filling, step=job.step, retakes=retakes)
+            filling.advance(image.table_start)
+            filling.complete()
+        except BaseException as error:
+            filling.fail(error)
+
+
+def guarded(work: Callable[[Job, Tier], Any], job: Job, tier: Tier) -> None:
+    """Do part of a job; an error ends it."""
+    try:
+        work(job, tier)
+    except BaseException as error:
+        job.close_window()
+        tier.release(job)
+        if not job.save.done():
+            finish(job, tier, error)
+
+
+def finish(job: Job, tier: Tier, error: BaseException | None) -> None:
+    """The job has succeeded, or failed with `error`."""
+    tier.ended(job)
+    if error is None:
+        took = time.perf_counter() - job.started
+        emit(f"{job.kind(tier.name)}.committed", step=job.step, seconds=round(took, 3))
+        job.save._future.set_result(True)
+    else:
+        if isinstance(error, HoldfastError) and error.step is None:
+            error.step = job.step
+        what = job.kind(tier.name) if job.window is not None else "prepare"
+        emit(f"{what}.failed", step=job.step, error=text_of(error))
+        job.save._future.set_exception(error)
+
+
+def skip(job: Job, tier: Tier) -> None:
+    """The job is left out: some rank was busy."""
+    tier.release(job)
+    job.close_window()
+    tier.ended(job)
+    job.save.skipped = True
+    emit(f"{job.kind(tier.name)}.skipped", step=job.step)
+    job.save._future.set_result(False)

@@ -1,0 +1,118 @@
+"""`holdfast agent ACTION`: the process that keeps this node's snapshots in memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.screen import AsJson, dim, good, many, print_json, say, size, table
+from holdfast.errors import UsageError
+from holdfast.memory.node import words as w
+from holdfast.memory.node.client import Client
+from holdfast.memory.options import parse_bytes
+from holdfast.near import near
+
+ACTIONS = ("status", "start", "run", "stop", "clean")
+
+Action = Annotated[
+    str,
+    typer.Argument(
+        metavar="ACTION",
+        help="status: what is held. start: have an agent in the background. run: be the agent, in the "
+        "foreground. stop: end it; what it holds stays for the next one. clean: free what dead jobs left.",
+    ),
+]
+Job = Annotated[str, typer.Option("--job", help="For clean: this job alone.")]
+Host = Annotated[str, typer.Option("--host", help="This node's address for other nodes.")]
+Budget = Annotated[
+    str, typer.Option("--budget", metavar="SIZE", help="Memory for snapshots, such as 64GiB.")
+]
+Free = Annotated[bool, typer.Option("--free", help="For stop: free everything that is held.")]
+
+
+def run(
+    action: Action,
+    job: Job = "",
+    host: Host = "",
+    budget: Budget = "",
+    free: Free = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look after the agent of this node and user."""
+    if action not in ACTIONS:
+        hint = near(action, ACTIONS) or ", ".join(ACTIONS)
+        raise UsageError(f"there is no action {action!r}", hint=hint)
+    client = Client(deadline_s=60.0)
+    limit = parse_bytes("--budget", budget) if budget else 0
+    if action == "run":
+        raise typer.Exit(_be_the_agent(host, limit))
+    if action == "start":
+        client.start(host or "127.0.0.1", limit, stay=True)
+        action = "status"
+    if action == "clean":
+        _clean(client, job, as_json)
+    elif not client.is_there():
+        _nobody(client, as_json)
+    elif action == "stop":
+        client.ask(w.Stop(free))
+        print_json({"stopped": True, "freed": free}) if as_json else say("stopped")
+    else:
+        _show(client.ask(w.Status(), w.Report), as_json)
+
+
+def _be_the_agent(host: str, budget: int) -> int:
+    from holdfast.memory.node.agent import main
+
+    return main(["--stay", f"--budget={budget}", *([f"--host={host}"] if host else [])])
+
+
+def _nobody(client: Client, as_json: bool) -> None:
+    if as_json:
+        print_json({"running": False, "directory": str(client.root)})
+    else:
+        say(f"no agent at {client.root}")
+    raise typer.Exit(1)
+
+
+def _clean(client: Client, job: str, as_json: bool) -> None:
+    """Also what lies there without an agent: one is started for it and leaves by itself."""
+    client.start("127.0.0.1")
+    freed = client.ask(w.Clean(job), list[str])
+    if as_json:
+        print_json({"freed": freed})
+    else:
+        say(f"{many(len(freed), 'job')} freed" + (f": {', '.join(freed)}" if freed else ""))
+
+
+def _show(report: w.Report, as_json: bool) -> None:
+    if as_json:
+        print_json({"running": True, **_plain(report)})
+        return
+    say(f"agent {report.pid} at {report.address}", style="bold")
+    say(f"{size(report.used)} of {size(report.budget)} in use")
+    if not report.jobs:
+        say(dim("it holds nothing"))
+        return
+    rows = [
+        (
+            j.job,
+            size(j.bytes),
+            str(j.images),
+            ", ".join(map(str, j.steps)) or "none",
+            good(many(len(j.trainers), "process", "processes"))
+            if j.trainers
+            else f"none, since {int(time.time() - j.since)} s",
+            j.root,
+        )
+        for j in report.jobs
+    ]
+    table(("job", ">size", ">images", "steps", "running", "root"), rows, indent=0)
+
+
+def _plain(report: w.Report) -> dict[str, object]:
+    import msgspec
+
+    found: dict[str, object] = msgspec.to_builtins(report)
+    return found

@@ -1,0 +1,1 @@
+"""The memory tier: snapshots in host memory that outlive the training processes."""

@@ -1,0 +1,5 @@
+"""The agent of a node: keeps snapshots in shared memory while training processes come and go.  Torch-free.
+
+`machine` decides (pure), `segment` is what lies in shared memory, `agent` is the process, `client` talks to
+it, `fetch` reads ranges from other nodes' agents.
+"""

@@ -1,0 +1,347 @@
+"""The agent process: one per node and user, in a session of its own.
+
+It listens on a Unix socket for the processes of this node (their user is checked) and on TCP for other
+nodes' (a token is checked).  What it decides is in `machine`; here are only the effects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import hmac
+import logging
+import os
+import secrets
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from holdfast.format.manifest import decode
+from holdfast.here import fate, started
+from holdfast.memory.node import machine as m
+from holdfast.memory.node import words as w
+from holdfast.memory.node.persist import commit_late, persist
+from holdfast.memory.node.protect import protect
+from holdfast.memory.node.segment import Segments, home
+
+log = logging.getLogger("holdfast.agent")
+
+TICK_S = 1.0
+DIGEST_THREADS = 2
+MAX_MESSAGE_BYTES = 1 << 30
+
+
+class Agent:
+    """The state, and its effects on the world.  All decisions are made on the event loop."""
+
+    def __init__(self, segments: Segments, host: str, budget: int, *, stay: bool) -> None:
+        self.segments = segments
+        self.card = w.Card(secrets.token_hex(8), host, secrets.token_hex(32))
+        self.state = m.adopted(budget, segments.find(), time.time(), stay=stay)
+        self.stopped = asyncio.Event()
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._number = 0
+        self._pool = ThreadPoolExecutor(DIGEST_THREADS, "holdfast-agent")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- deciding ---------------------------------------------------------------------------------
+
+    async def ask(self, message: w.Message) -> bytes:
+        """The answer to a message, encoded."""
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            self.tell(message, number)
+            return await answer
+        finally:
+            self._waiting.pop(number, None)
+
+    def tell(self, message: w.Message, ask: int = 0) -> None:
+        self.state, effects = m.step(self.state, message, time.time(), ask)
+        for effect in effects:
+            self._do(effect)
+
+    def _do(self, effect: m.Effect) -> None:
+        match effect:
+            case m.Reply(ask, value):
+                self._reply(ask, {"ok": value})
+            case m.Refuse(ask, kind, text, hint):
+                log.warning("refused: %s: %s", kind, text)
+                self._reply(ask, {"error": kind, "text": text, "hint": hint})
+            case m.Answer(ask, job):
+                self._reply(ask, {"ok": self.held(job) if job else self.report()})
+            case m.Note(job, slot):
+                self.segments.note(job, slot)
+            case m.KeepManifest(job, attempt, step, manifest):
+                self.segments.note_job(self.state.jobs[job])
+                self.segments.keep_manifest(job, attempt, step, manifest)
+            case m.Remove(job, names, attempts):
+                self.segments.remove(job, names, attempts)
+            case m.RemoveJob(job):
+                self.segments.remove_job(job)
+            case m.Make(job, name, capacity):
+                self._later(self._make(job, name, capacity))
+            case m.Digest(job, slot):
+                self._later(self._digest(job, slot, lambda: self.segments.digest(job, slot)))
+            case m.Encode(job, slot, order):
+                slots = self.state.jobs[job].slots.values()
+                here = [x for x in slots if x.kind == "share" and x.attempt == slot.attempt]
+                files = {x.rank: x.name for x in here if x.phase == "ready"}
+                fill = partial(protect, self.segments, self.card.agent, files, slot, order)
+                self._later(self._digest(job, slot, fill))
+            case m.Write(slot, order):
+                self._later(self._write(slot, order))
+            case m.CommitLate(order):
+                self._later(self._commit_late(order))
+            case m.Exit():
+                self.stopped.set()
+
+    def _reply(self, ask: int, value: Any) -> None:
+        waiting = self._waiting.get(ask)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(w.encode(value))
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _make(self, job: str, name: str, capacity: int) -> None:
+        error = ""
+        try:
+            await self._in_thread(self.segments.make, job, name, capacity)
+        except OSError as failed:
+            error = failed.strerror or str(failed)
+        self.tell(w.Made(job, name, error))
+
+    async def _digest(self, job: str, slot: m.Slot, work: Callable[[], str]) -> None:
+        digest, error = "", ""
+        try:
+            digest = await self._in_thread(work)
+        except Exception as failed:
+            log.warning("%s of %s: %s", slot.name, slot.attempt, failed)
+            error = str(failed)
+        self.tell(w.Digested(job, slot.name, slot.attempt, digest, error))
+
+    async def _write(self, slot: m.Slot, order: w.Persist) -> None:
+        error, kind = "", ""
+        try:
+            await self._in_thread(persist, self.segments, slot, order)
+        except Exception as failed:
+            log.warning("%s to storage: %s", order.key, failed)
+            error, kind = getattr(failed, "message", str(failed)), type(failed).__name__
+        self.tell(w.Wrote(order.job, order.attempt, order.rank, error, kind))
+
+    async def _commit_late(self, order: w.Persist) -> None:
+        try:
+            found = [p for _, a, p in self.segments.manifests(order.job) if a == order.attempt]
+            manifest = decode(found[0].read_bytes(), order.attempt)
+            await self._in_thread(commit_late, order, manifest)
+            log.info("committed step %d of attempt %s late", manifest.step, order.attempt)
+        except Exception as failed:
+            log.warning("attempt %s is not committed: %s", order.attempt, failed)
+        self.tell(w.Settled(order.job, order.attempt))
+
+    async def _in_thread(self, work: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    async def watch(self) -> None:
+        """Notice processes that die, and time that passes."""
+        while not self.stopped.is_set():
+            gone = [
+                pid
+                for job in self.state.jobs.values()
+                for pid, (_, since) in job.trainers.items()
+                if fate(pid, since) == "gone"
+            ]
+            if gone:
+                log.info("gone: %s", gone)
+                self.tell(w.Gone(tuple(gone)))
+            self.tell(w.Tick())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.stopped.wait(), TICK_S)
+
+    # -- telling ----------------------------------------------------------------------------------
+
+    def held(self, name: str) -> w.Held:
+        """What other nodes and restarted processes need to know of a job."""
+        job = self.state.jobs.get(name, m.Job(name))
+        images = tuple(
+            w.HeldImage(
+                s.kind,
+                s.attempt,
+                s.rank,
+                s.name,
+                s.bytes,
+                s.table,
+                s.digest,
+                s.members,
+                s.num_data,
+                s.num_parity,
+            )
+            for s in job.slots.values()
+            if s.phase == "ready"
+        )
+        manifests = []
+        for _, _, path in self.segments.manifests(name):
+            with contextlib.suppress(FileNotFoundError):
+                manifests.append(path.read_bytes())
+        directory = str(self.segments.jobs / name)
+        return w.Held(self.card, directory, images, tuple(manifests))
+
+    def report(self) -> w.Report:
+        jobs = tuple(
+            w.JobReport(
+                j.name, j.root, j.run, j.used,
+                sum(s.phase == "ready" for s in j.slots.values()),
+                tuple(step for _, step in j.commits), tuple(sorted(j.trainers)), j.seen,
+            )
+            for j in self.state.jobs.values()
+        )  # fmt: skip
+        return w.Report(os.getpid(), self.card.address, self.state.budget, self.state.used, jobs)
+
+    # -- serving ----------------------------------------------------------------------------------
+
+    async def control(self, request: web.Request) -> web.Response:
+        """A message from a process of this node."""
+        if _peer_uid(request) != os.getuid():
+            return web.Response(status=401)
+        try:
+            message = msgspec.msgpack.decode(await request.read(), type=w.MESSAGES)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            refused = {"error": "UsageError", "text": f"not a message: {error}", "hint": ""}
+            return web.Response(body=w.encode(refused))
+        return web.Response(body=await self.ask(message))
+
+    async def image(self, request: web.Request) -> web.StreamResponse:
+        """Bytes of an image, for another node."""
+        if not self._knows(request):
+            return web.Response(status=401)
+        found = self._asked(request)
+        if found is None:
+            return web.Response(status=404)
+        return web.FileResponse(self.segments.path(*found))
+
+    async def check(self, request: web.Request) -> web.Response:
+        """Whether an image is what was written."""
+        if not self._knows(request):
+            return web.Response(status=401)
+        found = self._asked(request)
+        if found is None:
+            return web.Response(status=404)
+        slot = self.state.jobs[found[0]].slots[found[1]]
+        sound = await self._in_thread(self.segments.is_sound, found[0], slot)
+        return web.Response(body=b"sound" if sound else b"damaged")
+
+    def _asked(self, request: web.Request) -> tuple[str, str] | None:
+        """Job and name of what a path means."""
+        asked = request.match_info
+        wanted = (asked["kind"], asked["attempt"], asked["rank"], "ready")
+        job = self.state.jobs.get(asked["job"])
+        for slot in job.slots.values() if job is not None else ():
+            if (slot.kind, slot.attempt, str(slot.rank), slot.phase) == wanted:
+                return asked["job"], slot.name
+        return None
+
+    async def about(self, request: web.Request) -> web.Response:
+        """What is held of a job, for another node."""
+        if not self._knows(request):
+            return web.Response(status=401)
+        return web.Response(body=w.encode(self.held(request.match_info["job"])))
+
+    def _knows(self, request: web.Request) -> bool:
+        given = request.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {self.card.token}".encode())
+
+
+def _peer_uid(request: web.Request) -> int:
+    """User of the process at the other end of a Unix socket; -1 if unknown."""
+    transport = request.transport
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    if sock is None or sock.family != socket.AF_UNIX:
+        return -1
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
+
+
+async def serve(root: Path, host: str, budget: int, *, stay: bool) -> None:
+    """Until told to stop, or no longer needed."""
+    agent = Agent(Segments(root), host, budget, stay=stay)
+    inside = web.Application(client_max_size=MAX_MESSAGE_BYTES)
+    inside.router.add_post("/", agent.control)
+    outside = web.Application()
+    outside.router.add_get("/v1/{job}", agent.about)
+    outside.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}", agent.image)
+    outside.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}/check", agent.check)
+    runners = [web.AppRunner(app, access_log=None) for app in (inside, outside)]
+    for runner in runners:
+        await runner.setup()
+    tcp = web.TCPSite(runners[1], "0.0.0.0", 0)
+    await tcp.start()
+    port = runners[1].addresses[0][1]
+    agent.card = msgspec.structs.replace(agent.card, address=f"{host}:{port}")
+    path = root / "agent.sock"
+    path.unlink(missing_ok=True)
+    await web.UnixSite(runners[0], str(path)).start()
+    os.chmod(path, 0o600)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, agent.stopped.set)
+    card = {"pid": os.getpid(), "started": started(os.getpid()), "address": agent.card.address}
+    (root / "agent.json").write_bytes(msgspec.json.encode(card))
+    log.info("agent %s at %s, budget %d bytes", agent.card.agent, agent.card.address, budget)
+    await agent.watch()
+    path.unlink(missing_ok=True)
+    for runner in runners:
+        await runner.cleanup()
+
+
+def default_budget(root: Path) -> int:
+    """Half of the memory that the node has, and no more than the file system of `root` holds."""
+    stat = os.statvfs(root)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(memory // 2, stat.f_blocks * stat.f_frsize * 9 // 10)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="holdfast-agent", description=__doc__)
+    p.add_argument("--host", default="127.0.0.1", help="this node's address for other nodes")
+    p.add_argument("--budget", type=int, default=0, help="bytes; 0: half of the memory")
+    p.add_argument("--stay", action="store_true", help="do not leave when there is nothing to keep")
+    args = p.parse_args(argv)
+    os.umask(0o077)
+    root = home()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    with open(root / "agent.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            log.info("another agent is here already")
+            return 0
+        with contextlib.suppress(OSError):
+            os.nice(19)
+        budget = args.budget or default_budget(root)
+        asyncio.run(serve(root, args.host, budget, stay=args.stay))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Ranges of images on other nodes, asked of their agents."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from contextlib import suppress
+
+from holdfast.errors import AgentUnreachable, Corrupt, HoldfastError, NotFound
+from holdfast.events import count
+
+PATIENCE_S = 30.0
+"""For each part of an answer: a peer that says nothing for so long counts as gone."""
+
+
+class Peer:
+    """Another node's agent.  Thread-safe: each thread keeps a connection of its own."""
+
+    def __init__(self, address: str, token: str, patience_s: float = PATIENCE_S) -> None:
+        self.address = address
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._patience_s = patience_s
+        self._local = threading.local()
+
+    def get(self, path: str) -> bytes:
+        """A whole answer."""
+        return self._asked(path, self._headers, None)
+
+    def read(self, path: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on.  NotFound, Corrupt, AgentUnreachable."""
+        if len(into):
+            span = f"bytes={offset}-{offset + len(into) - 1}"
+            self._asked(path, {**self._headers, "Range": span}, into)
+            count("memory.peer.bytes", len(into))
+
+    def _asked(self, path: str, headers: dict[str, str], into: memoryview | None) -> bytes:
+        kept = getattr(self._local, "line", None)
+        try:
+            return self._ask(path, headers, into)
+        except (OSError, http.client.HTTPException) as error:
+            self._hang_up()
+            if kept is None or isinstance(error, TimeoutError):
+                raise self._unreachable(error) from None
+        try:  # a connection that was kept may have been closed at the other end
+            return self._ask(path, headers, into)
+        except (OSError, http.client.HTTPException) as error:
+            self._hang_up()
+            raise self._unreachable(error) from None
+
+    def _ask(self, path: str, headers: dict[str, str], into: memoryview | None) -> bytes:
+        line: http.client.HTTPConnection | None = getattr(self._local, "line", None)
+        if line is None:
+            line = http.client.HTTPConnection(self.address, timeout=self._patience_s)
+            self._local.line = line
+        line.request("GET", path, headers=headers)
+        response = line.getresponse()
+        if response.status not in (200, 206):
+            response.read()
+            raise self._refused(path, response.status)
+        if into is None:
+            return response.read()
+        at = 0
+        while at < len(into):
+            n = response.readinto(into[at:])
+            if not n:
+                raise Corrupt(f"{path} at {self.address} ends early", start=at, stop=len(into))
+            at += n
+        response.read()
+        return b""
+
+    def _refused(self, path: str, status: int) -> HoldfastError:
+        where = f"agent at {self.address}"
+        if status in (404, 416):
+            return NotFound(f"{where} has no such bytes of {path}")
+        return AgentUnreachable(f"{where} refused {path}: {status}")
+
+    def _unreachable(self, error: BaseException) -> AgentUnreachable:
+        return AgentUnreachable(
+            f"agent at {self.address} does not answer: {type(error).__name__}: {error}",
+            hint="is that node up, and its port open to this one?",
+        )
+
+    def _hang_up(self) -> None:
+        line = getattr(self._local, "line", None)
+        if line is not None:
+            with suppress(OSError):
+                line.close()
+            self._local.line = None

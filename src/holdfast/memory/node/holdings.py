@@ -1,0 +1,221 @@
+"""What the agents of all nodes hold of a job, as a store that the ordinary reader reads.
+
+holdings = Holdings(job, [held, ...], here="agent name")
+for manifest in holdings.manifests: ...
+Checkpoint(SnapshotStore(holdings), manifest)
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from holdfast.codec.stripes import Stripes
+from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, NotRecoverable
+from holdfast.events import emit
+from holdfast.format.manifest import Manifest, decode
+from holdfast.memory.node import words as w
+from holdfast.memory.node.fetch import Peer
+from holdfast.memory.node.segment import is_sound, mapped
+from holdfast.memory.node.sources import LocalImage, RebuiltImage, RemoteImage
+from holdfast.store import LocalStore, Reader, Store, Writer
+from holdfast.store.base import Bytes
+
+_KEY = re.compile(r"steps/(\d{10,})/([\w.-]+)/r(\d{5,})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something is: with which agent, under which name."""
+
+    held: w.Held
+    image: w.HeldImage
+
+
+class Holdings:
+    """What is where.  `here`: name of this node's agent, whose files are read directly."""
+
+    def __init__(self, job: str, helds: list[w.Held], here: str) -> None:
+        self.job = job
+        self.here = here
+        self.helds = {held.card.agent: held for held in helds}
+        self._peers = {
+            h.card.agent: Peer(h.card.address, h.card.token) for h in helds if h.card.agent != here
+        }
+        self._places: dict[tuple[str, str, int], Place] = {}
+        """By kind, attempt and rank; this node's own first."""
+        for held in sorted(self.helds.values(), key=lambda h: (h.card.agent != here, h.card.agent)):
+            for image in held.images:
+                place = (image.kind, image.attempt, image.rank)
+                self._places.setdefault(place, Place(held, image))
+
+    @cached_property
+    def manifests(self) -> list[Manifest]:
+        """Of every committed snapshot that some agent knows."""
+        found: dict[str, Manifest] = {}
+        for held in self.helds.values():
+            for data in held.manifests:
+                with suppress(FormatError, Corrupt):
+                    manifest = decode(data, "manifest in memory")
+                    found[manifest.attempt] = manifest
+        return list(found.values())
+
+    def find(self, attempt: str) -> Manifest:
+        """The manifest of one of them."""
+        return next(m for m in self.manifests if m.attempt == attempt)
+
+    def lose(self, attempt: str, rank: int) -> bool:
+        """An image proved damaged or out of reach; False if nothing is left to try.
+
+        One that was read where it lies counts as lost.  One that was rebuilt was so from something damaged:
+        what is damaged is looked for, and counts as lost.
+        """
+        if self._places.pop(("share", attempt, rank), None) is not None:
+            return True
+        damaged = [key for key in self._group(attempt, rank) if not self._is_sound(key)]
+        for key in damaged:
+            del self._places[key]
+        return bool(damaged)
+
+    def _group(self, attempt: str, rank: int) -> list[tuple[str, str, int]]:
+        """What there is of the group that a rank is in."""
+        members = next((g.members for g in self._guards(attempt) if rank in g.members), ())
+        keys = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
+        return [key for key in keys if key in self._places]
+
+    def _guards(self, attempt: str) -> list[w.HeldImage]:
+        found = [
+            p.image for (kind, a, _), p in self._places.items() if (kind, a) == ("guard", attempt)
+        ]
+        return sorted(found, key=lambda image: image.rank)
+
+    def _is_sound(self, key: tuple[str, str, int]) -> bool:
+        """Whether its own agent finds that something is what was written."""
+        kind, attempt, rank = key
+        place = self._places[key]
+        peer = self._peers.get(place.held.card.agent)
+        try:
+            if peer is None:
+                with mapped(
+                    Path(place.held.directory) / place.image.name, place.image.bytes
+                ) as view:
+                    return is_sound(view, place.image.table, place.image.digest)
+            return peer.get(f"/v1/{self.job}/{attempt}/{kind}/{rank}/check") == b"sound"
+        except (HoldfastError, OSError, ValueError):
+            return False
+
+    def raw(self, kind: str, attempt: str, rank: int, key: str) -> Reader:
+        """For the ranges of an image where it lies.  NotFound."""
+        place = self._places.get((kind, attempt, rank))
+        if place is None:
+            raise NotFound(f"the {kind} of rank {rank} is in no node's memory", key=key)
+        if place.held.card.agent != self.here:
+            peer = self._peers[place.held.card.agent]
+            return RemoteImage(peer, f"/v1/{self.job}/{attempt}/{kind}/{rank}", key)
+        try:
+            return LocalImage(LocalStore(place.held.directory).open(place.image.name))
+        except NotFound as error:
+            raise NotFound(error.message, key=key) from None
+
+    def reader(self, attempt: str, rank: int, key: str) -> Reader:
+        """For the ranges of a rank's image, where it lies or rebuilt.  NotFound says why not."""
+        if ("share", attempt, rank) in self._places:
+            return self.raw("share", attempt, rank, key)
+        guard = next((g for g in self._guards(attempt) if rank in g.members), None)
+        if guard is None:
+            raise NotFound(f"the image of rank {rank} is in no node's memory", key=key)
+        files = self.find(attempt).file_of
+        lengths = tuple(files[r].bytes for r in guard.members)
+        stripes = Stripes(lengths, guard.num_data, guard.num_parity)
+        lost = {
+            i
+            for i, r in enumerate(guard.members)
+            if ("share", attempt, r) not in self._places
+            or ("guard", attempt, r) not in self._places
+        }
+        member = guard.members.index(rank)
+        try:
+            stripes.sources(lost, member, 0, lengths[member])
+        except NotRecoverable as error:
+            raise NotFound(error.message, key=key, hint=error.hint) from None
+        emit("memory.rebuilt", key=key, lost=[guard.members[i] for i in sorted(lost)])
+        opener = partial(self._of_member, attempt, guard.members, key)
+        return RebuiltImage(stripes, frozenset(lost), member, opener)
+
+    def _of_member(
+        self, attempt: str, members: tuple[int, ...], key: str, member: int, area: str
+    ) -> Reader:
+        return self.raw("share" if area == "share" else "guard", attempt, members[member], key)
+
+
+class SnapshotStore:
+    """Read-only `Store` over the snapshots in memory; what is nowhere there is read from `behind`."""
+
+    def __init__(self, holdings: Holdings, behind: Store | None = None) -> None:
+        self.url = "memory of the nodes"
+        self._holdings = holdings
+        self._behind = behind
+
+    def open(self, key: str) -> Reader:
+        """A range reader of one image."""
+        attempt, rank = _parse(key)
+        try:
+            return self._holdings.reader(attempt, rank, key)
+        except NotFound as error:
+            reason = error
+        if self._behind is not None:
+            try:
+                reader = self._behind.open(key)
+                emit("memory.from_storage", key=key)
+                return reader
+            except NotFound:
+                pass  # why memory cannot give it is what counts
+        raise reason
+
+    def size(self, key: str) -> int:
+        attempt, rank = _parse(key)
+        return self._holdings.find(attempt).file_of[rank].bytes
+
+    def read(self, key: str, offset: int, into: memoryview) -> None:
+        reader = self.open(key)
+        try:
+            reader.read(offset, into)
+        finally:
+            reader.close()
+
+    def get(self, key: str) -> bytes:
+        data = bytearray(self.size(key))
+        self.read(key, 0, memoryview(data))
+        return bytes(data)
+
+    def list(self, prefix: str = "") -> list[str]:
+        return []
+
+    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
+        raise _read_only(key)
+
+    def create(self, key: str, size: int) -> Writer:
+        raise _read_only(key)
+
+    def delete(self, key: str) -> None:
+        raise _read_only(key)
+
+
+def image_of(key: str | None) -> tuple[str, int] | None:
+    """(attempt, rank) of the image with that key of a store; None if it is no image's."""
+    match = _KEY.fullmatch(key or "")
+    return (match[2], int(match[3])) if match else None
+
+
+def _parse(key: str) -> tuple[str, int]:
+    found = image_of(key)
+    if found is None:
+        raise NotFound("no such key among the snapshots in memory", key=key)
+    return found
+
+
+def _read_only(key: str) -> HoldfastError:
+    return HoldfastError("snapshots in memory are read only", key=key)

@@ -1,0 +1,193 @@
+"""What an agent keeps in shared memory, so that the next agent finds it.
+
+```
+<home>/agent.json  agent.lock  agent.log  agent.sock
+<home>/jobs/<job>/job.json                          root and run
+<home>/jobs/<job>/share-00003-0                     an image, as it will be a file of a step
+<home>/jobs/<job>/share-00003-0.json                its header: attempt, rank, step, digest of its table
+<home>/jobs/<job>/manifest-0000000120-0001-000012   a committed snapshot's manifest
+```
+A header is replaced in one piece.  It says `ready` only of an image that was filled and digested, and is
+replaced before the image is filled again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from holdfast.codec.digest import (
+    CHUNK_BYTES,
+    digest_chunks,
+    first_difference,
+    hexdigest,
+    num_chunks,
+)
+from holdfast.memory.node.machine import Job, Slot
+
+_MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
+_NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
+MIB = 1 << 20
+
+
+def home() -> Path:
+    """Where this user's agent of this node lives: HOLDFAST_MEMORY_DIR, or a folder of /dev/shm."""
+    told = os.environ.get("HOLDFAST_MEMORY_DIR")
+    return Path(told) if told else Path(f"/dev/shm/holdfast-{os.getuid()}")
+
+
+class Segments:
+    """The files of all jobs below `root`.  Only this user can open them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.jobs = root / "jobs"
+        self.jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.chmod(root, 0o700)
+
+    def path(self, job: str, name: str) -> Path:
+        return self.jobs / job / name
+
+    def make(self, job: str, name: str, capacity: int) -> None:
+        """A file with all its memory, so that no later write to it can fail; OSError."""
+        (self.jobs / job).mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(self.path(job, name), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, capacity)
+        finally:
+            os.close(fd)
+
+    def note(self, job: str, slot: Slot) -> None:
+        """Write a slot's header."""
+        self._put(job, f"{slot.name}.json", msgspec.json.encode(slot))
+
+    def note_job(self, job: Job) -> None:
+        self._put(job.name, "job.json", msgspec.json.encode({"root": job.root, "run": job.run}))
+
+    def keep_manifest(self, job: str, attempt: str, step: int, manifest: bytes) -> None:
+        self._put(job, f"manifest-{step:010d}-{attempt}", manifest)
+
+    def _put(self, job: str, name: str, data: bytes) -> None:
+        path = self.path(job, name)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        temp = path.with_name(f".{name}.new")
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(data)
+        os.replace(temp, path)
+
+    def manifests(self, job: str) -> list[tuple[int, str, Path]]:
+        """(step, attempt, file) of every committed snapshot, in the order of their commits."""
+        found = []
+        with suppress(FileNotFoundError):
+            for entry in os.scandir(self.jobs / job):
+                if match := _MANIFEST.fullmatch(entry.name):
+                    at = entry.stat().st_mtime_ns
+                    found.append((at, int(match[1]), match[2], Path(entry.path)))
+        return [(step, attempt, path) for _, step, attempt, path in sorted(found)]
+
+    def remove(self, job: str, names: tuple[str, ...], attempts: tuple[str, ...]) -> None:
+        for name in names:
+            for path in (self.path(job, f"{name}.json"), self.path(job, name)):
+                path.unlink(missing_ok=True)
+        for _, attempt, path in self.manifests(job):
+            if attempt in attempts:
+                path.unlink(missing_ok=True)
+
+    def remove_job(self, job: str) -> None:
+        shutil.rmtree(self.jobs / job, ignore_errors=True)
+
+    def digest(self, job: str, slot: Slot) -> str:
+        """Digest what a slot holds chunk by chunk, write the table; the digest of the table."""
+        with mapped(self.path(job, slot.name), slot.bytes) as view:
+            return put_table(view, slot.table)
+
+    def is_sound(self, job: str, slot: Slot) -> bool:
+        """Whether a slot holds what was written."""
+        try:
+            with mapped(self.path(job, slot.name), slot.bytes) as view:
+                return is_sound(view, slot.table, slot.digest)
+        except (OSError, ValueError):
+            return False
+
+    def find(self) -> Iterator[Job]:
+        """The jobs that an earlier agent left.  What cannot be understood is removed."""
+        for folder in sorted(self.jobs.iterdir()):
+            slots = {}
+            for entry in list(folder.iterdir()):
+                if _NAME.fullmatch(entry.name):
+                    slot = self._slot(folder.name, entry)
+                    if slot is None:
+                        self.remove(folder.name, (entry.name,), ())
+                    else:
+                        slots[slot.name] = slot
+                elif entry.name.startswith("."):
+                    entry.unlink(missing_ok=True)
+            root, run = self._about(folder)
+            commits = tuple((a, step) for step, a, _ in self.manifests(folder.name))
+            number = 1 + max((int(name.rpartition("-")[2]) for name in slots), default=-1)
+            yield Job(folder.name, root, run, slots, commits, number=number)
+
+    def _slot(self, job: str, path: Path) -> Slot | None:
+        try:
+            slot = msgspec.json.decode(self.path(job, f"{path.name}.json").read_bytes(), type=Slot)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        size = path.stat().st_size
+        return slot if slot.name == path.name and slot.capacity == size else None
+
+    def _about(self, folder: Path) -> tuple[str, int]:
+        try:
+            found = msgspec.json.decode((folder / "job.json").read_bytes())
+            return str(found["root"]), int(found["run"])
+        except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError, UnicodeDecodeError):
+            return "?", 0
+
+
+def put_table(view: memoryview, table: int) -> str:
+    """Digest bytes 0..table chunk by chunk and write the digests behind; the digest of these."""
+    digests = np.empty(num_chunks(table), "<u8")
+    digest_chunks(view[:table], digests)
+    data = digests.tobytes()
+    if len(data) > len(view) - table:
+        raise ValueError(f"no room for a table of {len(data)} bytes")
+    view[table : table + len(data)] = data
+    return hexdigest(data)
+
+
+def is_sound(view: memoryview, table: int, digest: str) -> bool:
+    """Whether a table is the one of that digest, and bytes 0..table are what it says."""
+    data = view[table : table + 8 * num_chunks(table)]
+    if hexdigest(data) != digest:
+        return False
+    return first_difference(view[:table], np.frombuffer(data, "<u8"), CHUNK_BYTES) is None
+
+
+def with_table(size: int) -> int:
+    """Bytes of something of `size` bytes with its table."""
+    return size + 8 * num_chunks(size)
+
+
+@contextmanager
+def mapped(path: Path, size: int) -> Iterator[memoryview]:
+    """The first `size` bytes of a file, to read and write."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        memory = mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+    view = memoryview(memory)
+    try:
+        yield view
+    finally:
+        view.release()
+        with suppress(BufferError):
+            memory.close()

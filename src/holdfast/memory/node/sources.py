@@ -1,0 +1,142 @@
+"""Where ranges of images come from: this node's memory, or another node's agent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from holdfast.codec.digest import CHUNK_BYTES, Digests, first_difference, hexdigest, num_chunks
+from holdfast.codec.erasure import Bytes
+from holdfast.codec.stripes import Extent, Stripes
+from holdfast.errors import AgentUnreachable, Corrupt, NotFound
+from holdfast.events import count
+from holdfast.memory.node.fetch import Peer
+from holdfast.store import Reader
+
+REBUILD_BYTES = 4 << 20
+"""At a time, which bounds memory."""
+
+
+class LocalImage:
+    """A file of this node's agent."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        self._reader.read(offset, into)
+        count("memory.local.bytes", len(into))
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class RemoteImage:
+    """An image in another node's memory.  One out of reach is as good as gone: NotFound."""
+
+    def __init__(self, peer: Peer, path: str, key: str) -> None:
+        self._peer = peer
+        self._path = path
+        self._key = key
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        try:
+            self._peer.read(self._path, offset, into)
+        except AgentUnreachable as error:
+            raise NotFound(error.message, key=self._key, hint=error.hint) from None
+        except (NotFound, Corrupt) as error:
+            error.key = self._key
+            raise
+
+    def close(self) -> None:
+        """The connection stays for the next image."""
+
+
+class RebuiltImage:
+    """A lost image, rebuilt range by range from what is left of its group.
+
+    `open_area(member, area)` opens what a member still has.
+    """
+
+    def __init__(
+        self,
+        stripes: Stripes,
+        lost: frozenset[int],
+        member: int,
+        open_area: Callable[[int, str], Reader],
+    ) -> None:
+        self._stripes = stripes
+        self._lost = lost
+        self._member = member
+        self._open_area = open_area
+        self._opened: dict[tuple[int, str], Reader] = {}
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        stop = offset + len(into)
+        for at in range(offset, stop, REBUILD_BYTES):
+            end = min(at + REBUILD_BYTES, stop)
+            for piece in self._stripes.sources(self._lost, self._member, at, end):
+                out = np.frombuffer(into, np.uint8)[piece.start - offset : piece.stop - offset]
+                self._stripes.fill(piece, [self._read(extent) for extent in piece.reads], out)
+        count("memory.rebuilt.bytes", len(into))
+
+    def _read(self, extent: Extent) -> Bytes:
+        place = (extent.member, extent.area)
+        with self._lock:
+            if place not in self._opened:
+                self._opened[place] = self._open_area(*place)
+        data = bytearray(extent.stop - extent.start)
+        self._opened[place].read(extent.start, memoryview(data))
+        return np.frombuffer(data, np.uint8)
+
+    def close(self) -> None:
+        for reader in self._opened.values():
+            reader.close()
+        self._opened.clear()
+
+
+class Verified:
+    """Ranges of an image that are checked by its digest table before anybody sees them."""
+
+    def __init__(self, reader: Reader, *, size: int, table: int, digest: str, key: str) -> None:
+        self._reader = reader
+        self._stop = table
+        self._key = key
+        self._tail = bytearray(size - table)
+        reader.read(table, memoryview(self._tail))
+        if (found := hexdigest(self._tail)) != digest:
+            raise Corrupt("digest table differs", key=key, expected=digest, found=found)
+        self._table: Digests = np.frombuffer(self._tail, "<u8")
+
+    def read(self, start: int, stop: int, memory: memoryview) -> memoryview:
+        """Bytes start..stop, somewhere in `memory`, which has `room(stop - start)` bytes.  Corrupt."""
+        if start >= stop:
+            return memory[:0]
+        first, end = start // CHUNK_BYTES, min(stop, self._stop)
+        a, b = first * CHUNK_BYTES, min(-(-end // CHUNK_BYTES) * CHUNK_BYTES, self._stop)
+        if a < b:
+            self._reader.read(a, memory[: b - a])
+            self._check(first, a, memory[: b - a])
+        if stop > self._stop:
+            memory[self._stop - a : stop - a] = self._tail[: stop - self._stop]
+        return memory[start - a : stop - a]
+
+    def _check(self, first: int, at: int, view: memoryview) -> None:
+        expected = self._table[first : first + num_chunks(len(view))]
+        bad = first_difference(view, expected, CHUNK_BYTES)
+        if bad is not None:
+            start = at + bad * CHUNK_BYTES
+            stop = min(start + CHUNK_BYTES, self._stop)
+            text = f"bytes {start}..{stop} differ from what was written"
+            raise Corrupt(text, key=self._key, start=start, stop=stop)
+
+
+def room(size: int) -> int:
+    """Memory that reading so many verified bytes takes."""
+    return size + 2 * CHUNK_BYTES

@@ -1,0 +1,255 @@
+"""What is said to an agent, and what it answers.  Sent as msgpack, one request one answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Anything that the machine takes in."""
+
+
+class Hello(Message, frozen=True):
+    """A training process introduces itself."""
+
+    job: str
+    root: str
+    run: int
+    rank: int
+    pid: int
+    started: str
+    """As `holdfast.here.started` gives it: tells the process from a later one of its number."""
+
+
+class Take(Message, frozen=True):
+    """Memory for an image of `bytes` bytes is asked for; answered with a `Lease`."""
+
+    job: str
+    pid: int
+    kind: str
+    """`share`: a rank's image; `guard`: what it keeps for the others of its group."""
+    rank: int
+    attempt: str
+    step: int
+    bytes: int
+
+
+class Ready(Message, frozen=True):
+    """The memory of a lease is filled; answered with the digest of its table, once that is known."""
+
+    job: str
+    name: str
+    attempt: str
+    table: int
+    """Where the digest table begins, and the digested bytes end."""
+    bytes: int
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True):
+    """How an agent is reached by other nodes, and by which name it knows itself."""
+
+    agent: str
+    address: str
+    token: str
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One of a group: its rank, its image, and where that is."""
+
+    rank: int
+    bytes: int
+    table: int
+    digest: str
+    card: Card
+
+
+class Protect(Message, frozen=True):
+    """All of a group have their images: fill the memory of a lease with what `rank` keeps for the others.
+
+    Answered with the digest of its table."""
+
+    job: str
+    name: str
+    attempt: str
+    rank: int
+    members: tuple[Member, ...]
+    num_data: int
+    num_parity: int
+    table: int
+    bytes: int
+
+
+class Persist(Message, frozen=True):
+    """Write a rank's image to storage; answered when it is durable there.
+
+    `claim`: given to the agent of rank 0, which commits the step by itself if that rank dies before it says
+    `Settled`; it waits `deadline_s` for the files of the others.
+    """
+
+    job: str
+    attempt: str
+    rank: int
+    pid: int
+    store: str
+    key: str
+    deadline_s: float
+    claim: bytes = b""
+
+
+class Settled(Message, frozen=True):
+    """A training process has seen to the durable step itself, or given it up."""
+
+    job: str
+    attempt: str
+
+
+class Commit(Message, frozen=True):
+    """All ranks have their part of a snapshot: it is the newest now."""
+
+    job: str
+    attempt: str
+    step: int
+    manifest: bytes
+
+
+class Drop(Message, frozen=True):
+    """A snapshot failed: its memory is free."""
+
+    job: str
+    attempt: str
+
+
+class Bye(Message, frozen=True):
+    """A training process leaves; `finished`: its work is done and its snapshots are needed no more."""
+
+    job: str
+    pid: int
+    finished: bool
+
+
+class Ask(Message, frozen=True):
+    """What is held for a job; answered with `Held`."""
+
+    job: str
+
+
+class Status(Message, frozen=True):
+    """What is held at all; answered with a `Report`."""
+
+
+class Clean(Message, frozen=True):
+    """Free what dead jobs left: one job, or all of them.  Answered with the names freed."""
+
+    job: str = ""
+
+
+class Stop(Message, frozen=True):
+    """End the agent.  What it holds stays for the next one, unless `free`."""
+
+    free: bool = False
+
+
+class Made(Message, frozen=True):
+    """The outcome of a `Make`."""
+
+    job: str
+    name: str
+    error: str = ""
+
+
+class Digested(Message, frozen=True):
+    """The outcome of a `Digest`."""
+
+    job: str
+    name: str
+    attempt: str
+    digest: str
+    error: str = ""
+
+
+class Wrote(Message, frozen=True):
+    """The outcome of a `Write`."""
+
+    job: str
+    attempt: str
+    rank: int
+    error: str = ""
+    kind: str = ""
+
+
+class Gone(Message, frozen=True):
+    """Training processes that are no more."""
+
+    pids: tuple[int, ...]
+
+
+class Tick(Message, frozen=True):
+    """Time has passed."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Memory to be filled: a file by its name below the job's directory."""
+
+    name: str
+    capacity: int
+
+
+class HeldImage(msgspec.Struct, frozen=True):
+    """What is filled: a rank's image, or what it keeps for its group."""
+
+    kind: str
+    attempt: str
+    rank: int
+    name: str
+    bytes: int
+    table: int
+    digest: str
+    members: tuple[int, ...] = ()
+    """Of a guard: the ranks of its group, in order."""
+    num_data: int = 1
+    num_parity: int = 0
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What an agent holds of one job, and where it serves that."""
+
+    card: Card
+    directory: str
+    images: tuple[HeldImage, ...]
+    manifests: tuple[bytes, ...]
+
+
+class JobReport(msgspec.Struct, frozen=True):
+    """One job, for people."""
+
+    job: str
+    root: str
+    run: int
+    bytes: int
+    images: int
+    steps: tuple[int, ...]
+    trainers: tuple[int, ...]
+    since: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Everything, for people."""
+
+    pid: int
+    address: str
+    budget: int
+    used: int
+    jobs: tuple[JobReport, ...]
+
+
+MESSAGES = (
+    Hello | Take | Ready | Protect | Persist | Settled | Commit | Drop | Bye | Ask | Status | Clean | Stop
+)  # fmt: skip
+"""What may come from outside."""
+
+
+def encode(value: Any) -> bytes:
+    """For the wire."""
+    return msgspec.msgpack.encode(value)

@@ -1,0 +1,45 @@
+"""What a user says of the memory tier."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from holdfast.errors import UsageError
+from holdfast.policy.redundancy import parse
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Snapshots in host memory.
+
+    `redundancy`: what is kept against the loss of nodes.  `none`; `copy`, or `copy(r)` for r copies in
+    all; `parity`, which survives the loss of one node of a group at the least memory; `rs(m)`, which
+    survives any m; `auto`: parity with three nodes or more, a copy with two.  `budget`: host memory that
+    all snapshots of this node may take, in bytes or as `"64GiB"`; by default half of the node's.
+    """
+
+    redundancy: str = "auto"
+    budget: int | str | None = None
+
+    def __post_init__(self) -> None:
+        parse(self.redundancy)
+        _ = self.budget_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """0: by default."""
+        if self.budget is None:
+            return 0
+        return parse_bytes("Memory(budget=...)", str(self.budget))
+
+
+def parse_bytes(what: str, text: str) -> int:
+    """`64GiB`, `500 MB`, `1000000` in bytes; UsageError that names `what`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise UsageError(f"{what}: {text!r} is no number of bytes", hint='such as "64GiB"')
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,0 +1,91 @@
+"""The agent's memory as this process sees it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from holdfast.errors import AgentError, OutOfSpace
+from holdfast.memory.node import words as w
+from holdfast.state.live import Live
+from holdfast.state.snapshot import PrivateBuffer, lock_pages, unlock_pages
+
+
+@dataclass
+class _Mapped:
+    view: memoryview
+    locked_on: torch.device | None
+
+
+class Slots:
+    """Files of the agent, each mapped once.  Their pages are there: touching them cannot fail."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._mapped: dict[tuple[str, int], _Mapped] = {}
+
+    def view(self, name: str, live: Live) -> memoryview:
+        """All of a file; the same object each time."""
+        fd = os.open(self._directory / name, os.O_RDWR)
+        try:
+            stat = os.fstat(fd)
+            key = (name, stat.st_ino)
+            if key not in self._mapped:
+                self._forget_removed()
+                flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+                view = memoryview(mmap.mmap(fd, stat.st_size, flags))
+                self._mapped[key] = _Mapped(view, lock_pages(view, live))
+            return self._mapped[key].view
+        finally:
+            os.close(fd)
+
+    def _forget_removed(self) -> None:
+        for key in [k for k in self._mapped if not (self._directory / k[0]).exists()]:
+            self._unlock(self._mapped.pop(key))  # whoever still uses the memory keeps it
+
+    def close(self) -> None:
+        """Nothing may be copying into them."""
+        for one in self._mapped.values():
+            self._unlock(one)
+        self._mapped.clear()
+
+    @staticmethod
+    def _unlock(one: _Mapped) -> None:
+        if one.locked_on is not None:
+            unlock_pages(one.view, one.locked_on)
+
+
+class SlotBuffer:
+    """Memory for one image, asked of the agent when its size is known.
+
+    `spare`: what to use if the agent has none to give, for a save that must not depend on it.
+    """
+
+    def __init__(
+        self, slots: Slots, lease: Callable[[int], w.Lease], spare: PrivateBuffer | None
+    ) -> None:
+        self.view = memoryview(b"")
+        self.lease: w.Lease | None = None
+        self.refusal: Exception | None = None
+        """Why the spare memory had to be used."""
+        self._slots = slots
+        self._ask = lease
+        self._spare = spare
+
+    def reserve(self, size: int, live: Live) -> memoryview:
+        """As `Buffer.reserve`."""
+        if self.lease is None or self.lease.capacity < size:
+            try:
+                self.lease = self._ask(size)
+                self.view = self._slots.view(self.lease.name, live)
+            except (AgentError, OutOfSpace, OSError) as error:
+                if self._spare is None:
+                    raise
+                self.lease, self.refusal = None, error
+                self.view = self._spare.reserve(size, live)
+        return self.view

@@ -1,0 +1,430 @@
+"""The memory tier's side in a training process: snapshots into the agent's shared memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+
+import msgspec
+
+from holdfast.capture import Capture, Job, Save, text_of
+from holdfast.capture.capture import finish, guarded
+from holdfast.capture.together import manifest_of, written
+from holdfast.checkpoint.names import step_prefix
+from holdfast.codec.stripes import Stripes
+from holdfast.durable import Durable
+from holdfast.errors import (
+    AgentUnreachable,
+    Deadline,
+    Exists,
+    FormatError,
+    HoldfastError,
+    RankErrors,
+    Unavailable,
+)
+from holdfast.events import emit, span
+from holdfast.format.image import Image
+from holdfast.format.manifest import FileEntry, Manifest, decode, encode
+from holdfast.group import Group
+from holdfast.here import started
+from holdfast.memory.node import words as w
+from holdfast.memory.node.client import Client
+from holdfast.memory.node.holdings import Holdings
+from holdfast.memory.node.protect import guard_bytes
+from holdfast.memory.options import Memory
+from holdfast.memory.slots import SlotBuffer, Slots
+from holdfast.policy.redundancy import choose, groups, parse
+from holdfast.policy.survival import Scheme
+from holdfast.state.live import Live
+from holdfast.state.protocol import Written
+from holdfast.state.snapshot import Filling, PrivateBuffer
+from holdfast.store import Store
+
+JOB_KEY = "job.json"
+
+
+class Filled(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank hands in: what goes into the manifest, and how its agent is reached."""
+
+    written: bytes
+    card: w.Card
+    refusal: str = ""
+    """Why its image is not in its agent's memory."""
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0's: what became of a snapshot."""
+
+    errors: dict[int, str]
+    manifest: bytes = b""
+    cards: tuple[w.Card, ...] = ()
+    card_of: tuple[int, ...] = ()
+    """By rank: which of the cards is its agent's."""
+    directly: str = ""
+    """Why the save must get to storage without the agents."""
+
+
+class MemoryTier:
+    """Snapshots into shared memory.  Every method is collective: all ranks call it in the same order."""
+
+    name = "snapshot"
+
+    def __init__(
+        self, capture: Capture, durable: Durable, options: Memory, *, job: str, host: str
+    ) -> None:
+        self.capture = capture
+        self.durable = durable
+        self.group = capture.group
+        self.deadline_s = capture.deadline_s
+        self.options = options
+        self.job = job
+        self.host = host
+        self.client = Client(deadline_s=self.deadline_s)
+        self.slots = Slots(self.client.root / "jobs" / job)
+        self._spare = PrivateBuffer()
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._free = threading.Event()
+        self._free.set()
+        self._thread = ThreadPoolExecutor(1, "holdfast-memory")
+        self._storing = ThreadPoolExecutor(1, "holdfast-storing")
+        self.hello()
+
+    @property
+    def run(self) -> int:
+        return self.durable.run
+
+    def hello(self) -> None:
+        """Have an agent, and be known to it."""
+        self.client.start(self.host, self.options.budget_bytes)
+        pid = os.getpid()
+        message = w.Hello(
+            self.job, self.durable.store.url, self.run, self.group.rank, pid, started(pid) or "0"
+        )
+        held: w.Held = self.client.ask(message, w.Held)
+        self.card = held.card
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def begin(
+        self, describe_live: Callable[[], Live], step: int, *, durable: bool, must: bool = False
+    ) -> Save:
+        """Start a snapshot, which with `durable` goes on to storage.  Blocks as `Capture.begin`.
+
+        It is left out if another one is in flight, unless it `must` be.
+        """
+        step_prefix(step)
+        with self._lock:
+            busy = not must and (self._pending > 0 or (durable and self.durable.busy))
+            self._pending += 1
+        if durable:
+            self.durable.watch_over(step)
+        return self.capture.begin(describe_live, step, self, busy=busy, durable=durable)
+
+    def prepare(self, describe_live: Callable[[], Live]) -> Save:
+        """Plan a snapshot and have the memory for it ready.  Returns at once."""
+        with self._lock:
+            self._pending += 1
+        return self.capture.prepare(describe_live, self)
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until nothing is under way; Deadline if that takes longer."""
+        until = time.monotonic() + limit_s
+        try:
+            self.capture.settle(limit_s)
+            for pool in (self._thread, self._storing):
+                pool.submit(lambda: None).result(max(until - time.monotonic(), 0.1))
+        except (FutureTimeout, TimeoutError):
+            raise Deadline(f"a snapshot was still under way after {limit_s:g} s") from None
+
+    def close(self, timeout: float | None, *, finished: bool) -> None:
+        """Wait for what is under way.  `finished`: the snapshots are needed no more."""
+        try:
+            self.settle(self.deadline_s if timeout is None else timeout)
+        finally:
+            self._thread.shutdown(wait=False)
+            self._storing.shutdown(wait=False)
+            self.slots.close()
+            self._spare.close()
+            with suppress(AgentUnreachable):
+                self.client.ask(w.Bye(self.job, os.getpid(), finished), timeout_s=10.0)
+
+    # -- restoring --------------------------------------------------------------------------------
+
+    def survey(self) -> Holdings:
+        """What the agents of all nodes hold of this job.  Collective."""
+        mine = None
+        with suppress(HoldfastError):
+            mine = self.client.ask(w.Ask(self.job), w.Held, timeout_s=self.deadline_s)
+        told = self.group.share(w.encode(mine) if mine is not None else b"")
+        helds = [msgspec.msgpack.decode(data, type=w.Held) for data in told if data]
+        return Holdings(self.job, helds, mine.card.agent if mine is not None else "")
+
+    def adopt(self, manifest: Manifest) -> None:
+        """What was restored is the newest snapshot of this node, too: it must not be given out."""
+        with suppress(HoldfastError):
+            self.client.ask(w.Commit(self.job, manifest.attempt, manifest.step, encode(manifest)))
+
+    # -- capture thread ---------------------------------------------------------------------------
+
+    def take(self, job: Job) -> SlotBuffer:
+        """Wait for the snapshot before: every rank knows it as the newest before the next begins."""
+        if not self._free.wait(self.deadline_s):
+            raise Deadline(f"the snapshot before did not end within {self.deadline_s:g} s")
+        self._free.clear()
+        spare = self._spare if job.durable else None
+        return SlotBuffer(self.slots, lambda size: self.lease(job, "share", size), spare)
+
+    def release(self, job: Job) -> None:
+        """The next snapshot may begin."""
+        with self._lock:
+            self._pending -= not job.released
+            job.released = True
+        if job.buffer is not None:
+            job.buffer = None
+            self._free.set()
+
+    def ended(self, job: Job) -> None:
+        """The job is over."""
+        if job.durable:
+            self.durable.let_go(job.step)
+
+    def attempt(self, job: Job) -> str:
+        return f"{self.run:04d}-{job.number:06d}"
+
+    def lease(self, job: Job, kind: str, size: int) -> w.Lease:
+        """Memory of the agent; if there is no agent any more, of a new one."""
+        message = w.Take(
+            self.job, os.getpid(), kind, self.group.rank, self.attempt(job), job.step, size
+        )
+        try:
+            lease: w.Lease = self.client.ask(message, w.Lease)
+        except AgentUnreachable:
+            emit("agent.restarted", step=job.step)
+            self.hello()
+            lease = self.client.ask(message, w.Lease)
+        return lease
+
+    def warm(self, job: Job) -> None:
+        """The agent has made the memory real; have a second slot, and give both back."""
+        self._thread.submit(guarded, self._give_back, job, self)
+
+    def _give_back(self, job: Job, _: object) -> None:
+        assert isinstance(job.buffer, SlotBuffer) and job.buffer.lease is not None
+        second = self.lease(job, "share", job.buffer.lease.capacity)
+        self.slots.view(second.name, job.live)
+        self._drop(job)
+        self.release(job)
+        finish(job, self, None)
+
+    def write(self, job: Job, image: Image | None, filling: Filling) -> None:
+        """Have the agent digest the image, then commit together."""
+        self._thread.submit(guarded, lambda j, _: self._keep(j, image, filling), job, self)
+
+    # -- memory thread ----------------------------------------------------------------------------
+
+    def _keep(self, job: Job, image: Image | None, filling: Filling) -> None:
+        file = None
+        try:
+            with span("snapshot.digest", step=job.step):
+                file = self._digested(job, image, filling)
+        except Exception as failed:
+            job.error = failed
+        try:
+            mine = Filled(written(job, file, self.group.rank), self.card, self._refusal(job))
+            decision = self._agree("filled", job, msgspec.msgpack.encode(mine), self._decide)
+            if decision.directly:
+                emit("snapshot.failed", step=job.step, error=decision.directly)
+                self.durable.write_and_commit(job, image, filling, self)
+                return
+            scheme, group = self._group(decision)
+            if scheme.losses:
+                with span("snapshot.protect", step=job.step):
+                    self._protect(job, decision, scheme, group)
+            self.client.ask(w.Commit(self.job, self.attempt(job), job.step, decision.manifest))
+        except BaseException:
+            self._drop(job)
+            raise
+        finally:
+            self.release(job)
+        if job.durable:
+            emit("snapshot.committed", step=job.step)
+            store = lambda j, _: self._store(j, file, decision.manifest)  # noqa: E731
+            self._storing.submit(guarded, store, job, self)
+        else:
+            finish(job, self, None)
+
+    @staticmethod
+    def _refusal(job: Job) -> str:
+        """Why this rank's image is not in the agent's memory; empty if it is."""
+        refusal = job.buffer.refusal if isinstance(job.buffer, SlotBuffer) else None
+        return "" if refusal is None else text_of(refusal)
+
+    def _agree(
+        self, what: str, job: Job, mine: bytes, decide: Callable[[Job, list[bytes]], Decision]
+    ) -> Decision:
+        """Rank 0's decision from what all ranks say; RankErrors if something failed anywhere."""
+        answer = self.group.ask(
+            f"{what}/{job.number}",
+            mine,
+            lambda answers: msgspec.msgpack.encode(decide(job, answers)),
+            self.deadline_s,
+        )
+        decision = msgspec.msgpack.decode(answer, type=Decision)
+        if decision.errors:
+            text = f"{job.kind(self.name)} of step {job.step}"
+            raise RankErrors(text, decision.errors, step=job.step) from job.error
+        return decision
+
+    def _group(self, decision: Decision) -> tuple[Scheme, tuple[int, ...]]:
+        """The scheme, and the ranks of this rank's group."""
+        nodes = [decision.cards[i].agent for i in decision.card_of]
+        scheme = parse(self.options.redundancy) or choose(len(set(nodes)))
+        found = groups(nodes, scheme)
+        return scheme, next(g for g in found if self.group.rank in g)
+
+    def _protect(
+        self, job: Job, decision: Decision, scheme: Scheme, group: tuple[int, ...]
+    ) -> None:
+        """Have the agent make what this rank keeps for its group; all ranks have theirs, or none."""
+        error = b""
+        try:
+            self._ask_to_protect(job, decision, scheme, group)
+        except Exception as failed:
+            job.error, error = failed, text_of(failed).encode()
+
+        def judge(_: Job, answers: list[bytes]) -> Decision:
+            return Decision({r: a.decode() for r, a in enumerate(answers) if a})
+
+        self._agree("protected", job, error, judge)
+
+    def _ask_to_protect(
+        self, job: Job, decision: Decision, scheme: Scheme, group: tuple[int, ...]
+    ) -> None:
+        files = decode(decision.manifest, "snapshot").file_of
+        here = [f for f in map(files.get, group) if f is not None]
+        if self.group.rank not in files or len(here) <= scheme.losses:
+            return  # nothing to protect, or nobody to protect it with
+        members = tuple(
+            w.Member(f.rank, f.bytes, f.table, f.digest, decision.cards[decision.card_of[f.rank]])
+            for f in here
+        )
+        num_data, num_parity = scheme.blocks(len(members))
+        stripes = Stripes(tuple(f.bytes for f in here), num_data, num_parity)
+        lease = self.lease(job, "guard", guard_bytes(stripes))
+        order = w.Protect(
+            self.job, lease.name, self.attempt(job), self.group.rank, members, num_data,
+            num_parity, stripes.kept_bytes, guard_bytes(stripes),
+        )  # fmt: skip
+        self.client.ask(order, str)
+
+    def _digested(self, job: Job, image: Image | None, filling: Filling) -> FileEntry | None:
+        filling.conclude()
+        if image is None or not (image.pieces.total_bytes or image.extras_bytes):
+            return None
+        if self._refusal(job):
+            return None
+        assert isinstance(job.buffer, SlotBuffer) and job.buffer.lease is not None
+        attempt = self.attempt(job)
+        message = w.Ready(
+            self.job, job.buffer.lease.name, attempt, image.table_start, image.total_bytes
+        )
+        digest = self.client.ask(message, str)
+        path = f"{attempt}/r{self.group.rank:05d}.safetensors"
+        return FileEntry(
+            self.group.rank, path, image.total_bytes, image.data_start, image.extras_start,
+            image.table_start, digest,
+        )  # fmt: skip
+
+    def _decide(self, job: Job, answers: list[bytes]) -> Decision:
+        """Rank 0: the manifest, if every rank has its image."""
+        filled = [msgspec.msgpack.decode(a, type=Filled) for a in answers]
+        given = [msgspec.msgpack.decode(f.written, type=Written) for f in filled]
+        errors = {r: g.error for r, g in enumerate(given) if g.error is not None}
+        if errors:
+            return Decision(errors)
+        refusals = [f"rank {r}: {f.refusal}" for r, f in enumerate(filled) if f.refusal]
+        if refusals:
+            return Decision({}, directly=refusals[0])
+        try:
+            manifest = encode(manifest_of(job, self.run, self.attempt(job), given))
+        except Exception as error:
+            return Decision({0: text_of(error)})
+        cards = list(dict.fromkeys(f.card for f in filled))
+        return Decision({}, manifest, tuple(cards), tuple(cards.index(f.card) for f in filled))
+
+    # -- storing thread ---------------------------------------------------------------------------
+
+    def _store(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
+        """Have the agent write the image to storage, then commit together."""
+        error = b""
+        try:
+            with span("persist", step=job.step, bytes=file.bytes if file else 0):
+                if file is not None:
+                    self.client.ask(self._order(job, file))
+        except Exception as failed:
+            job.error, error = failed, text_of(failed).encode()
+
+        def judge(_: Job, answers: list[bytes]) -> Decision:
+            errors = {r: a.decode() for r, a in enumerate(answers) if a}
+            if not errors:
+                try:
+                    self.durable.commit(job, decode(manifest, "snapshot"))
+                except Exception as failed:
+                    errors = {0: f"commit: {text_of(failed)}"}
+                    job.uncertain = isinstance(failed, Unavailable)
+            return Decision(errors)
+
+        try:
+            self._agree("stored", job, error, judge)
+        except RankErrors:
+            if not job.uncertain:
+                self.durable.discard(job.step, self.attempt(job))
+            raise
+        finally:
+            with suppress(HoldfastError):
+                self.client.ask(w.Settled(self.job, self.attempt(job)), timeout_s=10.0)
+        finish(job, self, None)
+        self.durable.tidy(job)
+
+    def _order(self, job: Job, file: FileEntry) -> w.Persist:
+        claim = self.durable.claim
+        mine = msgspec.json.encode(claim) if self.group.rank == 0 and claim is not None else b""
+        return w.Persist(
+            self.job, self.attempt(job), self.group.rank, os.getpid(), self.durable.store.url,
+            step_prefix(job.step) + file.path, self.deadline_s, mine,
+        )  # fmt: skip
+
+    def _drop(self, job: Job) -> None:
+        """Best effort: an agent that is gone has nothing to drop."""
+        with suppress(HoldfastError):
+            self.client.ask(w.Drop(self.job, self.attempt(job)), timeout_s=10.0)
+
+
+def job_of(store: Store, group: Group) -> str:
+    """The identity of the job that keeps its state in a root, over all restarts.  Collective.
+
+    Drawn at random when the root is first used: what a deleted root's run left in memory is another job's.
+    """
+
+    def find() -> bytes:
+        fresh = msgspec.json.encode({"job": secrets.token_hex(8)})
+        with suppress(Exists):
+            store.put(JOB_KEY, fresh, if_absent=True)
+        return store.get(JOB_KEY)
+
+    data = group.from_rank0(find)
+    try:
+        job = msgspec.json.decode(data, type=dict[str, str])["job"]
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
+        job = ""
+    if re.fullmatch(r"[0-9a-f]{16}", job) is None:
+        raise FormatError(f"{data[:40]!r} names no job", key=JOB_KEY, hint="delete that file")
+    return job

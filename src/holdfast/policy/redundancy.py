@@ -1,0 +1,76 @@
+"""Which ranks protect each other's snapshots, and how: a pure choice.
+
+A *group* is a set of ranks on different nodes; the loss of a node takes one member from each of its groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from holdfast.errors import UsageError
+from holdfast.near import near
+from holdfast.policy.survival import Scheme, copy, none, rs
+
+MAX_GROUP = 8
+"""Members of a group: more cost less memory, and are likelier to lose two at once."""
+
+_FORMS = ("auto", "none", "copy", "copy(3)", "parity", "rs(2)")
+_CALL = re.compile(r"(copy|rs)\((\d{1,2})\)")
+
+
+def parse(text: str) -> Scheme | None:
+    """A scheme by its name; None for `auto`.  UsageError for anything else."""
+    named = {"none": none(), "copy": copy(2), "parity": rs(1)}
+    if text == "auto" or text in named:
+        return named.get(text)
+    call = _CALL.fullmatch(text.replace(" ", ""))
+    if call and call[1] == "copy" and int(call[2]) >= 2:
+        return copy(int(call[2]))
+    if call and call[1] == "rs" and int(call[2]) >= 1:
+        return rs(int(call[2]))
+    hint = near(text, _FORMS) or "one of " + ", ".join(_FORMS)
+    raise UsageError(f"redundancy={text!r} is no scheme", hint=hint)
+
+
+def choose(num_nodes: int) -> Scheme:
+    """What `auto` means: parity where there are three nodes or more, a copy with two, nothing with one."""
+    if num_nodes < 2:
+        return none()
+    return copy(2) if num_nodes == 2 else rs(1)
+
+
+def groups(nodes: Sequence[str], scheme: Scheme, most: int = MAX_GROUP) -> list[tuple[int, ...]]:
+    """Ranks in groups, from the name of each rank's node; every rank is in one.
+
+    The i-th ranks of all nodes make up groups of even size, `most` at most.  On a single node, its ranks
+    are one another's group: that mends damage, not the loss of the node.  UsageError if a rank finds too
+    few others.
+    """
+    if not scheme.losses:
+        return [(rank,) for rank in range(len(nodes))]
+    if len(set(nodes)) == 1:
+        rows = [list(range(len(nodes)))]
+    else:
+        seen: dict[str, int] = {}
+        by_place: dict[int, list[int]] = {}
+        for rank, node in enumerate(nodes):
+            place = seen[node] = seen.get(node, -1) + 1
+            by_place.setdefault(place, []).append(rank)
+        rows = [by_place[place] for place in sorted(by_place)]
+    found = [group for row in rows for group in _even(row, max(most, scheme.losses + 1))]
+    short = [group for group in found if len(group) <= scheme.losses]
+    if short:
+        raise UsageError(
+            f"redundancy='{scheme}' needs groups of {scheme.losses + 1} ranks on different nodes; "
+            f"rank {short[0][0]} finds {len(short[0]) - 1} others",
+            hint="as many ranks on every node, more nodes, or a scheme that needs fewer",
+        )
+    return found
+
+
+def _even(row: list[int], most: int) -> list[tuple[int, ...]]:
+    """A row in parts as even as can be, of `most` at most."""
+    count = -(-len(row) // most)
+    cuts = [len(row) * i // count for i in range(count + 1)]
+    return [tuple(row[a:b]) for a, b in zip(cuts, cuts[1:])]

@@ -1,0 +1,122 @@
+"""Restoring: what there is over all tiers, the choice, and the reading."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from holdfast.checkpoint.names import Saved, check_step, committed, describe, manifest_key
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import Corrupt, NotFound, NotRecoverable, UsageError
+from holdfast.events import emit
+from holdfast.format.manifest import Manifest, decode
+from holdfast.group import Group
+from holdfast.interop.detect import detect, near_path, open_as
+from holdfast.memory.node.holdings import Holdings, SnapshotStore, image_of
+from holdfast.state.live import State
+from holdfast.state.restore import alike, restore
+from holdfast.state.targets import Options
+from holdfast.store import MemoryStore, Store, open_store
+
+
+def load_snapshot(
+    holdings: Holdings,
+    manifest: Manifest,
+    behind: Store,
+    group: Group,
+    state: State,
+    options: Options,
+) -> None:
+    """A snapshot out of the nodes' memory; an image that proves damaged or out of reach counts as lost.
+
+    Collective.  Corrupt or NotFound if what is left does not suffice.
+    """
+    while True:
+        checkpoint = Checkpoint(SnapshotStore(holdings, behind), manifest)
+        try:
+            restore(checkpoint, state, group, options)
+            return
+        except (Corrupt, NotFound) as error:
+            image = image_of(error.key)
+            if image is None or not holdings.lose(*image):
+                raise
+            emit("memory.lost", key=error.key, error=str(error))
+
+
+def load_from(
+    url: str,
+    group: Group,
+    state: State,
+    step: int | None,
+    options: Options,
+    *,
+    verify: bool = True,
+) -> int:
+    """A step, or the newest, of whatever lies at `url`; returns its number."""
+    found = group.from_rank0(lambda: (detect(url) or "").encode()).decode()
+    if found:  # rank 0 decides: ranks may see a file system differently
+        with alike(group, step or 0):
+            foreign = open_as(found, url, step)
+        restore(foreign, state, group, options)
+        return foreign.step
+    store = open_shared(url, group)
+    if step is None:
+        steps = saved_steps(store, group)
+        if not steps:
+            raise NotRecoverable(
+                f"no checkpoint in {store.url}",
+                hint=near_path(url) or "check the path; `holdfast ls` lists steps",
+            )
+        step = steps[-1].step
+    load_step(store, group, step, state, options, verify=verify)
+    return step
+
+
+def load_step(
+    store: Store, group: Group, step: int, state: State, options: Options, *, verify: bool = True
+) -> None:
+    """One step, the same manifest on every rank; read again if it was replaced meanwhile."""
+    for _ in range(3):
+        manifest = decode(manifest_bytes(store, group, step), manifest_key(step))
+        check_step(manifest, step)
+        try:
+            restore(Checkpoint(store, manifest, verify=verify), state, group, options)
+            return
+        except NotFound:
+            again = decode(manifest_bytes(store, group, step), manifest_key(step))
+            if again.attempt == manifest.attempt:
+                raise
+
+
+def manifest_bytes(store: Store, group: Group, step: int) -> bytes:
+    """Rank 0 reads it for all: ranks may see a file system differently."""
+
+    def read() -> bytes:
+        try:
+            return store.get(manifest_key(step))
+        except NotFound:
+            have = describe([s.step for s in committed(store)])
+            raise NotFound(f"no step {step} in {store.url}; steps there: {have}") from None
+
+    return group.from_rank0(read)
+
+
+def saved_steps(store: Store, group: Group) -> list[Saved]:
+    """Every step, oldest to newest, as rank 0 sees them."""
+
+    def look() -> bytes:
+        return msgspec.json.encode([(s.run, s.step) for s in committed(store)])
+
+    found = msgspec.json.decode(group.from_rank0(look), type=list[tuple[int, int]])
+    return [Saved(run, step) for run, step in found]
+
+
+def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
+    """Open a store of our own that all ranks reach."""
+    store = open_store(os.fspath(url))
+    if group.size > 1 and isinstance(store, MemoryStore):
+        raise UsageError(
+            f"{store.url} is in the memory of one process; {group.size} ranks need a path"
+        )
+    return store

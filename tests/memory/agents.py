@@ -1,0 +1,87 @@
+"""Agents of tests: real processes in directories of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from holdfast.codec.digest import hexdigest
+from holdfast.here import started
+from holdfast.memory.node import words as w
+from holdfast.memory.node.client import Client
+from holdfast.memory.node.segment import mapped, with_table
+
+JOB = "0123456789abcdef"
+
+
+def pid_of(root: Path) -> int:
+    """The agent's process."""
+    return int(json.loads((root / "agent.json").read_text())["pid"])
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, waited for or not."""
+    return started(pid) is None
+
+
+def await_gone(pid: int, limit_s: float = 20.0) -> None:
+    until = time.monotonic() + limit_s
+    while not is_gone(pid):
+        assert time.monotonic() < until, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def kill(root: Path) -> None:
+    """SIGKILL to the agent."""
+    pid = pid_of(root)
+    os.kill(pid, signal.SIGKILL)
+    await_gone(pid)
+
+
+@contextmanager
+def agent(root: Path, budget: int = 1 << 30) -> Iterator[Client]:
+    """An agent and a line to it; both end with the block."""
+    client = Client(root, deadline_s=30.0)
+    client.start("127.0.0.1", budget)
+    try:
+        yield client
+    finally:
+        if client.is_there():
+            client.ask(w.Stop())
+        await_gone(pid_of(root))
+
+
+def hello(client: Client, run: int = 1, rank: int = 0, pid: int | None = None) -> w.Held:
+    pid = pid or os.getpid()
+    held: w.Held = client.ask(
+        w.Hello(JOB, "file:///x", run, rank, pid, started(pid) or "0"), w.Held
+    )
+    return held
+
+
+def put(
+    client: Client, attempt: str, data: bytes, *, rank: int = 0, step: int = 1, commit: bool = True
+) -> w.Lease:
+    """An image of `data` with its table, digested and committed."""
+    size = with_table(len(data))
+    take = w.Take(JOB, os.getpid(), "share", rank, attempt, step, size)
+    lease: w.Lease = client.ask(take, w.Lease)
+    with mapped(client.root / "jobs" / JOB / lease.name, size) as view:
+        view[: len(data)] = data
+    digest = client.ask(w.Ready(JOB, lease.name, attempt, len(data), size), str)
+    with mapped(client.root / "jobs" / JOB / lease.name, size) as view:
+        assert digest == hexdigest(view[len(data) :])
+    if commit:
+        client.ask(w.Commit(JOB, attempt, step, b"manifest " + attempt.encode()))
+    return lease
+
+
+def noise(size: int, seed: int) -> bytes:
+    return np.random.default_rng(seed).bytes(size)

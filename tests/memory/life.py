@@ -1,0 +1,137 @@
+"""One life of a training: a rank from its start to its end, which may be a SIGKILL.
+
+Run in forks of `zygote`; writes what it saw as JSON lines to a file of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import holdfast
+
+WIDTH = 192
+
+
+def make(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model under DDP, FSDP2, HSDP or FSDP2 over tensor parallelism, and its optimizer."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+    )
+    world = dist.get_world_size()
+    match layout:
+        case "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        case "fsdp":
+            fully_shard(model)
+        case "hsdp":
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+            fully_shard(model, mesh=mesh)
+        case "tp":
+            mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)
+            fully_shard(model, mesh=mesh["dp"])
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def digest(model: nn.Module, optim: torch.optim.Optimizer) -> str:
+    """Of all parameters and states, gathered whole by torch; collective."""
+    seen = hashlib.sha256()
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    for name, p in inner.named_parameters():
+        for key, value in [("", p), *sorted(optim.state.get(p, {}).items())]:
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            seen.update(f"{name}.{key}".encode() + whole.detach().numpy().tobytes())
+    return seen.hexdigest()
+
+
+def train_step(model: nn.Module, optim: torch.optim.Optimizer, step: int) -> None:
+    torch.manual_seed(1000 + step)
+    model(torch.randn(16, WIDTH)).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+class Life:
+    """What a rank does, as a script says; see `zygote`."""
+
+    def __init__(self, rank: int, script: dict[str, Any], out: Path) -> None:
+        self.rank = rank
+        self.script = script
+        self.out = out.open("w", buffering=1)
+        self.events: Counter[str] = Counter()
+
+    def write(self, **fields: Any) -> None:
+        self.out.write(json.dumps(fields) + "\n")
+
+    def _listen(self, event: holdfast.events.Event) -> None:
+        self.events[event.name] += 1
+        if "failed" in event.name or event.name.startswith(("memory.", "agent.", "restore.")):
+            self.write(event=event.name, **{k: str(v) for k, v in event.fields.items()})
+
+    def run(self) -> None:
+        s = self.script
+        dist.init_process_group("gloo")
+        holdfast.events.subscribe(self._listen)
+        model, optim = make(s["layout"])
+        if s.get("reference"):
+            for step in range(s["until"]):
+                train_step(model, optim, step)
+                self.write(step=step + 1, digest=digest(model, optim))
+            return
+        state = {"model": model, "optim": optim}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", holdfast.HoldfastWarning)
+            self._train(model, optim, state)
+
+    def _train(self, model: nn.Module, optim: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        s = self.script
+        every = holdfast.Every(memory=s.get("memory", 1), durable=s.get("durable"))
+        memory = holdfast.Memory(**s.get("options", {}))
+        ckpt = holdfast.Checkpointer(s["root"], state, every=every, memory=memory, deadline_s=20)
+        before = Counter(holdfast.events.counters)
+        step = ckpt.restore()
+        moved = Counter(holdfast.events.counters) - before
+        moved = {k: v for k, v in moved.items() if k.endswith("bytes") or k.startswith("memory")}
+        self.write(restored=step, digest=digest(model, optim), moved=moved)
+        while step < s["until"]:
+            train_step(model, optim, step)
+            step += 1
+            if s.get("kill_at") == step and self.rank in s["kill"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            ckpt.step(step)
+            if s.get("settle", True):
+                self._settle(ckpt)
+            self.write(step=step, digest=digest(model, optim), events=dict(self.events))
+            time.sleep(s.get("pause", 0.0))
+        if s.get("die"):
+            self._settle(ckpt)
+            self.write(done=step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        ckpt.close()
+        self.write(done=step)
+
+    @staticmethod
+    def _settle(ckpt: holdfast.Checkpointer) -> None:
+        """Until the snapshot is complete, so that a script knows what there is."""
+        ckpt.wait(30)

@@ -1,0 +1,278 @@
+"""The agent as a process: what it holds outlives it, strangers learn nothing, limits hold."""
+
+import http.client
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.errors import AgentUnreachable, NotFound, OutOfSpace, SegmentLost, UsageError
+from holdfast.memory.node import words as w
+from holdfast.memory.node.client import Client
+from holdfast.memory.node.fetch import Peer
+from memory.agents import JOB, agent, await_gone, hello, is_gone, kill, noise, pid_of, put
+
+DATA = noise(3_000_000, 1)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "node"
+
+
+def image(client: Client, lease: w.Lease) -> bytes:
+    return (client.root / "jobs" / JOB / lease.name).read_bytes()
+
+
+def test_several_starts_make_one_agent(root: Path) -> None:
+    """Several ranks come up at once: one agent, and everybody is served."""
+    clients = [Client(root, deadline_s=30.0) for _ in range(4)]
+    threads = [threading.Thread(target=c.start, args=("127.0.0.1",)) for c in clients]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    pids = {c.ask(w.Status(), w.Report).pid for c in clients}
+    assert pids == {pid_of(root)}
+    clients[0].ask(w.Stop())
+    await_gone(pid_of(root))
+
+
+def test_it_is_in_a_session_of_its_own(root: Path) -> None:
+    with agent(root):
+        pid = pid_of(root)
+        assert os.getsid(pid) == pid != os.getsid(0)
+
+
+def test_what_it_holds_outlives_it(root: Path) -> None:
+    """SIGKILL; the next agent has the same image, and knows it as committed."""
+    with agent(root) as client:
+        hello(client)
+        lease = put(client, "0001-000001", DATA, step=7)
+        before = image(client, lease)
+        kill(root)
+        with pytest.raises(AgentUnreachable):
+            client.ask(w.Status())
+        client.start("127.0.0.1")
+        held = client.ask(w.Ask(JOB), w.Held)
+        assert [(i.attempt, i.rank) for i in held.images] == [("0001-000001", 0)]
+        assert held.manifests == (b"manifest 0001-000001",)
+        assert image(client, lease) == before and before.startswith(DATA)
+        report = client.ask(w.Status(), w.Report)
+        assert [j.steps for j in report.jobs] == [(7,)]
+
+
+def test_what_was_being_filled_is_not_there_after_it(root: Path) -> None:
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        lease = client.ask(
+            w.Take(JOB, os.getpid(), "share", 0, "0001-000002", 2, 3_000_200), w.Lease
+        )
+        kill(root)
+        client.start("127.0.0.1")
+        held = client.ask(w.Ask(JOB), w.Held)
+        assert [i.attempt for i in held.images] == ["0001-000001"]
+        with pytest.raises(SegmentLost):
+            client.ask(w.Ready(JOB, lease.name, "0001-000002", 3_000_000, 3_000_200))
+
+
+def test_two_slots_are_enough(root: Path) -> None:
+    """Snapshot after snapshot: no more than two files, and the newest is never given out."""
+    with agent(root) as client:
+        hello(client)
+        names = [put(client, f"0001-{n:06d}", DATA, step=n).name for n in range(1, 8)]
+        assert len(set(names)) == 2
+        assert all(a != b for a, b in zip(names, names[1:]))
+
+
+def test_an_older_snapshot_serves_until_it_is_overwritten(root: Path) -> None:
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA, step=1)
+        put(client, "0001-000002", DATA, step=2)
+        held = client.ask(w.Ask(JOB), w.Held)
+        assert {i.attempt for i in held.images} == {"0001-000001", "0001-000002"}
+        client.ask(w.Take(JOB, os.getpid(), "share", 0, "0001-000003", 3, 3_000_100))
+        held = client.ask(w.Ask(JOB), w.Held)
+        assert {i.attempt for i in held.images} == {"0001-000002"}
+
+
+def test_only_this_user_can_open_the_files(root: Path) -> None:
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        for path in (root, *root.rglob("*")):
+            mode = stat.S_IMODE(path.lstat().st_mode)
+            assert not mode & 0o077, (path, oct(mode))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user takes root")
+def test_another_user_is_refused_on_the_socket(root: Path) -> None:
+    """Even one who gets at the socket: the kernel says who he is."""
+    with agent(root) as client:
+        hello(client)
+        script = (
+            "import os, socket, sys\n"
+            "s = socket.socket(socket.AF_UNIX)\n"
+            f"s.connect({str(root / 'agent.sock')!r})\n"
+            "os.setuid(65534)\n"
+            "t = socket.socket(socket.AF_UNIX)\n"
+            f"os.chdir('/')\n"
+            "try:\n"
+            f"    t.connect({str(root / 'agent.sock')!r})\n"
+            "    print('connected')\n"
+            "except PermissionError:\n"
+            "    print('no entry')\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.stdout == "no entry\n", done
+        for path in (root.parent.parent, root.parent, root):
+            os.chmod(path, 0o755)
+        os.chmod(root / "agent.sock", 0o777)  # as if it were open to all
+        script = (
+            "import os, http.client, socket\n"
+            "os.setuid(65534)\n"
+            "line = http.client.HTTPConnection('localhost')\n"
+            "line.sock = socket.socket(socket.AF_UNIX)\n"
+            f"line.sock.connect({str(root / 'agent.sock')!r})\n"
+            f"line.request('POST', '/', {msgspec.msgpack.encode(w.Ask(JOB))!r})\n"
+            "answer = line.getresponse()\n"
+            "print(answer.status, answer.read())\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        if "Permission" not in done.stderr:  # pytest's folder may be closed further up
+            assert done.stdout == "401 b''\n", done
+
+
+def test_strangers_from_outside_learn_nothing(root: Path) -> None:
+    with agent(root) as client:
+        card = hello(client).card
+        put(client, "0001-000001", DATA)
+        for path in (
+            f"/v1/{JOB}", f"/v1/{JOB}/0001-000001/share/0", f"/v1/{JOB}/0001-000001/share/0/check",
+            "/v1/unknown",
+        ):  # fmt: skip
+            for token in (None, "", "Bearer", "Bearer " + "0" * 64, f"Basic {card.token}"):
+                line = http.client.HTTPConnection(card.address, timeout=10)
+                line.request("GET", path, headers={"Authorization": token} if token else {})
+                answer = line.getresponse()
+                assert (answer.status, answer.read()) == (401, b""), (path, token)
+                line.close()
+
+
+def test_ranges_for_other_nodes(root: Path) -> None:
+    with agent(root) as client:
+        card = hello(client).card
+        put(client, "0001-000001", DATA)
+        peer = Peer(card.address, card.token)
+        path = f"/v1/{JOB}/0001-000001/share/0"
+        for start, stop in ((0, 1), (0, len(DATA)), (12_345, 2_000_001)):
+            into = bytearray(stop - start)
+            peer.read(path, start, memoryview(into))
+            assert into == DATA[start:stop]
+        with pytest.raises(NotFound):
+            peer.read(path, 1 << 30, memoryview(bytearray(5)))
+        with pytest.raises(NotFound):
+            peer.get(f"/v1/{JOB}/0001-000009/share/0")
+        assert peer.get(path + "/check") == b"sound"
+        assert msgspec.msgpack.decode(peer.get(f"/v1/{JOB}"), type=w.Held).card == card
+
+
+def test_a_flipped_bit_is_found(root: Path) -> None:
+    with agent(root) as client:
+        card = hello(client).card
+        lease = put(client, "0001-000001", DATA)
+        with open(root / "jobs" / JOB / lease.name, "r+b") as file:
+            file.seek(1_234_567)
+            byte = file.read(1)[0]
+            file.seek(1_234_567)
+            file.write(bytes([byte ^ 4]))
+        assert (
+            Peer(card.address, card.token).get(f"/v1/{JOB}/0001-000001/share/0/check") == b"damaged"
+        )
+
+
+def test_the_budget_is_kept_with_the_numbers(root: Path) -> None:
+    with agent(root, budget=8_000_000) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        put(client, "0001-000002", DATA, step=2)
+        with pytest.raises(OutOfSpace, match=r"5000000 bytes .* budget is 8000000 bytes.* 3000096"):
+            client.ask(w.Take(JOB, os.getpid(), "share", 1, "0001-000003", 3, 5_000_000))
+
+
+def test_memory_that_is_not_there_is_refused_and_nothing_stays(root: Path) -> None:
+    """/dev/shm is smaller than the budget says: an error when memory is asked for, not a SIGBUS later."""
+    free = os.statvfs("/dev/shm")
+    if free.f_blocks * free.f_frsize > 1 << 40:
+        pytest.skip("a file system too large to fill")
+    shm = Path("/dev/shm") / f"holdfast-test-{os.getpid()}"
+    try:
+        with agent(shm, budget=1 << 50) as client:
+            hello(client)
+            with pytest.raises(OutOfSpace, match="shared memory"):
+                client.ask(w.Take(JOB, os.getpid(), "share", 0, "0001-000001", 1, 1 << 45))
+            assert client.ask(w.Status(), w.Report).used == 0
+            assert not list((shm / "jobs" / JOB).glob("share*"))
+    finally:
+        subprocess.run(["rm", "-rf", str(shm)], check=True)
+
+
+def test_a_finished_run_frees_its_memory_and_a_crash_does_not(root: Path) -> None:
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        client.ask(w.Bye(JOB, os.getpid(), finished=False))
+        assert client.ask(w.Status(), w.Report).used > 0
+        hello(client, run=2)
+        client.ask(w.Bye(JOB, os.getpid(), finished=True))
+        assert client.ask(w.Status(), w.Report).used == 0
+        assert not list((root / "jobs").iterdir())
+
+
+def test_a_killed_process_is_noticed(root: Path) -> None:
+    """What it was filling is free again; what it had committed stays, and may be cleaned by hand."""
+    with (
+        agent(root) as client,
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as other,
+    ):
+        hello(client, pid=other.pid)
+        put(client, "0001-000001", DATA)
+        with pytest.raises(UsageError, match="running"):
+            client.ask(w.Clean(JOB))
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        until = time.monotonic() + 20
+        while client.ask(w.Status(), w.Report).jobs[0].trainers:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert len(client.ask(w.Ask(JOB), w.Held).images) == 1
+        assert client.ask(w.Clean(), list[str]) == [JOB]
+        assert not list((root / "jobs").iterdir())
+
+
+def test_it_survives_its_starter(root: Path) -> None:
+    """The process that started it is killed with its whole group."""
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom holdfast.memory.node.client import Client\n"
+        f"Client(Path({str(root)!r})).start('127.0.0.1')\nprint('up', flush=True)\ninput()\n"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=-1, stdout=-1, start_new_session=True
+    )
+    assert starter.stdout is not None and starter.stdout.readline() == b"up\n"
+    os.killpg(starter.pid, signal.SIGKILL)
+    starter.wait()
+    assert Client(root).is_there() and not is_gone(pid_of(root))
+    Client(root).ask(w.Stop(free=True))
+    await_gone(pid_of(root))

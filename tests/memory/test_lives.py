@@ -1,0 +1,212 @@
+"""Trainings that die and go on from memory: on the same ranks, on others, without some of their nodes.
+
+Each test's lives are real processes under gloo; a node is a directory with an agent of its own.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.memory.node import words as w
+from holdfast.memory.node.client import Client
+from memory.agents import await_gone, kill, pid_of
+from memory.zygote import Lives, Told
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+KILLED = -9
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    lives = Lives(tmp_path_factory.mktemp("lives"))
+    yield lives
+    lives.close()
+
+
+@pytest.fixture
+def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
+    zygote.place = tmp_path
+    yield zygote
+    for node in tmp_path.glob("node*"):
+        client = Client(node, deadline_s=30.0)
+        if client.is_there():
+            client.ask(w.Stop(free=True))
+            await_gone(pid_of(node))
+
+
+def lose(lives: Lives, *nodes: int) -> None:
+    """The nodes are gone, with their agents and all that they held."""
+    for n in nodes:
+        kill(lives.node(n))
+        shutil.rmtree(lives.node(n))
+
+
+def check(lives: Lives, told: list[Told], step: int, digests: dict[int, str]) -> None:
+    """All ranks have restored that step, bit for bit, and nothing of it from storage."""
+    for one in told:
+        assert one.lines, lives.errors()
+        assert one.restored == step, (one.lines, lives.errors())
+        assert one.start == digests[step]
+    moved = [one.moved for one in told]
+    from_memory = sum(m.get(f"memory.{k}.bytes", 0) for m in moved for k in ("local", "rebuilt"))
+    from_peers = sum(m.get("memory.peer.bytes", 0) for m in moved)
+    assert sum(m["read.bytes"] for m in moved) <= from_memory + from_peers
+    assert not any(one.events("memory.from_storage") for one in told)
+
+
+def train(lives: Lives, until: int, nodes: list[int], **script: object) -> dict[int, str]:
+    """A life that is killed after a step; the digests of its states."""
+    told = lives.live(nodes=nodes, until=until, die=True, **script)
+    assert [t.status for t in told] == [KILLED] * len(nodes), lives.errors()
+    return told[0].digests
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp", "tp"])
+def test_all_processes_are_killed(lives: Lives, layout: str) -> None:
+    """They go on from the snapshot of their last step, as the uninterrupted training does."""
+    reference = lives.live(nodes=[0, 1, 2, 3], until=8, layout=layout, reference=True)[0].digests
+    digests = train(lives, 5, [0, 1, 2, 3], layout=layout, options={"redundancy": "none"})
+    told = lives.live(nodes=[0, 1, 2, 3], until=8, layout=layout, options={"redundancy": "none"})
+    check(lives, told, 5, digests)
+    assert told[0].digests == {s: reference[s] for s in (6, 7, 8)}
+    assert not any(list(lives.node(n).glob("jobs/*")) for n in range(4))  # closed: freed
+
+
+def test_one_process_is_killed_between_snapshots(lives: Lives) -> None:
+    script = {"layout": "fsdp", "memory": 2, "options": {"redundancy": "none"}}
+    told = lives.live(nodes=[0, 0, 1, 1], until=9, kill=[2], kill_at=6, **script)
+    assert told[2].status == KILLED
+    again = lives.live(nodes=[0, 0, 1, 1], until=9, **script)
+    check(lives, again, 4, told[0].digests)
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "lost", "layout"),
+    [
+        ("copy", [2], "fsdp"),
+        ("parity", [0], "hsdp"),
+        ("parity", [3], "tp"),
+        ("auto", [1], "ddp"),
+        ("rs(2)", [0, 3], "fsdp"),
+        ("copy(3)", [1, 2], "fsdp"),
+    ],
+)
+def test_nodes_are_lost(lives: Lives, redundancy: str, lost: list[int], layout: str) -> None:
+    """Their images are rebuilt from the others', and training goes on with nodes that know nothing."""
+    options = {"redundancy": redundancy}
+    digests = train(lives, 4, [0, 1, 2, 3], layout=layout, options=options)
+    lose(lives, *lost)
+    told = lives.live(nodes=[0, 1, 2, 3], until=5, layout=layout, options=options)
+    check(lives, told, 4, digests)
+    assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in told) > 0
+
+
+@pytest.mark.parametrize("nodes", [[0, 2, 3], [0, 2], [0, 2, 3, 4, 5]], ids=["3", "2", "5"])
+def test_another_number_of_nodes(lives: Lives, nodes: list[int]) -> None:
+    """Node 1 is lost; the training goes on with three nodes, with two, and with five."""
+    digests = train(lives, 4, [0, 1, 2, 3], options={"redundancy": "rs(2)"})
+    lose(lives, 1)
+    told = lives.live(nodes=nodes, until=6, die=True, options={"redundancy": "copy"})
+    check(lives, told, 4, digests)
+    again = lives.live(nodes=nodes, until=7, options={"redundancy": "copy"})
+    check(lives, again, 6, told[0].digests)
+
+
+def test_more_is_lost_than_the_scheme_bears(lives: Lives) -> None:
+    """Two nodes under parity: the newest durable step, and the reason why not the snapshot."""
+    options = {"redundancy": "parity"}
+    digests = train(lives, 5, [0, 1, 2, 3], options=options, durable=3)
+    lose(lives, 0, 1)
+    told = lives.live(nodes=[0, 1, 2, 3], until=6, options=options, durable=3)
+    assert [t.restored for t in told] == [3] * 4
+    assert {t.start for t in told} == {digests[3]}
+    reasons = [x["error"] for x in told[0].events("restore.passed_over")]
+    assert any("2 of 4 members are lost" in reason for reason in reasons), reasons
+
+
+def test_an_agent_is_killed_while_training_goes_on(lives: Lives) -> None:
+    """Snapshots fail until another agent is there; nothing that was committed is lost."""
+    options = {"redundancy": "parity"}
+    digests = train(lives, 3, [0, 1, 2], options=options)
+    kill(lives.node(1))
+    told = lives.live(nodes=[0, 1, 2], until=4, die=True, options=options)
+    check(lives, told, 3, digests)
+
+
+def flip(lives: Lives, node: int, kind: str, attempt_of: int) -> None:
+    """One bit of what a node holds of the newest snapshot."""
+    client = Client(lives.node(node), deadline_s=30.0)
+    client.start("127.0.0.1")
+    job = next((lives.node(node) / "jobs").iterdir()).name
+    held = client.ask(w.Ask(job), w.Held)
+    newest = max(i.attempt for i in held.images)
+    image = next(i for i in held.images if (i.kind, i.attempt) == (kind, newest))
+    with open(Path(held.directory) / image.name, "r+b") as file:
+        file.seek(image.bytes // 3)
+        byte = file.read(1)[0]
+        file.seek(image.bytes // 3)
+        file.write(bytes([byte ^ 16]))
+
+
+def test_a_bit_flips_in_a_segment(lives: Lives) -> None:
+    """Found by its digest, and mended from the group."""
+    options = {"redundancy": "parity"}
+    digests = train(lives, 4, [0, 1, 2], options=options)
+    flip(lives, 1, "share", 4)
+    told = lives.live(nodes=[0, 1, 2], until=5, options=options)
+    check(lives, told, 4, digests)
+    assert told[0].events("memory.lost")
+
+
+def test_a_bit_flips_in_a_segment_without_redundancy(lives: Lives) -> None:
+    """The snapshot before is still there."""
+    options = {"redundancy": "none"}
+    digests = train(lives, 4, [0, 1, 2], options=options)
+    flip(lives, 1, "share", 4)
+    told = lives.live(nodes=[0, 1, 2], until=5, options=options)
+    check(lives, told, 3, digests)
+
+
+def test_a_bit_flips_in_a_parity_block_and_a_node_is_lost(lives: Lives) -> None:
+    """What was rebuilt from damage is noticed; the damaged block is found, and the other one serves."""
+    options = {"redundancy": "rs(2)"}
+    digests = train(lives, 4, [0, 1, 2, 3], options=options)
+    flip(lives, 0, "guard", 4)
+    lose(lives, 2)
+    told = lives.live(nodes=[0, 1, 2, 3], until=5, options=options)
+    check(lives, told, 4, digests)
+
+
+def test_memory_is_full(lives: Lives) -> None:
+    """Snapshots are refused with the numbers; durable saves do not need them."""
+    options = {"redundancy": "none", "budget": "1MB"}
+    told = lives.live(nodes=[0, 1], until=4, die=True, options=options, durable=2)
+    failed = [x["error"] for x in told[0].events("snapshot.failed")]
+    assert any("budget is 1000000 bytes" in text for text in failed)
+    assert holdfast.steps(str(lives.place / "root")) == [2, 4]
+    again = lives.live(nodes=[0, 1], until=5, options=options)
+    assert [t.restored for t in again] == [4, 4]
+    assert again[0].start == told[0].digests[4]
+
+
+def test_durable_saves_are_made_from_memory(lives: Lives) -> None:
+    """Equal, file by file, to what a digest says; and read by a run without a memory tier."""
+    digests = train(lives, 6, [0, 1], options={"redundancy": "copy"}, durable=3)
+    root = str(lives.place / "root")
+    assert holdfast.steps(root) == [3, 6]
+    lose(lives, 0, 1)
+    told = lives.live(nodes=[0, 1, 2], until=7, options={"redundancy": "none"})
+    assert [t.restored for t in told] == [6] * 3
+    assert {t.start for t in told} == {digests[6]}
+
+
+def test_a_root_that_was_made_anew_begins_anew(lives: Lives) -> None:
+    """Snapshots of the run that lived there before are another job's."""
+    train(lives, 3, [0, 1], options={"redundancy": "none"})
+    shutil.rmtree(lives.place / "root")
+    told = lives.live(nodes=[0, 1], until=1, options={"redundancy": "none"})
+    assert [t.restored for t in told] == [0, 0]
