@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 import holdfast
 
-WIDTH = 192
+WIDTH = 400
 
 
 def make(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -86,7 +86,8 @@ class Life:
 
     def _listen(self, event: holdfast.events.Event) -> None:
         self.events[event.name] += 1
-        if "failed" in event.name or event.name.startswith(("memory.", "agent.", "restore.")):
+        kept = ("memory.", "agent.", "restore.", "snapshot.protect")
+        if "failed" in event.name or event.name.startswith(kept):
             self.write(event=event.name, **{k: str(v) for k, v in event.fields.items()})
 
     def run(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast.codec.digest import CHUNK_BYTES
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from memory.agents import await_gone, kill, pid_of
@@ -18,6 +19,8 @@ from memory.zygote import Lives, Told
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 KILLED = -9
+IMAGE_BYTES = 2 * 400 * 800 * 4 * 3 // 4
+"""Of each of four ranks, about."""
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,31 @@ def test_nodes_are_lost(lives: Lives, redundancy: str, lost: list[int], layout: 
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in told) > 0
 
 
+@pytest.mark.parametrize(
+    ("redundancy", "lost"), [("copy", [3]), ("parity", [1]), ("rs(2)", [0, 2])]
+)
+@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+def test_replicas_protect_each_other_without_the_network(
+    lives: Lives, layout: str, redundancy: str, lost: list[int]
+) -> None:
+    """From the second snapshot on, each rank makes what it keeps from its own tensors; it is as good."""
+    if layout == "hsdp" and redundancy == "rs(2)":
+        pytest.skip("two replicas cannot bear two losses")
+    options = {"redundancy": redundancy}
+    told = lives.live(nodes=[0, 1, 2, 3], until=5, die=True, layout=layout, options=options)
+    for one in told:
+        how = [x["source"] for x in one.events("snapshot.protect")]
+        assert how == ["peers"] + ["replica"] * 4, (how, lives.errors())
+    losses = {"copy": 1, "parity": 1, "rs(2)": 2}[redundancy]
+    for n in range(4):  # all of it once; then of three others the last chunk, with their extras
+        report = Client(lives.node(n), deadline_s=30.0).ask(w.Status(), w.Report)
+        assert 0 < report.fetched < 1.2 * losses * IMAGE_BYTES + 4 * 3 * 1.1 * CHUNK_BYTES
+    lose(lives, *lost)
+    again = lives.live(nodes=[0, 1, 2, 3], until=6, layout=layout, options=options)
+    check(lives, again, 5, told[0].digests)
+    assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in again) > 0
+
+
 @pytest.mark.parametrize("nodes", [[0, 2, 3], [0, 2], [0, 2, 3, 4, 5]], ids=["3", "2", "5"])
 def test_another_number_of_nodes(lives: Lives, nodes: list[int]) -> None:
     """Node 1 is lost; the training goes on with three nodes, with two, and with five."""
@@ -183,10 +211,10 @@ def test_a_bit_flips_in_a_parity_block_and_a_node_is_lost(lives: Lives) -> None:
 
 def test_memory_is_full(lives: Lives) -> None:
     """Snapshots are refused with the numbers; durable saves do not need them."""
-    options = {"redundancy": "none", "budget": "1MB"}
+    options = {"redundancy": "none", "budget": "3MB"}
     told = lives.live(nodes=[0, 1], until=4, die=True, options=options, durable=2)
     failed = [x["error"] for x in told[0].events("snapshot.failed")]
-    assert any("budget is 1000000 bytes" in text for text in failed)
+    assert any("budget is 3000000 bytes" in text for text in failed)
     assert holdfast.steps(str(lives.place / "root")) == [2, 4]
     again = lives.live(nodes=[0, 1], until=5, options=options)
     assert [t.restored for t in again] == [4, 4]

@@ -39,6 +39,9 @@ class Tier(Protocol):
     def take(self, job: Job) -> Buffer:
         """Memory for the image, which is the job's until `release`.  Blocks; Deadline."""
 
+    def beside(self, job: Job, image: Image, aside: Kept) -> Callable[[], None] | None:
+        """What else is to be read from the live tensors at the same moment."""
+
     def write(self, job: Job, image: Image | None, filling: Filling) -> None:
         """Keep what `filling` fills, on a thread of the tier's own, which ends the job.
 
@@ -72,7 +75,7 @@ class Capture:
         self.planner = Planner(group, mesh, deadline_s)
         self._number = 0
         self._gate = Gate()
-        self._aside: Kept = {}
+        self.aside: Kept = {}
         self._pool = ThreadPoolExecutor(1, "holdfast-capture")
 
     # -- training thread --------------------------------------------------------------------------
@@ -116,7 +119,7 @@ class Capture:
             live = describe_live()
             if not busy:
                 self._settle()
-                set_aside(live, self._aside)
+                set_aside(live, self.aside)
             job.moment = Moment.of(live)
         except Exception as error:
             job.error = error
@@ -149,16 +152,17 @@ class Capture:
         if verdict.describe:
             self.planner.make_plan(job, verdict.describe)
         if job.window is None:
-            self.planner.lay_out(job, self._aside)
+            self.planner.lay_out(job, self.aside)
             tier.warm(job)
             return
         self._check_replicas(job)
         job.plan = self.planner.plan
         filling = Filling()
-        image = self._try(lambda: self.planner.lay_out(job, self._aside), filling)
+        image = self._try(lambda: self.planner.lay_out(job, self.aside), filling)
+        beside = tier.beside(job, image, self.aside) if image is not None else None
         tier.write(job, image, filling)
         if image is not None:
-            self._fill(job, image, filling)
+            self._fill(job, image, filling, beside)
         job.close_window()
 
     def _ready(self, job: Job, tier: Tier) -> None:
@@ -192,18 +196,22 @@ class Capture:
             return
         assert self.planner.plan is not None
         placement = self.planner.plan.placement
-        mine = replica_digests(job.live, self._aside, placement, self.group.rank)
+        mine = replica_digests(job.live, self.aside, placement, self.group.rank)
         names = placement.table.names
         self.group.ask(
             f"replicas/{job.number}", mine, lambda a: check_replicas(a, names), self.deadline_s
         )
 
-    def _fill(self, job: Job, image: Image, filling: Filling) -> None:
+    def _fill(
+        self, job: Job, image: Image, filling: Filling, beside: Callable[[], None] | None
+    ) -> None:
         """Copy the live tensors into the image; a failure is the tier's to report."""
         try:
             assert job.copies is not None
             retakes = MAX_RETAKES if self.group.size == 1 else 0
-            copy_steadily(job.copies, job.moment, filling, step=job.step, retakes=retakes)
+            copy_steadily(
+                job.copies, job.moment, filling, step=job.step, retakes=retakes, beside=beside
+            )
             filling.advance(image.table_start)
             filling.complete()
         except BaseException as error:

@@ -24,7 +24,7 @@ from holdfast.format.image import Image
 from holdfast.format.manifest import Manifest
 from holdfast.state.live import Live
 from holdfast.state.protocol import Outcome, Written
-from holdfast.state.snapshot import Buffer, Filling, PrivateBuffer, touch
+from holdfast.state.snapshot import Buffer, Filling, Kept, PrivateBuffer, touch
 from holdfast.store import Store
 
 
@@ -151,6 +151,9 @@ class Durable:
             self.release(job)
 
         self._persist.submit(guarded, work, job, self)
+
+    def beside(self, job: Job, image: Image, aside: Kept) -> None:
+        """Nothing else."""
 
     def write(self, job: Job, image: Image | None, filling: Filling) -> None:
         """Write behind the copier, then commit together."""

@@ -20,21 +20,29 @@ class Memory:
     all; `parity`, which survives the loss of one node of a group at the least memory; `rs(m)`, which
     survives any m; `auto`: parity with three nodes or more, a copy with two.  `budget`: host memory that
     all snapshots of this node may take, in bytes or as `"64GiB"`; by default half of the node's.
+    `bandwidth`: bytes per second (`"2GB"`) that each rank's protection and durable saves may take in the
+    background; by default as many as there are, at low priority.
     """
 
     redundancy: str = "auto"
     budget: int | str | None = None
+    bandwidth: int | str | None = None
 
     def __post_init__(self) -> None:
         parse(self.redundancy)
-        _ = self.budget_bytes
+        _ = self.budget_bytes, self.bytes_per_s
 
     @property
     def budget_bytes(self) -> int:
         """0: by default."""
-        if self.budget is None:
+        return 0 if self.budget is None else parse_bytes("Memory(budget=...)", str(self.budget))
+
+    @property
+    def bytes_per_s(self) -> int:
+        """0: no cap."""
+        if self.bandwidth is None:
             return 0
-        return parse_bytes("Memory(budget=...)", str(self.budget))
+        return parse_bytes("Memory(bandwidth=...)", str(self.bandwidth))
 
 
 def parse_bytes(what: str, text: str) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,6 +19,7 @@ from holdfast.capture import Capture, Job, Save, text_of
 from holdfast.capture.capture import finish, guarded
 from holdfast.capture.together import manifest_of, written
 from holdfast.checkpoint.names import step_prefix
+from holdfast.codec.digest import hexdigest
 from holdfast.codec.stripes import Stripes
 from holdfast.durable import Durable
 from holdfast.errors import (
@@ -39,12 +41,13 @@ from holdfast.memory.node.client import Client
 from holdfast.memory.node.holdings import Holdings
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.options import Memory
+from holdfast.memory.replica import ReplicaGuard, replica_guard
 from holdfast.memory.slots import SlotBuffer, Slots
 from holdfast.policy.redundancy import choose, groups, parse
 from holdfast.policy.survival import Scheme
 from holdfast.state.live import Live
 from holdfast.state.protocol import Written
-from holdfast.state.snapshot import Filling, PrivateBuffer
+from holdfast.state.snapshot import Filling, Kept, PrivateBuffer
 from holdfast.store import Store
 
 JOB_KEY = "job.json"
@@ -55,6 +58,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
     written: bytes
     card: w.Card
+    holding: str
+    """What it holds of all tensors: the same for ranks that hold the same."""
     refusal: str = ""
     """Why its image is not in its agent's memory."""
 
@@ -67,8 +72,24 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     cards: tuple[w.Card, ...] = ()
     card_of: tuple[int, ...] = ()
     """By rank: which of the cards is its agent's."""
+    class_of: tuple[int, ...] = ()
+    """By rank: a number that ranks share which hold the same."""
     directly: str = ""
     """Why the save must get to storage without the agents."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """How the group of this rank was protected last: by which plan and scheme, and its images."""
+
+    plan: str
+    scheme: Scheme
+    files: tuple[FileEntry, ...]
+
+
+def _shape(file: FileEntry) -> tuple[int, ...]:
+    """How an image is laid out."""
+    return file.rank, file.data, file.extras, file.table, file.bytes
 
 
 class MemoryTier:
@@ -89,6 +110,14 @@ class MemoryTier:
         self.client = Client(deadline_s=self.deadline_s)
         self.slots = Slots(self.client.root / "jobs" / job)
         self._spare = PrivateBuffer()
+        self._agreed: Agreed | None = None
+        self._begun: dict[int, tuple[tuple[FileEntry, ...], w.Lease | None]] = {}
+        """By number of a job: the files as they were when its guard was begun in the window."""
+        self._guard: ReplicaGuard | None = None
+        self._guard_key: object = None
+        self._guard_mark: object = None
+        """The addresses that the guard was planned for, as the plan of copies has them."""
+        self._holding = ("", "")
         self._lock = threading.Lock()
         self._pending = 0
         self._free = threading.Event()
@@ -224,6 +253,29 @@ class MemoryTier:
         self.release(job)
         finish(job, self, None)
 
+    def beside(self, job: Job, image: Image, aside: Kept) -> Callable[[], None] | None:
+        """Make what this rank keeps for its group, if it holds what the others save."""
+        agreed, plan = self._agreed, job.plan
+        if agreed is None or plan is None or agreed.plan != plan.digest:
+            return None
+        me = [f.rank for f in agreed.files].index(self.group.rank)
+        key = (plan.digest, tuple(map(_shape, agreed.files)))
+        if key != self._guard_key or self._guard_mark is not plan.fingerprint:
+            lengths = tuple(f.bytes for f in agreed.files)
+            stripes = Stripes(lengths, *agreed.scheme.blocks(len(lengths)))
+            self._guard = replica_guard(plan, job.live, aside, stripes, agreed.files, me)
+            self._guard_key, self._guard_mark = key, plan.fingerprint
+        guard = self._guard
+        if guard is None:
+            return None
+        try:
+            lease = self.lease(job, "guard", guard_bytes(guard.stripes))
+            view = self.slots.view(lease.name, job.live)
+        except (HoldfastError, OSError):
+            return None  # the agents will say so when it is their turn
+        self._begun = {job.number: (agreed.files, lease)}
+        return lambda: guard.fill(view)
+
     def write(self, job: Job, image: Image | None, filling: Filling) -> None:
         """Have the agent digest the image, then commit together."""
         self._thread.submit(guarded, lambda j, _: self._keep(j, image, filling), job, self)
@@ -238,7 +290,9 @@ class MemoryTier:
         except Exception as failed:
             job.error = failed
         try:
-            mine = Filled(written(job, file, self.group.rank), self.card, self._refusal(job))
+            mine = Filled(
+                written(job, file, self.group.rank), self.card, self._holds(job), self._refusal(job)
+            )
             decision = self._agree("filled", job, msgspec.msgpack.encode(mine), self._decide)
             if decision.directly:
                 emit("snapshot.failed", step=job.step, error=decision.directly)
@@ -246,7 +300,8 @@ class MemoryTier:
                 return
             scheme, group = self._group(decision)
             if scheme.losses:
-                with span("snapshot.protect", step=job.step):
+                with span("snapshot.protect", step=job.step) as fields:
+                    fields["source"] = "replica" if job.number in self._begun else "peers"
                     self._protect(job, decision, scheme, group)
             self.client.ask(w.Commit(self.job, self.attempt(job), job.step, decision.manifest))
         except BaseException:
@@ -260,6 +315,17 @@ class MemoryTier:
             self._storing.submit(guarded, store, job, self)
         else:
             finish(job, self, None)
+
+    def _holds(self, job: Job) -> str:
+        """A digest of what this rank holds of all tensors."""
+        if job.plan is not None and self._holding[0] != job.plan.digest:
+            held = [
+                (name, part.box.start, part.box.stop)
+                for name, t in job.live.tensors.items()
+                for part in t.parts
+            ]
+            self._holding = job.plan.digest, hexdigest(msgspec.msgpack.encode(held))
+        return self._holding[1]
 
     @staticmethod
     def _refusal(job: Job) -> str:
@@ -287,7 +353,7 @@ class MemoryTier:
         """The scheme, and the ranks of this rank's group."""
         nodes = [decision.cards[i].agent for i in decision.card_of]
         scheme = parse(self.options.redundancy) or choose(len(set(nodes)))
-        found = groups(nodes, scheme)
+        found = groups(nodes, scheme, decision.class_of)
         return scheme, next(g for g in found if self.group.rank in g)
 
     def _protect(
@@ -309,7 +375,8 @@ class MemoryTier:
         self, job: Job, decision: Decision, scheme: Scheme, group: tuple[int, ...]
     ) -> None:
         files = decode(decision.manifest, "snapshot").file_of
-        here = [f for f in map(files.get, group) if f is not None]
+        here = tuple(f for f in map(files.get, group) if f is not None)
+        self._agreed = None
         if self.group.rank not in files or len(here) <= scheme.losses:
             return  # nothing to protect, or nobody to protect it with
         members = tuple(
@@ -318,12 +385,17 @@ class MemoryTier:
         )
         num_data, num_parity = scheme.blocks(len(members))
         stripes = Stripes(tuple(f.bytes for f in here), num_data, num_parity)
-        lease = self.lease(job, "guard", guard_bytes(stripes))
+        begun, lease = self._begun.pop(job.number, ((), None))
+        if lease is None or [_shape(f) for f in begun] != [_shape(f) for f in here]:
+            begun, lease = (), self.lease(job, "guard", guard_bytes(stripes))
         order = w.Protect(
             self.job, lease.name, self.attempt(job), self.group.rank, members, num_data,
-            num_parity, stripes.kept_bytes, guard_bytes(stripes),
+            num_parity, stripes.kept_bytes, guard_bytes(stripes), tuple(f.extras for f in begun),
+            self.options.bytes_per_s,
         )  # fmt: skip
         self.client.ask(order, str)
+        assert job.plan is not None
+        self._agreed = Agreed(job.plan.digest, scheme, here)
 
     def _digested(self, job: Job, image: Image | None, filling: Filling) -> FileEntry | None:
         filling.conclude()
@@ -357,8 +429,14 @@ class MemoryTier:
             manifest = encode(manifest_of(job, self.run, self.attempt(job), given))
         except Exception as error:
             return Decision({0: text_of(error)})
-        cards = list(dict.fromkeys(f.card for f in filled))
-        return Decision({}, manifest, tuple(cards), tuple(cards.index(f.card) for f in filled))
+        cards = {card: number for number, card in enumerate(dict.fromkeys(f.card for f in filled))}
+        kinds = {
+            kind: number for number, kind in enumerate(dict.fromkeys(f.holding for f in filled))
+        }
+        return Decision(
+            {}, manifest, tuple(cards), tuple(cards[f.card] for f in filled),
+            tuple(kinds[f.holding] for f in filled),
+        )  # fmt: skip
 
     # -- storing thread ---------------------------------------------------------------------------
 
@@ -399,7 +477,7 @@ class MemoryTier:
         mine = msgspec.json.encode(claim) if self.group.rank == 0 and claim is not None else b""
         return w.Persist(
             self.job, self.attempt(job), self.group.rank, os.getpid(), self.durable.store.url,
-            step_prefix(job.step) + file.path, self.deadline_s, mine,
+            step_prefix(job.step) + file.path, self.deadline_s, mine, self.options.bytes_per_s,
         )  # fmt: skip
 
     def _drop(self, job: Job) -> None:

@@ -40,25 +40,39 @@ def choose(num_nodes: int) -> Scheme:
     return copy(2) if num_nodes == 2 else rs(1)
 
 
-def groups(nodes: Sequence[str], scheme: Scheme, most: int = MAX_GROUP) -> list[tuple[int, ...]]:
+def groups(
+    nodes: Sequence[str],
+    scheme: Scheme,
+    holdings: Sequence[int] | None = None,
+    most: int = MAX_GROUP,
+) -> list[tuple[int, ...]]:
     """Ranks in groups, from the name of each rank's node; every rank is in one.
 
-    The i-th ranks of all nodes make up groups of even size, `most` at most.  On a single node, its ranks
-    are one another's group: that mends damage, not the loss of the node.  UsageError if a rank finds too
-    few others.
+    `holdings`: numbers that ranks share which hold the same state.  Where such ranks are on enough nodes,
+    they are one another's group: each can make what it keeps from its own replica.  Else the i-th ranks of
+    all nodes make up groups.  These are of even size, `most` at most.  On a single node, its ranks are a
+    group: that mends damage, not the loss of the node.  UsageError if a rank finds too few others.
     """
     if not scheme.losses:
         return [(rank,) for rank in range(len(nodes))]
+    most = max(most, scheme.losses + 1)
+    if holdings is not None:
+        alike = [
+            [rank for rank, kind in enumerate(holdings) if kind == one]
+            for one in dict.fromkeys(holdings)
+        ]
+        if all(_apart(row, nodes) and len(row) > scheme.losses for row in alike):
+            return [group for row in alike for group in _even(row, most)]
     if len(set(nodes)) == 1:
         rows = [list(range(len(nodes)))]
     else:
-        seen: dict[str, int] = {}
         by_place: dict[int, list[int]] = {}
+        seen: dict[str, int] = {}
         for rank, node in enumerate(nodes):
             place = seen[node] = seen.get(node, -1) + 1
             by_place.setdefault(place, []).append(rank)
         rows = [by_place[place] for place in sorted(by_place)]
-    found = [group for row in rows for group in _even(row, max(most, scheme.losses + 1))]
+    found = [group for row in rows for group in _even(row, most)]
     short = [group for group in found if len(group) <= scheme.losses]
     if short:
         raise UsageError(
@@ -67,6 +81,11 @@ def groups(nodes: Sequence[str], scheme: Scheme, most: int = MAX_GROUP) -> list[
             hint="as many ranks on every node, more nodes, or a scheme that needs fewer",
         )
     return found
+
+
+def _apart(row: list[int], nodes: Sequence[str]) -> bool:
+    """Whether ranks are all on different nodes."""
+    return len({nodes[rank] for rank in row}) == len(row)
 
 
 def _even(row: list[int], most: int) -> list[tuple[int, ...]]:

@@ -315,7 +315,7 @@ class Copies:
                 stream.wait_event(ready)
             else:
                 torch.accelerator.synchronize(device)
-            with _on(stream):
+            with on_stream(stream):
                 for into, source in self.device:
                     if source.device == device:
                         into.copy_(source, non_blocking=True)
@@ -324,7 +324,7 @@ class Copies:
             stream.synchronize()
 
 
-def _on(stream: torch.Stream) -> Any:
+def on_stream(stream: torch.Stream) -> Any:
     """A context in which work goes to `stream`; torch 2.6 knows `with stream` of CUDA only so."""
     return torch.cuda.stream(stream) if stream.device.type == "cuda" else stream
 
@@ -363,16 +363,25 @@ class Moment:
 
 
 def copy_steadily(
-    copies: Copies, moment: Moment, filling: Filling, *, step: int, retakes: int
+    copies: Copies,
+    moment: Moment,
+    filling: Filling,
+    *,
+    step: int,
+    retakes: int,
+    beside: Callable[[], None] | None = None,
 ) -> None:
     """Copy until nothing changed meanwhile, at most `retakes` times more.
 
-    HoldfastError if tensors changed to the last.
+    `beside` reads the same tensors at the same moment for somebody else.  HoldfastError if tensors changed
+    to the last.
     """
     live, before = moment.live, moment.versions
     for attempt in range(retakes + 1):
         with span("snapshot.copy", step=step):
             copies.run(filling, moment.ready if attempt == 0 else None)
+            if beside is not None:
+                beside()
         after = versions(live)
         if after == before:
             return

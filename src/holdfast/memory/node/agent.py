@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from holdfast.events import counters
 from holdfast.format.manifest import decode
 from holdfast.here import fate, started
 from holdfast.memory.node import machine as m
@@ -212,7 +213,9 @@ class Agent:
             )
             for j in self.state.jobs.values()
         )  # fmt: skip
-        return w.Report(os.getpid(), self.card.address, self.state.budget, self.state.used, jobs)
+        fetched = counters["memory.peer.bytes"]
+        state = self.state
+        return w.Report(os.getpid(), self.card.address, state.budget, state.used, fetched, jobs)
 
     # -- serving ----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from holdfast.errors import StoreError
 from holdfast.format.manifest import Manifest
 from holdfast.memory.node import words as w
 from holdfast.memory.node.machine import Slot
+from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.segment import Segments, mapped
 from holdfast.store import open_store
 from holdfast.threads import in_threads
@@ -25,8 +26,10 @@ def persist(segments: Segments, slot: Slot, order: w.Persist) -> None:
     """Write an image, durable when this returns.  Blocks; StoreError."""
     with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
         writer = open_store(order.store).create(order.key, slot.bytes)
+        pace = Pace(order.bytes_per_s)
 
         def one(start: int) -> None:
+            pace.wait(WRITE_BYTES)
             with view[start : min(start + WRITE_BYTES, slot.bytes)] as part:
                 writer.write(start, part)
 

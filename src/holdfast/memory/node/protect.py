@@ -11,6 +11,7 @@ from holdfast.errors import NotFound, UsageError
 from holdfast.memory.node import words as w
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.machine import Slot
+from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.segment import Segments, mapped, put_table, with_table
 from holdfast.memory.node.sources import LocalImage, RemoteImage, Verified, room
 from holdfast.store import LocalStore, Reader
@@ -37,14 +38,18 @@ def protect(
         raise UsageError(f"{guard_bytes(stripes)} bytes to keep, in a slot of {slot.bytes}")
     me = [x.rank for x in order.members].index(order.rank)
     memory = memoryview(bytearray(room(WINDOW_BYTES)))
+    pace = Pace(order.bytes_per_s)
     opened: dict[int, tuple[Reader, Verified]] = {}
     try:
         with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
             for c in stripes.contributions(me):
+                begun = order.begun[c.source.member] if order.begun else None
+                if begun is not None and begun >= c.source.stop:
+                    continue
                 if c.source.member not in opened:
                     member = order.members[c.source.member]
                     opened[c.source.member] = _open(segments, agent, names, order, member)
-                _add(stripes, view, c, opened[c.source.member][1], memory)
+                _add(stripes, view, c, opened[c.source.member][1], memory, begun, pace)
             return put_table(view, stripes.kept_bytes)
     finally:
         for reader, _ in opened.values():
@@ -68,15 +73,29 @@ def _open(
 
 
 def _add(
-    stripes: Stripes, view: memoryview, c: Contribution, source: Verified, memory: memoryview
+    stripes: Stripes,
+    view: memoryview,
+    c: Contribution,
+    source: Verified,
+    memory: memoryview,
+    begun: int | None,
+    pace: Pace,
 ) -> None:
-    """One contribution, window by window."""
+    """One contribution, window by window, or what is missing of one that has `begun`."""
     unit = stripes.code.unit_bytes
     window = max(WINDOW_BYTES // unit, 1) * unit
-    for at in range(0, stripes.block_bytes, window):
-        stop = min(at + window, stripes.block_bytes)
-        first, last = (min(c.source.start + x, c.source.stop) for x in (at, stop))
-        data = source.read(first, last, memory)
-        row = np.frombuffer(view, np.uint8)[c.at + at : c.at + stop]
+    skip = 0 if begun is None else max(begun - c.source.start, 0)
+    for at in range(skip // window * window, stripes.block_bytes, window):
+        row = np.frombuffer(view, np.uint8)[
+            c.at + at : c.at + min(at + window, stripes.block_bytes)
+        ]
+        lead = max(skip - at, 0)
+        start = c.source.start + at + lead
+        pace.wait(len(row) - lead)
+        data = source.read(start, min(c.source.start + at + len(row), c.source.stop), memory)
         block = np.frombuffer(data, np.uint8)
-        stripes.code.accumulate({c.row: row}, c.index, block, fresh=c.index == 0)
+        if lead:
+            block = np.concatenate([np.zeros(lead, np.uint8), block])
+        fresh = begun is None and c.index == 0
+        if fresh or len(data):
+            stripes.code.accumulate({c.row: row}, c.index, block, fresh=fresh)

@@ -79,6 +79,10 @@ class Protect(Message, frozen=True):
     num_parity: int
     table: int
     bytes: int
+    begun: tuple[int, ...] = ()
+    """By member: up to where its image is in it already."""
+    bytes_per_s: int = 0
+    """A cap; 0: none."""
 
 
 class Persist(Message, frozen=True):
@@ -96,6 +100,7 @@ class Persist(Message, frozen=True):
     key: str
     deadline_s: float
     claim: bytes = b""
+    bytes_per_s: int = 0
 
 
 class Settled(Message, frozen=True):
@@ -241,6 +246,8 @@ class Report(msgspec.Struct, frozen=True):
     address: str
     budget: int
     used: int
+    fetched: int
+    """Bytes that came from other nodes, since the agent started."""
     jobs: tuple[JobReport, ...]
 
 

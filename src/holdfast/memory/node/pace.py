@@ -1,0 +1,25 @@
+"""A cap on bytes per second, for work that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Pace:
+    """Lets `bytes_per_s` bytes through, in the long run; 0: as many as come.  Thread-safe."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._rate = bytes_per_s
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, size: int) -> None:
+        """Before `size` bytes are moved."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(self._free_at, now)
+            self._free_at = start + size / self._rate
+        time.sleep(max(start - now, 0.0))

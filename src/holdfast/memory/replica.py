@@ -1,0 +1,169 @@
+"""What a rank keeps for its group, made from its own device's replicas: nothing crosses the network.
+
+Where state is replicated along the data-parallel axis, every member holds what the others save, at least of
+the tensors.  So it can lay out their images itself, byte for byte, and make its copies or parity of them in
+the window between two optimizer steps (REFT's asynchronous redundant copying and erasure coding; Wang et
+al., 2023).  What is each rank's own (its extras and the digest table, at the end of an image) the agents
+exchange afterwards: a few kilobytes.
+
+How the others' images are laid out is known from the snapshot before; if it turns out to have changed, the
+agents exchange everything, once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.capture.job import Plan
+from holdfast.codec.stripes import Stripes
+from holdfast.format.image import Image, plan_image
+from holdfast.format.manifest import FileEntry
+from holdfast.layout import Box
+from holdfast.state.live import Live
+from holdfast.state.snapshot import Kept, first_device, on_stream, raw_array
+
+WINDOW_BYTES = 4 << 20
+"""Laid out at a time; what fits in a core's cache is not written to memory."""
+
+Flat = NDArray[np.uint8]
+
+
+@dataclass
+class _Piece:
+    """Bytes `start..stop` of an image, and the tensor that they are."""
+
+    start: int
+    stop: int
+    source: torch.Tensor
+
+    def read(self, start: int, stop: int, into: Flat) -> None:
+        """Bytes start..stop of the piece."""
+        source = self.source
+        if source.device.type != "cpu":
+            flat = source.reshape(-1).view(torch.uint8)[start:stop]
+            torch.from_numpy(into).copy_(flat)
+            return
+        raw = raw_array(source)
+        if raw.flags.c_contiguous:
+            np.copyto(into, raw.reshape(-1).view(np.uint8)[start:stop])
+        elif stop - start == self.stop - self.start:
+            np.copyto(into.view(raw.dtype).reshape(raw.shape), raw)
+        else:
+            np.copyto(into, np.ascontiguousarray(raw).reshape(-1).view(np.uint8)[start:stop])
+
+
+class ReplicaImage:
+    """The image of another rank up to its extras, out of this rank's tensors."""
+
+    def __init__(self, image: Image, pieces: list[_Piece]) -> None:
+        self._header = np.frombuffer(image.header, np.uint8)
+        self._pieces = pieces
+        self._starts = [p.start for p in pieces]
+
+    def read(self, start: int, stop: int, into: Flat) -> None:
+        """Fill `into` with bytes start..stop."""
+        at = start
+        if at < len(self._header):
+            end = min(stop, len(self._header))
+            np.copyto(into[: end - at], self._header[at:end])
+            at = end
+        number = bisect_right(self._starts, at) - 1
+        while at < stop:
+            piece = self._pieces[number]
+            end = min(stop, piece.stop)
+            piece.read(at - piece.start, end - piece.start, into[at - start : end - start])
+            at, number = end, number + 1
+
+
+def replica_image(plan: Plan, file: FileEntry, live: Live, kept: Kept) -> ReplicaImage | None:
+    """The image that `file` describes; None if this rank does not hold all of its tensors."""
+    tensors = plan.agreement.tensors
+    pieces = plan.placement.pieces(file.rank)
+    image = plan_image(tensors, pieces, extras_bytes=file.table - file.extras)
+    laid_out = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
+    if laid_out != (file.data, file.extras, file.table, file.bytes):
+        return None
+    found = []
+    columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
+    for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
+        entry = tensors[index]
+        n = len(entry.shape)
+        source = _held(live, kept, entry.name, Box(tuple(start[:n]), tuple(stop[:n])))
+        if source is None:
+            return None
+        if size:
+            at = image.data_start + offset
+            found.append(_Piece(at, at + size, source))
+    return ReplicaImage(image, found)
+
+
+def _held(live: Live, kept: Kept, name: str, box: Box) -> torch.Tensor | None:
+    """The part of a tensor, where this rank holds all of it."""
+    t = live.tensors.get(name)
+    for number, part in enumerate(t.parts if t is not None else ()):
+        if part.box & box == box:
+            local = part.local if t is not None and t.steady else kept[name, number]
+            return local.detach()[box.within(part.box.start)]
+    return None
+
+
+class ReplicaGuard:
+    """What this rank keeps, up to the others' extras; `fill` makes it, again for each snapshot."""
+
+    def __init__(
+        self,
+        stripes: Stripes,
+        me: int,
+        files: Sequence[FileEntry],
+        images: dict[int, ReplicaImage],
+        device: torch.device | None,
+    ) -> None:
+        self.stripes = stripes
+        self.files = tuple(files)
+        self._me = me
+        self._images = images
+        pinned = device is not None and device.type == "cuda"
+        self._scratch = torch.empty(WINDOW_BYTES, dtype=torch.uint8, pin_memory=pinned).numpy()
+        self._stream = torch.Stream(device) if device is not None else None
+
+    def fill(self, view: memoryview) -> None:
+        """Make it in `view`, where the agent's memory for it is."""
+        with on_stream(self._stream) if self._stream is not None else nullcontext():
+            self._fill(view)
+
+    def _fill(self, view: memoryview) -> None:
+        unit = self.stripes.code.unit_bytes
+        window = max(WINDOW_BYTES // unit, 1) * unit
+        kept: Any = np.frombuffer(view, np.uint8)
+        for c in self.stripes.contributions(self._me):
+            extras = self.files[c.source.member].extras
+            for at in range(0, self.stripes.block_bytes, window):
+                rows = kept[c.at + at : c.at + min(at + window, self.stripes.block_bytes)]
+                start = c.source.start + at
+                stop = min(start + len(rows), c.source.stop, extras)
+                block = self._scratch[: max(stop - start, 0)]
+                if len(block):
+                    self._images[c.source.member].read(start, stop, block)
+                if len(block) or c.index == 0:
+                    self.stripes.code.accumulate({c.row: rows}, c.index, block, fresh=c.index == 0)
+
+
+def replica_guard(
+    plan: Plan, live: Live, kept: Kept, stripes: Stripes, files: Sequence[FileEntry], me: int
+) -> ReplicaGuard | None:
+    """A guard from this rank's own tensors; None if it does not hold what the others save."""
+    images = {}
+    for member in {c.source.member for c in stripes.contributions(me)}:
+        image = replica_image(plan, files[member], live, kept)
+        if image is None:
+            return None
+        images[member] = image
+    return ReplicaGuard(stripes, me, files, images, first_device(live))
