@@ -1,0 +1,125 @@
+"""From the last rank's start to its state: out of the nodes' memory, against storage.
+
+A training of which all processes died left a snapshot in memory and the same step on disk.  New processes
+then restore it: each contestant from a barrier on, with process groups, model and optimizer in place.
+memory    Checkpointer.restore(), each rank on a node of its own, from that node's shared memory
+lost      the same when one node has lost its memory: its image is rebuilt from the others (3 ranks and more:
+          parity; 2: a copy)
+storage   Checkpointer.restore() without a memory tier, files out of the page cache
+dcp       torch.distributed.checkpoint.load, files out of the page cache
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from common import Job, main, over_ranks, ratio, row, seconds, slowest, take_turns
+from files import evict, files_below
+
+
+def work(job: Job) -> dict[str, Any]:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    import holdfast
+    from holdfast.memory.node import words as w
+    from holdfast.memory.node.client import Client
+    from state import State
+
+    shm = Path("/dev/shm") / f"holdfast-bench-{os.environ['TORCHELASTIC_RUN_ID']}"
+    here = shm / f"node{job.rank}"
+    os.environ["HOLDFAST_MEMORY_DIR"] = str(here)
+    state = State(job.size, small=job.args.small)
+    expected = state.checksums()
+    dcp.save(state.for_dcp(), checkpoint_id=job.root / "dcp")
+
+    def checkpointer(memory: bool) -> Any:
+        return holdfast.Checkpointer(
+            job.root / "holdfast",
+            state.for_holdfast(),
+            every=holdfast.Every(memory=1) if memory else None,
+            memory=holdfast.Memory("auto" if job.size > 1 else "none", budget="64GB")
+            if memory
+            else None,
+            on_error="raise",
+        )
+
+    def leave(ckpt: Any) -> None:
+        """As a crash does: what is in memory stays."""
+        ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+    first = checkpointer(True)
+    first.save(1).wait()
+    leave(first)
+    Client().ask(w.Stop())
+    kept = shm / "kept" / f"node{job.rank}"  # what every contestant finds again
+    shutil.copytree(here, kept, ignore=shutil.ignore_patterns("agent.*"))
+
+    def from_memory(lose: bool) -> float:
+        shutil.rmtree(here)
+        if lose and job.rank == job.size - 1:
+            here.mkdir()
+        else:
+            shutil.copytree(kept, here)
+        return restore(True)
+
+    def restore(memory: bool) -> float:
+        state.wipe()
+        if job.rank == 0:
+            evict(files_below(job.root / "holdfast"))
+        ckpt = checkpointer(memory)
+        took = slowest(ckpt.restore)
+        assert state.checksums() == expected
+        leave(ckpt)
+        if memory:
+            Client().ask(w.Stop())
+        dist.barrier()
+        return took
+
+    def load_dcp(_: int) -> float:
+        state.wipe()
+        if job.rank == 0:
+            evict(files_below(job.root / "dcp"))
+        took = slowest(lambda: dcp.load(state.for_dcp(), checkpoint_id=job.root / "dcp"))
+        assert state.checksums() == expected
+        return took
+
+    turns = {
+        "memory": lambda _: from_memory(False),
+        "storage": lambda _: restore(False),
+        "dcp": load_dcp,
+    }
+    if job.size > 1:
+        turns["lost"] = lambda _: from_memory(True)
+    try:
+        found = take_turns(turns, job.args.rounds)
+    finally:
+        dist.barrier()
+        if job.rank == 0:
+            shutil.rmtree(shm, ignore_errors=True)
+    return {"bytes": over_ranks(state.local_bytes, "SUM"), "samples": found}
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    out = []
+    for ranks, f in found.items():
+        s = f["samples"]
+        for name in ("memory", "lost"):
+            if name not in s:
+                continue
+            who = f"restore from {'memory' if name == 'memory' else 'memory, a node lost'}, {ranks} rank"
+            who += "s" * (ranks != "1")
+            for other, note in (("storage", "from storage, cold"), ("dcp", "dcp.load, cold")):
+                target = ">= 4" if name == "memory" else ""
+                out.append(
+                    row(who, seconds(s, name, f["bytes"]), f"{note} {seconds(s, other, f['bytes'])}",
+                        ratio(s, other, name), target)
+                )  # fmt: skip
+    return out
+
+
+if __name__ == "__main__":
+    main("restart_memory", __doc__, work, rows, rounds=5, ranks="1,2,4")
