@@ -3,8 +3,8 @@
 A training of which all processes died left a snapshot in memory and the same step on disk.  New processes
 then restore it: each contestant from a barrier on, with process groups, model and optimizer in place.
 memory    Checkpointer.restore(), each rank on a node of its own, from that node's shared memory
-lost      the same when one node has lost its memory: its image is rebuilt from the others (3 ranks and more:
-          parity; 2: a copy)
+lost      the same when one node has lost its memory: its image is rebuilt from the others (2 ranks: a
+          copy; more: parity)
 storage   Checkpointer.restore() without a memory tier, files out of the page cache
 dcp       torch.distributed.checkpoint.load, files out of the page cache
 """

@@ -109,7 +109,11 @@ class Checkpointer:
         self._claim = _claim_together(self._store, self._group)
         _sweep_host(self._store)
         self._capture = Capture(
-            self._group, mesh=self._mesh, deadline_s=deadline_s, replicas=replicas
+            self._group,
+            mesh=self._mesh,
+            deadline_s=deadline_s,
+            replicas=replicas,
+            carry_bytes=0 if memory is None else memory.carry_bytes,
         )
         self._durable = Durable(
             self._store, self._capture, claim=self._claim, run=self._claim.run, keep=keep

@@ -15,6 +15,7 @@ from holdfast.format.image import Image
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.state.agreed import describe
+from holdfast.state.carrying import Room
 from holdfast.state.live import Live
 from holdfast.state.replicas import check_replicas, replica_digests
 from holdfast.state.snapshot import (
@@ -68,10 +69,13 @@ class Capture:
         mesh: Mesh | None = None,
         deadline_s: float = 600.0,
         replicas: Literal["trust", "verify"] = "trust",
+        carry_bytes: int = 0,
     ) -> None:
         self.group = group
         self.deadline_s = deadline_s
         self.replicas = replicas
+        self.room = Room(carry_bytes)
+        """For what is not copied when the window ends."""
         self.planner = Planner(group, mesh, deadline_s)
         self._number = 0
         self._gate = Gate()
@@ -210,7 +214,14 @@ class Capture:
             assert job.copies is not None
             retakes = MAX_RETAKES if self.group.size == 1 else 0
             copy_steadily(
-                job.copies, job.moment, filling, step=job.step, retakes=retakes, beside=beside
+                job.copies,
+                job.moment,
+                filling,
+                step=job.step,
+                retakes=retakes,
+                beside=beside,
+                window=job.window,
+                room=self.room,
             )
             filling.advance(image.table_start)
             filling.complete()

@@ -21,28 +21,38 @@ class Memory:
     survives any m; `auto`: parity with three nodes or more, a copy with two.  `budget`: host memory that
     all snapshots of this node may take, in bytes or as `"64GiB"`; by default half of the node's.
     `bandwidth`: bytes per second (`"2GB"`) that each rank's protection and durable saves may take in the
-    background; by default as many as there are, at low priority.
+    background; by default as many as there are, at low priority.  `carry`: memory, on the device of the
+    tensors, for what is not copied when the optimizer's step comes: the snapshot is then spread over the
+    next steps instead of holding up this one.
     """
 
     redundancy: str = "auto"
     budget: int | str | None = None
     bandwidth: int | str | None = None
+    carry: int | str | None = None
 
     def __post_init__(self) -> None:
         parse(self.redundancy)
-        _ = self.budget_bytes, self.bytes_per_s
+        _ = self.budget_bytes, self.bytes_per_s, self.carry_bytes
 
     @property
     def budget_bytes(self) -> int:
         """0: by default."""
-        return 0 if self.budget is None else parse_bytes("Memory(budget=...)", str(self.budget))
+        return self._bytes("budget")
 
     @property
     def bytes_per_s(self) -> int:
         """0: no cap."""
-        if self.bandwidth is None:
-            return 0
-        return parse_bytes("Memory(bandwidth=...)", str(self.bandwidth))
+        return self._bytes("bandwidth")
+
+    @property
+    def carry_bytes(self) -> int:
+        """0: nothing is carried over."""
+        return self._bytes("carry")
+
+    def _bytes(self, name: str) -> int:
+        given = getattr(self, name)
+        return 0 if given is None else parse_bytes(f"Memory({name}=...)", str(given))
 
 
 def parse_bytes(what: str, text: str) -> int:

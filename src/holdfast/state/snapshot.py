@@ -18,6 +18,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,11 +30,14 @@ from holdfast.events import emit, span
 from holdfast.format.image import Image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box
+from holdfast.state.carrying import Carried, Room
 from holdfast.state.live import Live
 
 MAX_RETAKES = 100
 MARK_BYTES = 4 << 20
 TOUCH_PAGES = 1 << 12
+BATCH_BYTES = 64 << 20
+"""Given to a device's stream at a time, where the rest may have to be carried over."""
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -183,17 +187,29 @@ class Window:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self._carried: Carried | None = None
+        self._begun = threading.Event()
         self._copied = threading.Event()
 
     def wait(self) -> None:
-        """On the training thread: until the copy is complete or given up."""
-        if not self._copied.is_set():
-            with span("window.wait", step=self.step):
+        """On the training thread: until the copy is complete or given up, or its rest is carried over."""
+        if self._copied.is_set():
+            return
+        with span("window.wait", step=self.step) as fields:
+            self._begun.wait()
+            fields["carried"] = self._carried is not None and self._carried.carry()
+            if not fields["carried"]:
                 self._copied.wait()
+
+    def begin(self, carried: Carried | None) -> None:
+        """The copy begins; what can be carried over of it."""
+        self._carried = carried
+        self._begun.set()
 
     def done(self) -> None:
         """The copy is complete, or will not be."""
         self._copied.set()
+        self._begun.set()
 
 
 class Gate:
@@ -292,36 +308,58 @@ class Copies:
             flat = torch.frombuffer(into, dtype=torch.uint8).view(part.dtype)
             self.device.append((flat.view(part.shape), part.detach()))
 
-    def run(self, filling: Filling, ready: torch.Event | None) -> None:
-        """Do them all, in the image's order.
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """What is copied, in the order in which it is."""
+        return [source for _, source in self.device] + [
+            torch.from_numpy(raw) for _, raw, _ in self.host
+        ]
+
+    def run(
+        self, filling: Filling, ready: torch.Event | None, carried: Carried | None = None
+    ) -> None:
+        """Do them all, in the image's order; those that were `carried` over from where they are now.
 
         Device copies come first, on a stream of their own that waits for `ready`; without it, for
         all that the device has been given.
         """
         if self.device:
-            self._run_device(ready)
+            self._run_device(ready, carried)
         marked = 0
-        for into, source, stop in self.host:
-            np.copyto(into, source)
+        for number, (into, source, stop) in enumerate(self.host, len(self.device)):
+            if carried is None:
+                np.copyto(into, source)
+            else:
+                np.copyto(into, carried.take(number).numpy())
+                carried.done()
             if stop - marked >= MARK_BYTES and not self.device:
                 filling.advance(stop)
                 marked = stop
 
-    def _run_device(self, ready: torch.Event | None) -> None:
-        streams = []
+    def _run_device(self, ready: torch.Event | None, carried: Carried | None) -> None:
+        """In batches, if the rest may have to be carried over: what was given to a stream cannot be."""
+        streams = {}
         for device in dict.fromkeys(source.device for _, source in self.device):
             stream = torch.cuda.Stream(device) if device.type == "cuda" else torch.Stream(device)
             if ready is not None and ready.device == device:
                 stream.wait_event(ready)
             else:
                 torch.accelerator.synchronize(device)
-            with on_stream(stream):
-                for into, source in self.device:
-                    if source.device == device:
-                        into.copy_(source, non_blocking=True)
-            streams.append(stream)
-        for stream in streams:
+            streams[device] = stream
+        given = 0
+        for number, (into, live) in enumerate(self.device):
+            with on_stream(streams[live.device]):
+                source = live if carried is None else carried.take(number)
+                into.copy_(source, non_blocking=True)
+            given += into.numel() * into.element_size()
+            if carried is not None and given >= BATCH_BYTES:
+                streams[live.device].synchronize()
+                carried.done()
+                given = 0
+        for stream in streams.values():
             stream.synchronize()
+        if carried is not None:
+            carried.done()
 
 
 def on_stream(stream: torch.Stream) -> Any:
@@ -370,18 +408,27 @@ def copy_steadily(
     step: int,
     retakes: int,
     beside: Callable[[], None] | None = None,
+    window: Window | None = None,
+    room: Room | None = None,
 ) -> None:
     """Copy until nothing changed meanwhile, at most `retakes` times more.
 
-    `beside` reads the same tensors at the same moment for somebody else.  HoldfastError if tensors changed
-    to the last.
+    With `room`, what is not copied when the window ends is carried over in it.  `beside` reads the same
+    tensors at the same moment for somebody else.  HoldfastError if tensors changed to the last.
     """
     live, before = moment.live, moment.versions
     for attempt in range(retakes + 1):
+        carried = None
+        if room is not None and room.size and beside is None:
+            carried = Carried(copies.sources, room, partial(_unchanged, live, before))
+        if window is not None:
+            window.begin(carried)
         with span("snapshot.copy", step=step):
-            copies.run(filling, moment.ready if attempt == 0 else None)
+            copies.run(filling, moment.ready if attempt == 0 else None, carried)
             if beside is not None:
                 beside()
+        if carried is not None and carried.close():
+            return
         after = versions(live)
         if after == before:
             return
@@ -396,6 +443,10 @@ def copy_steadily(
         hint="make such changes before you call step() or save(), not between it and the next "
         "optimizer step",
     )
+
+
+def _unchanged(live: Live, before: list[int]) -> bool:
+    return versions(live) == before
 
 
 def touch(memory: memoryview) -> None:

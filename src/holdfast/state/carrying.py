@@ -1,0 +1,119 @@
+"""A snapshot that takes longer than the window: what is left is carried over, so it is never torn.
+
+When the optimizer's step comes before everything is copied, training waits for the rest; or, with memory
+set aside for it, the training thread copies the rest there (from device to device, which takes a hundredth
+of the time that the way to the host takes) and goes on.  The copier goes on from there, over as many steps
+as it takes.  All of it is of one moment: the optimizer has changed nothing yet when the rest is set aside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+class Room:
+    """Memory of `size` bytes for what is carried over, on its device; made when first used."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory: dict[torch.device, torch.Tensor] = {}
+
+    def views(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Room for all of them, which have `size` bytes in all at most; aligned to 16 bytes."""
+        used: dict[torch.device, int] = {}
+        found = []
+        for source in sources:
+            memory = self._memory.get(source.device)
+            if memory is None:
+                memory = torch.empty(self.size, dtype=torch.uint8, device=source.device)
+                self._memory[source.device] = memory
+            at = used.get(source.device, 0)
+            end = at + source.numel() * source.element_size()
+            used[source.device] = -(-end // 16) * 16
+            found.append(memory[at:end].view(source.dtype).view(source.shape))
+        return found
+
+
+class Carried:
+    """The sources of a list of copies, each taken in turn by the copier; the rest may be carried over."""
+
+    def __init__(
+        self, sources: Sequence[torch.Tensor], room: Room, sound: Callable[[], bool]
+    ) -> None:
+        self._sources = list(sources)
+        self._room = room
+        self._sound = sound
+        """Whether nothing was written since the snapshot's moment."""
+        self._sizes = [-(-s.numel() * s.element_size() // 16) * 16 for s in sources]
+        self._left = sum(self._sizes)
+        self._next = 0
+        self._busy = 0
+        self._closed = False
+        self._wanted = False
+        """The training thread waits to set the rest aside: as soon as it fits, the copier lets it."""
+        self._ready: dict[torch.device, torch.Event] = {}
+        self._changed = threading.Condition()
+        self.is_carried = False
+
+    def take(self, number: int) -> torch.Tensor:
+        """The source of copy `number`, where it is now; to be told `done`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._may_carry() or self._busy)
+            self._next = number + 1
+            self._busy += 1
+            self._left -= self._sizes[number]
+            source = self._sources[number]
+        if self.is_carried and source.device in self._ready:
+            torch.accelerator.current_stream(source.device).wait_event(self._ready[source.device])
+        return source
+
+    def done(self) -> None:
+        """All copies that were taken are made."""
+        with self._changed:
+            self._busy = 0
+            self._changed.notify_all()
+
+    def close(self) -> bool:
+        """The copier is at its end; whether something was carried, and so was sound when it was."""
+        with self._changed:
+            self._closed = True
+            return self.is_carried
+
+    def carry(self) -> bool:
+        """On the training thread, before the optimizer's step: set the rest aside, when it fits.
+
+        False if that cannot be, and the copier must be waited for.
+        """
+        with self._changed:
+            if self.is_carried:
+                return True
+            if not self._room.size:
+                return False
+            self._wanted = True
+            self._changed.wait_for(self._fits)
+            if not self._closed and self._sound():
+                self._set_aside()
+                self.is_carried = True
+            self._wanted = False
+            self._changed.notify_all()
+            return self.is_carried
+
+    def _set_aside(self) -> None:
+        rest = self._sources[self._next :]
+        aside = self._room.views(rest)
+        for into, source in zip(aside, rest):
+            into.copy_(source)
+        self._sources[self._next :] = aside
+        for device in {s.device for s in rest if s.device.type != "cpu"}:
+            event = self._ready[device] = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
+
+    def _may_carry(self) -> bool:
+        """Whether the copier has to let the training thread at the rest, when a batch is done."""
+        return self._wanted and self._left <= self._room.size
+
+    def _fits(self) -> bool:
+        return self._closed or (not self._busy and self._left <= self._room.size)
