@@ -288,6 +288,33 @@ def test_plan(root: Path) -> None:
     assert "more" in call("plan", root, "--mesh", "dp=64")[1]
 
 
+def test_plan_of_snapshots_in_memory(root: Path) -> None:
+    code, out, _ = call("plan", root, "--mesh", "dp=8", "--nodes", 4)
+    assert code == 0
+    assert "parity (auto)" in out and "any 2 nodes" in out
+    code, found = call_json("plan", root, "--mesh", "dp=8", "--nodes", 4, "--redundancy", "copy")
+    assert code == 0
+    (memory,) = found["memory"]
+    assert memory["groups"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert ["node0", "node1"] in memory["fatal_sets"]
+    assert 0 < memory["loss"] < 1e-6
+    assert call("plan", root, "--mesh", "dp=8", "--nodes", 3)[0] == 2
+    assert call("plan", root, "--mesh", "dp=8", "--nodes", 2, "--redundancy", "rs(2)")[0] == 2
+
+
+def test_agent_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent is had, looked at and ended; what is misspelt is refused."""
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
+    assert call("agent", "status")[0] == 1
+    code, found = call_json("agent", "start")
+    assert code == 0 and found["running"] and found["jobs"] == []
+    assert "it holds nothing" in call("agent", "status")[1]
+    assert "0 jobs freed" in call("agent", "clean")[1]
+    assert "stopped" in call("agent", "stop")[1]
+    code, _, err = call("agent", "stat")
+    assert code == 2 and "status" in err
+
+
 def test_plan_by_rules(root: Path, tmp_path: Path) -> None:
     names = {t["name"]: t for t in call_json("inspect", root)[1]["tensors"]}
     file = tmp_path / "some.rules"

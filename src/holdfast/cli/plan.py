@@ -37,6 +37,21 @@ RulesFile = Annotated[
 LetText = Annotated[
     list[str] | None, typer.Option("--let", metavar="NAME=N", help="A variable of the rules.")
 ]
+Nodes = Annotated[
+    int | None,
+    typer.Option("--nodes", metavar="N", help="Show what snapshots in memory cost and bear."),
+]
+Redundancy = Annotated[
+    str,
+    typer.Option("--redundancy", metavar="SCHEME", help="For --nodes: none, copy, parity, rs(m)."),
+]
+Mtbf = Annotated[
+    float,
+    typer.Option("--node-mtbf-hours", metavar="H", help="Mean time between failures of a node."),
+]
+Repair = Annotated[
+    float, typer.Option("--repair-minutes", metavar="M", help="Until a lost node is replaced.")
+]
 Rank = Annotated[int | None, typer.Option("--rank", metavar="R", help="One rank in detail.")]
 MOST = 16
 
@@ -47,6 +62,10 @@ def run(
     rules: RulesFile = None,
     let: LetText = None,
     rank: Rank = None,
+    nodes: Nodes = None,
+    redundancy: Redundancy = "auto",
+    node_mtbf_hours: Mtbf = 8760.0,
+    repair_minutes: Repair = 10.0,
     show_all: ShowAll = False,
     as_json: AsJson = False,
 ) -> None:
@@ -60,14 +79,26 @@ def run(
     reshape = Reshape.onto(checkpoint.manifest, parse_mesh(mesh))
     ranks = [rank] if rank is not None else _ranks(reshape.mesh.world, show_all)
     readings = [reshape.reading(r) for r in ranks]
+    found = []
+    if nodes is not None:
+        from holdfast.cli import protecting
+
+        share = -(-tensor_bytes(reshape) // reshape.mesh.world)  # a save divides evenly
+        found = protecting.found_for(
+            nodes, redundancy, [share] * reshape.mesh.world, mtbf_hours=node_mtbf_hours,
+            repair_minutes=repair_minutes,
+        )  # fmt: skip
     if as_json:
-        print_json(_plain(checkpoint, reshape, readings))
+        memory = {"memory": protecting.plain(found)} if found else {}
+        print_json(_plain(checkpoint, reshape, readings) | memory)
         return
     _show_head(checkpoint, reshape)
     if rank is not None:
         _show_rank(reshape, readings[0])
     else:
         _show_ranks(checkpoint, reshape, readings)
+    if nodes is not None:
+        protecting.show(found, nodes, node_mtbf_hours, repair_minutes)
 
 
 def _by_rules(

@@ -1,0 +1,74 @@
+"""What a redundancy scheme costs and bears on given nodes: for `holdfast plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.policy.redundancy import groups
+from holdfast.policy.survival import Scheme, exponential, fatal_sets, loss, time_to_loss
+
+SNAPSHOTS = 2
+"""Of each rank: the newest complete one, and the one that is being filled."""
+
+
+@dataclass(frozen=True)
+class Protection:
+    """One scheme on a cluster.  Bytes are of host memory, times in seconds."""
+
+    scheme: Scheme
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks."""
+    share_bytes: int
+    """The largest image of a rank."""
+    kept_bytes: int
+    """What a rank keeps for its group, per snapshot, at most."""
+    node_bytes: int
+    """Both snapshots of the node that holds most."""
+    bears: int
+    """Any so many nodes may be lost."""
+    fatal: tuple[frozenset[str], ...]
+    """The smallest sets of nodes whose loss is not borne."""
+    loss: float
+    """Probability that nodes fail fatally before they are replaced."""
+    time_to_loss_s: float
+
+
+def protection(
+    scheme: Scheme,
+    nodes: Sequence[str],
+    shares: Sequence[int],
+    *,
+    node_mtbf_s: float,
+    repair_s: float,
+) -> Protection:
+    """A scheme for ranks on these nodes, with images of so many bytes.
+
+    Nodes fail at a constant rate and are replaced within `repair_s`.  UsageError if the scheme needs more.
+    """
+    found = groups(nodes, scheme)
+    kept: dict[int, int] = {}
+    for group in found:
+        k, m = scheme.blocks(len(group))
+        largest = max(shares[r] for r in group)
+        kept |= {r: -(-largest * m // k) for r in group}
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(nodes))}
+    names = list(numbers)
+    by_node = [0] * len(numbers)
+    for rank, node in enumerate(nodes):
+        by_node[numbers[node]] += SNAPSHOTS * (shares[rank] + kept[rank])
+    on_nodes = [tuple(numbers[nodes[r]] for r in group) for group in found]
+    largest_set = min(scheme.losses + 1, len(numbers))
+    fatal = fatal_sets(scheme, on_nodes, largest_set) if len(numbers) <= 64 else []
+    lost = loss(scheme, on_nodes, exponential(node_mtbf_s).failure(repair_s))
+    return Protection(
+        scheme, tuple(found), max(shares), max(kept.values()), max(by_node), _bears(scheme, on_nodes),
+        tuple(frozenset(names[i] for i in some) for some in fatal), lost,
+        time_to_loss(lost, repair_s),
+    )  # fmt: skip
+
+
+def _bears(scheme: Scheme, on_nodes: list[tuple[int, ...]]) -> int:
+    """How many nodes may be lost, whichever they are."""
+    apart = all(len(set(group)) == len(group) for group in on_nodes)
+    return scheme.losses if apart else 0

@@ -1,0 +1,84 @@
+"""What `holdfast plan` says of a scheme, against counting it out."""
+
+from itertools import combinations
+
+import pytest
+
+from holdfast.codec.stripes import Stripes
+from holdfast.errors import UsageError
+from holdfast.policy.protecting import protection
+from holdfast.policy.redundancy import choose, groups, parse
+from holdfast.policy.survival import exponential
+
+SCHEMES = ["none", "copy", "copy(3)", "parity", "rs(2)"]
+TIMES = {"node_mtbf_s": 1e6, "repair_s": 600.0}
+
+
+def stripes(lengths: list[int], scheme: str) -> Stripes:
+    found = parse(scheme)
+    assert found is not None
+    return Stripes(tuple(lengths), *found.blocks(len(lengths)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(4, 1), (4, 2), (5, 1), (6, 2)])
+def test_what_is_borne_is_what_the_stripes_bear(scheme: str, num_nodes: int, per_node: int) -> None:
+    """Set by set of lost nodes: the code can rebuild every share of every group, or the plan says no."""
+    nodes = [f"n{r // per_node}" for r in range(num_nodes * per_node)]
+    shares = [1_000_000 + 1000 * r for r in range(len(nodes))]
+    found = parse(scheme)
+    assert found is not None
+    plan = protection(found, nodes, shares, **TIMES)
+    q, total = exponential(1e6).failure(600.0), 0.0
+    names = sorted(set(nodes))
+    for size in range(num_nodes + 1):
+        for lost in combinations(names, size):
+            borne = all(
+                stripes([shares[r] for r in group], scheme).survives(
+                    {i for i, r in enumerate(group) if nodes[r] in lost}
+                )
+                for group in plan.groups
+            )
+            said = not any(some <= set(lost) for some in plan.fatal)
+            assert borne == said, (lost, plan.fatal)
+            assert borne or size > plan.bears
+            total += 0 if borne else q**size * (1 - q) ** (num_nodes - size)
+    assert plan.loss == pytest.approx(total, rel=1e-9)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bytes_are_those_of_the_stripes(scheme: str) -> None:
+    """But for rounding to the code's units."""
+    shares = [5_000_000, 5_100_000, 4_900_000, 5_050_000]
+    found = parse(scheme)
+    assert found is not None
+    plan = protection(found, ["a", "b", "c", "d"], shares, **TIMES)
+    assert plan.kept_bytes == pytest.approx(stripes(shares, scheme).kept_bytes, rel=0.1)
+    assert plan.node_bytes <= 2 * (max(shares) + plan.kept_bytes)
+
+
+def test_names_of_schemes() -> None:
+    assert [str(parse(s)) for s in (*SCHEMES, "rs(1)", "rs( 3 )")] == [
+        "none", "copy(2)", "copy(3)", "parity", "rs(2)", "parity", "rs(3)"
+    ]  # fmt: skip
+    assert parse("auto") is None
+    assert [str(choose(n)) for n in (1, 2, 3, 100)] == ["none", "copy(2)", "parity", "parity"]
+    for wrong in ("paritty", "rs(0)", "copy(1)", "rs", "", "rs(-1)"):
+        with pytest.raises(UsageError):
+            parse(wrong)
+
+
+def test_groups_are_on_different_nodes_and_alike_where_state_is_replicated() -> None:
+    parity = parse("parity")
+    assert parity is not None
+    nodes = ["a", "a", "b", "b", "c", "c"]
+    assert groups(nodes, parity) == [(0, 2, 4), (1, 3, 5)]
+    assert groups(nodes, parity, [0, 1, 0, 1, 0, 1]) == [(0, 2, 4), (1, 3, 5)]
+    assert groups(nodes, parity, [0, 1, 1, 0, 0, 1]) == [(0, 3, 4), (1, 2, 5)]
+    # replicas on one node cannot protect each other from its loss
+    assert groups(nodes, parity, [0, 0, 1, 1, 2, 2]) == [(0, 2, 4), (1, 3, 5)]
+    twenty = [f"n{i}" for i in range(20)]
+    assert sorted(map(len, groups(twenty, parity))) == [6, 7, 7]
+    assert groups(["a"] * 3, parity) == [(0, 1, 2)]
+    with pytest.raises(UsageError, match="rank 2 finds 0 others"):
+        groups(["a", "b", "b"], parity)
