@@ -144,6 +144,13 @@ def test_another_number_of_nodes(lives: Lives, nodes: list[int]) -> None:
     check(lives, again, 6, told[0].digests)
 
 
+def test_nodes_that_are_no_longer_part_of_the_job_still_answer(lives: Lives) -> None:
+    """Four nodes, then two of them, without redundancy: the images of the others are fetched there."""
+    digests = train(lives, 4, [0, 1, 2, 3], options={"redundancy": "none"})
+    told = lives.live(nodes=[0, 3], until=5, options={"redundancy": "none"})
+    check(lives, told, 4, digests)
+
+
 def test_more_is_lost_than_the_scheme_bears(lives: Lives) -> None:
     """Two nodes under parity: the newest durable step, and the reason why not the snapshot."""
     options = {"redundancy": "parity"}

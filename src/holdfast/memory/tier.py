@@ -38,7 +38,7 @@ from holdfast.group import Group
 from holdfast.here import started
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
-from holdfast.memory.node.holdings import Holdings
+from holdfast.memory.node.holdings import Holdings, elsewhere
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.options import Memory
 from holdfast.memory.replica import ReplicaGuard, replica_guard
@@ -188,12 +188,17 @@ class MemoryTier:
     # -- restoring --------------------------------------------------------------------------------
 
     def survey(self) -> Holdings:
-        """What the agents of all nodes hold of this job.  Collective."""
+        """What the agents of all nodes hold of this job.  Collective.
+
+        Also of nodes that this job no longer runs on, if they still answer.
+        """
         mine = None
         with suppress(HoldfastError):
             mine = self.client.ask(w.Ask(self.job), w.Held, timeout_s=self.deadline_s)
         told = self.group.share(w.encode(mine) if mine is not None else b"")
         helds = [msgspec.msgpack.decode(data, type=w.Held) for data in told if data]
+        others = self.group.from_rank0(lambda: w.encode(elsewhere(self.job, helds)))
+        helds += msgspec.msgpack.decode(others, type=list[w.Held])
         return Holdings(self.job, helds, mine.card.agent if mine is not None else "")
 
     def adopt(self, manifest: Manifest) -> None:
@@ -303,7 +308,9 @@ class MemoryTier:
                 with span("snapshot.protect", step=job.step) as fields:
                     fields["source"] = "replica" if job.number in self._begun else "peers"
                     self._protect(job, decision, scheme, group)
-            self.client.ask(w.Commit(self.job, self.attempt(job), job.step, decision.manifest))
+            self.client.ask(
+                w.Commit(self.job, self.attempt(job), job.step, decision.manifest, decision.cards)
+            )
         except BaseException:
             self._drop(job)
             raise

@@ -87,7 +87,9 @@ class Agent:
                 self._reply(ask, {"ok": self.held(job) if job else self.report()})
             case m.Note(job, slot):
                 self.segments.note(job, slot)
-            case m.KeepManifest(job, attempt, step, manifest):
+            case m.KeepManifest(job, attempt, step, manifest, cards):
+                if cards:
+                    self.segments.keep_peers(job, cards)
                 self.segments.note_job(self.state.jobs[job])
                 self.segments.keep_manifest(job, attempt, step, manifest)
             case m.Remove(job, names, attempts):
@@ -202,7 +204,8 @@ class Agent:
             with contextlib.suppress(FileNotFoundError):
                 manifests.append(path.read_bytes())
         directory = str(self.segments.jobs / name)
-        return w.Held(self.card, directory, images, tuple(manifests))
+        peers = self.segments.peers(name)
+        return w.Held(self.card, directory, images, tuple(manifests), peers)
 
     def report(self) -> w.Report:
         jobs = tuple(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+import msgspec
+
 from holdfast.codec.stripes import Stripes
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, NotRecoverable
 from holdfast.events import emit
@@ -23,6 +25,11 @@ from holdfast.memory.node.segment import is_sound, mapped
 from holdfast.memory.node.sources import LocalImage, RebuiltImage, RemoteImage
 from holdfast.store import LocalStore, Reader, Store, Writer
 from holdfast.store.base import Bytes
+from holdfast.threads import in_threads
+
+ELSEWHERE_S = 3.0
+"""Patience with nodes that may be no more."""
+ELSEWHERE_THREADS = 32
 
 _KEY = re.compile(r"steps/(\d{10,})/([\w.-]+)/r(\d{5,})\.safetensors")
 
@@ -149,6 +156,21 @@ class Holdings:
         self, attempt: str, members: tuple[int, ...], key: str, member: int, area: str
     ) -> Reader:
         return self.raw("share" if area == "share" else "guard", attempt, members[member], key)
+
+
+def elsewhere(job: str, helds: list[w.Held]) -> list[w.Held]:
+    """What agents hold that took part in the newest commits and are not among these; those that answer."""
+    known = {held.card.agent for held in helds}
+    cards = {c.agent: c for held in helds for c in held.peers if c.agent not in known}
+    found: list[w.Held] = []
+
+    def ask(card: w.Card) -> None:
+        with suppress(HoldfastError, msgspec.DecodeError):
+            data = Peer(card.address, card.token, ELSEWHERE_S).get(f"/v1/{job}")
+            found.append(msgspec.msgpack.decode(data, type=w.Held))
+
+    in_threads(ask, list(cards.values()), max(min(len(cards), ELSEWHERE_THREADS), 1))
+    return sorted(found, key=lambda held: held.card.agent)
 
 
 class SnapshotStore:

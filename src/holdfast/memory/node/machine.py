@@ -169,6 +169,7 @@ class KeepManifest:
     attempt: str
     step: int
     manifest: bytes
+    cards: tuple[w.Card, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -440,7 +441,7 @@ def _commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
     ]  # of ranks that are here no more
     slots = {name: s for name, s in job.slots.items() if name not in over}
     state = _with(state, job, slots=slots)
-    effects: list[Effect] = [KeepManifest(job.name, m.attempt, m.step, m.manifest)]
+    effects: list[Effect] = [KeepManifest(job.name, m.attempt, m.step, m.manifest, m.cards)]
     if gone or over:
         effects.append(Remove(job.name, tuple(over), gone))
     return state, [*effects, Reply(ask, None)]

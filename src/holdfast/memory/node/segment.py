@@ -3,6 +3,7 @@
 ```
 <home>/agent.json  agent.lock  agent.log  agent.sock
 <home>/jobs/<job>/job.json                          root and run
+<home>/jobs/<job>/peers.json                        the agents of all nodes, at the newest commit
 <home>/jobs/<job>/share-00003-0                     an image, as it will be a file of a step
 <home>/jobs/<job>/share-00003-0.json                its header: attempt, rank, step, digest of its table
 <home>/jobs/<job>/manifest-0000000120-0001-000012   a committed snapshot's manifest
@@ -32,6 +33,7 @@ from holdfast.codec.digest import (
     num_chunks,
 )
 from holdfast.memory.node.machine import Job, Slot
+from holdfast.memory.node.words import Card
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
@@ -74,6 +76,17 @@ class Segments:
 
     def keep_manifest(self, job: str, attempt: str, step: int, manifest: bytes) -> None:
         self._put(job, f"manifest-{step:010d}-{attempt}", manifest)
+
+    def keep_peers(self, job: str, cards: tuple[Card, ...]) -> None:
+        self._put(job, "peers.json", msgspec.json.encode(cards))
+
+    def peers(self, job: str) -> tuple[Card, ...]:
+        """The agents that held part of the newest commit."""
+        try:
+            data = self.path(job, "peers.json").read_bytes()
+            return msgspec.json.decode(data, type=tuple[Card, ...])
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return ()
 
     def _put(self, job: str, name: str, data: bytes) -> None:
         path = self.path(job, name)

@@ -117,6 +117,8 @@ class Commit(Message, frozen=True):
     attempt: str
     step: int
     manifest: bytes
+    cards: tuple[Card, ...] = ()
+    """Of all agents that hold part of it."""
 
 
 class Drop(Message, frozen=True):
@@ -224,6 +226,8 @@ class Held(msgspec.Struct, frozen=True):
     directory: str
     images: tuple[HeldImage, ...]
     manifests: tuple[bytes, ...]
+    peers: tuple[Card, ...] = ()
+    """Agents that held part of the newest commit, as they were then."""
 
 
 class JobReport(msgspec.Struct, frozen=True):
