@@ -296,6 +296,8 @@ class Checkpointer:
         self._durable.settle(self._group.deadline_s)
         self._claim = _claim_together(self._store, self._group)
         self._durable.adopt(self._claim)
+        if self._memory is not None:
+            self._memory.hello()
 
     # -- ending -----------------------------------------------------------------------------------
 

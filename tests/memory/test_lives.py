@@ -4,6 +4,7 @@ Each test's lives are real processes under gloo; a node is a directory with an a
 """
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -237,6 +238,19 @@ def test_durable_saves_are_made_from_memory(lives: Lives) -> None:
     told = lives.live(nodes=[0, 1, 2], until=7, options={"redundancy": "none"})
     assert [t.restored for t in told] == [6] * 3
     assert {t.start for t in told} == {digests[6]}
+
+
+def test_a_crash_without_a_restart_is_flushed(lives: Lives) -> None:
+    """Everybody dies and nobody comes back: the agents send the newest snapshot to storage."""
+    options = {"redundancy": "none", "flush_after_s": 1.0}
+    digests = train(lives, 4, [0, 1], options=options)
+    root, until = str(lives.place / "root"), time.monotonic() + 30
+    while holdfast.steps(root) != [4]:
+        assert time.monotonic() < until, (lives.node(0) / "agent.log").read_text()
+        time.sleep(0.1)
+    lose(lives, 0, 1)
+    told = lives.live(nodes=[0, 1], until=5, options=options)
+    assert [(t.restored, t.start) for t in told] == [(4, digests[4])] * 2
 
 
 def test_a_root_that_was_made_anew_begins_anew(lives: Lives) -> None:

@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "job": "j", "root": "r", "run": 1, "rank": 0, "pid": 10, "started": "1", "kind": "share", "step": 1,
     "attempt": "a1", "bytes": 100, "table": 90, "manifest": b"", "digest": "d", "error": "", "claim": b"",
     "store": "s", "key": "k", "deadline_s": 9.0, "members": (), "num_data": 1, "num_parity": 1,
-    "free": False, "finished": True,
+    "free": False, "finished": True, "flush_s": 0.0,
 }  # fmt: skip
 KINDS = {c.__name__: c for c in w.Message.__subclasses__()}
 INTERNAL = (w.Made, w.Digested, w.Wrote, w.Gone, w.Tick)

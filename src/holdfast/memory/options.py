@@ -23,17 +23,23 @@ class Memory:
     `bandwidth`: bytes per second (`"2GB"`) that each rank's protection and durable saves may take in the
     background; by default as many as there are, at low priority.  `carry`: memory, on the device of the
     tensors, for what is not copied when the optimizer's step comes: the snapshot is then spread over the
-    next steps instead of holding up this one.
+    next steps instead of holding up this one.  `flush_after_s`: seconds after the last process of a node
+    died at which its agent sends the newest snapshot to storage; None: never, it waits for the restart.
     """
 
     redundancy: str = "auto"
     budget: int | str | None = None
     bandwidth: int | str | None = None
     carry: int | str | None = None
+    flush_after_s: float | None = None
 
     def __post_init__(self) -> None:
         parse(self.redundancy)
         _ = self.budget_bytes, self.bytes_per_s, self.carry_bytes
+        if self.flush_after_s is not None and self.flush_after_s <= 0:
+            raise UsageError(
+                f"Memory(flush_after_s={self.flush_after_s}): must be positive, or None"
+            )
 
     @property
     def budget_bytes(self) -> int:

@@ -135,7 +135,14 @@ class MemoryTier:
         self.client.start(self.host, self.options.budget_bytes)
         pid = os.getpid()
         message = w.Hello(
-            self.job, self.durable.store.url, self.run, self.group.rank, pid, started(pid) or "0"
+            self.job,
+            self.durable.store.url,
+            self.run,
+            self.group.rank,
+            pid,
+            started(pid) or "0",
+            msgspec.json.encode(self.durable.claim),
+            self.options.flush_after_s or 0.0,
         )
         held: w.Held = self.client.ask(message, w.Held)
         self.card = held.card

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from holdfast.checkpoint.names import step_prefix
 from holdfast.memory.node import words as w
 
 LINGER_S = 30.0
@@ -19,6 +20,9 @@ LINGER_S = 30.0
 
 KEEP_S = 24 * 3600.0
 """How long a job's memory outlives its last process, if nobody asks for it."""
+
+FLUSH_DEADLINE_S = 600.0
+"""How long an agent waits for what the others flush, before it gives up to commit."""
 
 Phase = Literal["making", "empty", "filling", "ready"]
 
@@ -71,6 +75,10 @@ class Job:
     writing: dict[tuple[str, int], Writing] = field(default_factory=dict)
     """By attempt and rank."""
     crashed: bool = False
+    claim: bytes = b""
+    flush_s: float = 0.0
+    flushed: str = ""
+    """The attempt that was sent to storage because everybody had died."""
     number: int = 0
     """Of the next file."""
     seen: float = 0.0
@@ -274,7 +282,15 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
     job = state.jobs.get(m.job) or Job(m.job)
     trainers = {**job.trainers, m.pid: (m.rank, m.started)}
     state = _with(
-        state, job, root=m.root, run=max(m.run, job.run), trainers=trainers, crashed=False, seen=now
+        state,
+        job,
+        root=m.root,
+        run=max(m.run, job.run),
+        trainers=trainers,
+        crashed=False,
+        seen=now,
+        claim=m.claim,
+        flush_s=m.flush_s,
     )
     return state, [Answer(ask, m.job)]
 
@@ -415,12 +431,14 @@ def _wrote(state: State, job: Job, m: w.Wrote) -> Result:
         del writing[m.attempt, m.rank]
     else:
         writing[m.attempt, m.rank] = replace(found, written=True)
-    reply = Refuse(found.ask, m.kind, m.error) if m.error else Reply(found.ask, None)
+    replies: list[Effect] = []
+    if found.ask:
+        replies = [Refuse(found.ask, m.kind, m.error) if m.error else Reply(found.ask, None)]
     state = _with(state, job, writing=writing)
     late: list[Effect] = []
     if found.order.claim and not m.error and found.order.pid not in job.trainers:
         late = [CommitLate(found.order)]
-    return state, [reply, *late]
+    return state, [*replies, *late]
 
 
 def _settled(state: State, job: Job, m: w.Settled, ask: int) -> Result:
@@ -521,9 +539,30 @@ def _tick(state: State, now: float) -> Result:
     effects: list[Effect] = []
     if old:
         state, effects = _forget(state, old, now)
+    for job in list(state.jobs.values()):
+        if not job.trainers and job.crashed and 0 < job.flush_s < now - job.seen:
+            state, more = _flush(state, job)
+            effects += more
     if not state.jobs and not state.stay and now - state.idle_since > LINGER_S:
         effects.append(Exit())
     return state, effects
+
+
+def _flush(state: State, job: Job) -> Result:
+    """Everybody has died and nobody came: the newest snapshot goes to storage, once."""
+    attempt, step_number = job.commits[-1] if job.commits else ("", 0)
+    if not attempt or job.flushed == attempt:
+        return state, []
+    writing, effects = dict(job.writing), list[Effect]()
+    for slot in job.slots.values():
+        if (slot.kind, slot.attempt, slot.phase) == ("share", attempt, "ready"):
+            key = f"{step_prefix(step_number)}{attempt}/r{slot.rank:05d}.safetensors"
+            order = w.Persist(
+                job.name, attempt, slot.rank, 0, job.root, key, FLUSH_DEADLINE_S, job.claim
+            )
+            writing[attempt, slot.rank] = Writing(order, 0)
+            effects.append(Write(slot, order))
+    return _with(state, job, writing=writing, flushed=attempt), effects
 
 
 def adopted(budget: int, jobs: Iterable[Job], now: float, *, stay: bool = False) -> State:

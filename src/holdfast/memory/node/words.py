@@ -21,6 +21,9 @@ class Hello(Message, frozen=True):
     pid: int
     started: str
     """As `holdfast.here.started` gives it: tells the process from a later one of its number."""
+    claim: bytes = b""
+    flush_s: float = 0.0
+    """So long after the last process died the newest snapshot goes to storage, by this claim; 0: never."""
 
 
 class Take(Message, frozen=True):
