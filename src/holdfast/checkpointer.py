@@ -160,7 +160,9 @@ class Checkpointer:
             self._begin(step, must=self.when_busy == "queue")
         elif due[1] and self._memory is not None:
             with span("snapshot.call", step=step):
-                self._saves.append(self._memory.begin(self._collect, step, durable=False))
+                must = self.when_busy == "queue"
+                save = self._memory.begin(self._collect, step, durable=False, must=must)
+            self._saves.append(save)
         elif not self._prepared:
             self._prepare()
         self._prepared = True
@@ -195,9 +197,9 @@ class Checkpointer:
         done = [s for s in self._saves if s.done()]
         self._saves = [s for s in self._saves if not s.done()]
         for save in done:
-            if save.skipped:
+            if save.skipped and save.kind == "save":  # the next snapshot is a few steps away
                 warnings.warn(
-                    f"the {save.kind} of step {save.step} was left out: one was in flight",
+                    f"the save of step {save.step} was left out: one was in flight",
                     HoldfastWarning,
                     stacklevel=3,
                 )

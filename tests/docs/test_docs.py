@@ -64,6 +64,7 @@ def pages(language: str) -> list[Any]:
 @pytest.mark.parametrize("page", pages("python"))
 def test_programs_and_commands(page: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
     run_together(page, tmp_path)
     namespace: dict[str, Any] = {"__name__": "__page__"}
     with warnings.catch_warnings():
