@@ -61,7 +61,7 @@ def work(job: Job) -> dict[str, Any]:
     def from_memory(lose: bool) -> float:
         shutil.rmtree(here)
         if lose and job.rank == job.size - 1:
-            here.mkdir()
+            here.mkdir(mode=0o700)
         else:
             shutil.copytree(kept, here)
         return restore(True)

@@ -13,7 +13,7 @@ import pytest
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("errors", "events", "here", "near", "threads", "version"),
+    ("addresses", "errors", "events", "here", "near", "threads", "version"),
     ("layout", "codec", "policy", "store", "group"),
     ("rules",),
     ("format",),

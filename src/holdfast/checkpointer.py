@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.addresses import own_address
 from holdfast.capture import Capture, Save
 from holdfast.checkpoint.claiming import Claim, claim, newest_claim, once_attempt, release
 from holdfast.checkpoint.names import committed
@@ -21,7 +22,6 @@ from holdfast.durable import Durable
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
-from holdfast.group.addresses import own_address
 from holdfast.interop.detect import detect, split
 from holdfast.layout import Mesh
 from holdfast.memory.options import Memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import msgspec
 
@@ -13,11 +14,17 @@ from holdfast.events import emit
 from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
 from holdfast.interop.detect import detect, near_path, open_as
-from holdfast.memory.node.holdings import Holdings, SnapshotStore, image_of
+from holdfast.memory.node.holdings import Holdings, Key, SnapshotStore, image_of
 from holdfast.state.live import State
 from holdfast.state.restore import alike, restore
 from holdfast.state.targets import Options
 from holdfast.store import MemoryStore, Store, open_store
+
+NOTHING = msgspec.msgpack.encode([])
+
+
+def _lost(holdings: Holdings, image: tuple[str, int]) -> bytes:
+    return msgspec.msgpack.encode(holdings.damaged(*image))
 
 
 def load_snapshot(
@@ -39,8 +46,12 @@ def load_snapshot(
             return
         except (Corrupt, NotFound) as error:
             image = image_of(error.key)
-            if image is None or not holdings.lose(*image):
+            if image is None:
                 raise
+            lost = group.from_rank0(partial(_lost, holdings, image))
+            if lost == NOTHING:
+                raise
+            holdings.drop(msgspec.msgpack.decode(lost, type=list[Key]))
             emit("memory.lost", key=error.key, error=str(error))
 
 

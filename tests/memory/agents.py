@@ -60,9 +60,8 @@ def agent(root: Path, budget: int = 1 << 30) -> Iterator[Client]:
 
 def hello(client: Client, run: int = 1, rank: int = 0, pid: int | None = None) -> w.Held:
     pid = pid or os.getpid()
-    held: w.Held = client.ask(
-        w.Hello(JOB, "file:///x", run, rank, pid, started(pid) or "0"), w.Held
-    )
+    client.ask(w.Hello(JOB, "file:///x", run, rank, pid, started(pid) or "0"), w.Card)
+    held: w.Held = client.ask(w.Ask(JOB), w.Held)
     return held
 
 

@@ -39,7 +39,7 @@ def make(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     )
     world = dist.get_world_size()
     match layout:
-        case "ddp":
+        case "ddp" | "batchnorm":
             model = nn.parallel.DistributedDataParallel(model)
         case "fsdp":
             fully_shard(model)
@@ -66,7 +66,7 @@ def digest(model: nn.Module, optim: torch.optim.Optimizer) -> str:
 
 
 def train_step(model: nn.Module, optim: torch.optim.Optimizer, step: int) -> None:
-    torch.manual_seed(1000 + step)
+    torch.manual_seed(1000 * step + dist.get_rank())  # every rank its own data
     model(torch.randn(16, WIDTH)).square().mean().backward()
     optim.step()
     optim.zero_grad()

@@ -3,17 +3,26 @@
 import http.client
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from holdfast.errors import AgentUnreachable, NotFound, OutOfSpace, SegmentLost, UsageError
+from holdfast.errors import (
+    AgentUnreachable,
+    HoldfastError,
+    NotFound,
+    OutOfSpace,
+    SegmentLost,
+    UsageError,
+)
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.fetch import Peer
@@ -152,6 +161,7 @@ def test_another_user_is_refused_on_the_socket(root: Path) -> None:
             "print(answer.status, answer.read())\n"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        os.chmod(root, 0o700)
         if "Permission" not in done.stderr:  # pytest's folder may be closed further up
             assert done.stdout == "401 b''\n", done
 
@@ -164,7 +174,7 @@ def test_strangers_from_outside_learn_nothing(root: Path) -> None:
             f"/v1/{JOB}", f"/v1/{JOB}/0001-000001/share/0", f"/v1/{JOB}/0001-000001/share/0/check",
             "/v1/unknown",
         ):  # fmt: skip
-            for token in (None, "", "Bearer", "Bearer " + "0" * 64, f"Basic {card.token}"):
+            for token in (None, "", "\xff", "Bearer", "Bearer " + "0" * 64, f"Basic {card.token}"):
                 line = http.client.HTTPConnection(card.address, timeout=10)
                 line.request("GET", path, headers={"Authorization": token} if token else {})
                 answer = line.getresponse()
@@ -244,12 +254,19 @@ def test_a_finished_run_frees_its_memory_and_a_crash_does_not(root: Path) -> Non
 
 def test_a_killed_process_is_noticed(root: Path) -> None:
     """What it was filling is free again; what it had committed stays, and may be cleaned by hand."""
+    script = (
+        "import os\nfrom pathlib import Path\nfrom memory.agents import hello, put, noise\n"
+        "from holdfast.memory.node.client import Client\n"
+        f"client = Client(Path({str(root)!r}))\n"
+        "hello(client)\nput(client, '0001-000001', noise(3_000_000, 1))\n"
+        "print('put', flush=True)\ninput()\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with (
         agent(root) as client,
-        subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as other,
+        subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, env=env) as other,
     ):
-        hello(client, pid=other.pid)
-        put(client, "0001-000001", DATA)
+        assert other.stdout is not None and other.stdout.readline() == b"put\n"
         with pytest.raises(UsageError, match="running"):
             client.ask(w.Clean(JOB))
         other.send_signal(signal.SIGKILL)
@@ -261,6 +278,58 @@ def test_a_killed_process_is_noticed(root: Path) -> None:
         assert len(client.ask(w.Ask(JOB), w.Held).images) == 1
         assert client.ask(w.Clean(), list[str]) == [JOB]
         assert not list((root / "jobs").iterdir())
+
+
+def test_the_living_are_known_after_the_agent_died(root: Path) -> None:
+    """A new agent, even one that was started to clean up, spares what a running process needs."""
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        kill(root)
+        client.start("127.0.0.1")
+        assert client.ask(w.Clean(), list[str]) == []
+        assert len(client.ask(w.Ask(JOB), w.Held).images) == 1
+
+
+def test_a_directory_of_somebody_else_is_refused(root: Path) -> None:
+    """Whoever comes first makes it in /dev/shm: it must be this user's, and nobody else's to write to."""
+    root.mkdir()
+    os.chmod(root, 0o777)
+    for call in (lambda: Client(root).start(), lambda: Client(root).ask(w.Status())):
+        with pytest.raises(UsageError, match="not a directory of this user alone"):
+            call()
+    os.rmdir(root)
+    elsewhere = root.with_name("elsewhere")
+    elsewhere.mkdir(mode=0o700)
+    root.symlink_to(elsewhere)
+    with pytest.raises(UsageError, match="not a directory"):
+        Client(root).start()
+
+
+def test_a_mute_peer_holds_up_nobody_else(root: Path) -> None:
+    """Two guards wait for a peer that says nothing; another rank is given memory meanwhile."""
+    with agent(root) as client, socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(64)
+        hello(client)
+        put(client, "0001-000001", DATA, commit=False)
+        card = w.Card("other", f"127.0.0.1:{mute.getsockname()[1]}", "t")
+        members = tuple(w.Member(r, 3_000_096, 3_000_000, "0" * 16, card) for r in (1, 2))
+        for rank in (1, 2):
+            take = w.Take(JOB, os.getpid(), "guard", rank, "0001-000001", 1, 4_000_000)
+            lease = client.ask(take, w.Lease)
+            order = w.Protect(
+                JOB, lease.name, "0001-000001", rank, members, 1, 1, 3_000_128, 3_000_256
+            )
+            threading.Thread(target=_unheard, args=(client, order), daemon=True).start()
+        time.sleep(0.2)
+        take = w.Take(JOB, os.getpid(), "share", 7, "0001-000002", 2, 1_000_000)
+        assert client.ask(take, w.Lease, timeout_s=5.0).capacity == 1_000_000
+
+
+def _unheard(client: Client, order: w.Protect) -> None:
+    with suppress(HoldfastError):
+        client.ask(order, str)
 
 
 def test_it_survives_its_starter(root: Path) -> None:

@@ -134,6 +134,34 @@ def test_replicas_protect_each_other_without_the_network(
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in again) > 0
 
 
+def test_replicas_that_differ_are_exchanged(lives: Lives) -> None:
+    """The statistics of batch norm are each rank's own under DDP: no rank can speak for another."""
+    options = {"redundancy": "copy"}
+    told = lives.live(nodes=[0, 1, 2], until=4, die=True, layout="batchnorm", options=options)
+    lose(lives, 1)
+    again = lives.live(nodes=[0, 1, 2], until=5, layout="batchnorm", options=options)
+    check(lives, again, 4, told[0].digests)
+
+
+def test_a_copied_root_is_another_job(lives: Lives) -> None:
+    """A root is copied, and its run goes on and dies: what that left in memory is not the copy's."""
+    options = {"redundancy": "none"}
+    train(lives, 3, [0, 1], options=options, durable=3)
+    shutil.copytree(lives.place / "root", lives.place / "copy")
+    train(lives, 6, [0, 1], options=options)
+    told = lives.live(nodes=[0, 1], until=4, options=options, root=str(lives.place / "copy"))
+    assert [t.restored for t in told] == [3, 3]
+
+
+def test_durable_saves_do_not_starve(lives: Lives) -> None:
+    """With a snapshot every step, one is always in flight: a save that is due waits for it."""
+    told = lives.live(
+        nodes=[0, 1], until=20, memory=1, durable=5, settle=False, options={"redundancy": "copy"}
+    )
+    assert [t.status for t in told] == [0, 0], lives.errors()
+    assert holdfast.steps(str(lives.place / "root")) == [5, 10, 15, 20]
+
+
 @pytest.mark.parametrize("nodes", [[0, 2, 3], [0, 2], [0, 2, 3, 4, 5]], ids=["3", "2", "5"])
 def test_another_number_of_nodes(lives: Lives, nodes: list[int]) -> None:
     """Node 1 is lost; the training goes on with three nodes, with two, and with five."""

@@ -82,6 +82,8 @@ def show(effect: m.Effect) -> str:
             return "remove " + " ".join((*names, *attempts))
         case m.RemoveJob(job):
             return f"remove job {job}"
+        case m.Greet(ask, _):
+            return f"greet {ask}"
         case m.Answer(ask, job):
             return f"answer {ask}" + (f" on {job}" if job else "")
         case m.Exit(free):
@@ -214,6 +216,6 @@ def test_whatever_comes_the_newest_snapshot_stays(said: list[w.Message]) -> None
                         assert (
                             slot is None or slot.attempt != before.newest or slot.phase != "ready"
                         )
-            if isinstance(effect, (m.Reply, m.Refuse, m.Answer)) and effect.ask:
+            if isinstance(effect, (m.Reply, m.Refuse, m.Answer, m.Greet)) and effect.ask:
                 assert effect.ask not in answered
                 answered.add(effect.ask)

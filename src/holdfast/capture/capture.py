@@ -163,11 +163,21 @@ class Capture:
         job.plan = self.planner.plan
         filling = Filling()
         image = self._try(lambda: self.planner.lay_out(job, self.aside), filling)
-        beside = tier.beside(job, image, self.aside) if image is not None else None
+        beside = self._beside(job, tier, image)
         tier.write(job, image, filling)
         if image is not None:
             self._fill(job, image, filling, beside)
         job.close_window()
+
+    def _beside(self, job: Job, tier: Tier, image: Image | None) -> Callable[[], None] | None:
+        """It can be done without; other ranks wait for this one."""
+        if image is None:
+            return None
+        try:
+            return tier.beside(job, image, self.aside)
+        except Exception as error:
+            emit("beside.failed", step=job.step, error=text_of(error))
+            return None
 
     def _ready(self, job: Job, tier: Tier) -> None:
         """Describe the state and take memory; an error is kept for the others to learn of."""

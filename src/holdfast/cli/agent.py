@@ -49,7 +49,7 @@ def run(
     if action == "run":
         raise typer.Exit(_be_the_agent(host, limit))
     if action == "start":
-        client.start(host or "127.0.0.1", limit, stay=True)
+        client.start(host, limit, stay=True)
         action = "status"
     if action == "clean":
         _clean(client, job, as_json)
@@ -78,7 +78,7 @@ def _nobody(client: Client, as_json: bool) -> None:
 
 def _clean(client: Client, job: str, as_json: bool) -> None:
     """Also what lies there without an agent: one is started for it and leaves by itself."""
-    client.start("127.0.0.1")
+    client.start()
     freed = client.ask(w.Clean(job), list[str])
     if as_json:
         print_json({"freed": freed})

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holdfast.addresses import own_address
 from holdfast.errors import AgentError, Deadline
-from holdfast.group.addresses import own_address
 from holdfast.group.errors import translated
 
 POLL_S = 0.002

@@ -7,13 +7,15 @@ al., 2023).  What is each rank's own (its extras and the digest table, at the en
 exchange afterwards: a few kilobytes.
 
 How the others' images are laid out is known from the snapshot before; if it turns out to have changed, the
-agents exchange everything, once.
+agents exchange everything, once.  So they do always where an image holds what the forward pass changes
+(the statistics of batch norm): such buffers may differ from replica to replica.  That replicas are equal is
+not believed but checked, snapshot by snapshot: by the digests of the chunks that were laid out here.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +25,13 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.capture.job import Plan
+from holdfast.codec.digest import CHUNK_BYTES, digest_chunks
 from holdfast.codec.stripes import Stripes
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import FileEntry
 from holdfast.layout import Box
 from holdfast.state.live import Live
-from holdfast.state.snapshot import Kept, first_device, on_stream, raw_array
+from holdfast.state.snapshot import first_device, on_stream, raw_array
 
 WINDOW_BYTES = 4 << 20
 """Laid out at a time; what fits in a core's cache is not written to memory."""
@@ -83,7 +86,7 @@ class ReplicaImage:
             at, number = end, number + 1
 
 
-def replica_image(plan: Plan, file: FileEntry, live: Live, kept: Kept) -> ReplicaImage | None:
+def replica_image(plan: Plan, file: FileEntry, live: Live) -> ReplicaImage | None:
     """The image that `file` describes; None if this rank does not hold all of its tensors."""
     tensors = plan.agreement.tensors
     pieces = plan.placement.pieces(file.rank)
@@ -96,7 +99,7 @@ def replica_image(plan: Plan, file: FileEntry, live: Live, kept: Kept) -> Replic
     for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
         entry = tensors[index]
         n = len(entry.shape)
-        source = _held(live, kept, entry.name, Box(tuple(start[:n]), tuple(stop[:n])))
+        source = _held(live, entry.name, Box(tuple(start[:n]), tuple(stop[:n])))
         if source is None:
             return None
         if size:
@@ -105,13 +108,14 @@ def replica_image(plan: Plan, file: FileEntry, live: Live, kept: Kept) -> Replic
     return ReplicaImage(image, found)
 
 
-def _held(live: Live, kept: Kept, name: str, box: Box) -> torch.Tensor | None:
-    """The part of a tensor, where this rank holds all of it."""
+def _held(live: Live, name: str, box: Box) -> torch.Tensor | None:
+    """The part of a tensor, where this rank holds all of it, and the optimizer alone changes it."""
     t = live.tensors.get(name)
-    for number, part in enumerate(t.parts if t is not None else ()):
+    if t is None or not t.steady:
+        return None
+    for part in t.parts:
         if part.box & box == box:
-            local = part.local if t is not None and t.steady else kept[name, number]
-            return local.detach()[box.within(part.box.start)]
+            return part.local.detach()[box.within(part.box.start)]
     return None
 
 
@@ -127,6 +131,8 @@ class ReplicaGuard:
         device: torch.device | None,
     ) -> None:
         self.stripes = stripes
+        self.seen: list[tuple[int, int, bytes]] = []
+        """Of the last time: member, first chunk, and digests of chunks as they are on this rank."""
         self.files = tuple(files)
         self._me = me
         self._images = images
@@ -140,29 +146,44 @@ class ReplicaGuard:
             self._fill(view)
 
     def _fill(self, view: memoryview) -> None:
-        unit = self.stripes.code.unit_bytes
-        window = max(WINDOW_BYTES // unit, 1) * unit
+        self.seen = []
         kept: Any = np.frombuffer(view, np.uint8)
         for c in self.stripes.contributions(self._me):
-            extras = self.files[c.source.member].extras
-            for at in range(0, self.stripes.block_bytes, window):
-                rows = kept[c.at + at : c.at + min(at + window, self.stripes.block_bytes)]
-                start = c.source.start + at
-                stop = min(start + len(rows), c.source.stop, extras)
-                block = self._scratch[: max(stop - start, 0)]
+            stop = min(c.source.stop, self.files[c.source.member].extras)
+            for at, end in _windows(c.source.start, c.source.start + self.stripes.block_bytes):
+                rows = kept[c.at + at - c.source.start : c.at + end - c.source.start]
+                block = self._scratch[: max(min(end, stop) - at, 0)]
                 if len(block):
-                    self._images[c.source.member].read(start, stop, block)
+                    self._images[c.source.member].read(at, at + len(block), block)
+                    self._look_at(c.source.member, at, block)
                 if len(block) or c.index == 0:
                     self.stripes.code.accumulate({c.row: rows}, c.index, block, fresh=c.index == 0)
 
+    def _look_at(self, member: int, at: int, block: Flat) -> None:
+        """Keep the digests of the whole chunks in bytes of an image that begin at `at`."""
+        first, stop = -(-at // CHUNK_BYTES), (at + len(block)) // CHUNK_BYTES
+        if first < stop:
+            digests = np.empty(stop - first, "<u8")
+            chunks: Any = block[first * CHUNK_BYTES - at : stop * CHUNK_BYTES - at]
+            digest_chunks(memoryview(chunks), digests)
+            self.seen.append((member, first, digests.tobytes()))
+
+
+def _windows(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Ranges that end where windows do, so that each chunk but the first and last lies in one of them."""
+    while start < stop:
+        end = min((start // WINDOW_BYTES + 1) * WINDOW_BYTES, stop)
+        yield start, end
+        start = end
+
 
 def replica_guard(
-    plan: Plan, live: Live, kept: Kept, stripes: Stripes, files: Sequence[FileEntry], me: int
+    plan: Plan, live: Live, stripes: Stripes, files: Sequence[FileEntry], me: int
 ) -> ReplicaGuard | None:
     """A guard from this rank's own tensors; None if it does not hold what the others save."""
     images = {}
     for member in {c.source.member for c in stripes.contributions(me)}:
-        image = replica_image(plan, files[member], live, kept)
+        image = replica_image(plan, files[member], live)
         if image is None:
             return None
         images[member] = image

@@ -29,7 +29,9 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     RankErrors,
+    SegmentLost,
     Unavailable,
+    UsageError,
 )
 from holdfast.events import emit, span
 from holdfast.format.image import Image
@@ -44,13 +46,20 @@ from holdfast.memory.options import Memory
 from holdfast.memory.replica import ReplicaGuard, replica_guard
 from holdfast.memory.slots import SlotBuffer, Slots
 from holdfast.policy.redundancy import choose, groups, parse
-from holdfast.policy.survival import Scheme
+from holdfast.policy.survival import Scheme, none
 from holdfast.state.live import Live
 from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Filling, Kept, PrivateBuffer
-from holdfast.store import Store
+from holdfast.store import LocalStore, Store
 
 JOB_KEY = "job.json"
+
+
+class JobFile(msgspec.Struct, frozen=True):
+    """`job.json` in a root."""
+
+    job: str
+    root: str
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
@@ -144,8 +153,7 @@ class MemoryTier:
             msgspec.json.encode(self.durable.claim),
             self.options.flush_after_s or 0.0,
         )
-        held: w.Held = self.client.ask(message, w.Held)
-        self.card = held.card
+        self.card: w.Card = self.client.ask(message, w.Card)
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -158,7 +166,7 @@ class MemoryTier:
         """
         step_prefix(step)
         with self._lock:
-            busy = not must and (self._pending > 0 or (durable and self.durable.busy))
+            busy = not must and (self.durable.busy if durable else self._pending > 0)
             self._pending += 1
         if durable:
             self.durable.watch_over(step)
@@ -202,7 +210,8 @@ class MemoryTier:
         mine = None
         with suppress(HoldfastError):
             mine = self.client.ask(w.Ask(self.job), w.Held, timeout_s=self.deadline_s)
-        told = self.group.share(w.encode(mine) if mine is not None else b"")
+        first = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank says it for its node
+        told = self.group.share(w.encode(mine) if mine is not None and first else b"")
         helds = [msgspec.msgpack.decode(data, type=w.Held) for data in told if data]
         others = self.group.from_rank0(lambda: w.encode(elsewhere(self.job, helds)))
         helds += msgspec.msgpack.decode(others, type=list[w.Held])
@@ -211,7 +220,9 @@ class MemoryTier:
     def adopt(self, manifest: Manifest) -> None:
         """What was restored is the newest snapshot of this node, too: it must not be given out."""
         with suppress(HoldfastError):
-            self.client.ask(w.Commit(self.job, manifest.attempt, manifest.step, encode(manifest)))
+            self.client.ask(
+                w.Commit(self.job, manifest.attempt, manifest.step, encode(manifest), (), self.run)
+            )
 
     # -- capture thread ---------------------------------------------------------------------------
 
@@ -245,12 +256,12 @@ class MemoryTier:
         message = w.Take(
             self.job, os.getpid(), kind, self.group.rank, self.attempt(job), job.step, size
         )
-        try:
-            lease: w.Lease = self.client.ask(message, w.Lease)
-        except AgentUnreachable:
-            emit("agent.restarted", step=job.step)
+        if kind == "share":
+            before = self.card
             self.hello()
-            lease = self.client.ask(message, w.Lease)
+            if before != self.card:
+                emit("agent.replaced", step=job.step)
+        lease: w.Lease = self.client.ask(message, w.Lease)
         return lease
 
     def warm(self, job: Job) -> None:
@@ -259,9 +270,11 @@ class MemoryTier:
 
     def _give_back(self, job: Job, _: object) -> None:
         assert isinstance(job.buffer, SlotBuffer) and job.buffer.lease is not None
-        second = self.lease(job, "share", job.buffer.lease.capacity)
-        self.slots.view(second.name, job.live)
-        self._drop(job)
+        try:
+            second = self.lease(job, "share", job.buffer.lease.capacity)
+            self.slots.view(second.name, job.live)
+        finally:
+            self._drop(job)
         self.release(job)
         finish(job, self, None)
 
@@ -275,7 +288,7 @@ class MemoryTier:
         if key != self._guard_key or self._guard_mark is not plan.fingerprint:
             lengths = tuple(f.bytes for f in agreed.files)
             stripes = Stripes(lengths, *agreed.scheme.blocks(len(lengths)))
-            self._guard = replica_guard(plan, job.live, aside, stripes, agreed.files, me)
+            self._guard = replica_guard(plan, job.live, stripes, agreed.files, me)
             self._guard_key, self._guard_mark = key, plan.fingerprint
         guard = self._guard
         if guard is None:
@@ -309,6 +322,7 @@ class MemoryTier:
             if decision.directly:
                 emit("snapshot.failed", step=job.step, error=decision.directly)
                 self.durable.write_and_commit(job, image, filling, self)
+                self._drop(job)
                 return
             scheme, group = self._group(decision)
             if scheme.losses:
@@ -366,8 +380,15 @@ class MemoryTier:
     def _group(self, decision: Decision) -> tuple[Scheme, tuple[int, ...]]:
         """The scheme, and the ranks of this rank's group."""
         nodes = [decision.cards[i].agent for i in decision.card_of]
-        scheme = parse(self.options.redundancy) or choose(len(set(nodes)))
-        found = groups(nodes, scheme, decision.class_of)
+        asked = parse(self.options.redundancy)
+        scheme = asked or choose(len(set(nodes)))
+        try:
+            found = groups(nodes, scheme, decision.class_of)
+        except UsageError as error:
+            if asked is not None:
+                raise
+            emit("snapshot.unprotected", reason=error.message)
+            scheme, found = none(), groups(nodes, none())
         return scheme, next(g for g in found if self.group.rank in g)
 
     def _protect(
@@ -399,17 +420,40 @@ class MemoryTier:
         )
         num_data, num_parity = scheme.blocks(len(members))
         stripes = Stripes(tuple(f.bytes for f in here), num_data, num_parity)
-        begun, lease = self._begun.pop(job.number, ((), None))
-        if lease is None or [_shape(f) for f in begun] != [_shape(f) for f in here]:
-            begun, lease = (), self.lease(job, "guard", guard_bytes(stripes))
         order = w.Protect(
-            self.job, lease.name, self.attempt(job), self.group.rank, members, num_data,
-            num_parity, stripes.kept_bytes, guard_bytes(stripes), tuple(f.extras for f in begun),
-            self.options.bytes_per_s,
+            self.job, "", self.attempt(job), self.group.rank, members, num_data, num_parity,
+            stripes.kept_bytes, guard_bytes(stripes), bytes_per_s=self.options.bytes_per_s,
         )  # fmt: skip
-        self.client.ask(order, str)
+        begun, lease = self._begun.pop(job.number, ((), None))
+        if lease is None or not self._finish_own(order, begun, here, lease):
+            lease = self.lease(job, "guard", guard_bytes(stripes))
+            self.client.ask(msgspec.structs.replace(order, name=lease.name), str)
         assert job.plan is not None
         self._agreed = Agreed(job.plan.digest, scheme, here)
+
+    def _finish_own(
+        self,
+        order: w.Protect,
+        begun: tuple[FileEntry, ...],
+        here: tuple[FileEntry, ...],
+        lease: w.Lease,
+    ) -> bool:
+        """Have the agent finish what this rank made from its own replica; False if that is not what the
+        others have saved."""
+        if [_shape(f) for f in begun] != [_shape(f) for f in here] or self._guard is None:
+            return False
+        own = msgspec.structs.replace(
+            order,
+            name=lease.name,
+            begun=tuple(f.extras for f in begun),
+            seen=tuple(self._guard.seen),
+        )
+        try:
+            self.client.ask(own, str)
+        except SegmentLost as error:
+            emit("replica.differs", error=error.message)
+            return False
+        return True
 
     def _digested(self, job: Job, image: Image | None, filling: Filling) -> FileEntry | None:
         filling.conclude()
@@ -481,8 +525,9 @@ class MemoryTier:
                 self.durable.discard(job.step, self.attempt(job))
             raise
         finally:
-            with suppress(HoldfastError):
-                self.client.ask(w.Settled(self.job, self.attempt(job)), timeout_s=10.0)
+            if self.group.rank == 0:
+                with suppress(HoldfastError):
+                    self.client.ask(w.Settled(self.job, self.attempt(job)), timeout_s=10.0)
         finish(job, self, None)
         self.durable.tidy(job)
 
@@ -503,20 +548,32 @@ class MemoryTier:
 def job_of(store: Store, group: Group) -> str:
     """The identity of the job that keeps its state in a root, over all restarts.  Collective.
 
-    Drawn at random when the root is first used: what a deleted root's run left in memory is another job's.
+    Drawn at random when the root is first used, and anew where `job.json` lies in a copy of the root: what
+    another root's run left in memory is another job's.
     """
 
     def find() -> bytes:
-        fresh = msgspec.json.encode({"job": secrets.token_hex(8)})
+        fresh = msgspec.json.encode(JobFile(secrets.token_hex(8), _identity(store)))
         with suppress(Exists):
             store.put(JOB_KEY, fresh, if_absent=True)
-        return store.get(JOB_KEY)
+        if _read_job(store).root != _identity(store):
+            store.put(JOB_KEY, fresh)
+        return _read_job(store).job.encode()
 
-    data = group.from_rank0(find)
+    return group.from_rank0(find).decode()
+
+
+def _read_job(store: Store) -> JobFile:
+    data = store.get(JOB_KEY)
     try:
-        job = msgspec.json.decode(data, type=dict[str, str])["job"]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
-        job = ""
-    if re.fullmatch(r"[0-9a-f]{16}", job) is None:
+        found = msgspec.json.decode(data, type=JobFile)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = JobFile("", "")
+    if re.fullmatch(r"[0-9a-f]{16}", found.job) is None:
         raise FormatError(f"{data[:40]!r} names no job", key=JOB_KEY, hint="delete that file")
-    return job
+    return found
+
+
+def _identity(store: Store) -> str:
+    """What tells a root from its copies: the number of its directory, which all hosts see alike."""
+    return str(os.stat(store.root).st_ino) if isinstance(store, LocalStore) else store.url

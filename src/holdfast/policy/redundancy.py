@@ -55,14 +55,14 @@ def groups(
     """
     if not scheme.losses:
         return [(rank,) for rank in range(len(nodes))]
-    most = max(most, scheme.losses + 1)
+    least = scheme.losses + 1
     if holdings is not None:
         alike = [
             [rank for rank, kind in enumerate(holdings) if kind == one]
             for one in dict.fromkeys(holdings)
         ]
         if all(_apart(row, nodes) and len(row) > scheme.losses for row in alike):
-            return [group for row in alike for group in _even(row, most)]
+            return [group for row in alike for group in _even(row, least, max(most, least))]
     if len(set(nodes)) == 1:
         rows = [list(range(len(nodes)))]
     else:
@@ -72,7 +72,7 @@ def groups(
             place = seen[node] = seen.get(node, -1) + 1
             by_place.setdefault(place, []).append(rank)
         rows = [by_place[place] for place in sorted(by_place)]
-    found = [group for row in rows for group in _even(row, most)]
+    found = [group for row in rows for group in _even(row, least, max(most, least))]
     short = [group for group in found if len(group) <= scheme.losses]
     if short:
         raise UsageError(
@@ -88,8 +88,8 @@ def _apart(row: list[int], nodes: Sequence[str]) -> bool:
     return len({nodes[rank] for rank in row}) == len(row)
 
 
-def _even(row: list[int], most: int) -> list[tuple[int, ...]]:
-    """A row in parts as even as can be, of `most` at most."""
-    count = -(-len(row) // most)
+def _even(row: list[int], least: int, most: int) -> list[tuple[int, ...]]:
+    """A row in parts as even as can be, of `most` at most, but none smaller than `least`."""
+    count = max(1, min(-(-len(row) // most), len(row) // least))
     cuts = [len(row) * i // count for i in range(count + 1)]
     return [tuple(row[a:b]) for a, b in zip(cuts, cuts[1:])]

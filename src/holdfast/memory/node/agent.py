@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from holdfast.addresses import own_address
 from holdfast.events import counters
 from holdfast.format.manifest import decode
 from holdfast.here import fate, started
@@ -35,12 +36,13 @@ from holdfast.memory.node import machine as m
 from holdfast.memory.node import words as w
 from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import protect
-from holdfast.memory.node.segment import Segments, home
+from holdfast.memory.node.segment import Segments, check_home, home
 
 log = logging.getLogger("holdfast.agent")
 
 TICK_S = 1.0
-DIGEST_THREADS = 2
+THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4}
+"""By what holds them up: a slow peer or a full disk must not keep others from their memory."""
 MAX_MESSAGE_BYTES = 1 << 30
 
 
@@ -54,7 +56,9 @@ class Agent:
         self.stopped = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
-        self._pool = ThreadPoolExecutor(DIGEST_THREADS, "holdfast-agent")
+        self._pools = {
+            name: ThreadPoolExecutor(number, f"holdfast-{name}") for name, number in THREADS.items()
+        }
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- deciding ---------------------------------------------------------------------------------
@@ -73,8 +77,15 @@ class Agent:
 
     def tell(self, message: w.Message, ask: int = 0) -> None:
         self.state, effects = m.step(self.state, message, time.time(), ask)
+        failed = ""
         for effect in effects:
-            self._do(effect)
+            if failed and isinstance(effect, m.Reply):
+                effect = m.Refuse(effect.ask, "OutOfSpace", f"the agent's own notes: {failed}")
+            try:
+                self._do(effect)
+            except OSError as error:
+                log.error("%s: %s", type(effect).__name__, error)
+                failed = error.strerror or str(error)
 
     def _do(self, effect: m.Effect) -> None:
         match effect:
@@ -85,12 +96,14 @@ class Agent:
                 self._reply(ask, {"error": kind, "text": text, "hint": hint})
             case m.Answer(ask, job):
                 self._reply(ask, {"ok": self.held(job) if job else self.report()})
+            case m.Greet(ask, job):
+                self.segments.note_job(self.state.jobs[job])
+                self._reply(ask, {"ok": self.card})
             case m.Note(job, slot):
                 self.segments.note(job, slot)
             case m.KeepManifest(job, attempt, step, manifest, cards):
                 if cards:
                     self.segments.keep_peers(job, cards)
-                self.segments.note_job(self.state.jobs[job])
                 self.segments.keep_manifest(job, attempt, step, manifest)
             case m.Remove(job, names, attempts):
                 self.segments.remove(job, names, attempts)
@@ -99,13 +112,14 @@ class Agent:
             case m.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
             case m.Digest(job, slot):
-                self._later(self._digest(job, slot, lambda: self.segments.digest(job, slot)))
+                digest = partial(self.segments.digest, job, slot)
+                self._later(self._digest(job, slot, "memory", digest))
             case m.Encode(job, slot, order):
                 slots = self.state.jobs[job].slots.values()
                 here = [x for x in slots if x.kind == "share" and x.attempt == slot.attempt]
                 files = {x.rank: x.name for x in here if x.phase == "ready"}
                 fill = partial(protect, self.segments, self.card.agent, files, slot, order)
-                self._later(self._digest(job, slot, fill))
+                self._later(self._digest(job, slot, "peers", fill))
             case m.Write(slot, order):
                 self._later(self._write(slot, order))
             case m.CommitLate(order):
@@ -126,15 +140,15 @@ class Agent:
     async def _make(self, job: str, name: str, capacity: int) -> None:
         error = ""
         try:
-            await self._in_thread(self.segments.make, job, name, capacity)
+            await self._in_thread("memory", self.segments.make, job, name, capacity)
         except OSError as failed:
             error = failed.strerror or str(failed)
         self.tell(w.Made(job, name, error))
 
-    async def _digest(self, job: str, slot: m.Slot, work: Callable[[], str]) -> None:
+    async def _digest(self, job: str, slot: m.Slot, pool: str, work: Callable[[], str]) -> None:
         digest, error = "", ""
         try:
-            digest = await self._in_thread(work)
+            digest = await self._in_thread(pool, work)
         except Exception as failed:
             log.warning("%s of %s: %s", slot.name, slot.attempt, failed)
             error = str(failed)
@@ -143,7 +157,7 @@ class Agent:
     async def _write(self, slot: m.Slot, order: w.Persist) -> None:
         error, kind = "", ""
         try:
-            await self._in_thread(persist, self.segments, slot, order)
+            await self._in_thread("storage", persist, self.segments, slot, order)
         except Exception as failed:
             log.warning("%s to storage: %s", order.key, failed)
             error, kind = getattr(failed, "message", str(failed)), type(failed).__name__
@@ -153,14 +167,14 @@ class Agent:
         try:
             found = [p for _, a, p in self.segments.manifests(order.job) if a == order.attempt]
             manifest = decode(found[0].read_bytes(), order.attempt)
-            await self._in_thread(commit_late, order, manifest)
+            await self._in_thread("waiting", commit_late, order, manifest)
             log.info("committed step %d of attempt %s late", manifest.step, order.attempt)
         except Exception as failed:
             log.warning("attempt %s is not committed: %s", order.attempt, failed)
         self.tell(w.Settled(order.job, order.attempt))
 
-    async def _in_thread(self, work: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+    async def _in_thread(self, pool: str, work: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pools[pool], work, *args)
 
     async def watch(self) -> None:
         """Notice processes that die, and time that passes."""
@@ -224,13 +238,17 @@ class Agent:
 
     async def control(self, request: web.Request) -> web.Response:
         """A message from a process of this node."""
-        if _peer_uid(request) != os.getuid():
+        pid, uid = _peer(request)
+        if uid != os.getuid():
             return web.Response(status=401)
         try:
             message = msgspec.msgpack.decode(await request.read(), type=w.MESSAGES)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             refused = {"error": "UsageError", "text": f"not a message: {error}", "hint": ""}
             return web.Response(body=w.encode(refused))
+        if isinstance(message, w.Hello) and pid != message.pid:
+            # of another pid namespace: by which number it is here, nobody can say
+            message = msgspec.structs.replace(message, started="?")
         return web.Response(body=await self.ask(message))
 
     async def image(self, request: web.Request) -> web.StreamResponse:
@@ -250,7 +268,7 @@ class Agent:
         if found is None:
             return web.Response(status=404)
         slot = self.state.jobs[found[0]].slots[found[1]]
-        sound = await self._in_thread(self.segments.is_sound, found[0], slot)
+        sound = await self._in_thread("peers", self.segments.is_sound, found[0], slot)
         return web.Response(body=b"sound" if sound else b"damaged")
 
     def _asked(self, request: web.Request) -> tuple[str, str] | None:
@@ -271,18 +289,20 @@ class Agent:
 
     def _knows(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self.card.token}".encode())
+        return hmac.compare_digest(
+            given.encode("utf-8", "surrogateescape"), f"Bearer {self.card.token}".encode()
+        )
 
 
-def _peer_uid(request: web.Request) -> int:
-    """User of the process at the other end of a Unix socket; -1 if unknown."""
+def _peer(request: web.Request) -> tuple[int, int]:
+    """(process, user) at the other end of a Unix socket, as they are known here; -1 if unknown."""
     transport = request.transport
     sock = transport.get_extra_info("socket") if transport is not None else None
     if sock is None or sock.family != socket.AF_UNIX:
-        return -1
+        return -1, -1
     size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(pid), int(uid)
 
 
 async def serve(root: Path, host: str, budget: int, *, stay: bool) -> None:
@@ -294,7 +314,9 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool) -> None:
     outside.router.add_get("/v1/{job}", agent.about)
     outside.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}", agent.image)
     outside.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}/check", agent.check)
-    runners = [web.AppRunner(app, access_log=None) for app in (inside, outside)]
+    runners = [
+        web.AppRunner(app, access_log=None, shutdown_timeout=1.0) for app in (inside, outside)
+    ]
     for runner in runners:
         await runner.setup()
     tcp = web.TCPSite(runners[1], "0.0.0.0", 0)
@@ -309,12 +331,17 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.stopped.set)
     card = {"pid": os.getpid(), "started": started(os.getpid()), "address": agent.card.address}
-    (root / "agent.json").write_bytes(msgspec.json.encode(card))
+    _write(root / "agent.json", msgspec.json.encode(card))
     log.info("agent %s at %s, budget %d bytes", agent.card.agent, agent.card.address, budget)
     await agent.watch()
     path.unlink(missing_ok=True)
     for runner in runners:
         await runner.cleanup()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
 
 
 def default_budget(root: Path) -> int:
@@ -326,17 +353,17 @@ def default_budget(root: Path) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="holdfast-agent", description=__doc__)
-    p.add_argument("--host", default="127.0.0.1", help="this node's address for other nodes")
+    p.add_argument("--host", default="", help="this node's address for other nodes")
     p.add_argument("--budget", type=int, default=0, help="bytes; 0: half of the memory")
     p.add_argument("--stay", action="store_true", help="do not leave when there is nothing to keep")
     args = p.parse_args(argv)
-    os.umask(0o077)
     root = home()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_home(root)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-    with open(root / "agent.lock", "w") as lock:
+    with open(os.open(root / "agent.lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -345,8 +372,16 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             os.nice(19)
         budget = args.budget or default_budget(root)
-        asyncio.run(serve(root, args.host, budget, stay=args.stay))
+        host = args.host or os.environ.get("HOLDFAST_HOST") or own_address()
+        asyncio.run(_serve_and_leave(root, host, budget, stay=args.stay))
     return 0
+
+
+async def _serve_and_leave(root: Path, host: str, budget: int, *, stay: bool) -> None:
+    """Whatever threads still wait for: what they do is as good as undone, for a new agent begins anew."""
+    await serve(root, host, budget, stay=stay)
+    logging.shutdown()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import msgspec
 from holdfast import errors
 from holdfast.errors import AgentUnreachable, HoldfastError
 from holdfast.memory.node import words as w
-from holdfast.memory.node.segment import home
+from holdfast.memory.node.segment import check_home, home
 
 START_S = 20.0
 _T = TypeVar("_T")
@@ -47,6 +47,7 @@ class Client:
         limit = timeout_s or self.deadline_s
         line = _Connection(self.root / "agent.sock", limit)
         try:
+            check_home(self.root)
             line.request("POST", "/", w.encode(message))
             response = line.getresponse()
             status, body = response.status, response.read()
@@ -77,7 +78,7 @@ class Client:
             return False
         return True
 
-    def start(self, host: str, budget: int = 0, *, stay: bool = False) -> None:
+    def start(self, host: str = "", budget: int = 0, *, stay: bool = False) -> None:
         """Have an agent on this node.  Several processes may do so at once.
 
         `stay`: one that is started now does not leave by itself.
@@ -85,7 +86,8 @@ class Client:
         if self.is_there():
             return
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "holdfast.memory.node.agent", "--host", host]
+        check_home(self.root)
+        command = [sys.executable, "-m", "holdfast.memory.node.agent", f"--host={host}"]
         command += [f"--budget={budget}"] * bool(budget) + ["--stay"] * stay
         with open(
             os.open(self.root / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
 from contextlib import suppress
 
 from holdfast.errors import AgentUnreachable, Corrupt, HoldfastError, NotFound
@@ -11,6 +12,10 @@ from holdfast.events import count
 
 PATIENCE_S = 30.0
 """For each part of an answer: a peer that says nothing for so long counts as gone."""
+
+
+SLOWEST = 1e6
+"""Bytes per second that a peer must send, in the long run, to count as there."""
 
 
 class Peer:
@@ -59,8 +64,10 @@ class Peer:
             raise self._refused(path, response.status)
         if into is None:
             return response.read()
-        at = 0
+        at, until = 0, time.monotonic() + self._patience_s + len(into) / SLOWEST
         while at < len(into):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{at} of {len(into)} bytes came in time")
             n = response.readinto(into[at:])
             if not n:
                 raise Corrupt(f"{path} at {self.address} ends early", start=at, stop=len(into))

@@ -34,6 +34,10 @@ ELSEWHERE_THREADS = 32
 _KEY = re.compile(r"steps/(\d{10,})/([\w.-]+)/r(\d{5,})\.safetensors")
 
 
+Key = tuple[str, str, int]
+"""Kind (`share` or `guard`), attempt and rank."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where something is: with which agent, under which name."""
@@ -52,7 +56,7 @@ class Holdings:
         self._peers = {
             h.card.agent: Peer(h.card.address, h.card.token) for h in helds if h.card.agent != here
         }
-        self._places: dict[tuple[str, str, int], Place] = {}
+        self._places: dict[Key, Place] = {}
         """By kind, attempt and rank; this node's own first."""
         for held in sorted(self.helds.values(), key=lambda h: (h.card.agent != here, h.card.agent)):
             for image in held.images:
@@ -74,20 +78,34 @@ class Holdings:
         """The manifest of one of them."""
         return next(m for m in self.manifests if m.attempt == attempt)
 
-    def lose(self, attempt: str, rank: int) -> bool:
-        """An image proved damaged or out of reach; False if nothing is left to try.
+    def damaged(self, attempt: str, rank: int) -> list[Key]:
+        """What must count as lost, now that reading an image has failed; empty if nothing is left to try.
 
-        One that was read where it lies counts as lost.  One that was rebuilt was so from something damaged:
-        what is damaged is looked for, and counts as lost.
+        If it was read where it lies: that, and all that the agent there holds, if that is out of reach.  If
+        it was rebuilt: what is damaged of its group.  Ranks may see different things: one of them asks.
         """
-        if self._places.pop(("share", attempt, rank), None) is not None:
-            return True
-        damaged = [key for key in self._group(attempt, rank) if not self._is_sound(key)]
-        for key in damaged:
-            del self._places[key]
-        return bool(damaged)
+        key = ("share", attempt, rank)
+        if key in self._places:
+            return [key] if self._answers(key) else self._held_by(key)
+        return [key for key in self._group(attempt, rank) if not self._is_sound(key)]
 
-    def _group(self, attempt: str, rank: int) -> list[tuple[str, str, int]]:
+    def drop(self, keys: list[Key]) -> None:
+        """They count as lost."""
+        for key in keys:
+            self._places.pop(key, None)
+
+    def _answers(self, key: Key) -> bool:
+        peer = self._peers.get(self._places[key].held.card.agent)
+        try:
+            return peer is None or bool(peer.get(f"/v1/{self.job}"))
+        except HoldfastError:
+            return False
+
+    def _held_by(self, key: Key) -> list[Key]:
+        agent = self._places[key].held.card.agent
+        return [k for k, place in self._places.items() if place.held.card.agent == agent]
+
+    def _group(self, attempt: str, rank: int) -> list[Key]:
         """What there is of the group that a rank is in."""
         members = next((g.members for g in self._guards(attempt) if rank in g.members), ())
         keys = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
@@ -99,7 +117,7 @@ class Holdings:
         ]
         return sorted(found, key=lambda image: image.rank)
 
-    def _is_sound(self, key: tuple[str, str, int]) -> bool:
+    def _is_sound(self, key: Key) -> bool:
         """Whether its own agent finds that something is what was written."""
         kind, attempt, rank = key
         place = self._places[key]

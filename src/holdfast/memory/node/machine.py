@@ -203,13 +203,21 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Greet:
+    """Answer with the agent's card, and note who belongs to a job."""
+
+    ask: int
+    job: str
+
+
+@dataclass(frozen=True)
 class Exit:
     free: bool = False
 
 
 Effect = (
     Reply | Refuse | Make | Note | Digest | Encode | Write | CommitLate
-    | KeepManifest | Remove | RemoveJob | Answer | Exit
+    | KeepManifest | Remove | RemoveJob | Answer | Greet | Exit
 )  # fmt: skip
 Result = tuple[State, list[Effect]]
 
@@ -280,7 +288,9 @@ def _slots(job: Job, *changed: Slot) -> dict[str, Slot]:
 
 def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
     job = state.jobs.get(m.job) or Job(m.job)
-    trainers = {**job.trainers, m.pid: (m.rank, m.started)}
+    older = m.run > job.run  # what a run before left counts no more, even if nobody can see it end
+    trainers = {} if older else dict(job.trainers)
+    trainers[m.pid] = (m.rank, m.started)
     state = _with(
         state,
         job,
@@ -292,7 +302,7 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
         claim=m.claim,
         flush_s=m.flush_s,
     )
-    return state, [Answer(ask, m.job)]
+    return state, [Greet(ask, m.job)]
 
 
 def _take(state: State, job: Job, m: w.Take, ask: int) -> Result:
@@ -447,11 +457,23 @@ def _settled(state: State, job: Job, m: w.Settled, ask: int) -> Result:
 
 
 def _commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
+    if m.run and m.run < job.run:
+        text = f"run {m.run} commits a snapshot, but run {job.run} has begun"
+        return state, [Refuse(ask, "UsageError", text)]
     if m.attempt == job.newest:
         return state, [Reply(ask, None)]
     here = {s.attempt for s in job.slots.values() if s.phase == "ready"}
     kept = tuple(c for c in job.commits if c[0] in here and c[0] != m.attempt)
     gone = tuple(c[0] for c in job.commits if c[0] not in here)
+    if m.attempt not in here:  # another node's images alone: nothing here is to be protected for it
+        keep = KeepManifest(job.name, m.attempt, m.step, m.manifest, m.cards)
+        return state, [keep, Reply(ask, None)]
+    unused = [
+        replace(s, phase="empty", ask=0)
+        for s in job.slots.values()
+        if s.attempt == m.attempt and s.phase == "filling"
+    ]  # begun, and not needed in the end
+    job = replace(job, slots=_slots(job, *unused))
     used = {(s.kind, s.rank) for s in job.slots.values() if s.attempt == m.attempt}
     job = replace(job, commits=(*kept, (m.attempt, m.step)))
     over = [
@@ -575,5 +597,7 @@ def adopted(budget: int, jobs: Iterable[Job], now: float, *, stay: bool = False)
         }
         here = {s.attempt for s in slots.values() if s.phase == "ready"}
         commits = tuple(c for c in job.commits if c[0] in here)
-        found[job.name] = replace(job, slots=slots, commits=commits, crashed=True, seen=now)
+        found[job.name] = replace(
+            job, slots=slots, commits=commits, crashed=not job.trainers, seen=now
+        )
     return State(budget, stay, found, now)

@@ -6,20 +6,23 @@ import time
 
 import msgspec
 
-from holdfast.checkpoint.claiming import Claim
-from holdfast.checkpoint.committing import commit
-from holdfast.errors import StoreError
+from holdfast.checkpoint.claiming import Claim, check_claim
+from holdfast.checkpoint.committing import check_files, commit
+from holdfast.checkpoint.names import manifest_key
+from holdfast.checkpoint.tidying import attempt_of
+from holdfast.errors import StoreError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.memory.node import words as w
 from holdfast.memory.node.machine import Slot
 from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.segment import Segments, mapped
-from holdfast.store import open_store
+from holdfast.store import Store, open_store
 from holdfast.threads import in_threads
 
 WRITE_BYTES = 8 << 20
 WRITE_THREADS = 4
 POLL_S = 0.25
+SECOND_LOOK_S = 1.0
 
 
 def persist(segments: Segments, slot: Slot, order: w.Persist) -> None:
@@ -43,15 +46,35 @@ def persist(segments: Segments, slot: Slot, order: w.Persist) -> None:
 
 def commit_late(order: w.Persist, manifest: Manifest) -> None:
     """Commit when the files of all ranks are there.  Blocks; StoreError if they are not in time, UsageError
-    if another run has taken the root since."""
+    if another run has taken the root since.
+
+    A run that takes it at this very moment sweeps what it does not know: so what was committed is looked at
+    once more, and withdrawn if it is not whole.
+    """
     store = open_store(order.store)
     claim = msgspec.json.decode(order.claim, type=Claim)
     until = time.monotonic() + order.deadline_s
     while True:
         try:
             commit(store, manifest, claim)
-            return
+            break
         except StoreError:
             if time.monotonic() > until:
                 raise
             time.sleep(POLL_S)
+    try:
+        time.sleep(SECOND_LOOK_S)
+        check_claim(store, claim)
+        check_files(store, manifest)
+    except (StoreError, UsageError):
+        if attempt_of(store, manifest.step) == manifest.attempt and not _is_whole(store, manifest):
+            store.delete(manifest_key(manifest.step))
+        raise
+
+
+def _is_whole(store: Store, manifest: Manifest) -> bool:
+    try:
+        check_files(store, manifest)
+    except StoreError:
+        return False
+    return True

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from holdfast.codec.stripes import Contribution, Stripes
-from holdfast.errors import NotFound, UsageError
+from holdfast.errors import Corrupt, NotFound, UsageError
 from holdfast.memory.node import words as w
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.machine import Slot
@@ -41,6 +41,12 @@ def protect(
     pace = Pace(order.bytes_per_s)
     opened: dict[int, tuple[Reader, Verified]] = {}
     try:
+        for number, first, digests in order.seen:
+            if number not in opened:
+                opened[number] = _open(segments, agent, names, order, order.members[number])
+            if not opened[number][1].has(first, digests):
+                rank = order.members[number].rank
+                raise Corrupt(f"rank {order.rank} does not hold what rank {rank} has saved")
         with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
             for c in stripes.contributions(me):
                 begun = order.begun[c.source.member] if order.begun else None

@@ -18,6 +18,7 @@ import mmap
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,12 +33,34 @@ from holdfast.codec.digest import (
     hexdigest,
     num_chunks,
 )
+from holdfast.errors import UsageError
 from holdfast.memory.node.machine import Job, Slot
 from holdfast.memory.node.words import Card
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
 MIB = 1 << 20
+
+
+class JobNote(msgspec.Struct, frozen=True):
+    """`job.json`: what the next agent must know of a job besides its slots."""
+
+    root: str
+    run: int
+    trainers: dict[int, tuple[int, str]] = {}
+    claim: bytes = b""
+    flush_s: float = 0.0
+
+
+def check_home(root: Path) -> None:
+    """UsageError unless a directory is this user's alone: anybody may make one in /dev/shm."""
+    seen = root.lstat()
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
+        raise UsageError(
+            f"{root} is not a directory of this user alone (mode {stat.filemode(seen.st_mode)}, user "
+            f"{seen.st_uid})",
+            hint="remove it, or set HOLDFAST_MEMORY_DIR to another place in memory",
+        )
 
 
 def home() -> Path:
@@ -52,8 +75,9 @@ class Segments:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.jobs = root / "jobs"
-        self.jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.chmod(root, 0o700)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_home(root)
+        self.jobs.mkdir(mode=0o700, exist_ok=True)
 
     def path(self, job: str, name: str) -> Path:
         return self.jobs / job / name
@@ -72,7 +96,8 @@ class Segments:
         self._put(job, f"{slot.name}.json", msgspec.json.encode(slot))
 
     def note_job(self, job: Job) -> None:
-        self._put(job.name, "job.json", msgspec.json.encode({"root": job.root, "run": job.run}))
+        about = JobNote(job.root, job.run, job.trainers, job.claim, job.flush_s)
+        self._put(job.name, "job.json", msgspec.json.encode(about))
 
     def keep_manifest(self, job: str, attempt: str, step: int, manifest: bytes) -> None:
         self._put(job, f"manifest-{step:010d}-{attempt}", manifest)
@@ -144,10 +169,13 @@ class Segments:
                         slots[slot.name] = slot
                 elif entry.name.startswith("."):
                     entry.unlink(missing_ok=True)
-            root, run = self._about(folder)
             commits = tuple((a, step) for step, a, _ in self.manifests(folder.name))
             number = 1 + max((int(name.rpartition("-")[2]) for name in slots), default=-1)
-            yield Job(folder.name, root, run, slots, commits, number=number)
+            about = self._about(folder)
+            yield Job(
+                folder.name, about.root, about.run, slots, commits, about.trainers,
+                claim=about.claim, flush_s=about.flush_s, number=number,
+            )  # fmt: skip
 
     def _slot(self, job: str, path: Path) -> Slot | None:
         try:
@@ -157,12 +185,11 @@ class Segments:
         size = path.stat().st_size
         return slot if slot.name == path.name and slot.capacity == size else None
 
-    def _about(self, folder: Path) -> tuple[str, int]:
+    def _about(self, folder: Path) -> JobNote:
         try:
-            found = msgspec.json.decode((folder / "job.json").read_bytes())
-            return str(found["root"]), int(found["run"])
-        except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError, UnicodeDecodeError):
-            return "?", 0
+            return msgspec.json.decode((folder / "job.json").read_bytes(), type=JobNote)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return JobNote("?", 0)
 
 
 def put_table(view: memoryview, table: int) -> str:

@@ -127,6 +127,10 @@ class Verified:
             memory[self._stop - a : stop - a] = self._tail[: stop - self._stop]
         return memory[start - a : stop - a]
 
+    def has(self, first: int, digests: bytes) -> bool:
+        """Whether these are the digests of its chunks from `first` on."""
+        return bytes(self._tail[8 * first : 8 * first + len(digests)]) == digests
+
     def _check(self, first: int, at: int, view: memoryview) -> None:
         expected = self._table[first : first + num_chunks(len(view))]
         bad = first_difference(view, expected, CHUNK_BYTES)

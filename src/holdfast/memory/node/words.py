@@ -50,7 +50,7 @@ class Ready(Message, frozen=True):
     bytes: int
 
 
-class Card(msgspec.Struct, frozen=True, array_like=True):
+class Card(msgspec.Struct, frozen=True):
     """How an agent is reached by other nodes, and by which name it knows itself."""
 
     agent: str
@@ -58,7 +58,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     token: str
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True):
+class Member(msgspec.Struct, frozen=True):
     """One of a group: its rank, its image, and where that is."""
 
     rank: int
@@ -66,6 +66,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     table: int
     digest: str
     card: Card
+
+
+Seen = tuple[int, int, bytes]
 
 
 class Protect(Message, frozen=True):
@@ -84,6 +87,8 @@ class Protect(Message, frozen=True):
     bytes: int
     begun: tuple[int, ...] = ()
     """By member: up to where its image is in it already."""
+    seen: tuple[Seen, ...] = ()
+    """Then: member, first chunk and digests of its chunks as they went in; refused if they are others."""
     bytes_per_s: int = 0
     """A cap; 0: none."""
 
@@ -122,6 +127,8 @@ class Commit(Message, frozen=True):
     manifest: bytes
     cards: tuple[Card, ...] = ()
     """Of all agents that hold part of it."""
+    run: int = 0
+    """Of the process that says so; an older run than the job's has nothing to say."""
 
 
 class Drop(Message, frozen=True):
