@@ -24,17 +24,27 @@ from holdfast.recovery import Candidate, newest_first, newest_good
 SCRIPTS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
 
+def told(candidate: Candidate) -> str:
+    return ("memory " if candidate.in_memory else "") + str(candidate.step)
+
+
 def play(script: str) -> tuple[list[str], list[str]]:
     """(trace, expected trace) of a script."""
-    steps: list[int] = []
-    damaged: dict[int, str] = {}
+    there: list[Candidate] = []
+    damaged: dict[str, str] = {}
     head, expected = script.split("expect\n")
     for line in head.splitlines():
         match line.split():
             case ["steps", *numbers]:
-                steps = [int(n) for n in numbers]
-            case ["damaged", step, kind]:
-                damaged[int(step)] = kind
+                there += [Candidate(1, int(n)) for n in numbers]
+            case ["memory", *numbers]:
+                there += [Candidate(1, int(n), f"0001-{int(n):06d}") for n in numbers]
+            case ["run", run, "steps", *numbers]:
+                there += [Candidate(int(run), int(n)) for n in numbers]
+            case ["run", run, "memory", *numbers]:
+                there += [Candidate(int(run), int(n), f"{run}-{n}") for n in numbers]
+            case ["damaged", *what, kind]:
+                damaged[" ".join(what)] = kind
             case [] | ["#", *_]:
                 pass
             case _:
@@ -42,17 +52,16 @@ def play(script: str) -> tuple[list[str], list[str]]:
     trace: list[str] = []
 
     def attempt(candidate: Candidate) -> None:
-        step = candidate.step
-        trace.append(f"try {step}")
-        if step in damaged:
-            raise getattr(errors, damaged[step])(f"step {step} is bad")
+        trace.append(f"try {told(candidate)}")
+        if told(candidate) in damaged:
+            raise getattr(errors, damaged[told(candidate)])(f"{candidate} is bad")
 
     def passed_over(candidate: Candidate, error: HoldfastError) -> None:
-        trace.append(f"pass over {candidate.step}: {type(error).__name__}")
+        trace.append(f"pass over {told(candidate)}: {type(error).__name__}")
 
     try:
-        found = newest_good(newest_first(Candidate(1, n) for n in steps), attempt, passed_over)
-        trace.append(f"restored {found.step if found else 0}")
+        found = newest_good(newest_first(there), attempt, passed_over)
+        trace.append(f"restored {told(found) if found else 0}")
     except NotRecoverable as error:
         trace.append(f"not recoverable: {' '.join(f'{s}' for s in error.reasons)}")
         trace += [f"because {reason}" for reason in error.reasons.values()]
@@ -62,7 +71,7 @@ def play(script: str) -> tuple[list[str], list[str]]:
 
 
 def test_there_are_scenarios() -> None:
-    assert len(SCRIPTS) >= 6
+    assert len(SCRIPTS) >= 16
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
