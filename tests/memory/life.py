@@ -72,6 +72,28 @@ def train_step(model: nn.Module, optim: torch.optim.Optimizer, step: int) -> Non
     optim.zero_grad()
 
 
+def held(model: nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = [p.detach() for p in model.parameters()]
+    return found + [v for s in optim.state.values() for v in s.values() if v.ndim]
+
+
+def poison(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    """NaN everywhere, in a way that no version counter sees."""
+    for tensor in held(model, optim):
+        tensor.data.numpy()[...] = float("nan")
+
+
+def nans(model: nn.Module, optim: torch.optim.Optimizer) -> float:
+    """The part of what this rank holds that is NaN."""
+    found = held(model, optim)
+    bad = sum(int(t.isnan().sum()) for t in map(local, found))
+    return bad / max(sum(local(t).numel() for t in found), 1)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 class Life:
     """What a rank does, as a script says; see `zygote`."""
 
@@ -86,7 +108,7 @@ class Life:
 
     def _listen(self, event: holdfast.events.Event) -> None:
         self.events[event.name] += 1
-        kept = ("memory.", "agent.", "restore.", "snapshot.protect")
+        kept = ("memory.", "agent.", "restore.", "replica.", "snapshot.protect")
         if "failed" in event.name or event.name.startswith(kept):
             self.write(event=event.name, **{k: str(v) for k, v in event.fields.items()})
 
@@ -114,10 +136,12 @@ class Life:
         step = ckpt.restore()
         moved = Counter(holdfast.events.counters) - before
         moved = {k: v for k, v in moved.items() if k.endswith("bytes") or k.startswith("memory")}
-        self.write(restored=step, digest=digest(model, optim), moved=moved)
+        self.write(restored=step, digest=digest(model, optim), moved=moved, nans=nans(model, optim))
         while step < s["until"]:
             train_step(model, optim, step)
             step += 1
+            if s.get("poison_at") == step and self.rank in s["poison"]:
+                poison(model, optim)
             if s.get("kill_at") == step and self.rank in s["kill"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             ckpt.step(step)

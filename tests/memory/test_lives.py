@@ -143,6 +143,21 @@ def test_replicas_that_differ_are_exchanged(lives: Lives) -> None:
     check(lives, again, 4, told[0].digests)
 
 
+def test_a_replica_full_of_nan_is_not_a_copy_of_another(lives: Lives) -> None:
+    """(nvidia-resiliency-ext#349.)  Rank 1's memory is ruined; what it keeps for rank 0 is rank 0's all the
+    same, fetched where it lies.  When node 0 is lost, no more is NaN than what rank 1 has saved itself."""
+    options = {"redundancy": "copy"}
+    told = lives.live(
+        nodes=[0, 1, 2], until=4, die=True, layout="ddp", options=options, poison_at=4, poison=[1]
+    )
+    assert told[1].events("replica.differs")
+    lose(lives, 0)
+    again = lives.live(nodes=[0, 1, 2], until=4, layout="ddp", options=options)
+    assert [t.restored for t in again] == [4] * 3
+    nans = next(x["nans"] for x in again[0].lines if "restored" in x)
+    assert 0.25 < nans < 0.42
+
+
 def test_a_copied_root_is_another_job(lives: Lives) -> None:
     """A root is copied, and its run goes on and dies: what that left in memory is not the copy's."""
     options = {"redundancy": "none"}
