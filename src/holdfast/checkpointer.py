@@ -24,8 +24,9 @@ from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.interop.detect import detect, split
 from holdfast.layout import Mesh
+from holdfast.memory.job import job_of
 from holdfast.memory.options import Memory
-from holdfast.memory.tier import MemoryTier, job_of
+from holdfast.memory.tier import MemoryTier
 from holdfast.recovery import Candidate, newest_first, newest_good
 from holdfast.restoring import load_from, load_snapshot, load_step, open_shared, saved_steps
 from holdfast.state.live import Live, State, check_keys, collect

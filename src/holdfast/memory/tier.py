@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 
@@ -19,86 +16,28 @@ from holdfast.capture import Capture, Job, Save, text_of
 from holdfast.capture.capture import finish, guarded
 from holdfast.capture.together import manifest_of, written
 from holdfast.checkpoint.names import step_prefix
-from holdfast.codec.digest import hexdigest
-from holdfast.codec.stripes import Stripes
 from holdfast.durable import Durable
 from holdfast.errors import (
     AgentUnreachable,
     Deadline,
-    Exists,
-    FormatError,
     HoldfastError,
     RankErrors,
-    SegmentLost,
     Unavailable,
-    UsageError,
 )
 from holdfast.events import emit, span
 from holdfast.format.image import Image
 from holdfast.format.manifest import FileEntry, Manifest, decode, encode
-from holdfast.group import Group
 from holdfast.here import started
+from holdfast.memory.decision import Decision, Filled
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.holdings import Holdings, elsewhere
-from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.options import Memory
-from holdfast.memory.replica import ReplicaGuard, replica_guard
+from holdfast.memory.protecting import Protector
 from holdfast.memory.slots import SlotBuffer, Slots
-from holdfast.policy.redundancy import choose, groups, parse
-from holdfast.policy.survival import Scheme, none
 from holdfast.state.live import Live
 from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Filling, Kept, PrivateBuffer
-from holdfast.store import LocalStore, Store
-
-JOB_KEY = "job.json"
-
-
-class JobFile(msgspec.Struct, frozen=True):
-    """`job.json` in a root."""
-
-    job: str
-    root: str
-
-
-class Filled(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank hands in: what goes into the manifest, and how its agent is reached."""
-
-    written: bytes
-    card: w.Card
-    holding: str
-    """What it holds of all tensors: the same for ranks that hold the same."""
-    refusal: str = ""
-    """Why its image is not in its agent's memory."""
-
-
-class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's: what became of a snapshot."""
-
-    errors: dict[int, str]
-    manifest: bytes = b""
-    cards: tuple[w.Card, ...] = ()
-    card_of: tuple[int, ...] = ()
-    """By rank: which of the cards is its agent's."""
-    class_of: tuple[int, ...] = ()
-    """By rank: a number that ranks share which hold the same."""
-    directly: str = ""
-    """Why the save must get to storage without the agents."""
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """How the group of this rank was protected last: by which plan and scheme, and its images."""
-
-    plan: str
-    scheme: Scheme
-    files: tuple[FileEntry, ...]
-
-
-def _shape(file: FileEntry) -> tuple[int, ...]:
-    """How an image is laid out."""
-    return file.rank, file.data, file.extras, file.table, file.bytes
 
 
 class MemoryTier:
@@ -119,14 +58,6 @@ class MemoryTier:
         self.client = Client(deadline_s=self.deadline_s)
         self.slots = Slots(self.client.root / "jobs" / job)
         self._spare = PrivateBuffer()
-        self._agreed: Agreed | None = None
-        self._begun: dict[int, tuple[tuple[FileEntry, ...], w.Lease | None]] = {}
-        """By number of a job: the files as they were when its guard was begun in the window."""
-        self._guard: ReplicaGuard | None = None
-        self._guard_key: object = None
-        self._guard_mark: object = None
-        """The addresses that the guard was planned for, as the plan of copies has them."""
-        self._holding = ("", "")
         self._lock = threading.Lock()
         self._pending = 0
         self._free = threading.Event()
@@ -134,6 +65,7 @@ class MemoryTier:
         self._thread = ThreadPoolExecutor(1, "holdfast-memory")
         self._storing = ThreadPoolExecutor(1, "holdfast-storing")
         self.hello()
+        self._protector = Protector(self)
 
     @property
     def run(self) -> int:
@@ -220,9 +152,11 @@ class MemoryTier:
     def adopt(self, manifest: Manifest) -> None:
         """What was restored is the newest snapshot of this node, too: it must not be given out."""
         with suppress(HoldfastError):
-            self.client.ask(
-                w.Commit(self.job, manifest.attempt, manifest.step, encode(manifest), (), self.run)
-            )
+            decision = Decision({}, encode(manifest))
+            self.client.ask(self._commit(manifest.step, manifest.attempt, decision))
+
+    def _commit(self, step: int, attempt: str, decision: Decision) -> w.Commit:
+        return w.Commit(self.job, attempt, step, decision.manifest, decision.cards, self.run)
 
     # -- capture thread ---------------------------------------------------------------------------
 
@@ -279,27 +213,8 @@ class MemoryTier:
         finish(job, self, None)
 
     def beside(self, job: Job, image: Image, aside: Kept) -> Callable[[], None] | None:
-        """Make what this rank keeps for its group, if it holds what the others save."""
-        agreed, plan = self._agreed, job.plan
-        if agreed is None or plan is None or agreed.plan != plan.digest:
-            return None
-        me = [f.rank for f in agreed.files].index(self.group.rank)
-        key = (plan.digest, tuple(map(_shape, agreed.files)))
-        if key != self._guard_key or self._guard_mark is not plan.fingerprint:
-            lengths = tuple(f.bytes for f in agreed.files)
-            stripes = Stripes(lengths, *agreed.scheme.blocks(len(lengths)))
-            self._guard = replica_guard(plan, job.live, stripes, agreed.files, me)
-            self._guard_key, self._guard_mark = key, plan.fingerprint
-        guard = self._guard
-        if guard is None:
-            return None
-        try:
-            lease = self.lease(job, "guard", guard_bytes(guard.stripes))
-            view = self.slots.view(lease.name, job.live)
-        except (HoldfastError, OSError):
-            return None  # the agents will say so when it is their turn
-        self._begun = {job.number: (agreed.files, lease)}
-        return lambda: guard.fill(view)
+        """What this rank keeps for its group is made in the window, where it can be."""
+        return self._protector.begin(job)
 
     def write(self, job: Job, image: Image | None, filling: Filling) -> None:
         """Have the agent digest the image, then commit together."""
@@ -315,27 +230,23 @@ class MemoryTier:
         except Exception as failed:
             job.error = failed
         try:
-            mine = Filled(
-                written(job, file, self.group.rank), self.card, self._holds(job), self._refusal(job)
-            )
-            decision = self._agree("filled", job, msgspec.msgpack.encode(mine), self._decide)
-            if decision.directly:
-                emit("snapshot.failed", step=job.step, error=decision.directly)
-                self.durable.write_and_commit(job, image, filling, self)
-                self._drop(job)
-                return
-            scheme, group = self._group(decision)
-            if scheme.losses:
-                with span("snapshot.protect", step=job.step) as fields:
-                    fields["source"] = "replica" if job.number in self._begun else "peers"
-                    self._protect(job, decision, scheme, group)
-            self.client.ask(
-                w.Commit(self.job, self.attempt(job), job.step, decision.manifest, decision.cards)
-            )
+            holding, refusal = self._protector.holding(job), self._refusal(job)
+            mine = Filled(written(job, file, self.group.rank), self.card, holding, refusal)
+            decision = self.agree("filled", job, msgspec.msgpack.encode(mine), self._decide)
+            if not decision.directly:
+                decision = self._protected(job, decision)
         except BaseException:
             self._drop(job)
+            self.release(job)
             raise
-        finally:
+        if decision.directly:
+            emit("snapshot.failed", step=job.step, error=decision.directly)
+            self.durable.write_and_commit(job, image, filling, self)
+            self._drop(job)
+            return
+        try:
+            self.client.ask(self._commit(job.step, self.attempt(job), decision))
+        finally:  # it counts, whether this agent could be told or not
             self.release(job)
         if job.durable:
             emit("snapshot.committed", step=job.step)
@@ -344,16 +255,16 @@ class MemoryTier:
         else:
             finish(job, self, None)
 
-    def _holds(self, job: Job) -> str:
-        """A digest of what this rank holds of all tensors."""
-        if job.plan is not None and self._holding[0] != job.plan.digest:
-            held = [
-                (name, part.box.start, part.box.stop)
-                for name, t in job.live.tensors.items()
-                for part in t.parts
-            ]
-            self._holding = job.plan.digest, hexdigest(msgspec.msgpack.encode(held))
-        return self._holding[1]
+    def _protected(self, job: Job, decision: Decision) -> Decision:
+        """The same, when all ranks have what they keep.  A save does not depend on that."""
+        try:
+            self._protector.protect(job, decision)
+        except RankErrors as error:  # the same on every rank
+            if not job.durable:
+                raise
+            job.error = None
+            return Decision({}, directly=error.message)
+        return decision
 
     @staticmethod
     def _refusal(job: Job) -> str:
@@ -361,7 +272,7 @@ class MemoryTier:
         refusal = job.buffer.refusal if isinstance(job.buffer, SlotBuffer) else None
         return "" if refusal is None else text_of(refusal)
 
-    def _agree(
+    def agree(
         self, what: str, job: Job, mine: bytes, decide: Callable[[Job, list[bytes]], Decision]
     ) -> Decision:
         """Rank 0's decision from what all ranks say; RankErrors if something failed anywhere."""
@@ -376,84 +287,6 @@ class MemoryTier:
             text = f"{job.kind(self.name)} of step {job.step}"
             raise RankErrors(text, decision.errors, step=job.step) from job.error
         return decision
-
-    def _group(self, decision: Decision) -> tuple[Scheme, tuple[int, ...]]:
-        """The scheme, and the ranks of this rank's group."""
-        nodes = [decision.cards[i].agent for i in decision.card_of]
-        asked = parse(self.options.redundancy)
-        scheme = asked or choose(len(set(nodes)))
-        try:
-            found = groups(nodes, scheme, decision.class_of)
-        except UsageError as error:
-            if asked is not None:
-                raise
-            emit("snapshot.unprotected", reason=error.message)
-            scheme, found = none(), groups(nodes, none())
-        return scheme, next(g for g in found if self.group.rank in g)
-
-    def _protect(
-        self, job: Job, decision: Decision, scheme: Scheme, group: tuple[int, ...]
-    ) -> None:
-        """Have the agent make what this rank keeps for its group; all ranks have theirs, or none."""
-        error = b""
-        try:
-            self._ask_to_protect(job, decision, scheme, group)
-        except Exception as failed:
-            job.error, error = failed, text_of(failed).encode()
-
-        def judge(_: Job, answers: list[bytes]) -> Decision:
-            return Decision({r: a.decode() for r, a in enumerate(answers) if a})
-
-        self._agree("protected", job, error, judge)
-
-    def _ask_to_protect(
-        self, job: Job, decision: Decision, scheme: Scheme, group: tuple[int, ...]
-    ) -> None:
-        files = decode(decision.manifest, "snapshot").file_of
-        here = tuple(f for f in map(files.get, group) if f is not None)
-        self._agreed = None
-        if self.group.rank not in files or len(here) <= scheme.losses:
-            return  # nothing to protect, or nobody to protect it with
-        members = tuple(
-            w.Member(f.rank, f.bytes, f.table, f.digest, decision.cards[decision.card_of[f.rank]])
-            for f in here
-        )
-        num_data, num_parity = scheme.blocks(len(members))
-        stripes = Stripes(tuple(f.bytes for f in here), num_data, num_parity)
-        order = w.Protect(
-            self.job, "", self.attempt(job), self.group.rank, members, num_data, num_parity,
-            stripes.kept_bytes, guard_bytes(stripes), bytes_per_s=self.options.bytes_per_s,
-        )  # fmt: skip
-        begun, lease = self._begun.pop(job.number, ((), None))
-        if lease is None or not self._finish_own(order, begun, here, lease):
-            lease = self.lease(job, "guard", guard_bytes(stripes))
-            self.client.ask(msgspec.structs.replace(order, name=lease.name), str)
-        assert job.plan is not None
-        self._agreed = Agreed(job.plan.digest, scheme, here)
-
-    def _finish_own(
-        self,
-        order: w.Protect,
-        begun: tuple[FileEntry, ...],
-        here: tuple[FileEntry, ...],
-        lease: w.Lease,
-    ) -> bool:
-        """Have the agent finish what this rank made from its own replica; False if that is not what the
-        others have saved."""
-        if [_shape(f) for f in begun] != [_shape(f) for f in here] or self._guard is None:
-            return False
-        own = msgspec.structs.replace(
-            order,
-            name=lease.name,
-            begun=tuple(f.extras for f in begun),
-            seen=tuple(self._guard.seen),
-        )
-        try:
-            self.client.ask(own, str)
-        except SegmentLost as error:
-            emit("replica.differs", error=error.message)
-            return False
-        return True
 
     def _digested(self, job: Job, image: Image | None, filling: Filling) -> FileEntry | None:
         filling.conclude()
@@ -519,7 +352,7 @@ class MemoryTier:
             return Decision(errors)
 
         try:
-            self._agree("stored", job, error, judge)
+            self.agree("stored", job, error, judge)
         except RankErrors:
             if not job.uncertain:
                 self.durable.discard(job.step, self.attempt(job))
@@ -543,37 +376,3 @@ class MemoryTier:
         """Best effort: an agent that is gone has nothing to drop."""
         with suppress(HoldfastError):
             self.client.ask(w.Drop(self.job, self.attempt(job)), timeout_s=10.0)
-
-
-def job_of(store: Store, group: Group) -> str:
-    """The identity of the job that keeps its state in a root, over all restarts.  Collective.
-
-    Drawn at random when the root is first used, and anew where `job.json` lies in a copy of the root: what
-    another root's run left in memory is another job's.
-    """
-
-    def find() -> bytes:
-        fresh = msgspec.json.encode(JobFile(secrets.token_hex(8), _identity(store)))
-        with suppress(Exists):
-            store.put(JOB_KEY, fresh, if_absent=True)
-        if _read_job(store).root != _identity(store):
-            store.put(JOB_KEY, fresh)
-        return _read_job(store).job.encode()
-
-    return group.from_rank0(find).decode()
-
-
-def _read_job(store: Store) -> JobFile:
-    data = store.get(JOB_KEY)
-    try:
-        found = msgspec.json.decode(data, type=JobFile)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        found = JobFile("", "")
-    if re.fullmatch(r"[0-9a-f]{16}", found.job) is None:
-        raise FormatError(f"{data[:40]!r} names no job", key=JOB_KEY, hint="delete that file")
-    return found
-
-
-def _identity(store: Store) -> str:
-    """What tells a root from its copies: the number of its directory, which all hosts see alike."""
-    return str(os.stat(store.root).st_ino) if isinstance(store, LocalStore) else store.url

@@ -1,0 +1,32 @@
+"""What ranks say to each other of a snapshot, and what rank 0 makes of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.memory.node import words as w
+
+
+class Filled(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank hands in: what goes into the manifest, and how its agent is reached."""
+
+    written: bytes
+    card: w.Card
+    holding: str
+    """What it holds of all tensors: the same for ranks that hold the same."""
+    refusal: str = ""
+    """Why its image is not in its agent's memory."""
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0's: what became of a snapshot."""
+
+    errors: dict[int, str]
+    manifest: bytes = b""
+    cards: tuple[w.Card, ...] = ()
+    card_of: tuple[int, ...] = ()
+    """By rank: which of the cards is its agent's."""
+    class_of: tuple[int, ...] = ()
+    """By rank: a number that ranks share which hold the same."""
+    directly: str = ""
+    """Why the save must get to storage without the agents."""

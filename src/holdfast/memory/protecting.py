@@ -1,0 +1,175 @@
+"""How ranks protect each other's snapshots: who with whom, from a replica or by exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.capture import Job, text_of
+from holdfast.codec.digest import hexdigest
+from holdfast.codec.stripes import Stripes
+from holdfast.errors import HoldfastError, SegmentLost, UsageError
+from holdfast.events import emit, span
+from holdfast.format.manifest import FileEntry, decode
+from holdfast.memory.decision import Decision
+from holdfast.memory.node import words as w
+from holdfast.memory.node.protect import guard_bytes
+from holdfast.memory.replica import ReplicaGuard, replica_guard
+from holdfast.policy.redundancy import choose, groups, parse
+from holdfast.policy.survival import Scheme, none
+
+if TYPE_CHECKING:
+    from holdfast.memory.tier import MemoryTier
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """How the group of this rank was protected last: by which plan and scheme, and its images."""
+
+    plan: str
+    scheme: Scheme
+    files: tuple[FileEntry, ...]
+
+
+def _shape(file: FileEntry) -> tuple[int, ...]:
+    """How an image is laid out."""
+    return file.rank, file.data, file.extras, file.table, file.bytes
+
+
+class Protector:
+    """What one rank does for its group, from snapshot to snapshot."""
+
+    def __init__(self, tier: MemoryTier) -> None:
+        self._tier = tier
+        self._rank = tier.group.rank
+        self._agreed: Agreed | None = None
+        self._begun: dict[int, tuple[tuple[FileEntry, ...], w.Lease | None]] = {}
+        """By number of a job: the files as they were when its guard was begun in the window."""
+        self._guard: ReplicaGuard | None = None
+        self._guard_key: object = None
+        self._guard_mark: object = None
+        """The addresses that the guard was planned for, as the plan of copies has them."""
+        self._holding = ("", "")
+
+    # -- capture thread ---------------------------------------------------------------------------
+
+    def begin(self, job: Job) -> Callable[[], None] | None:
+        """How to make what this rank keeps for its group from its own replica; None if it holds none."""
+        agreed, plan = self._agreed, job.plan
+        if agreed is None or plan is None or agreed.plan != plan.digest:
+            return None
+        me = [f.rank for f in agreed.files].index(self._rank)
+        key = (plan.digest, tuple(map(_shape, agreed.files)))
+        if key != self._guard_key or self._guard_mark is not plan.fingerprint:
+            lengths = tuple(f.bytes for f in agreed.files)
+            stripes = Stripes(lengths, *agreed.scheme.blocks(len(lengths)))
+            self._guard = replica_guard(plan, job.live, stripes, agreed.files, me)
+            self._guard_key, self._guard_mark = key, plan.fingerprint
+        guard = self._guard
+        if guard is None:
+            return None
+        try:
+            lease = self._tier.lease(job, "guard", guard_bytes(guard.stripes))
+            view = self._tier.slots.view(lease.name, job.live)
+        except (HoldfastError, OSError):
+            return None  # the agents will say so when it is their turn
+        self._begun = {job.number: (agreed.files, lease)}
+        return lambda: guard.fill(view)
+
+    # -- memory thread ----------------------------------------------------------------------------
+
+    def holding(self, job: Job) -> str:
+        """A digest of what this rank holds of all tensors."""
+        if job.plan is not None and self._holding[0] != job.plan.digest:
+            held = [
+                (name, part.box.start, part.box.stop)
+                for name, t in job.live.tensors.items()
+                for part in t.parts
+            ]
+            self._holding = job.plan.digest, hexdigest(msgspec.msgpack.encode(held))
+        return self._holding[1]
+
+    def _group(self, decision: Decision) -> tuple[Scheme, tuple[int, ...]]:
+        """The scheme, and the ranks of this rank's group."""
+        nodes = [decision.cards[i].agent for i in decision.card_of]
+        asked = parse(self._tier.options.redundancy)
+        scheme = asked or choose(len(set(nodes)))
+        try:
+            found = groups(nodes, scheme, decision.class_of)
+        except UsageError as error:
+            if asked is not None:
+                raise
+            emit("snapshot.unprotected", reason=error.message)
+            scheme, found = none(), groups(nodes, none())
+        return scheme, next(g for g in found if self._rank in g)
+
+    def protect(self, job: Job, decision: Decision) -> None:
+        """Have the agent make what this rank keeps for its group; all ranks have theirs, or none.
+
+        Collective.  RankErrors if it failed anywhere.
+        """
+        scheme, group = self._group(decision)
+        if not scheme.losses:
+            return
+        error = b""
+        try:
+            with span("snapshot.protect", step=job.step) as fields:
+                fields["source"] = "replica" if job.number in self._begun else "peers"
+                self._ask(job, decision, scheme, group)
+        except Exception as failed:
+            job.error, error = failed, text_of(failed).encode()
+
+        def judge(_: Job, answers: list[bytes]) -> Decision:
+            return Decision({r: a.decode() for r, a in enumerate(answers) if a})
+
+        self._tier.agree("protected", job, error, judge)
+
+    def _ask(self, job: Job, decision: Decision, scheme: Scheme, group: tuple[int, ...]) -> None:
+        files = decode(decision.manifest, "snapshot").file_of
+        here = tuple(f for f in map(files.get, group) if f is not None)
+        self._agreed = None
+        if self._rank not in files or len(here) <= scheme.losses:
+            return  # nothing to protect, or nobody to protect it with
+        members = tuple(
+            w.Member(f.rank, f.bytes, f.table, f.digest, decision.cards[decision.card_of[f.rank]])
+            for f in here
+        )
+        num_data, num_parity = scheme.blocks(len(members))
+        stripes = Stripes(tuple(f.bytes for f in here), num_data, num_parity)
+        order = w.Protect(
+            self._tier.job, "", self._tier.attempt(job), self._rank, members, num_data, num_parity,
+            stripes.kept_bytes, guard_bytes(stripes), bytes_per_s=self._tier.options.bytes_per_s,
+        )  # fmt: skip
+        begun, lease = self._begun.pop(job.number, ((), None))
+        if lease is None or not self._finish_own(order, begun, here, lease):
+            lease = self._tier.lease(job, "guard", guard_bytes(stripes))
+            self._tier.client.ask(msgspec.structs.replace(order, name=lease.name), str)
+        assert job.plan is not None
+        self._agreed = Agreed(job.plan.digest, scheme, here)
+
+    def _finish_own(
+        self,
+        order: w.Protect,
+        begun: tuple[FileEntry, ...],
+        here: tuple[FileEntry, ...],
+        lease: w.Lease,
+    ) -> bool:
+        """Have the agent finish what this rank made from its own replica; False if that is not what the
+        others have saved."""
+        if [_shape(f) for f in begun] != [_shape(f) for f in here] or self._guard is None:
+            return False
+        own = msgspec.structs.replace(
+            order,
+            name=lease.name,
+            begun=tuple(f.extras for f in begun),
+            seen=tuple(self._guard.seen),
+        )
+        try:
+            self._tier.client.ask(own, str)
+        except SegmentLost as error:
+            emit("replica.differs", error=error.message)
+            return False
+        return True
