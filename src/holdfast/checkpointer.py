@@ -138,6 +138,8 @@ class Checkpointer:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        if error is not None and self._memory is not None:
+            self._memory.leave()
         self._end(None, finished=error is None)
 
     def _everything(self) -> State:

@@ -7,11 +7,13 @@ import re
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -51,6 +53,8 @@ from holdfast.state.snapshot import Filling, Kept, PrivateBuffer
 from holdfast.store import Store
 
 JOB_KEY = "job.json"
+LEAVE_S = 5.0
+"""How long a process that ends early stays for a durable save to reach the agents."""
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +129,7 @@ class MemoryTier:
         self._thread = ThreadPoolExecutor(1, "holdfast-memory")
         self._storing = ThreadPoolExecutor(1, "holdfast-storing")
         self.hello()
+        threading._register_atexit(partial(_at_exit, weakref.ref(self)))  # type: ignore[attr-defined]
 
     @property
     def run(self) -> int:
@@ -172,6 +177,14 @@ class MemoryTier:
                 pool.submit(lambda: None).result(max(until - time.monotonic(), 0.1))
         except (FutureTimeout, TimeoutError):
             raise Deadline(f"a snapshot was still under way after {limit_s:g} s") from None
+
+    def leave(self) -> None:
+        """The training ends early: wait for nobody any more.  What agents were told to do, they do."""
+        if self.durable.busy:
+            with suppress(Deadline):
+                self.settle(LEAVE_S)
+        self.group.hurry()
+        self.client.hurry()
 
     def close(self, timeout: float | None, *, finished: bool) -> None:
         """Wait for what is under way.  `finished`: the snapshots are needed no more."""
@@ -484,6 +497,14 @@ class MemoryTier:
         """Best effort: an agent that is gone has nothing to drop."""
         with suppress(HoldfastError):
             self.client.ask(w.Drop(self.job, self.attempt(job)), timeout_s=10.0)
+
+
+def _at_exit(tier: weakref.ref[MemoryTier]) -> None:
+    """The main thread has ended, perhaps by an error: Python waits for the other threads now, and they
+    would wait for ranks that are dead."""
+    one = tier()
+    if one is not None:
+        one.leave()
 
 
 def job_of(store: Store, group: Group) -> str:
