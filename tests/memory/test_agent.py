@@ -249,7 +249,7 @@ def test_a_killed_process_is_noticed(root: Path) -> None:
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as other,
     ):
         hello(client, pid=other.pid)
-        put(client, "0001-000001", DATA)
+        put(client, "0001-000001", DATA, pid=other.pid)
         with pytest.raises(UsageError, match="running"):
             client.ask(w.Clean(JOB))
         other.send_signal(signal.SIGKILL)
