@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import msgspec
 
@@ -13,7 +14,7 @@ from holdfast.events import emit
 from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
 from holdfast.interop.detect import detect, near_path, open_as
-from holdfast.memory.node.holdings import Holdings, SnapshotStore, image_of
+from holdfast.memory.node.holdings import Holdings, Key, SnapshotStore, image_of
 from holdfast.state.live import State
 from holdfast.state.restore import alike, restore
 from holdfast.state.targets import Options
@@ -27,11 +28,14 @@ def load_snapshot(
     group: Group,
     state: State,
     options: Options,
+    again: Callable[[Holdings], None] = lambda _: None,
 ) -> None:
     """A snapshot out of the nodes' memory; an image that proves damaged or out of reach counts as lost.
 
+    `again` asks all agents anew: one that died meanwhile has a successor, who adopted what it held.
     Collective.  Corrupt or NotFound if what is left does not suffice.
     """
+    asked = False
     while True:
         checkpoint = Checkpoint(SnapshotStore(holdings, behind), manifest)
         try:
@@ -39,9 +43,21 @@ def load_snapshot(
             return
         except (Corrupt, NotFound) as error:
             image = image_of(error.key)
-            if image is None or not holdings.lose(*image):
+            if image is None:
+                raise
+            if not asked and isinstance(error, NotFound):
+                asked = True
+                again(holdings)
+                continue
+            if not holdings.lose(_suspects(holdings, image, group)):
                 raise
             emit("memory.lost", key=error.key, error=str(error))
+
+
+def _suspects(holdings: Holdings, image: tuple[str, int], group: Group) -> set[Key]:
+    """What some rank finds damaged or out of reach: all must leave out the same.  Collective."""
+    told = group.share(msgspec.json.encode(holdings.suspects(*image)))
+    return {key for one in told for key in msgspec.json.decode(one, type=list[Key])}
 
 
 def load_from(

@@ -31,6 +31,7 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     RankErrors,
+    SegmentLost,
     Unavailable,
 )
 from holdfast.events import emit, span
@@ -45,7 +46,7 @@ from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.options import Memory
 from holdfast.memory.replica import ReplicaGuard, replica_guard
 from holdfast.memory.slots import SlotBuffer, Slots
-from holdfast.policy.redundancy import choose, groups, parse
+from holdfast.policy.redundancy import choose, fitting, groups, parse
 from holdfast.policy.survival import Scheme
 from holdfast.state.live import Live
 from holdfast.state.protocol import Written
@@ -122,6 +123,7 @@ class MemoryTier:
         self._guard_mark: object = None
         """The addresses that the guard was planned for, as the plan of copies has them."""
         self._holding = ("", "")
+        self._weaker: Scheme | None = None
         self._lock = threading.Lock()
         self._pending = 0
         self._free = threading.Event()
@@ -202,12 +204,21 @@ class MemoryTier:
 
     def survey(self) -> Holdings:
         """What the agents of all nodes hold of this job.  Collective."""
+        return Holdings(self.job, *self._asked())
+
+    def survey_again(self, holdings: Holdings) -> None:
+        """The same, where an agent may have died since.  Collective."""
+        holdings.renew(*self._asked())
+
+    def _asked(self) -> tuple[list[w.Held], str]:
+        """What every agent answers, and the name of this node's."""
         mine = None
         with suppress(HoldfastError):
+            self.hello()
             mine = self.client.ask(w.Ask(self.job), w.Held, timeout_s=self.deadline_s)
         told = self.group.share(w.encode(mine) if mine is not None else b"")
         helds = [msgspec.msgpack.decode(data, type=w.Held) for data in told if data]
-        return Holdings(self.job, helds, mine.card.agent if mine is not None else "")
+        return helds, mine.card.agent if mine is not None else ""
 
     def adopt(self, manifest: Manifest) -> None:
         """What was restored is the newest snapshot of this node, too: it must not be given out."""
@@ -248,7 +259,7 @@ class MemoryTier:
         )
         try:
             lease: w.Lease = self.client.ask(message, w.Lease)
-        except AgentUnreachable:
+        except (AgentUnreachable, SegmentLost):
             emit("agent.restarted", step=job.step)
             self.hello()
             lease = self.client.ask(message, w.Lease)
@@ -316,7 +327,7 @@ class MemoryTier:
                 with span("snapshot.protect", step=job.step) as fields:
                     fields["source"] = "replica" if job.number in self._begun else "peers"
                     self._protect(job, decision, scheme, group)
-            self.client.ask(w.Commit(self.job, self.attempt(job), job.step, decision.manifest))
+            self._commit(w.Commit(self.job, self.attempt(job), job.step, decision.manifest))
         except BaseException:
             self._drop(job)
             raise
@@ -328,6 +339,15 @@ class MemoryTier:
             self._storing.submit(guarded, store, job, self)
         else:
             finish(job, self, None)
+
+    def _commit(self, commit: w.Commit) -> None:
+        """Others know it as committed: so must the agent here, another one if need be."""
+        try:
+            self.client.ask(commit)
+        except AgentUnreachable:
+            emit("agent.restarted", step=commit.step)
+            self.hello()
+            self.client.ask(commit)
 
     def _holds(self, job: Job) -> str:
         """A digest of what this rank holds of all tensors."""
@@ -365,7 +385,11 @@ class MemoryTier:
     def _group(self, decision: Decision) -> tuple[Scheme, tuple[int, ...]]:
         """The scheme, and the ranks of this rank's group."""
         nodes = [decision.cards[i].agent for i in decision.card_of]
-        scheme = parse(self.options.redundancy) or choose(len(set(nodes)))
+        wanted = parse(self.options.redundancy) or choose(len(set(nodes)))
+        scheme = fitting(wanted, nodes, decision.class_of)
+        if scheme != wanted and scheme != self._weaker:
+            emit("memory.weaker", wanted=str(wanted), kept=str(scheme), nodes=len(set(nodes)))
+        self._weaker = scheme
         found = groups(nodes, scheme, decision.class_of)
         return scheme, next(g for g in found if self.group.rank in g)
 

@@ -8,6 +8,7 @@ Checkpoint(SnapshotStore(holdings), manifest)
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,6 +27,9 @@ from holdfast.store.base import Bytes
 
 _KEY = re.compile(r"steps/(\d{10,})/([\w.-]+)/r(\d{5,})\.safetensors")
 
+Key = tuple[str, str, int]
+"""Kind, attempt and rank of an image or of what is kept for a group."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -40,17 +44,23 @@ class Holdings:
 
     def __init__(self, job: str, helds: list[w.Held], here: str) -> None:
         self.job = job
+        self._lost: set[Key] = set()
+        self.renew(helds, here)
+
+    def renew(self, helds: list[w.Held], here: str) -> None:
+        """The agents have been asked again: one that died has a successor.  What is lost stays lost."""
         self.here = here
         self.helds = {held.card.agent: held for held in helds}
         self._peers = {
             h.card.agent: Peer(h.card.address, h.card.token) for h in helds if h.card.agent != here
         }
-        self._places: dict[tuple[str, str, int], Place] = {}
+        self._places: dict[Key, Place] = {}
         """By kind, attempt and rank; this node's own first."""
         for held in sorted(self.helds.values(), key=lambda h: (h.card.agent != here, h.card.agent)):
             for image in held.images:
-                place = (image.kind, image.attempt, image.rank)
-                self._places.setdefault(place, Place(held, image))
+                key = (image.kind, image.attempt, image.rank)
+                if key not in self._lost:
+                    self._places.setdefault(key, Place(held, image))
 
     @cached_property
     def manifests(self) -> list[Manifest]:
@@ -67,23 +77,27 @@ class Holdings:
         """The manifest of one of them."""
         return next(m for m in self.manifests if m.attempt == attempt)
 
-    def lose(self, attempt: str, rank: int) -> bool:
-        """An image proved damaged or out of reach; False if nothing is left to try.
+    def suspects(self, attempt: str, rank: int) -> list[Key]:
+        """What must count as lost, as this node sees it, when an image proved damaged or out of reach.
 
-        One that was read where it lies counts as lost.  One that was rebuilt was so from something damaged:
-        what is damaged is looked for, and counts as lost.
+        An image that was read where it lies.  One that was rebuilt was so from something damaged or out of
+        reach: that is looked for.
         """
-        if self._places.pop(("share", attempt, rank), None) is not None:
-            return True
-        damaged = [key for key in self._group(attempt, rank) if not self._is_sound(key)]
-        for key in damaged:
-            del self._places[key]
-        return bool(damaged)
+        share: Key = ("share", attempt, rank)
+        if share in self._places:
+            return [share]
+        return [key for key in self._group(attempt, rank) if not self._is_sound(key)]
 
-    def _group(self, attempt: str, rank: int) -> list[tuple[str, str, int]]:
+    def lose(self, keys: Iterable[Key]) -> bool:
+        """These count as lost; False if they all did before."""
+        found = [key for key in keys if self._places.pop(key, None) is not None]
+        self._lost.update(found)
+        return bool(found)
+
+    def _group(self, attempt: str, rank: int) -> list[Key]:
         """What there is of the group that a rank is in."""
         members = next((g.members for g in self._guards(attempt) if rank in g.members), ())
-        keys = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
+        keys: list[Key] = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
         return [key for key in keys if key in self._places]
 
     def _guards(self, attempt: str) -> list[w.HeldImage]:
@@ -92,7 +106,7 @@ class Holdings:
         ]
         return sorted(found, key=lambda image: image.rank)
 
-    def _is_sound(self, key: tuple[str, str, int]) -> bool:
+    def _is_sound(self, key: Key) -> bool:
         """Whether its own agent finds that something is what was written."""
         kind, attempt, rank = key
         place = self._places[key]
