@@ -143,6 +143,8 @@ class Checkpointer:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        if error is not None and self._memory is not None:
+            self._memory.leave()
         self._end(None, finished=error is None)
 
     def _everything(self) -> State:
@@ -216,7 +218,7 @@ class Checkpointer:
         try:
             self._begin(step, must=True).wait(self._stop.left())
         finally:
-            self.close(self._stop.left())
+            self._end(self._stop.left(), finished=False)
         raise SystemExit(128 + signal.SIGTERM)
 
     # -- restoring --------------------------------------------------------------------------------
@@ -247,9 +249,11 @@ class Checkpointer:
 
         def attempt(candidate: Candidate) -> None:
             if candidate.in_memory and snapshots is not None and self._memory is not None:
-                manifest = snapshots.find(candidate.attempt)
-                load_snapshot(snapshots, manifest, self._store, self._group, state, options)
-                self._memory.adopt(manifest)
+                tier, manifest = self._memory, snapshots.find(candidate.attempt)
+                load_snapshot(
+                    snapshots, manifest, self._store, self._group, state, options, tier.survey_again
+                )
+                tier.adopt(manifest)
             else:
                 load_step(self._store, self._group, candidate.step, state, options)
 

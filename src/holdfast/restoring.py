@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Callable
 
 import msgspec
 
@@ -20,12 +20,6 @@ from holdfast.state.restore import alike, restore
 from holdfast.state.targets import Options
 from holdfast.store import MemoryStore, Store, open_store
 
-NOTHING = msgspec.msgpack.encode([])
-
-
-def _lost(holdings: Holdings, image: tuple[str, int]) -> bytes:
-    return msgspec.msgpack.encode(holdings.damaged(*image))
-
 
 def load_snapshot(
     holdings: Holdings,
@@ -34,11 +28,14 @@ def load_snapshot(
     group: Group,
     state: State,
     options: Options,
+    again: Callable[[Holdings], None] = lambda _: None,
 ) -> None:
     """A snapshot out of the nodes' memory; an image that proves damaged or out of reach counts as lost.
 
+    `again` asks all agents anew: one that died meanwhile has a successor, who adopted what it held.
     Collective.  Corrupt or NotFound if what is left does not suffice.
     """
+    asked = False
     while True:
         checkpoint = Checkpoint(SnapshotStore(holdings, behind), manifest)
         try:
@@ -48,11 +45,19 @@ def load_snapshot(
             image = image_of(error.key)
             if image is None:
                 raise
-            lost = group.from_rank0(partial(_lost, holdings, image))
-            if lost == NOTHING:
+            if not asked and isinstance(error, NotFound):
+                asked = True
+                again(holdings)
+                continue
+            if not holdings.lose(_suspects(holdings, image, group)):
                 raise
-            holdings.drop(msgspec.msgpack.decode(lost, type=list[Key]))
             emit("memory.lost", key=error.key, error=str(error))
+
+
+def _suspects(holdings: Holdings, image: tuple[str, int], group: Group) -> set[Key]:
+    """What some rank finds damaged or out of reach: all must leave out the same.  Collective."""
+    told = group.share(msgspec.json.encode(holdings.suspects(*image)))
+    return {key for one in told for key in msgspec.json.decode(one, type=list[Key])}
 
 
 def load_from(

@@ -66,11 +66,18 @@ def hello(client: Client, run: int = 1, rank: int = 0, pid: int | None = None) -
 
 
 def put(
-    client: Client, attempt: str, data: bytes, *, rank: int = 0, step: int = 1, commit: bool = True
+    client: Client,
+    attempt: str,
+    data: bytes,
+    *,
+    rank: int = 0,
+    step: int = 1,
+    commit: bool = True,
+    pid: int | None = None,
 ) -> w.Lease:
     """An image of `data` with its table, digested and committed."""
     size = with_table(len(data))
-    take = w.Take(JOB, os.getpid(), "share", rank, attempt, step, size)
+    take = w.Take(JOB, pid or os.getpid(), "share", rank, attempt, step, size)
     lease: w.Lease = client.ask(take, w.Lease)
     with mapped(client.root / "jobs" / JOB / lease.name, size) as view:
         view[: len(data)] = data

@@ -88,6 +88,13 @@ def test_one_process_is_killed_between_snapshots(lives: Lives) -> None:
     check(lives, again, 4, told[0].digests)
 
 
+def test_survivors_of_a_killed_process_end_by_themselves(lives: Lives) -> None:
+    """Their next collective fails; a snapshot that waits for the dead keeps no process alive."""
+    script = {"settle": False, "grace_s": 8.0, "options": {"redundancy": "none"}}
+    told = lives.live(nodes=[0, 1], until=9, kill=[1], kill_at=5, **script)
+    assert [t.status for t in told] == [1, KILLED], lives.errors()
+
+
 @pytest.mark.parametrize(
     ("redundancy", "lost", "layout"),
     [

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,7 @@ def _fork(rank: int, script: dict[str, Any], port: int) -> int:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
+        threading._shutdown()  # type: ignore[attr-defined]  # other threads are waited for, as at any exit
         os._exit(status)
 
 
@@ -152,7 +154,7 @@ def _live(script: dict[str, Any]) -> list[int]:
             rank = ranks.pop(pid)
             status[rank] = os.waitstatus_to_exitcode(how)
             if status[rank]:
-                until = min(until, time.monotonic() + GRACE_S)
+                until = min(until, time.monotonic() + script.get("grace_s", GRACE_S))
         elif time.monotonic() > until:
             for left in ranks:
                 os.kill(left, signal.SIGKILL)

@@ -103,6 +103,10 @@ class Node:
         """Send a signal to the process that has number `pid` on the node."""
         os.kill(self.processes()[pid], number)
 
+    def path(self, there: str) -> Path:
+        """The file that is at the absolute path `there` on the node, as this process reaches it."""
+        return Path(f"/proc/{self._inside.pid}/root{there}")
+
     # -- failures ---------------------------------------------------------------------------------
 
     def kill(self) -> None:

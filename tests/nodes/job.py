@@ -65,6 +65,7 @@ class Job:
             f"--nnodes={nnodes}",
             f"--nproc-per-node={nproc}",
             f"--max-restarts={max_restarts}",
+            "--shutdown-timeout=8",
         ]
         self._torchrun = [sys.executable, *torchrun, *options]
         self._command = [script, *args]

@@ -6,8 +6,6 @@ on a head node that runs no ranks.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,72 +14,27 @@ import holdfast
 
 from .cluster import Cluster, Node
 from .elastic_train import EVERY
-from .job import FORKING
+from .story import Life, Story
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
     pytest.mark.usefixtures("needs_nodes"),
 ]
-HERE = Path(__file__).parent
 ON = 6
 """Steps to go on after each failure."""
 
 
-@dataclass
-class Life:
-    """What one rank wrote between its start and its end: `start`, and a record per step."""
-
-    start: dict
-    steps: dict[int, dict]
-
-    @property
-    def last(self) -> int:
-        return max(self.steps, default=self.start["restored"])
-
-
-class Run:
-    """The job, what its ranks have written down, and the newest committed step before each failure."""
+class Run(Story):
+    """The job, and the newest committed step before each failure."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.root, self.logs = folder / "root", folder / "logs"
-        self.logs.mkdir()
+        super().__init__(cluster, folder, nnodes="1:4")
         self.committed: list[int] = []
-        self.job = cluster.torchrun(
-            HERE / "elastic_train.py",
-            [self.root, self.logs],
-            nnodes="1:4",
-            torchrun=FORKING,
-        )
 
-    def lives(self, node: Node) -> list[Life]:
-        found: list[Life] = []
-        for record in self._records(node.name):
-            if "pid" in record:
-                found.append(Life(record, {}))
-            else:
-                found[-1].steps[record["step"]] = record
-        return found
-
-    def reference(self) -> dict[int, dict]:
-        return {record["step"]: record for record in self._records("reference")}
-
-    def _records(self, name: str) -> list[dict]:
-        path = self.logs / f"{name}.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
-    def go_on(self, nodes: list[Node], num_lives: int) -> None:
-        """Wait until all these nodes are in that life and some steps further; then look at storage."""
-
-        def on() -> bool:
-            lives = [self.lives(node) for node in nodes]
-            return all(
-                len(of) == num_lives and of[-1].last >= of[-1].start["restored"] + ON
-                for of in lives
-            )
-
-        self.job.await_(on, f"life {num_lives}")
+    def seen(self, nodes: list[Node], num_lives: int) -> None:
+        """Wait until they have gone on; then look at storage."""
+        self.go_on(nodes, num_lives, ON)
         self.committed.append(max(holdfast.steps(str(self.root)), default=0))
 
 
@@ -91,18 +44,15 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Node]]:
     folder = tmp_path_factory.mktemp("elastic")
     with Cluster(4, folder / "nodes", head=True) as cluster:
         nodes = cluster.nodes
-        for node in nodes:  # dead connections fail after 3 s, and not after 15 minutes
-            node.call(["sh", "-c", "echo 3 > /proc/sys/net/ipv4/tcp_retries2"])
         run = Run(cluster, folder)
-        run.go_on(nodes, 1)
+        run.seen(nodes, 1)
         nodes[2].signal(run.lives(nodes[2])[-1].start["pid"])
-        run.go_on(nodes, 2)
+        run.seen(nodes, 2)
         nodes[0].kill()
-        run.go_on(nodes[1:], 3)
-        run.job.start(cluster.add())
-        run.go_on(nodes[1:4], 4)
-        (run.logs / "end").write_text(str(run.lives(nodes[4])[-1].last + 10))
-        run.job.wait()
+        run.seen(nodes[1:], 3)
+        run.join(cluster.add())
+        run.seen(nodes[1:4], 4)
+        run.end(nodes[1:], 10)
     return run, nodes
 
 
@@ -127,7 +77,7 @@ def test_a_killed_rank_leaves_no_trace(told: tuple[Run, list[Node]]) -> None:
         for life in (first, second):
             shared = life.steps.keys() & reference.keys()
             assert shared
-            assert all(life.steps[n] == reference[n] for n in shared)
+            assert all(life.steps[n]["digest"] == reference[n]["digest"] for n in shared)
 
 
 def test_three_nodes_go_on_where_four_were(told: tuple[Run, list[Node]]) -> None:

@@ -34,6 +34,7 @@ class Board:
         self._tcp: Any = self._open() if size > 1 else None
         self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
+        self._leaving = False
 
     def _open(self) -> Any:
         timeout = timedelta(seconds=self.deadline_s)
@@ -80,12 +81,12 @@ class Board:
             with translated(f"wait for rank 0 ({key})"):
                 if self._tcp.check([f"{key}/answer"]):
                     return bytes(self._tcp.get(f"{key}/answer"))
-                late = time.monotonic() > until
+                late = self._leaving or time.monotonic() > until
                 if late and not alive and self._tcp.check([f"{key}/alive"]):
                     until, alive, late = time.monotonic() + limit, True, False
             if late:
                 raise Deadline(
-                    f"rank 0 did not answer within {limit:g} s",
+                    self._in_vain("rank 0", limit),
                     rank=0,
                     hint="look at the log of that rank; it may have died or never made this call",
                 )
@@ -122,10 +123,10 @@ class Board:
         while len(answers) < self.size:
             if self._collect(key, answers):
                 continue
-            if time.monotonic() > until:
+            if self._leaving or time.monotonic() > until:
                 missing = [r for r in range(self.size) if r not in answers]
                 raise Deadline(
-                    f"rank {_ranks(missing)} did not answer within {limit:g} s",
+                    self._in_vain(f"rank {_ranks(missing)}", limit),
                     rank=missing[0],
                     hint="look at the log of that rank; it may have died or never made this call",
                 )
@@ -180,6 +181,15 @@ class Board:
         self.post(f"{key}/answer", b"\0" + answer)
         self._forget(key)
         return answer
+
+    def _in_vain(self, who: str, limit: float) -> str:
+        if self._leaving:
+            return f"{who} had not answered when this process came to its end"
+        return f"{who} did not answer within {limit:g} s"
+
+    def hurry(self) -> None:
+        """From now on wait for nobody: every wait for a message ends with Deadline, if it is not there."""
+        self._leaving = True
 
     def _forget(self, key: str) -> None:
         """Everybody who answered `family/n` has read the answer to `family/n-1`."""

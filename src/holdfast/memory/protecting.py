@@ -11,15 +11,15 @@ import msgspec
 from holdfast.capture import Job, text_of
 from holdfast.codec.digest import hexdigest
 from holdfast.codec.stripes import Stripes
-from holdfast.errors import HoldfastError, SegmentLost, UsageError
+from holdfast.errors import HoldfastError, SegmentLost
 from holdfast.events import emit, span
 from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
 from holdfast.memory.node import words as w
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.replica import ReplicaGuard, replica_guard
-from holdfast.policy.redundancy import choose, groups, parse
-from holdfast.policy.survival import Scheme, none
+from holdfast.policy.redundancy import choose, fitting, groups, parse
+from holdfast.policy.survival import Scheme
 
 if TYPE_CHECKING:
     from holdfast.memory.tier import MemoryTier
@@ -53,6 +53,7 @@ class Protector:
         self._guard_mark: object = None
         """The addresses that the guard was planned for, as the plan of copies has them."""
         self._holding = ("", "")
+        self._weaker: Scheme | None = None
 
     # -- capture thread ---------------------------------------------------------------------------
 
@@ -95,15 +96,12 @@ class Protector:
     def _group(self, decision: Decision) -> tuple[Scheme, tuple[int, ...]]:
         """The scheme, and the ranks of this rank's group."""
         nodes = [decision.cards[i].agent for i in decision.card_of]
-        asked = parse(self._tier.options.redundancy)
-        scheme = asked or choose(len(set(nodes)))
-        try:
-            found = groups(nodes, scheme, decision.class_of)
-        except UsageError as error:
-            if asked is not None:
-                raise
-            emit("snapshot.unprotected", reason=error.message)
-            scheme, found = none(), groups(nodes, none())
+        wanted = parse(self._tier.options.redundancy) or choose(len(set(nodes)))
+        scheme = fitting(wanted, nodes, decision.class_of)
+        if scheme != wanted and scheme != self._weaker:
+            emit("memory.weaker", wanted=str(wanted), kept=str(scheme), nodes=len(set(nodes)))
+        self._weaker = scheme
+        found = groups(nodes, scheme, decision.class_of)
         return scheme, next(g for g in found if self._rank in g)
 
     def protect(self, job: Job, decision: Decision) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -22,6 +24,7 @@ from holdfast.errors import (
     Deadline,
     HoldfastError,
     RankErrors,
+    SegmentLost,
     Unavailable,
 )
 from holdfast.events import emit, span
@@ -38,6 +41,9 @@ from holdfast.memory.slots import SlotBuffer, Slots
 from holdfast.state.live import Live
 from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Filling, Kept, PrivateBuffer
+
+LEAVE_S = 5.0
+"""How long a process that ends early stays for a durable save to reach the agents."""
 
 
 class MemoryTier:
@@ -66,6 +72,7 @@ class MemoryTier:
         self._storing = ThreadPoolExecutor(1, "holdfast-storing")
         self.hello()
         self._protector = Protector(self)
+        threading._register_atexit(partial(_at_exit, weakref.ref(self)))  # type: ignore[attr-defined]
 
     @property
     def run(self) -> int:
@@ -120,6 +127,14 @@ class MemoryTier:
         except (FutureTimeout, TimeoutError):
             raise Deadline(f"a snapshot was still under way after {limit_s:g} s") from None
 
+    def leave(self) -> None:
+        """The training ends early: wait for nobody any more.  What agents were told to do, they do."""
+        if self.durable.busy:
+            with suppress(Deadline):
+                self.settle(LEAVE_S)
+        self.group.hurry()
+        self.client.hurry()
+
     def close(self, timeout: float | None, *, finished: bool) -> None:
         """Wait for what is under way.  `finished`: the snapshots are needed no more."""
         try:
@@ -139,15 +154,24 @@ class MemoryTier:
 
         Also of nodes that this job no longer runs on, if they still answer.
         """
+        return Holdings(self.job, *self._asked())
+
+    def survey_again(self, holdings: Holdings) -> None:
+        """The same, where an agent may have died since.  Collective."""
+        holdings.renew(*self._asked())
+
+    def _asked(self) -> tuple[list[w.Held], str]:
+        """What every agent answers, and the name of this node's."""
         mine = None
         with suppress(HoldfastError):
+            self.hello()
             mine = self.client.ask(w.Ask(self.job), w.Held, timeout_s=self.deadline_s)
         first = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank says it for its node
         told = self.group.share(w.encode(mine) if mine is not None and first else b"")
         helds = [msgspec.msgpack.decode(data, type=w.Held) for data in told if data]
         others = self.group.from_rank0(lambda: w.encode(elsewhere(self.job, helds)))
         helds += msgspec.msgpack.decode(others, type=list[w.Held])
-        return Holdings(self.job, helds, mine.card.agent if mine is not None else "")
+        return helds, mine.card.agent if mine is not None else ""
 
     def adopt(self, manifest: Manifest) -> None:
         """What was restored is the newest snapshot of this node, too: it must not be given out."""
@@ -191,12 +215,20 @@ class MemoryTier:
             self.job, os.getpid(), kind, self.group.rank, self.attempt(job), job.step, size
         )
         if kind == "share":
-            before = self.card
-            self.hello()
-            if before != self.card:
-                emit("agent.replaced", step=job.step)
-        lease: w.Lease = self.client.ask(message, w.Lease)
+            self._greet(job)
+        try:
+            lease: w.Lease = self.client.ask(message, w.Lease)
+        except (AgentUnreachable, SegmentLost):
+            self._greet(job)
+            lease = self.client.ask(message, w.Lease)
         return lease
+
+    def _greet(self, job: Job) -> None:
+        """Say hello, for the agent may be another one than before."""
+        before = self.card
+        self.hello()
+        if before != self.card:
+            emit("agent.restarted", step=job.step)
 
     def warm(self, job: Job) -> None:
         """The agent has made the memory real; have a second slot, and give both back."""
@@ -245,7 +277,7 @@ class MemoryTier:
             self._drop(job)
             return
         try:
-            self.client.ask(self._commit(job.step, self.attempt(job), decision))
+            self._tell(self._commit(job.step, self.attempt(job), decision))
         finally:  # it counts, whether this agent could be told or not
             self.release(job)
         if job.durable:
@@ -254,6 +286,15 @@ class MemoryTier:
             self._storing.submit(guarded, store, job, self)
         else:
             finish(job, self, None)
+
+    def _tell(self, commit: w.Commit) -> None:
+        """Others know it as committed: so must the agent here, another one if need be."""
+        try:
+            self.client.ask(commit)
+        except AgentUnreachable:
+            emit("agent.restarted", step=commit.step)
+            self.hello()
+            self.client.ask(commit)
 
     def _protected(self, job: Job, decision: Decision) -> Decision:
         """The same, when all ranks have what they keep.  A save does not depend on that."""
@@ -376,3 +417,11 @@ class MemoryTier:
         """Best effort: an agent that is gone has nothing to drop."""
         with suppress(HoldfastError):
             self.client.ask(w.Drop(self.job, self.attempt(job)), timeout_s=10.0)
+
+
+def _at_exit(tier: weakref.ref[MemoryTier]) -> None:
+    """The main thread has ended, perhaps by an error: Python waits for the other threads now, and they
+    would wait for ranks that are dead."""
+    one = tier()
+    if one is not None:
+        one.leave()

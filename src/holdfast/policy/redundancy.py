@@ -83,6 +83,18 @@ def groups(
     return found
 
 
+def fitting(scheme: Scheme, nodes: Sequence[str], holdings: Sequence[int] | None = None) -> Scheme:
+    """The scheme, or if there are too few nodes for it, as after a loss, the strongest that there are."""
+    while scheme.losses:
+        try:
+            groups(nodes, scheme, holdings)
+        except UsageError:
+            scheme = Scheme(scheme.kind, scheme.losses - 1)
+        else:
+            break
+    return scheme if scheme.losses else none()
+
+
 def _apart(row: list[int], nodes: Sequence[str]) -> bool:
     """Whether ranks are all on different nodes."""
     return len({nodes[rank] for rank in row}) == len(row)

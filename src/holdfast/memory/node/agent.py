@@ -118,7 +118,8 @@ class Agent:
                 slots = self.state.jobs[job].slots.values()
                 here = [x for x in slots if x.kind == "share" and x.attempt == slot.attempt]
                 files = {x.rank: x.name for x in here if x.phase == "ready"}
-                fill = partial(protect, self.segments, self.card.agent, files, slot, order)
+                needed = partial(self._is_needed, job, slot)
+                fill = partial(protect, self.segments, self.card.agent, files, slot, order, needed)
                 self._later(self._digest(job, slot, "peers", fill))
             case m.Write(slot, order):
                 self._later(self._write(slot, order))
@@ -126,6 +127,11 @@ class Agent:
                 self._later(self._commit_late(order))
             case m.Exit():
                 self.stopped.set()
+
+    def _is_needed(self, job: str, slot: m.Slot) -> bool:
+        """Whether somebody still waits for what a slot is being filled with.  From any thread."""
+        known = self.state.jobs.get(job, m.Job(job)).slots.get(slot.name)
+        return known is not None and known.owner != 0
 
     def _reply(self, ask: int, value: Any) -> None:
         waiting = self._waiting.get(ask)

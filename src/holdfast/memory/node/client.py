@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.segment import check_home, home
 
 START_S = 20.0
+HURRIED_S = 1.0
 _T = TypeVar("_T")
 
 
@@ -34,6 +37,13 @@ class _Connection(http.client.HTTPConnection):
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
 
+    def hang_up(self) -> None:
+        """Wake whoever waits for an answer; from any thread."""
+        sock = self.sock
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
 
 class Client:
     """One process's line to its node's agent.  Thread-safe; every call has a deadline."""
@@ -41,11 +51,24 @@ class Client:
     def __init__(self, root: Path | None = None, deadline_s: float = 600.0) -> None:
         self.root = root or home()
         self.deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._open: set[_Connection] = set()
+        self._leaving = False
+
+    def hurry(self) -> None:
+        """End every call under way with AgentUnreachable, and later ones after a second."""
+        with self._lock:
+            self._leaving = True
+            for line in self._open:
+                line.hang_up()
 
     def ask(self, message: w.Message, kind: type[_T] | Any = Any, timeout_s: float = 0.0) -> Any:
         """The answer, as `kind`; the error that the agent answers with; AgentUnreachable."""
         limit = timeout_s or self.deadline_s
-        line = _Connection(self.root / "agent.sock", limit)
+        with self._lock:
+            limit = min(limit, HURRIED_S) if self._leaving else limit
+            line = _Connection(self.root / "agent.sock", limit)
+            self._open.add(line)
         try:
             check_home(self.root)
             line.request("POST", "/", w.encode(message))
@@ -62,6 +85,8 @@ class Client:
                 hint=f"its log is {self.root}/agent.log; the next save or restart starts another",
             ) from None
         finally:
+            with self._lock:
+                self._open.discard(line)
             line.close()
         if status != 200:
             raise AgentUnreachable(f"the agent of this node refused: {status}")

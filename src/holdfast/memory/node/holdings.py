@@ -8,6 +8,7 @@ Checkpoint(SnapshotStore(holdings), manifest)
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -33,9 +34,8 @@ ELSEWHERE_THREADS = 32
 
 _KEY = re.compile(r"steps/(\d{10,})/([\w.-]+)/r(\d{5,})\.safetensors")
 
-
 Key = tuple[str, str, int]
-"""Kind (`share` or `guard`), attempt and rank."""
+"""Kind, attempt and rank of an image or of what is kept for a group."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Holdings:
 
     def __init__(self, job: str, helds: list[w.Held], here: str) -> None:
         self.job = job
+        self._lost: set[Key] = set()
+        self.renew(helds, here)
+
+    def renew(self, helds: list[w.Held], here: str) -> None:
+        """The agents have been asked again: one that died has a successor.  What is lost stays lost."""
         self.here = here
         self.helds = {held.card.agent: held for held in helds}
         self._peers = {
@@ -60,8 +65,9 @@ class Holdings:
         """By kind, attempt and rank; this node's own first."""
         for held in sorted(self.helds.values(), key=lambda h: (h.card.agent != here, h.card.agent)):
             for image in held.images:
-                place = (image.kind, image.attempt, image.rank)
-                self._places.setdefault(place, Place(held, image))
+                key = (image.kind, image.attempt, image.rank)
+                if key not in self._lost:
+                    self._places.setdefault(key, Place(held, image))
 
     @cached_property
     def manifests(self) -> list[Manifest]:
@@ -78,21 +84,16 @@ class Holdings:
         """The manifest of one of them."""
         return next(m for m in self.manifests if m.attempt == attempt)
 
-    def damaged(self, attempt: str, rank: int) -> list[Key]:
-        """What must count as lost, now that reading an image has failed; empty if nothing is left to try.
+    def suspects(self, attempt: str, rank: int) -> list[Key]:
+        """What must count as lost, as this node sees it, when an image proved damaged or out of reach.
 
-        If it was read where it lies: that, and all that the agent there holds, if that is out of reach.  If
-        it was rebuilt: what is damaged of its group.  Ranks may see different things: one of them asks.
+        An image that was read where it lies; all that its agent holds, if that is out of reach.  One that
+        was rebuilt was so from something damaged or out of reach: that is looked for.
         """
-        key = ("share", attempt, rank)
-        if key in self._places:
-            return [key] if self._answers(key) else self._held_by(key)
+        share: Key = ("share", attempt, rank)
+        if share in self._places:
+            return [share] if self._answers(share) else self._held_by(share)
         return [key for key in self._group(attempt, rank) if not self._is_sound(key)]
-
-    def drop(self, keys: list[Key]) -> None:
-        """They count as lost."""
-        for key in keys:
-            self._places.pop(key, None)
 
     def _answers(self, key: Key) -> bool:
         peer = self._peers.get(self._places[key].held.card.agent)
@@ -102,13 +103,20 @@ class Holdings:
             return False
 
     def _held_by(self, key: Key) -> list[Key]:
+        """Everything of the agent that has it."""
         agent = self._places[key].held.card.agent
         return [k for k, place in self._places.items() if place.held.card.agent == agent]
+
+    def lose(self, keys: Iterable[Key]) -> bool:
+        """These count as lost; False if they all did before."""
+        found = [key for key in keys if self._places.pop(key, None) is not None]
+        self._lost.update(found)
+        return bool(found)
 
     def _group(self, attempt: str, rank: int) -> list[Key]:
         """What there is of the group that a rank is in."""
         members = next((g.members for g in self._guards(attempt) if rank in g.members), ())
-        keys = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
+        keys: list[Key] = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
         return [key for key in keys if key in self._places]
 
     def _guards(self, attempt: str) -> list[w.HeldImage]:

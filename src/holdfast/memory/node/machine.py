@@ -46,9 +46,9 @@ class Slot:
     num_data: int = 1
     num_parity: int = 0
     owner: int = 0
-    """Process that fills it; 0 if it died while the file was made."""
+    """Process that fills it; 0 if it died, or gave it up, while this agent worked on it."""
     ask: int = 0
-    """Request that waits for it."""
+    """Request that waits for it: as long as it is not 0, this agent makes, digests or encodes it."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +306,9 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
 
 
 def _take(state: State, job: Job, m: w.Take, ask: int) -> Result:
+    if m.pid not in job.trainers:  # it would not be missed, and others would look for a dead agent
+        text = f"process {m.pid} is unknown to this agent, which is another than the one it met"
+        return state, [Refuse(ask, "SegmentLost", text, "say hello")]
     free = [s for s in job.slots.values() if _is_free(job, s) and s.attempt != m.attempt]
     fits = [s for s in free if s.kind == m.kind]
     fits = [s for s in fits if m.bytes <= s.capacity <= m.bytes * 5 // 4 + (1 << 20)]
@@ -411,10 +414,11 @@ def _digested(state: State, job: Job, m: w.Digested) -> Result:
     slot = job.slots.get(m.name)
     if slot is None or slot.phase != "filling" or slot.attempt != m.attempt:
         return state, []
-    if m.error:
+    if m.error or not slot.owner:
         empty = replace(slot, phase="empty", ask=0)
+        text = f"{m.name}: {m.error or 'it was given up'}"
         return _with(state, job, slots=_slots(job, empty)), [
-            Note(job.name, empty), Refuse(slot.ask, "SegmentLost", f"{m.name}: {m.error}")
+            Note(job.name, empty), Refuse(slot.ask, "SegmentLost", text)
         ]  # fmt: skip
     done = replace(slot, phase="ready", digest=m.digest, ask=0)
     return _with(state, job, slots=_slots(job, done)), [
@@ -489,12 +493,17 @@ def _commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
 
 def _drop(state: State, job: Job, m: w.Drop, ask: int) -> Result:
     dropped = [
-        replace(s, phase="empty")
-        for s in job.slots.values()
-        if s.attempt == m.attempt and s.phase in ("filling", "ready") and m.attempt != job.newest
-    ]
-    notes: list[Effect] = [Note(job.name, s) for s in dropped]
+        _given_up(s) for s in job.slots.values() if s.attempt == m.attempt and s.phase == "filling"
+    ]  # others may know it as committed: what is ready serves until it is given out
+    notes: list[Effect] = [Note(job.name, s) for s in dropped if s.phase == "empty"]
     return _with(state, job, slots=_slots(job, *dropped)), [*notes, Reply(ask, None)]
+
+
+def _given_up(slot: Slot) -> Slot:
+    """Empty; or, while this agent still writes to it, nobody's until that ends."""
+    if slot.phase == "filling" and slot.ask:
+        return replace(slot, owner=0)
+    return replace(slot, phase="empty", ask=0)
 
 
 def _bye(state: State, m: w.Bye, now: float, ask: int) -> Result:
@@ -534,9 +543,7 @@ def _gone(state: State, pids: tuple[int, ...], now: float) -> Result:
     for job in list(state.jobs.values()):
         lost = set(pids) & job.trainers.keys()
         stopped = [
-            replace(s, phase="empty", ask=0)
-            for s in job.slots.values()
-            if s.phase == "filling" and s.owner in pids
+            _given_up(s) for s in job.slots.values() if s.phase == "filling" and s.owner in pids
         ]
         stopped += [
             replace(s, owner=0, ask=0)

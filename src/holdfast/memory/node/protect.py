@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from holdfast.codec.stripes import Contribution, Stripes
-from holdfast.errors import Corrupt, NotFound, UsageError
+from holdfast.errors import Corrupt, NotFound, SegmentLost, UsageError
 from holdfast.memory.node import words as w
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.machine import Slot
@@ -26,11 +26,16 @@ def guard_bytes(stripes: Stripes) -> int:
 
 
 def protect(
-    segments: Segments, agent: str, names: Mapping[int, str], slot: Slot, order: w.Protect
+    segments: Segments,
+    agent: str,
+    names: Mapping[int, str],
+    slot: Slot,
+    order: w.Protect,
+    needed: Callable[[], bool] = lambda: True,
 ) -> str:
     """Fill a guard; the digest of its table.  Blocks; what is read of others is verified.
 
-    `names`: files of this agent that hold images of the group, by rank.
+    `names`: files of this agent that hold images of the group, by rank.  `needed`: whether to go on.
     """
     lengths = tuple(x.bytes for x in order.members)
     stripes = Stripes(lengths, order.num_data, order.num_parity)
@@ -52,6 +57,8 @@ def protect(
                 begun = order.begun[c.source.member] if order.begun else None
                 if begun is not None and begun >= c.source.stop:
                     continue
+                if not needed():
+                    raise SegmentLost("given up by the process that asked")
                 if c.source.member not in opened:
                     member = order.members[c.source.member]
                     opened[c.source.member] = _open(segments, agent, names, order, member)

@@ -132,7 +132,7 @@ class Commit(Message, frozen=True):
 
 
 class Drop(Message, frozen=True):
-    """A snapshot failed: its memory is free."""
+    """A snapshot failed: what is still being filled for it is free."""
 
     job: str
     attempt: str
