@@ -324,9 +324,18 @@ class MemoryTier:
                 return
             scheme, group = self._group(decision)
             if scheme.losses:
-                with span("snapshot.protect", step=job.step) as fields:
-                    fields["source"] = "replica" if job.number in self._begun else "peers"
-                    self._protect(job, decision, scheme, group)
+                try:
+                    with span("snapshot.protect", step=job.step) as fields:
+                        fields["source"] = "replica" if job.number in self._begun else "peers"
+                        self._protect(job, decision, scheme, group)
+                except RankErrors as error:
+                    if not job.durable:
+                        raise
+                    emit("snapshot.failed", step=job.step, error=text_of(error))
+                    job.error = None
+                    self._drop(job)
+                    self.durable.write_and_commit(job, image, filling, self)
+                    return
             self._commit(w.Commit(self.job, self.attempt(job), job.step, decision.manifest))
         except BaseException:
             self._drop(job)

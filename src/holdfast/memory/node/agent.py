@@ -34,7 +34,7 @@ from holdfast.here import fate, started
 from holdfast.memory.node import machine as m
 from holdfast.memory.node import words as w
 from holdfast.memory.node.persist import commit_late, persist
-from holdfast.memory.node.protect import protect
+from holdfast.memory.node.protect import Encoding, protect
 from holdfast.memory.node.segment import Segments, home
 
 log = logging.getLogger("holdfast.agent")
@@ -56,6 +56,7 @@ class Agent:
         self._number = 0
         self._pool = ThreadPoolExecutor(DIGEST_THREADS, "holdfast-agent")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._encodings: list[Encoding] = []
 
     # -- deciding ---------------------------------------------------------------------------------
 
@@ -73,8 +74,15 @@ class Agent:
 
     def tell(self, message: w.Message, ask: int = 0) -> None:
         self.state, effects = m.step(self.state, message, time.time(), ask)
+        failed = ""
         for effect in effects:
-            self._do(effect)
+            if failed and isinstance(effect, m.Reply):
+                effect = m.Refuse(effect.ask, "OutOfSpace", failed)
+            try:
+                self._do(effect)
+            except OSError as error:  # a note that cannot be written: shared memory is full
+                failed = f"{self.segments.root}: {error.strerror or error}"
+                log.error("%s", failed)
 
     def _do(self, effect: m.Effect) -> None:
         match effect:
@@ -103,7 +111,9 @@ class Agent:
                 here = [x for x in slots if x.kind == "share" and x.attempt == slot.attempt]
                 files = {x.rank: x.name for x in here if x.phase == "ready"}
                 needed = partial(self._is_needed, job, slot)
-                fill = partial(protect, self.segments, self.card.agent, files, slot, order, needed)
+                work = Encoding(needed)
+                self._encodings.append(work)
+                fill = partial(protect, self.segments, self.card.agent, files, slot, order, work)
                 self._later(self._digest(job, slot, fill))
             case m.Write(slot, order):
                 self._later(self._write(slot, order))
@@ -179,6 +189,9 @@ class Agent:
                 log.info("gone: %s", gone)
                 self.tell(w.Gone(tuple(gone)))
             self.tell(w.Tick())
+            self._encodings = [e for e in self._encodings if not e.over]
+            for encoding in self._encodings:
+                encoding.end_if_given_up()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.stopped.wait(), TICK_S)
 
