@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from holdfast.codec.stripes import copy
 from holdfast.errors import (
     AgentUnreachable,
     HoldfastError,
@@ -27,6 +29,7 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.pace import Pace
+from holdfast.memory.node.protect import guard_bytes
 from holdfast.threads import in_threads
 from memory.agents import JOB, agent, await_gone, hello, is_gone, kill, noise, pid_of, put
 
@@ -354,3 +357,42 @@ def test_a_cap_on_bandwidth_is_kept() -> None:
     pace, began = Pace(200_000_000), time.monotonic()
     in_threads(lambda _: pace.wait(1_000_000), list(range(61)), 4)
     assert 0.28 < time.monotonic() - began < 5
+
+
+# -- a guard that is given up ----------------------------------------------------------------------
+
+
+def test_a_guard_that_is_given_up_waits_for_no_peer(root: Path) -> None:
+    """The peer takes the connection and says nothing: as a node that vanished in mid-answer."""
+    with agent(root) as client, socket.create_server(("127.0.0.1", 0)) as silent:
+        hello(client)
+        mine = put(client, "0001-000001", DATA, commit=False)
+        size = guard_bytes(copy((mine.capacity,) * 2, 2))
+        take = w.Take(JOB, os.getpid(), "guard", 0, "0001-000001", 1, size)
+        lease = client.ask(take, w.Lease)
+        card = client.ask(w.Ask(JOB), w.Held).card
+        gone = w.Card("gone", f"127.0.0.1:{silent.getsockname()[1]}", "token")
+        members = tuple(
+            w.Member(r, mine.capacity, len(DATA), "x", c) for r, c in enumerate((card, gone))
+        )
+        order = w.Protect(JOB, lease.name, "0001-000001", 0, members, 1, 1, mine.capacity, size)
+        began = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(client.ask, order, str)
+            silent.accept()
+            client.ask(w.Drop(JOB, "0001-000001"))
+            with pytest.raises(SegmentLost):
+                asked.result(20)
+        assert time.monotonic() - began < 10
+
+
+def test_a_header_that_cannot_be_written_is_told(root: Path) -> None:
+    """As where shared memory is full: the request is refused, and nobody waits until a deadline."""
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        (root / "jobs" / JOB / ".share-00000-1.json.new").mkdir()
+        with pytest.raises(OutOfSpace):
+            put(client, "0001-000002", DATA)
+        (root / "jobs" / JOB / ".share-00000-1.json.new").rmdir()
+        put(client, "0001-000003", DATA)

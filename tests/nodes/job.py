@@ -65,7 +65,6 @@ class Job:
             f"--nnodes={nnodes}",
             f"--nproc-per-node={nproc}",
             f"--max-restarts={max_restarts}",
-            "--shutdown-timeout=8",
         ]
         self._torchrun = [sys.executable, *torchrun, *options]
         self._command = [script, *args]

@@ -35,7 +35,7 @@ from holdfast.here import fate, started
 from holdfast.memory.node import machine as m
 from holdfast.memory.node import words as w
 from holdfast.memory.node.persist import commit_late, persist
-from holdfast.memory.node.protect import protect
+from holdfast.memory.node.protect import Encoding, protect
 from holdfast.memory.node.segment import Segments, check_home, home
 
 log = logging.getLogger("holdfast.agent")
@@ -60,6 +60,7 @@ class Agent:
             name: ThreadPoolExecutor(number, f"holdfast-{name}") for name, number in THREADS.items()
         }
         self._tasks: set[asyncio.Task[None]] = set()
+        self._encodings: list[Encoding] = []
 
     # -- deciding ---------------------------------------------------------------------------------
 
@@ -80,12 +81,12 @@ class Agent:
         failed = ""
         for effect in effects:
             if failed and isinstance(effect, m.Reply):
-                effect = m.Refuse(effect.ask, "OutOfSpace", f"the agent's own notes: {failed}")
+                effect = m.Refuse(effect.ask, "OutOfSpace", failed)
             try:
                 self._do(effect)
-            except OSError as error:
-                log.error("%s: %s", type(effect).__name__, error)
-                failed = error.strerror or str(error)
+            except OSError as error:  # a note that cannot be written: shared memory is full
+                failed = f"{self.segments.root}: {error.strerror or error}"
+                log.error("%s", failed)
 
     def _do(self, effect: m.Effect) -> None:
         match effect:
@@ -119,7 +120,9 @@ class Agent:
                 here = [x for x in slots if x.kind == "share" and x.attempt == slot.attempt]
                 files = {x.rank: x.name for x in here if x.phase == "ready"}
                 needed = partial(self._is_needed, job, slot)
-                fill = partial(protect, self.segments, self.card.agent, files, slot, order, needed)
+                work = Encoding(needed)
+                self._encodings.append(work)
+                fill = partial(protect, self.segments, self.card.agent, files, slot, order, work)
                 self._later(self._digest(job, slot, "peers", fill))
             case m.Write(slot, order):
                 self._later(self._write(slot, order))
@@ -195,6 +198,9 @@ class Agent:
                 log.info("gone: %s", gone)
                 self.tell(w.Gone(tuple(gone)))
             self.tell(w.Tick())
+            self._encodings = [e for e in self._encodings if not e.over]
+            for encoding in self._encodings:
+                encoding.end_if_given_up()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.stopped.wait(), TICK_S)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -26,6 +27,7 @@ class Peer:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._patience_s = patience_s
         self._local = threading.local()
+        self._lines: list[http.client.HTTPConnection] = []
 
     def get(self, path: str) -> bytes:
         """A whole answer."""
@@ -37,6 +39,14 @@ class Peer:
             span = f"bytes={offset}-{offset + len(into) - 1}"
             self._asked(path, {**self._headers, "Range": span}, into)
             count("memory.peer.bytes", len(into))
+
+    def hang_up(self) -> None:
+        """Whoever waits for an answer gets AgentUnreachable; from any thread."""
+        for line in self._lines:
+            sock = line.sock
+            if sock is not None:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def _asked(self, path: str, headers: dict[str, str], into: memoryview | None) -> bytes:
         kept = getattr(self._local, "line", None)
@@ -57,6 +67,7 @@ class Peer:
         if line is None:
             line = http.client.HTTPConnection(self.address, timeout=self._patience_s)
             self._local.line = line
+            self._lines.append(line)
         line.request("GET", path, headers=headers)
         response = line.getresponse()
         if response.status not in (200, 206):
@@ -90,6 +101,7 @@ class Peer:
     def _hang_up(self) -> None:
         line = getattr(self._local, "line", None)
         if line is not None:
+            self._lines.remove(line)
             with suppress(OSError):
                 line.close()
             self._local.line = None

@@ -25,18 +25,43 @@ def guard_bytes(stripes: Stripes) -> int:
     return with_table(stripes.kept_bytes)
 
 
+class Encoding:
+    """A guard being made, which may be given up: then nobody shall wait for a peer that is gone."""
+
+    def __init__(self, needed: Callable[[], bool]) -> None:
+        self._needed = needed
+        self._peers: list[Peer] = []
+        self.over = False
+
+    def peer(self, card: w.Card) -> Peer:
+        self._peers.append(Peer(card.address, card.token))
+        return self._peers[-1]
+
+    def check(self) -> None:
+        """SegmentLost if it has been given up."""
+        if not self._needed():
+            raise SegmentLost("given up by the process that asked")
+
+    def end_if_given_up(self) -> None:
+        """Wake whoever waits for a peer's answer in vain; from any thread."""
+        if not self._needed():
+            for peer in self._peers:
+                peer.hang_up()
+
+
 def protect(
     segments: Segments,
     agent: str,
     names: Mapping[int, str],
     slot: Slot,
     order: w.Protect,
-    needed: Callable[[], bool] = lambda: True,
+    encoding: Encoding | None = None,
 ) -> str:
     """Fill a guard; the digest of its table.  Blocks; what is read of others is verified.
 
-    `names`: files of this agent that hold images of the group, by rank.  `needed`: whether to go on.
+    `names`: files of this agent that hold images of the group, by rank.  `encoding`: ends it early.
     """
+    encoding = encoding or Encoding(lambda: True)
     lengths = tuple(x.bytes for x in order.members)
     stripes = Stripes(lengths, order.num_data, order.num_parity)
     if slot.bytes < guard_bytes(stripes):
@@ -48,7 +73,8 @@ def protect(
     try:
         for number, first, digests in order.seen:
             if number not in opened:
-                opened[number] = _open(segments, agent, names, order, order.members[number])
+                member = order.members[number]
+                opened[number] = _open(segments, agent, names, order, member, encoding)
             if not opened[number][1].has(first, digests):
                 rank = order.members[number].rank
                 raise Corrupt(f"rank {order.rank} does not hold what rank {rank} has saved")
@@ -57,20 +83,25 @@ def protect(
                 begun = order.begun[c.source.member] if order.begun else None
                 if begun is not None and begun >= c.source.stop:
                     continue
-                if not needed():
-                    raise SegmentLost("given up by the process that asked")
+                encoding.check()
                 if c.source.member not in opened:
                     member = order.members[c.source.member]
-                    opened[c.source.member] = _open(segments, agent, names, order, member)
+                    opened[c.source.member] = _open(segments, agent, names, order, member, encoding)
                 _add(stripes, view, c, opened[c.source.member][1], memory, begun, pace)
             return put_table(view, stripes.kept_bytes)
     finally:
+        encoding.over = True
         for reader, _ in opened.values():
             reader.close()
 
 
 def _open(
-    segments: Segments, agent: str, names: Mapping[int, str], order: w.Protect, member: w.Member
+    segments: Segments,
+    agent: str,
+    names: Mapping[int, str],
+    order: w.Protect,
+    member: w.Member,
+    encoding: Encoding,
 ) -> tuple[Reader, Verified]:
     key = f"{order.attempt}/r{member.rank:05d}.safetensors"
     reader: Reader
@@ -80,7 +111,8 @@ def _open(
         reader = LocalImage(LocalStore(segments.jobs / order.job).open(names[member.rank]))
     else:
         path = f"/v1/{order.job}/{order.attempt}/share/{member.rank}"
-        reader = RemoteImage(Peer(member.card.address, member.card.token), path, key)
+        peer = encoding.peer(member.card)
+        reader = RemoteImage(peer, path, key)
     whole = Verified(reader, size=member.bytes, table=member.table, digest=member.digest, key=key)
     return reader, whole
 
