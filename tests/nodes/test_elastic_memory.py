@@ -175,7 +175,10 @@ def test_memory_is_full_and_then_it_is_not(tmp_path: Path) -> None:
         a, b = cluster.nodes
         b.call(["fallocate", "-l", "255M", "/dev/shm/full"])
         told = Told(cluster, Story(cluster, tmp_path, options, nnodes="2:2", nproc=2))
-        told.story.job.await_(lambda: holdfast.steps(str(told.story.root)), "a durable save")
+        told.story.job.await_(
+            lambda: told.story.newest([a])[0].of("save.committed"), "a durable save"
+        )
+        assert holdfast.steps(str(told.story.root))
         (first, *_) = told.story.newest([a])
         b.call(["rm", "/dev/shm/full"])
         told.commits(2)

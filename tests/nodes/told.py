@@ -29,7 +29,9 @@ def check(
     if promised is None:
         promised = max(s for life in kept for s in (life.start["restored"], *life.committed))
     assert promised <= step <= max(life.last for life in before)
-    (written,) = {life.steps[step]["digest"] for life in before if step in life.steps}
+    written_down = [life.steps[step] for life in before if step in life.steps]
+    written_down += [life.start for life in before if life.start["restored"] == step]
+    (written,) = {one["digest"] for one in written_down}
     for life in after:
         assert life.start["digest"] == written
         assert life.moved("all") <= sum(map(life.moved, ("local", "peer", "rebuilt")))
