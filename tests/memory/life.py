@@ -65,8 +65,11 @@ def digest(model: nn.Module, optim: torch.optim.Optimizer) -> str:
     return seen.hexdigest()
 
 
-def train_step(model: nn.Module, optim: torch.optim.Optimizer, step: int) -> None:
-    torch.manual_seed(1000 * step + dist.get_rank())  # every rank its own data
+def train_step(model: nn.Module, optim: torch.optim.Optimizer, step: int, layout: str = "") -> None:
+    """On data of its own for each rank, where that is data parallelism which sums up alike after a restart
+    (DDP arranges its buckets anew after the first step, and so sums up in another order)."""
+    own = dist.get_rank() if layout in ("fsdp", "hsdp", "batchnorm") else 0
+    torch.manual_seed(1000 * step + own)
     model(torch.randn(16, WIDTH)).square().mean().backward()
     optim.step()
     optim.zero_grad()
@@ -119,7 +122,7 @@ class Life:
         model, optim = make(s["layout"])
         if s.get("reference"):
             for step in range(s["until"]):
-                train_step(model, optim, step)
+                train_step(model, optim, step, s["layout"])
                 self.write(step=step + 1, digest=digest(model, optim))
             return
         state = {"model": model, "optim": optim}
@@ -138,7 +141,7 @@ class Life:
         moved = {k: v for k, v in moved.items() if k.endswith("bytes") or k.startswith("memory")}
         self.write(restored=step, digest=digest(model, optim), moved=moved, nans=nans(model, optim))
         while step < s["until"]:
-            train_step(model, optim, step)
+            train_step(model, optim, step, s["layout"])
             step += 1
             if s.get("poison_at") == step and self.rank in s["poison"]:
                 poison(model, optim)
