@@ -14,7 +14,7 @@ SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
     ("addresses", "errors", "events", "here", "near", "threads", "version"),
-    ("layout", "codec", "policy", "store", "group"),
+    ("layout", "codec", "policy", "store", "group", "sizes"),
     ("rules",),
     ("format",),
     ("checkpoint",),

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.addresses import own_address
 from holdfast.capture import Capture, Save
 from holdfast.checkpoint.claiming import Claim, claim, newest_claim, once_attempt, release
-from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.names import Saved, committed
 from holdfast.checkpoint.tidying import Keep, sweep
 from holdfast.durable import Durable
 from holdfast.errors import HoldfastError, UsageError
@@ -31,6 +31,7 @@ from holdfast.recovery import Candidate, newest_first, newest_good
 from holdfast.restoring import load_from, load_snapshot, load_step, open_shared, saved_steps
 from holdfast.state.live import Live, State, check_keys, collect
 from holdfast.state.putback import RULES
+from holdfast.state.restore import alike
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
 from holdfast.store import LocalStore, Store
@@ -96,6 +97,8 @@ class Checkpointer:
         _check_choice("replicas", replicas, ("trust", "verify"))
         for rule in (on_resize or {}).values():
             _check_choice("on_resize", rule, tuple(RULES.split(", ")))
+        if every is not None and every.memory is not None and memory is None:
+            raise UsageError("Every(memory=...) needs Checkpointer(memory=holdfast.Memory())")
         self.state = state
         self.every = every or Every()
         self.when_busy = when_busy
@@ -121,15 +124,10 @@ class Checkpointer:
         )
         self._memory = None
         if memory is not None:
-            self._memory = MemoryTier(
-                self._capture,
-                self._durable,
-                memory,
-                job=job_of(self._store, self._group),
-                host=os.environ.get("HOLDFAST_HOST") or own_address(),
-            )
-        elif self.every.memory is not None:
-            raise UsageError("Every(memory=...) needs Checkpointer(memory=holdfast.Memory())")
+            job = job_of(self._store, self._group)
+            host = os.environ.get("HOLDFAST_HOST") or own_address()
+            with alike(self._group, 0):
+                self._memory = MemoryTier(self._capture, self._durable, memory, job=job, host=host)
         self._closed = False
         self._prepared = False
         self._stop = _Stop(self._group, sigterm_s) if sigterm_s is not None else None
@@ -261,10 +259,11 @@ class Checkpointer:
             emit("restore.passed_over", step=candidate.step, error=str(error))
             warnings.warn(f"{candidate} cannot be used: {error}", HoldfastWarning, stacklevel=4)
 
-        candidates = [Candidate(s.run, s.step) for s in durable]
-        if snapshots is not None:
-            candidates += [Candidate(m.run, m.step, m.attempt) for m in snapshots.manifests]
-        candidates = newest_first(candidates)
+        in_memory = [] if snapshots is None else snapshots.manifests
+        candidates = newest_first(
+            [Candidate(s.run, s.step) for s in durable]
+            + [Candidate(m.run, m.step, m.attempt) for m in in_memory]
+        )
         origin, taken = None, None
         with span("restore") as fields:
             if not candidates and (origin := self._origin(source)) is not None:
@@ -282,12 +281,15 @@ class Checkpointer:
             self._leave_behind()
         for key in self.state:
             self.state[key] = state[key]
-        unsaved = taken is not None and taken.in_memory and self.every.durable is not None
-        if (origin is not None and keep_source) or (
-            unsaved and all(s.step != found for s in durable)
-        ):
+        if (origin is not None and keep_source) or self._is_unsaved(taken, durable):
             self._begin(found, must=True)
         return found
+
+    def _is_unsaved(self, taken: Candidate | None, durable: list[Saved]) -> bool:
+        """Whether what was taken from memory is to be made durable at once."""
+        if taken is None or not taken.in_memory or self.every.durable is None:
+            return False
+        return all(s.step != taken.step for s in durable)
 
     def _origin(self, source: str | os.PathLike[str] | None) -> str | None:
         """What a run without steps begins with; rank 0 sees what lies in the root."""
@@ -333,9 +335,11 @@ class Checkpointer:
             return
         self._closed = True
         try:
-            if self._memory is not None:
-                self._memory.close(timeout, finished=finished)
-            self._durable.close(timeout)
+            try:
+                if self._memory is not None:
+                    self._memory.close(timeout, finished=finished)
+            finally:
+                self._durable.close(timeout)
         finally:
             self._capture.close()
             if self._stop is not None:

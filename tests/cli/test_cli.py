@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from builders import FSDP_TP, Tensor, build, transformer
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.cli.convert import parse_size
 from holdfast.cli.main import VERBS, app
 from holdfast.cli.screen import ranks_text, size, split_target
 from holdfast.layout import Cut, Mesh, Sharding
+from holdfast.sizes import parse_size
 from holdfast.store import LocalStore
 
 EXTRAS = {"optim": {"param_groups": [{"lr": 0.1, "params": ["w"]}], "state": {}}, "steps": 3}

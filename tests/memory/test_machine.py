@@ -86,8 +86,8 @@ def show(effect: m.Effect) -> str:
             return f"greet {ask}"
         case m.Answer(ask, job):
             return f"answer {ask}" + (f" on {job}" if job else "")
-        case m.Exit(free):
-            return "exit" + (" and free" if free else "")
+        case m.Exit():
+            return "exit"
     raise AssertionError(effect)
 
 

@@ -129,6 +129,48 @@ def test_a_batch_under_way_is_finished_first() -> None:
     assert carried.is_carried and carried.take(2) is not tensors[2]
 
 
+def test_a_copy_that_fails_holds_up_nobody() -> None:
+    """The training thread waits to carry while the copier dies in the middle of a copy."""
+    tensors = [torch.zeros(10) for _ in range(2)]
+    carried = Carried(tensors, Room(10_000), sound=lambda: True)
+    carried.take(0)
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(carried.carry()), daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    assert not carried.close()
+    thread.join(5)
+    assert answers == [False]
+
+
+def test_a_snapshot_whose_copy_fails_lets_training_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
+    model, optimizer = training(2)
+    step(model, optimizer)
+    original = np.copyto
+
+    def failing(into, source):
+        time.sleep(0.3)
+        raise RuntimeError("the device is gone")
+
+    memory = holdfast.Memory("none", carry="1MB")
+    state = {"model": model, "optim": optimizer}
+    with holdfast.Checkpointer(tmp_path / "root", state, memory=memory) as ckpt:
+        monkeypatch.setattr(snapshot.np, "copyto", failing)
+        save = ckpt.save(1)
+        trained = threading.Thread(target=step, args=(model, optimizer), daemon=True)
+        trained.start()
+        trained.join(10)
+        assert not trained.is_alive()
+        with pytest.raises(Exception, match="the device is gone"):
+            save.wait(10)
+        monkeypatch.setattr(snapshot.np, "copyto", original)
+        ckpt.save(2).wait(30)
+    assert holdfast.steps(str(tmp_path / "root")) == [2]
+
+
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(0, 8), st.sampled_from(
     [torch.float32, torch.bfloat16, torch.int8, torch.float64]
 ))  # fmt: skip

@@ -11,8 +11,8 @@ from holdfast.cli.screen import AsJson, dim, good, many, print_json, say, size, 
 from holdfast.errors import UsageError
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
-from holdfast.memory.options import parse_bytes
 from holdfast.near import near
+from holdfast.sizes import parse_size
 
 ACTIONS = ("status", "start", "run", "stop", "clean")
 
@@ -45,7 +45,7 @@ def run(
         hint = near(action, ACTIONS) or ", ".join(ACTIONS)
         raise UsageError(f"there is no action {action!r}", hint=hint)
     client = Client(deadline_s=60.0)
-    limit = parse_bytes("--budget", budget) if budget else 0
+    limit = parse_size("--budget", budget) if budget else 0
     if action == "run":
         raise typer.Exit(_be_the_agent(host, limit))
     if action == "start":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import typer
 from holdfast.cli.screen import AsJson, Target, good, many, print_json, say, size, split_target
 from holdfast.converting import FORMATS, Converted, convert
 from holdfast.errors import UsageError
+from holdfast.sizes import parse_size
 
 Destination = Annotated[str, typer.Argument(metavar="DST", help="Where to; must not be there yet.")]
 To = Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")]
@@ -31,9 +31,6 @@ RulesFile = Annotated[
     str | None, typer.Option("--rules", metavar="FILE", help="Rules that rename the weights.")
 ]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not read the result back.")]
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
-          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
 
 
 def run(
@@ -99,14 +96,6 @@ def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str]
     return lambda name: new.get(name, name)
 
 
-def parse_size(option: str, text: str) -> int:
-    """`2GiB`, `500 MB`, `1000000` in bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise UsageError(f"{option} {text!r}: not a size", hint="such as 2GiB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
 def _show(made: Converted, verified: bool) -> None:
     speed = made.bytes / max(made.seconds, 1e-9)
     say(f"{good('converted')}  step {made.step} to {made.to}: {made.path}")
@@ -143,6 +132,3 @@ def _shown() -> Iterator[Callable[[str, int, int], object] | None]:
             bar.advance(tasks[phase], done)
 
         yield told
-
-
-__all__ = ["parse_size", "run"]

@@ -10,6 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from holdfast.errors import Exists, FormatError
+from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.store import LocalStore, Store
 
@@ -35,6 +36,7 @@ def job_of(store: Store, group: Group) -> str:
         with suppress(Exists):
             store.put(JOB_KEY, fresh, if_absent=True)
         if _read_job(store).root != _identity(store):
+            emit("job.redrawn", root=store.url)
             store.put(JOB_KEY, fresh)
         return _read_job(store).job.encode()
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from holdfast.errors import UsageError
 from holdfast.policy.redundancy import parse
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+from holdfast.sizes import parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +55,4 @@ class Memory:
 
     def _bytes(self, name: str) -> int:
         given = getattr(self, name)
-        return 0 if given is None else parse_bytes(f"Memory({name}=...)", str(given))
-
-
-def parse_bytes(what: str, text: str) -> int:
-    """`64GiB`, `500 MB`, `1000000` in bytes; UsageError that names `what`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise UsageError(f"{what}: {text!r} is no number of bytes", hint='such as "64GiB"')
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+        return 0 if given is None else parse_size(f"Memory({name}=...)", str(given))

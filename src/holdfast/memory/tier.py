@@ -273,12 +273,18 @@ class MemoryTier:
             raise
         if decision.directly:
             emit("snapshot.failed", step=job.step, error=decision.directly)
-            self.durable.write_and_commit(job, image, filling, self)
-            self._drop(job)
+            try:
+                self.durable.write_and_commit(job, image, filling, self)
+            finally:
+                self._drop(job)
             return
         try:
             self._tell(self._commit(job.step, self.attempt(job), decision))
-        finally:  # it counts, whether this agent could be told or not
+        except Exception as failed:  # it counts, whether this agent could be told or not
+            if not job.durable:
+                raise
+            job.error = failed  # the other ranks wait to hear of it
+        finally:
             self.release(job)
         if job.durable:
             emit("snapshot.committed", step=job.step)
@@ -374,13 +380,13 @@ class MemoryTier:
 
     def _store(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
         """Have the agent write the image to storage, then commit together."""
-        error = b""
         try:
             with span("persist", step=job.step, bytes=file.bytes if file else 0):
-                if file is not None:
+                if file is not None and job.error is None:
                     self.client.ask(self._order(job, file))
         except Exception as failed:
-            job.error, error = failed, text_of(failed).encode()
+            job.error = failed
+        error = b"" if job.error is None else text_of(job.error).encode()
 
         def judge(_: Job, answers: list[bytes]) -> Decision:
             errors = {r: a.decode() for r, a in enumerate(answers) if a}

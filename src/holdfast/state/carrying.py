@@ -77,9 +77,10 @@ class Carried:
             self._changed.notify_all()
 
     def close(self) -> bool:
-        """The copier is at its end; whether something was carried, and so was sound when it was."""
+        """The copier is at its end, however; whether something was carried, and was sound then."""
         with self._changed:
             self._closed = True
+            self._changed.notify_all()
             return self.is_carried
 
     def carry(self) -> bool:

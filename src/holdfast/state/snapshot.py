@@ -423,11 +423,14 @@ def copy_steadily(
             carried = Carried(copies.sources, room, partial(_unchanged, live, before))
         if window is not None:
             window.begin(carried)
-        with span("snapshot.copy", step=step):
-            copies.run(filling, moment.ready if attempt == 0 else None, carried)
-            if beside is not None:
-                beside()
-        if carried is not None and carried.close():
+        try:
+            with span("snapshot.copy", step=step):
+                copies.run(filling, moment.ready if attempt == 0 else None, carried)
+                if beside is not None:
+                    beside()
+        finally:  # the training thread may be waiting to carry
+            done = carried is not None and carried.close()
+        if done:
             return
         after = versions(live)
         if after == before:

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
+
 from holdfast.checkpoint.names import step_prefix
 from holdfast.memory.node import words as w
 
@@ -212,7 +214,7 @@ class Greet:
 
 @dataclass(frozen=True)
 class Exit:
-    free: bool = False
+    """Leave."""
 
 
 Effect = (
@@ -257,7 +259,7 @@ def step(state: State, message: w.Message, now: float, ask: int = 0) -> Result:
             return _clean(state, message, now, ask)
         case w.Stop():
             freed: list[Effect] = [RemoveJob(name) for name in state.jobs] if message.free else []
-            return state, [*freed, Reply(ask, None), Exit(message.free)]
+            return state, [*freed, Reply(ask, None), Exit()]
         case w.Gone():
             return _gone(state, message.pids, now)
         case w.Tick():
@@ -299,7 +301,7 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
         trainers=trainers,
         crashed=False,
         seen=now,
-        claim=m.claim,
+        claim=m.claim if m.run >= job.run else job.claim,
         flush_s=m.flush_s,
     )
     return state, [Greet(ask, m.job)]
@@ -457,7 +459,11 @@ def _wrote(state: State, job: Job, m: w.Wrote) -> Result:
 
 def _settled(state: State, job: Job, m: w.Settled, ask: int) -> Result:
     writing = {k: v for k, v in job.writing.items() if k[0] != m.attempt or not v.written}
-    return _with(state, job, writing=writing), [Reply(ask, None)] if ask else []
+    for key, one in writing.items():
+        if key[0] == m.attempt:  # still being written, and then nobody's to commit
+            writing[key] = replace(one, order=msgspec.structs.replace(one.order, claim=b""))
+    replies: list[Effect] = [Reply(ask, None)] if ask else []
+    return _with(state, job, writing=writing), replies
 
 
 def _commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:

@@ -158,7 +158,7 @@ class Segments:
 
     def find(self) -> Iterator[Job]:
         """The jobs that an earlier agent left.  What cannot be understood is removed."""
-        for folder in sorted(self.jobs.iterdir()):
+        for folder in sorted(f for f in self.jobs.iterdir() if f.is_dir()):
             slots = {}
             for entry in list(folder.iterdir()):
                 if _NAME.fullmatch(entry.name):
