@@ -32,6 +32,7 @@ def work(job: Job) -> dict[str, Any]:
     shm = Path("/dev/shm") / f"holdfast-bench-{os.environ['TORCHELASTIC_RUN_ID']}"
     here = shm / f"node{job.rank}"
     os.environ["HOLDFAST_MEMORY_DIR"] = str(here)
+    os.environ["LOCAL_RANK"] = "0"  # the first, and only, rank of its node
     state = State(job.size, small=job.args.small)
     expected = state.checksums()
     dcp.save(state.for_dcp(), checkpoint_id=job.root / "dcp")

@@ -3,7 +3,7 @@
 One *step* is a compute loop (matrix products and nothing else, in the place of forward and backward) and a
 real AdamW step over the whole state.
 held        of the training thread by a snapshot: its call, plus what the optimizer's step takes longer than
-            without one (median of the same run), beside dcp.async_save with its defaults
+            the one just before, without a snapshot (medians), beside dcp.async_save with its defaults
 complete    from the call until the snapshot is committed, digests and protection included, with nothing
             else running, beside dcp.async_save, and beside a plain copy of the same bytes by one thread
 copy        of that, the copying into shared memory alone
@@ -74,18 +74,19 @@ def work(job: Job) -> dict[str, Any]:
         )
         return answer.result
 
-    alone: list[tuple[float, float]] = []
+    steps: list[float] = []
     held: dict[str, list[tuple[float, float]]] = {n: [] for n in (*ckpts, "dcp")}
     copy_s: dict[str, list[float]] = {n: [] for n in ckpts}
 
     def holding(name: str) -> float:
-        alone.append((trainer.compute(), trainer.update()))
+        compute, update = trainer.compute(), trainer.update()
+        steps.append(compute + update)
         dist.barrier()
         started = time.perf_counter()
         wait = save(name)
         called = time.perf_counter() - started
         trainer.compute()
-        held[name].append((called, trainer.update()))
+        held[name].append((called, trainer.update() - update))
         wait()
         settle(job, job.root / "dcp")
         return called
@@ -100,14 +101,14 @@ def work(job: Job) -> dict[str, Any]:
         return took
 
     def loop(name: str) -> float:
-        def steps() -> None:
+        def run() -> None:
             for i in range(LOOP_STEPS):
                 trainer.compute()
                 trainer.update()
                 if name in ckpts and i % 10 == 5:
                     ckpts[name].step(next(number))
 
-        took = slowest(steps)
+        took = slowest(run)
         if name in ckpts:
             ckpts[name].wait()
         return took
@@ -121,22 +122,27 @@ def work(job: Job) -> dict[str, Any]:
     take_turns({n: lambda _, n=n: holding(n) for n in held}, rounds)
     done = take_turns({n: lambda _, n=n: complete(n) for n in (*ckpts, "dcp", "plain")}, rounds)
     loops = take_turns(
-        {n: lambda _, n=n: loop(n) for n in (*ckpts, "without")}, max(rounds // 2, 2)
+        {n: lambda _, n=n: loop(n) for n in (*ckpts, "without")}, max(rounds // 2, 3)
     )
     for ckpt in ckpts.values():
         ckpt.close()
     dist.barrier()
     if job.rank == 0:
         shutil.rmtree(shm, ignore_errors=True)
-    base = median(u for _, u in alone)
     return {
         "bytes": over_ranks(trainer.state.local_bytes, "SUM"),
-        "step_s": over_ranks(median(c + u for c, u in alone)),
-        "held": {n: [over_ranks(c + max(0.0, u - base)) for c, u in x] for n, x in held.items()},
+        "step_s": over_ranks(median(steps)),
+        "held": {name: [over_ranks(median_held(pairs))] for name, pairs in held.items()},
         "complete": done,
         "copy": copy_s,
         "loop": loops,
     }
+
+
+def median_held(pairs: list[tuple[float, float]]) -> float:
+    """From the calls, and what the optimizer's steps took longer: the medians' sum."""
+    called, longer = zip(*pairs)
+    return median(called) + max(0.0, median(longer))
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -67,6 +67,15 @@ def test_it_is_in_a_session_of_its_own(root: Path) -> None:
         assert os.getsid(pid) == pid != os.getsid(0)
 
 
+def test_it_yields_to_the_training(root: Path) -> None:
+    """Also where the kernel weighs sessions against each other, and a process within its own only."""
+    with agent(root):
+        pid = pid_of(root)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+        weight = Path(f"/proc/{pid}/autogroup")
+        assert not weight.exists() or weight.read_text().endswith("nice 19\n")
+
+
 def test_what_it_holds_outlives_it(root: Path) -> None:
     """SIGKILL; the next agent has the same image, and knows it as committed."""
     with agent(root) as client:

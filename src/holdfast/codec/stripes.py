@@ -46,6 +46,11 @@ class Extent:
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
@@ -182,12 +187,18 @@ class Stripes:
             for b in range(start // size, -(-stop // size))
         ]
 
+    def is_copy(self, piece: Piece) -> bool:
+        """Whether the one extent that a piece reads holds just the bytes wanted."""
+        if len(piece.reads) > 1 or piece.reads[0].size != piece.stop - piece.start:
+            return False
+        return piece.want is None or (self.num_data == 1 and piece.skip == 0)
+
     def fill(self, piece: Piece, read: Sequence[Bytes], out: Bytes) -> None:
         """Write a piece's `stop - start` bytes into `out` from the bytes of its `reads`, in order.
 
         Allocates as much if the piece is not of whole units, so ask for long ranges in parts.
         """
-        if piece.want is None:
+        if piece.want is None or self.is_copy(piece):
             np.copyto(out, read[0])
             return
         whole = out if len(out) == piece.size else np.empty(piece.size, np.uint8)

@@ -381,12 +381,20 @@ def main(argv: list[str] | None = None) -> int:
         except OSError:
             log.info("another agent is here already")
             return 0
-        with contextlib.suppress(OSError):
-            os.nice(19)
+        yield_to_training()
         budget = args.budget or default_budget(root)
         host = args.host or os.environ.get("HOLDFAST_HOST") or own_address()
         asyncio.run(_serve_and_leave(root, host, budget, stay=args.stay))
     return 0
+
+
+def yield_to_training() -> None:
+    """The lowest priority.  Linux may weigh sessions against each other, and this one has its own:
+    then the session's counts, and the process's only within it (sched(7), autogroup)."""
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
 
 
 async def _serve_and_leave(root: Path, host: str, budget: int, *, stay: bool) -> None:

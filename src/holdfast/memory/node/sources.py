@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.codec.digest import CHUNK_BYTES, Digests, first_difference, hexdigest, num_chunks
 from holdfast.codec.erasure import Bytes
-from holdfast.codec.stripes import Extent, Stripes
+from holdfast.codec.stripes import Extent, Piece, Stripes
 from holdfast.errors import AgentUnreachable, Corrupt, NotFound
 from holdfast.events import count
 from holdfast.memory.node.fetch import Peer
@@ -56,6 +56,19 @@ class RemoteImage:
         """The connection stays for the next image."""
 
 
+class Scratch(threading.local):
+    """Memory of each thread that is used again."""
+
+    def __init__(self) -> None:
+        self._bytes: Bytes = np.empty(0, np.uint8)
+
+    def of(self, size: int) -> Bytes:
+        """At least `size` bytes, which hold anything."""
+        if len(self._bytes) < size:
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes
+
+
 class RebuiltImage:
     """A lost image, rebuilt range by range from what is left of its group.
 
@@ -75,6 +88,7 @@ class RebuiltImage:
         self._open_area = open_area
         self._opened: dict[tuple[int, str], Reader] = {}
         self._lock = threading.Lock()
+        self._scratch = Scratch()
 
     def read(self, offset: int, into: memoryview) -> None:
         """As `Reader.read`."""
@@ -83,17 +97,27 @@ class RebuiltImage:
             end = min(at + REBUILD_BYTES, stop)
             for piece in self._stripes.sources(self._lost, self._member, at, end):
                 out = np.frombuffer(into, np.uint8)[piece.start - offset : piece.stop - offset]
-                self._stripes.fill(piece, [self._read(extent) for extent in piece.reads], out)
+                self._fill(piece, out)
         count("memory.rebuilt.bytes", len(into))
 
-    def _read(self, extent: Extent) -> Bytes:
+    def _fill(self, piece: Piece, out: Bytes) -> None:
+        if self._stripes.is_copy(piece):
+            self._read(piece.reads[0], out)
+            return
+        scratch, start = self._scratch.of(sum(extent.size for extent in piece.reads)), 0
+        read = []
+        for extent in piece.reads:
+            read.append(scratch[start : start + extent.size])
+            self._read(extent, read[-1])
+            start += extent.size
+        self._stripes.fill(piece, read, out)
+
+    def _read(self, extent: Extent, out: Bytes) -> None:
         place = (extent.member, extent.area)
         with self._lock:
             if place not in self._opened:
                 self._opened[place] = self._open_area(*place)
-        data = bytearray(extent.stop - extent.start)
-        self._opened[place].read(extent.start, memoryview(data))
-        return np.frombuffer(data, np.uint8)
+        self._opened[place].read(extent.start, memoryview(out))  # type: ignore[arg-type]
 
     def close(self) -> None:
         for reader in self._opened.values():
