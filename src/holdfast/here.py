@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -61,3 +62,15 @@ def fate(pid: int, since: str) -> Literal["runs", "gone", "unknown"]:
     if seen is None:
         return "unknown"
     return "runs" if seen == (True, since) else "gone"
+
+
+def yield_to_training() -> None:
+    """The lowest priority, for a process in a session of its own.
+
+    Linux may weigh sessions against each other; a process's own priority then counts only within its
+    session, so this one's is set, too (sched(7), autogroup).
+    """
+    with suppress(OSError):
+        os.nice(19)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")

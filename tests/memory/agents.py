@@ -46,10 +46,10 @@ def kill(root: Path) -> None:
 
 
 @contextmanager
-def agent(root: Path, budget: int = 1 << 30) -> Iterator[Client]:
+def agent(root: Path, budget: int = 1 << 30, *, tls: bool = False) -> Iterator[Client]:
     """An agent and a line to it; both end with the block."""
     client = Client(root, deadline_s=30.0)
-    client.start("127.0.0.1", budget)
+    client.start("127.0.0.1", budget, tls=tls)
     try:
         yield client
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import holdfast
 from holdfast.codec.stripes import copy
 from holdfast.errors import (
     AgentUnreachable,
@@ -25,11 +26,13 @@ from holdfast.errors import (
     SegmentLost,
     UsageError,
 )
+from holdfast.here import started
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.protect import guard_bytes
+from holdfast.memory.node.tls import serving
 from holdfast.threads import in_threads
 from memory.agents import JOB, agent, await_gone, hello, is_gone, kill, noise, pid_of, put
 
@@ -194,11 +197,97 @@ def test_strangers_from_outside_learn_nothing(root: Path) -> None:
                 line.close()
 
 
+def test_a_token_opens_one_job_alone(root: Path) -> None:
+    with agent(root) as client:
+        mine = hello(client).card
+        put(client, "0001-000001", DATA)
+        pid = os.getpid()
+        theirs = client.ask(w.Hello("f" * 16, "file:///y", 1, 0, pid, str(started(pid))), w.Card)
+        assert (theirs.agent, theirs.address) == (mine.agent, mine.address)
+        with pytest.raises(AgentUnreachable, match=r"refused.*401"):
+            Peer(theirs).get(f"/v1/{JOB}")
+        assert Peer(mine).get(f"/v1/{JOB}")
+
+
+def test_tls_is_pinned_to_the_agent(root: Path) -> None:
+    with agent(root, tls=True) as client:
+        card = hello(client).card
+        put(client, "0001-000001", DATA)
+        path = f"/v1/{JOB}/0001-000001/share/0"
+        into = bytearray(len(DATA))
+        Peer(card).read(path, 0, memoryview(into))
+        assert into == DATA
+        with pytest.raises(AgentUnreachable, match="its certificate is"):
+            Peer(msgspec.structs.replace(card, fingerprint="0" * 64)).get(path)
+        with pytest.raises(AgentUnreachable):
+            Peer(msgspec.structs.replace(card, fingerprint="")).get(path)  # not in the clear
+        assert not list(root.glob("tmp*"))  # the key is in its memory alone
+
+
+def test_tls_that_is_asked_for_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(root))
+    with agent(root), pytest.raises(UsageError, match="without TLS"):
+        holdfast.Checkpointer(
+            root / "run",
+            {"x": {"n": 1}},
+            every=holdfast.Every(memory=1),
+            memory=holdfast.Memory("none", tls=True),
+        )
+
+
+def test_who_asks_says_nothing_to_another_than_he_means(root: Path) -> None:
+    """What answers at the address has TLS, but another certificate: it never sees the token."""
+    (root / "other").mkdir(parents=True)
+    context, fingerprint = serving(root / "other")
+    heard: list[bytes] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def listen() -> None:
+        line, _ = listener.accept()
+        with suppress(OSError), context.wrap_socket(line, server_side=True) as safe:
+            heard.append(safe.recv(1000))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    host, port = listener.getsockname()
+    with pytest.raises(AgentUnreachable, match=fingerprint):
+        Peer(w.Card("a", f"{host}:{port}", "secret", "1" * 64)).get("/v1/x")
+    thread.join()
+    listener.close()
+    assert heard in ([], [b""])
+
+
+def test_another_version_is_refused(root: Path) -> None:
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        pid = os.getpid()
+        newer = w.Hello(JOB, "file:///x", 2, 0, pid, str(started(pid)), version=w.VERSION + 1)
+        with pytest.raises(UsageError, match=f"version {w.VERSION}, this process version 2"):
+            client.ask(newer)
+
+
+def test_memory_of_a_newer_version_stays_as_it_is(root: Path) -> None:
+    with agent(root) as client:
+        hello(client)
+        lease = put(client, "0001-000001", DATA)
+    note = root / "jobs" / JOB / "job.json"
+    note.write_bytes(note.read_bytes().replace(b'"version":1', b'"version":2'))
+    header = root / "jobs" / JOB / f"{lease.name}.json"
+    header.write_text("of a newer kind")
+    began = time.monotonic()
+    with pytest.raises(AgentUnreachable, match=r"newer holdfast \(version 2"):
+        client.start("127.0.0.1")
+    assert time.monotonic() - began < 10
+    assert header.read_text() == "of a newer kind"
+    assert image(client, lease)[: len(DATA)] == DATA
+
+
 def test_ranges_for_other_nodes(root: Path) -> None:
     with agent(root) as client:
         card = hello(client).card
         put(client, "0001-000001", DATA)
-        peer = Peer(card.address, card.token)
+        peer = Peer(card)
         path = f"/v1/{JOB}/0001-000001/share/0"
         for start, stop in ((0, 1), (0, len(DATA)), (12_345, 2_000_001)):
             into = bytearray(stop - start)
@@ -221,9 +310,7 @@ def test_a_flipped_bit_is_found(root: Path) -> None:
             byte = file.read(1)[0]
             file.seek(1_234_567)
             file.write(bytes([byte ^ 4]))
-        assert (
-            Peer(card.address, card.token).get(f"/v1/{JOB}/0001-000001/share/0/check") == b"damaged"
-        )
+        assert Peer(card).get(f"/v1/{JOB}/0001-000001/share/0/check") == b"damaged"
 
 
 def test_the_budget_is_kept_with_the_numbers(root: Path) -> None:

@@ -108,7 +108,7 @@ def test_survivors_of_a_killed_process_end_by_themselves(lives: Lives) -> None:
 )
 def test_nodes_are_lost(lives: Lives, redundancy: str, lost: list[int], layout: str) -> None:
     """Their images are rebuilt from the others', and training goes on with nodes that know nothing."""
-    options = {"redundancy": redundancy}
+    options = {"redundancy": redundancy, "tls": redundancy == "copy"}
     digests = train(lives, 4, [0, 1, 2, 3], layout=layout, options=options)
     lose(lives, *lost)
     told = lives.live(nodes=[0, 1, 2, 3], until=5, layout=layout, options=options)

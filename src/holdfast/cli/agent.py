@@ -29,6 +29,7 @@ Host = Annotated[str, typer.Option("--host", help="This node's address for other
 Budget = Annotated[
     str, typer.Option("--budget", metavar="SIZE", help="Memory for snapshots, such as 64GiB.")
 ]
+Tls = Annotated[bool, typer.Option("--tls", help="For start and run: serve other nodes by TLS.")]
 Free = Annotated[bool, typer.Option("--free", help="For stop: free everything that is held.")]
 
 
@@ -38,6 +39,7 @@ def run(
     host: Host = "",
     budget: Budget = "",
     free: Free = False,
+    tls: Tls = False,
     as_json: AsJson = False,
 ) -> None:
     """Look after the agent of this node and user."""
@@ -47,9 +49,9 @@ def run(
     client = Client(deadline_s=60.0)
     limit = parse_size("--budget", budget) if budget else 0
     if action == "run":
-        raise typer.Exit(_be_the_agent(host, limit))
+        raise typer.Exit(_be_the_agent(host, limit, tls))
     if action == "start":
-        client.start(host, limit, stay=True)
+        client.start(host, limit, stay=True, tls=tls)
         action = "status"
     if action == "clean":
         _clean(client, job, as_json)
@@ -62,10 +64,11 @@ def run(
         _show(client.ask(w.Status(), w.Report), as_json)
 
 
-def _be_the_agent(host: str, budget: int) -> int:
+def _be_the_agent(host: str, budget: int, tls: bool) -> int:
     from holdfast.memory.node.agent import main
 
-    return main(["--stay", f"--budget={budget}", *([f"--host={host}"] if host else [])])
+    options = [f"--host={host}"] * bool(host) + ["--tls"] * tls
+    return main(["--stay", f"--budget={budget}", *options])
 
 
 def _nobody(client: Client, as_json: bool) -> None:

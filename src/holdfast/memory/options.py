@@ -22,6 +22,7 @@ class Memory:
     tensors, for what is not copied when the optimizer's step comes: the snapshot is then spread over the
     next steps instead of holding up this one.  `flush_after_s`: seconds after the last process of a node
     died at which its agent sends the newest snapshot to storage; None: never, it waits for the restart.
+    `tls`: what goes from node to node is encrypted (needs `holdfast[tls]`); slower.
     """
 
     redundancy: str = "auto"
@@ -29,6 +30,7 @@ class Memory:
     bandwidth: int | str | None = None
     carry: int | str | None = None
     flush_after_s: float | None = None
+    tls: bool = False
 
     def __post_init__(self) -> None:
         parse(self.redundancy)

@@ -26,6 +26,7 @@ from holdfast.errors import (
     RankErrors,
     SegmentLost,
     Unavailable,
+    UsageError,
 )
 from holdfast.events import emit, span
 from holdfast.format.image import Image
@@ -80,7 +81,8 @@ class MemoryTier:
 
     def hello(self) -> None:
         """Have an agent, and be known to it."""
-        self.client.start(self.host, self.options.budget_bytes)
+        tls = self.options.tls
+        self.client.start(self.host, self.options.budget_bytes, tls=tls)
         pid = os.getpid()
         message = w.Hello(
             self.job,
@@ -93,6 +95,11 @@ class MemoryTier:
             self.options.flush_after_s or 0.0,
         )
         self.card: w.Card = self.client.ask(message, w.Card)
+        if tls and not self.card.fingerprint:
+            raise UsageError(
+                "Memory(tls=True): the agent of this node serves without TLS",
+                hint="`holdfast agent stop`, then start again; by hand: `holdfast agent start --tls`",
+            )
 
     # -- training thread --------------------------------------------------------------------------
 

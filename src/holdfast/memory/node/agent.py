@@ -29,14 +29,16 @@ import msgspec
 from aiohttp import web
 
 from holdfast.addresses import own_address
+from holdfast.errors import HoldfastError
 from holdfast.events import counters
 from holdfast.format.manifest import decode
-from holdfast.here import fate, started
+from holdfast.here import fate, started, yield_to_training
 from holdfast.memory.node import machine as m
 from holdfast.memory.node import words as w
 from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import Encoding, protect
 from holdfast.memory.node.segment import Segments, check_home, home
+from holdfast.memory.node.tls import serving
 
 log = logging.getLogger("holdfast.agent")
 
@@ -51,7 +53,8 @@ class Agent:
 
     def __init__(self, segments: Segments, host: str, budget: int, *, stay: bool) -> None:
         self.segments = segments
-        self.card = w.Card(secrets.token_hex(8), host, secrets.token_hex(32))
+        self.card = w.Card(secrets.token_hex(8), host, "")
+        self._secret = secrets.token_bytes(32)
         self.state = m.adopted(budget, segments.find(), time.time(), stay=stay)
         self.stopped = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -99,7 +102,7 @@ class Agent:
                 self._reply(ask, {"ok": self.held(job) if job else self.report()})
             case m.Greet(ask, job):
                 self.segments.note_job(self.state.jobs[job])
-                self._reply(ask, {"ok": self.card})
+                self._reply(ask, {"ok": self.card_of(job)})
             case m.Note(job, slot):
                 self.segments.note(job, slot)
             case m.KeepManifest(job, attempt, step, manifest, cards):
@@ -206,6 +209,11 @@ class Agent:
 
     # -- telling ----------------------------------------------------------------------------------
 
+    def card_of(self, job: str) -> w.Card:
+        """As which it is known to a job's ranks: the token is drawn from a secret of this agent alone."""
+        token = hmac.new(self._secret, job.encode(), "sha256").hexdigest()
+        return msgspec.structs.replace(self.card, token=token)
+
     def held(self, name: str) -> w.Held:
         """What other nodes and restarted processes need to know of a job."""
         job = self.state.jobs.get(name, m.Job(name))
@@ -231,7 +239,7 @@ class Agent:
                 manifests.append(path.read_bytes())
         directory = str(self.segments.jobs / name)
         peers = self.segments.peers(name)
-        return w.Held(self.card, directory, images, tuple(manifests), peers)
+        return w.Held(self.card_of(name), directory, images, tuple(manifests), peers)
 
     def report(self) -> w.Report:
         jobs = tuple(
@@ -301,8 +309,9 @@ class Agent:
 
     def _knows(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "")
+        token = self.card_of(request.match_info["job"]).token
         return hmac.compare_digest(
-            given.encode("utf-8", "surrogateescape"), f"Bearer {self.card.token}".encode()
+            given.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()
         )
 
 
@@ -317,7 +326,7 @@ def _peer(request: web.Request) -> tuple[int, int]:
     return int(pid), int(uid)
 
 
-async def serve(root: Path, host: str, budget: int, *, stay: bool) -> None:
+async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) -> None:
     """Until told to stop, or no longer needed."""
     agent = Agent(Segments(root), host, budget, stay=stay)
     inside = web.Application(client_max_size=MAX_MESSAGE_BYTES)
@@ -331,10 +340,10 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool) -> None:
     ]
     for runner in runners:
         await runner.setup()
-    tcp = web.TCPSite(runners[1], "0.0.0.0", 0)
-    await tcp.start()
-    port = runners[1].addresses[0][1]
-    agent.card = msgspec.structs.replace(agent.card, address=f"{host}:{port}")
+    context, fingerprint = serving(root) if tls else (None, "")
+    await web.TCPSite(runners[1], "0.0.0.0", 0, ssl_context=context).start()
+    address = f"{host}:{runners[1].addresses[0][1]}"
+    agent.card = msgspec.structs.replace(agent.card, address=address, fingerprint=fingerprint)
     path = root / "agent.sock"
     path.unlink(missing_ok=True)
     await web.UnixSite(runners[0], str(path)).start()
@@ -368,6 +377,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--host", default="", help="this node's address for other nodes")
     p.add_argument("--budget", type=int, default=0, help="bytes; 0: half of the memory")
     p.add_argument("--stay", action="store_true", help="do not leave when there is nothing to keep")
+    p.add_argument("--tls", action="store_true", help="serve other nodes by TLS")
     args = p.parse_args(argv)
     root = home()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -384,22 +394,17 @@ def main(argv: list[str] | None = None) -> int:
         yield_to_training()
         budget = args.budget or default_budget(root)
         host = args.host or os.environ.get("HOLDFAST_HOST") or own_address()
-        asyncio.run(_serve_and_leave(root, host, budget, stay=args.stay))
+        try:
+            asyncio.run(_serve_and_leave(root, host, budget, stay=args.stay, tls=args.tls))
+        except HoldfastError as error:
+            log.error("%s; %s", error.message, error.hint)
+            return 1
     return 0
 
 
-def yield_to_training() -> None:
-    """The lowest priority.  Linux may weigh sessions against each other, and this one has its own:
-    then the session's counts, and the process's only within it (sched(7), autogroup)."""
-    with contextlib.suppress(OSError):
-        os.nice(19)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
-
-
-async def _serve_and_leave(root: Path, host: str, budget: int, *, stay: bool) -> None:
+async def _serve_and_leave(root: Path, host: str, budget: int, *, stay: bool, tls: bool) -> None:
     """Whatever threads still wait for: what they do is as good as undone, for a new agent begins anew."""
-    await serve(root, host, budget, stay=stay)
+    await serve(root, host, budget, stay=stay, tls=tls)
     logging.shutdown()
     os._exit(0)
 

@@ -103,17 +103,19 @@ class Client:
             return False
         return True
 
-    def start(self, host: str = "", budget: int = 0, *, stay: bool = False) -> None:
+    def start(
+        self, host: str = "", budget: int = 0, *, stay: bool = False, tls: bool = False
+    ) -> None:
         """Have an agent on this node.  Several processes may do so at once.
 
-        `stay`: one that is started now does not leave by itself.
+        `stay`: one that is started now does not leave by itself; `tls`: it serves other nodes so.
         """
         if self.is_there():
             return
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_home(self.root)
         command = [sys.executable, "-m", "holdfast.memory.node.agent", f"--host={host}"]
-        command += [f"--budget={budget}"] * bool(budget) + ["--stay"] * stay
+        command += [f"--budget={budget}"] * bool(budget) + ["--stay"] * stay + ["--tls"] * tls
         with open(
             os.open(self.root / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
         ) as out:
@@ -123,12 +125,21 @@ class Client:
             )  # fmt: skip
         until = time.monotonic() + START_S
         while not self.is_there():
-            if time.monotonic() > until:
+            status = process.poll()
+            if status or time.monotonic() > until:
+                why = f"it ended with {status}" if status else f"none answers within {START_S:g} s"
                 raise AgentUnreachable(
-                    f"no agent on this node within {START_S:g} s (exit status {process.poll()})",
+                    f"no agent on this node: {why}. {self._last_words()}",
                     hint=f"its log is {self.root}/agent.log",
                 )
             time.sleep(0.02)
+
+    def _last_words(self) -> str:
+        """The end of its log."""
+        with suppress(OSError):
+            lines = (self.root / "agent.log").read_text(errors="replace").splitlines()
+            return lines[-1] if lines else ""
+        return ""
 
 
 def _environment(root: Path) -> dict[str, str]:

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 from holdfast.errors import AgentUnreachable, Corrupt, HoldfastError, NotFound
 from holdfast.events import count
+from holdfast.memory.node.tls import PinnedConnection
+from holdfast.memory.node.words import Card
 
 PATIENCE_S = 30.0
 """For each part of an answer: a peer that says nothing for so long counts as gone."""
@@ -22,9 +24,10 @@ SLOWEST = 1e6
 class Peer:
     """Another node's agent.  Thread-safe: each thread keeps a connection of its own."""
 
-    def __init__(self, address: str, token: str, patience_s: float = PATIENCE_S) -> None:
-        self.address = address
-        self._headers = {"Authorization": f"Bearer {token}"}
+    def __init__(self, card: Card, patience_s: float = PATIENCE_S) -> None:
+        self.address = card.address
+        self._fingerprint = card.fingerprint
+        self._headers = {"Authorization": f"Bearer {card.token}"}
         self._patience_s = patience_s
         self._local = threading.local()
         self._lines: list[http.client.HTTPConnection] = []
@@ -65,8 +68,7 @@ class Peer:
     def _ask(self, path: str, headers: dict[str, str], into: memoryview | None) -> bytes:
         line: http.client.HTTPConnection | None = getattr(self._local, "line", None)
         if line is None:
-            line = http.client.HTTPConnection(self.address, timeout=self._patience_s)
-            self._local.line = line
+            line = self._local.line = self._line()
             self._lines.append(line)
         line.request("GET", path, headers=headers)
         response = line.getresponse()
@@ -85,6 +87,11 @@ class Peer:
             at += n
         response.read()
         return b""
+
+    def _line(self) -> http.client.HTTPConnection:
+        if self._fingerprint:
+            return PinnedConnection(self.address, self._fingerprint, self._patience_s)
+        return http.client.HTTPConnection(self.address, timeout=self._patience_s)
 
     def _refused(self, path: str, status: int) -> HoldfastError:
         where = f"agent at {self.address}"

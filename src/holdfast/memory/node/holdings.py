@@ -58,9 +58,7 @@ class Holdings:
         """The agents have been asked again: one that died has a successor.  What is lost stays lost."""
         self.here = here
         self.helds = {held.card.agent: held for held in helds}
-        self._peers = {
-            h.card.agent: Peer(h.card.address, h.card.token) for h in helds if h.card.agent != here
-        }
+        self._peers = {h.card.agent: Peer(h.card) for h in helds if h.card.agent != here}
         self._places: dict[Key, Place] = {}
         """By kind, attempt and rank; this node's own first."""
         for held in sorted(self.helds.values(), key=lambda h: (h.card.agent != here, h.card.agent)):
@@ -192,7 +190,7 @@ def elsewhere(job: str, helds: list[w.Held]) -> list[w.Held]:
 
     def ask(card: w.Card) -> None:
         with suppress(HoldfastError, msgspec.DecodeError):
-            data = Peer(card.address, card.token, ELSEWHERE_S).get(f"/v1/{job}")
+            data = Peer(card, ELSEWHERE_S).get(f"/v1/{job}")
             found.append(msgspec.msgpack.decode(data, type=w.Held))
 
     in_threads(ask, list(cards.values()), max(min(len(cards), ELSEWHERE_THREADS), 1))

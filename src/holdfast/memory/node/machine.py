@@ -289,6 +289,12 @@ def _slots(job: Job, *changed: Slot) -> dict[str, Slot]:
 
 
 def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
+    if m.version != w.VERSION:
+        text = (
+            f"the agent of this node speaks version {w.VERSION}, this process version {m.version}"
+        )
+        hint = "`holdfast agent stop` when its jobs are over; the next start brings one that fits"
+        return state, [Refuse(ask, "UsageError", text, hint)]
     job = state.jobs.get(m.job) or Job(m.job)
     older = m.run > job.run  # what a run before left counts no more, even if nobody can see it end
     trainers = {} if older else dict(job.trainers)

@@ -34,7 +34,7 @@ class Encoding:
         self.over = False
 
     def peer(self, card: w.Card) -> Peer:
-        self._peers.append(Peer(card.address, card.token))
+        self._peers.append(Peer(card))
         return self._peers[-1]
 
     def check(self) -> None:

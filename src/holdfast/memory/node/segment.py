@@ -2,7 +2,7 @@
 
 ```
 <home>/agent.json  agent.lock  agent.log  agent.sock
-<home>/jobs/<job>/job.json                          root and run
+<home>/jobs/<job>/job.json                          root and run, and the version of all that lies here
 <home>/jobs/<job>/peers.json                        the agents of all nodes, at the newest commit
 <home>/jobs/<job>/share-00003-0                     an image, as it will be a file of a step
 <home>/jobs/<job>/share-00003-0.json                its header: attempt, rank, step, digest of its table
@@ -33,9 +33,9 @@ from holdfast.codec.digest import (
     hexdigest,
     num_chunks,
 )
-from holdfast.errors import UsageError
+from holdfast.errors import UnsupportedVersion, UsageError
 from holdfast.memory.node.machine import Job, Slot
-from holdfast.memory.node.words import Card
+from holdfast.memory.node.words import VERSION, Card
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
@@ -50,6 +50,11 @@ class JobNote(msgspec.Struct, frozen=True):
     trainers: dict[int, tuple[int, str]] = {}
     claim: bytes = b""
     flush_s: float = 0.0
+    version: int = VERSION
+
+
+class _Version(msgspec.Struct):
+    version: int = VERSION
 
 
 def check_home(root: Path) -> None:
@@ -157,8 +162,14 @@ class Segments:
             return False
 
     def find(self) -> Iterator[Job]:
-        """The jobs that an earlier agent left.  What cannot be understood is removed."""
-        for folder in sorted(f for f in self.jobs.iterdir() if f.is_dir()):
+        """The jobs that an earlier agent left.  What cannot be understood is removed.
+
+        UnsupportedVersion if a newer one left it: then everything stays as it is.
+        """
+        folders = sorted(f for f in self.jobs.iterdir() if f.is_dir())
+        for folder in folders:
+            self._check_version(folder)
+        for folder in folders:
             slots = {}
             for entry in list(folder.iterdir()):
                 if _NAME.fullmatch(entry.name):
@@ -184,6 +195,16 @@ class Segments:
             return None
         size = path.stat().st_size
         return slot if slot.name == path.name and slot.capacity == size else None
+
+    def _check_version(self, folder: Path) -> None:
+        version = VERSION
+        with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+            version = msgspec.json.decode((folder / "job.json").read_bytes(), type=_Version).version
+        if version > VERSION:
+            raise UnsupportedVersion(
+                f"{folder} was left by a newer holdfast (version {version}; this one has {VERSION})",
+                hint="use that one, or delete the directory, and its snapshots with it",
+            )
 
     def _about(self, folder: Path) -> JobNote:
         try:

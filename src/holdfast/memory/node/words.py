@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+VERSION = 1
+"""Of the messages, and of what lies in shared memory.  An agent refuses processes of another one."""
+
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Anything that the machine takes in."""
@@ -24,6 +27,7 @@ class Hello(Message, frozen=True):
     claim: bytes = b""
     flush_s: float = 0.0
     """So long after the last process died the newest snapshot goes to storage, by this claim; 0: never."""
+    version: int = VERSION
 
 
 class Take(Message, frozen=True):
@@ -51,11 +55,14 @@ class Ready(Message, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """How an agent is reached by other nodes, and by which name it knows itself."""
+    """How an agent is reached by other nodes about one job, and by which name it knows itself."""
 
     agent: str
     address: str
     token: str
+    """Of the job: it opens nothing of another."""
+    fingerprint: str = ""
+    """Of its certificate, where it serves by TLS."""
 
 
 class Member(msgspec.Struct, frozen=True):
