@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.tidying import Keep
     from holdfast.checkpointer import Checkpointer, Every, HoldfastWarning, load, save
     from holdfast.converting import Converted, convert
+    from holdfast.delta.options import Delta
     from holdfast.errors import HoldfastError
     from holdfast.layout import Box
     from holdfast.looking import open, steps
@@ -36,6 +37,7 @@ _HOME = {
     "Checkpoint": "holdfast.checkpoint.opened",
     "Checkpointer": "holdfast.checkpointer",
     "Converted": "holdfast.converting",
+    "Delta": "holdfast.delta.options",
     "Every": "holdfast.checkpointer",
     "HoldfastError": "holdfast.errors",
     "HoldfastWarning": "holdfast.checkpointer",
@@ -57,6 +59,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "Converted",
+    "Delta",
     "Every",
     "HoldfastError",
     "HoldfastWarning",

@@ -7,7 +7,9 @@ import signal
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -18,6 +20,11 @@ from holdfast.capture import Capture, Save
 from holdfast.checkpoint.claiming import Claim, claim, newest_claim, once_attempt, release
 from holdfast.checkpoint.names import Saved, committed
 from holdfast.checkpoint.tidying import Keep, sweep
+from holdfast.delta.log import Log, tidy_log
+from holdfast.delta.options import Delta
+from holdfast.delta.replay import Replay, survey
+from holdfast.delta.segment import Identity
+from holdfast.delta.tier import DeltaTier
 from holdfast.durable import Durable
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
@@ -48,12 +55,17 @@ class Every:
 
     durable: int | None = None
     memory: int | None = None
+    delta: int | None = None
 
     def __post_init__(self) -> None:
         for tier in ("durable", "memory"):
             n = getattr(self, tier)
             if n is not None and (not isinstance(n, int) or n < 1):
                 raise UsageError(f"Every({tier}={n!r}): must be a positive number or None")
+        if self.delta not in (None, 1):
+            raise UsageError(
+                f"Every(delta={self.delta!r}): records are of every step, so 1 or None"
+            )
 
 
 class Checkpointer:
@@ -65,7 +77,8 @@ class Checkpointer:
     are included under the key `rng`, unless the state has one.
 
     `every`: how often `step` saves.  `memory`: snapshots in host memory, which survive the training
-    processes.  `keep`: which steps stay.  `when_busy`: whether a due save waits
+    processes.  `delta`: a record of every step, from which a restart does the steps after the newest
+    full save again.  `keep`: which steps stay.  `when_busy`: whether a due save waits
     for the one in flight (`"queue"`) or is left out (`"skip"`).  `on_error`: whether a failed save is
     reported by a warning or raised, at the next call.  `on_resize`: by key, what becomes of state that
     differs between ranks when their number changes (`same`, `rank0`, `redistribute`, `fresh`).
@@ -81,6 +94,7 @@ class Checkpointer:
         *,
         every: Every | None = None,
         memory: Memory | None = None,
+        delta: Delta | None = None,
         keep: Keep | None = None,
         when_busy: Literal["queue", "skip"] = "skip",
         on_error: Literal["warn", "raise"] = "warn",
@@ -99,6 +113,8 @@ class Checkpointer:
             _check_choice("on_resize", rule, tuple(RULES.split(", ")))
         if every is not None and every.memory is not None and memory is None:
             raise UsageError("Every(memory=...) needs Checkpointer(memory=holdfast.Memory())")
+        if every is not None and every.delta is not None and delta is None:
+            raise UsageError("Every(delta=1) needs Checkpointer(delta=holdfast.Delta())")
         self.state = state
         self.every = every or Every()
         self.when_busy = when_busy
@@ -128,6 +144,20 @@ class Checkpointer:
             host = os.environ.get("HOLDFAST_HOST") or own_address()
             with alike(self._group, 0):
                 self._memory = MemoryTier(self._capture, self._durable, memory, job=job, host=host)
+        self._delta = None
+        if delta is not None:
+            with alike(self._group, 0):
+                self._delta = DeltaTier(
+                    self._everything,
+                    self._group,
+                    self._store,
+                    delta,
+                    run=self._claim.run,
+                    mesh=self._mesh,
+                    on_resize=self.on_resize,
+                    deadline_s=deadline_s,
+                )
+            self._durable.also_tidy = partial(tidy_log, self._store)
         self._closed = False
         self._prepared = False
         self._stop = _Stop(self._group, sigterm_s) if sigterm_s is not None else None
@@ -157,6 +187,8 @@ class Checkpointer:
             self._save_and_stop(step)
         every = self.every
         due = [n is not None and step % n == 0 for n in (every.durable, every.memory)]
+        if self._delta is not None and every.delta is not None:
+            self._record(step, self._delta, due[0])
         if due[0]:
             self._begin(step, must=self.when_busy == "queue")
         elif due[1] and self._memory is not None:
@@ -167,6 +199,13 @@ class Checkpointer:
         elif not self._prepared:
             self._prepare()
         self._prepared = True
+
+    def _record(self, step: int, delta: DeltaTier, durable: bool) -> None:
+        """A record of this step; a full save of it, if records have nothing to lead on from."""
+        delta.record(step)
+        if delta.needs_base:
+            save = self._begin(step, must=True)
+            delta.begin_from((self._claim.run, step), save)
 
     def _prepare(self) -> None:
         """Have memory ready before the first save is due."""
@@ -245,7 +284,13 @@ class Checkpointer:
         state = self._everything()
         snapshots = self._memory.survey() if self._memory is not None else None
 
+        reached: dict[str, Identity] = {}
+
         def attempt(candidate: Candidate) -> None:
+            load(candidate)
+            reached["state"] = self._replay(log, candidate, state, options, step)
+
+        def load(candidate: Candidate) -> None:
             if candidate.in_memory and snapshots is not None and self._memory is not None:
                 tier, manifest = self._memory, snapshots.find(candidate.attempt)
                 load_snapshot(
@@ -260,30 +305,59 @@ class Checkpointer:
             warnings.warn(f"{candidate} cannot be used: {error}", HoldfastWarning, stacklevel=4)
 
         in_memory = [] if snapshots is None else snapshots.manifests
-        candidates = newest_first(
-            [Candidate(s.run, s.step) for s in durable]
-            + [Candidate(m.run, m.step, m.attempt) for m in in_memory]
-        )
+        bases = [Candidate(s.run, s.step) for s in durable]
+        bases += [Candidate(m.run, m.step, m.attempt) for m in in_memory]
+        log = self._survey_log(bases)
+        candidates = newest_first(bases if log is None else [_with_tip(c, log) for c in bases])
         origin, taken = None, None
         with span("restore") as fields:
             if not candidates and (origin := self._origin(source)) is not None:
                 fields["source"] = origin
                 found = load_from(origin, self._group, state, step, options)
             elif step is not None:
-                taken = next((c for c in candidates if c.step == step), Candidate(0, step))
+                taken = _leading_to(step, candidates, log)
                 attempt(taken)
                 found = step
             else:
                 taken = newest_good(candidates, attempt, passed_over)
-                found = taken.step if taken is not None else 0
+                found = reached["state"][1] if taken is not None else 0
             fields["step"] = found
-        if candidates and found != candidates[0].step:
+        if candidates and found != (candidates[0].tip or (0, candidates[0].step))[1]:
             self._leave_behind()
+        if self._delta is not None and taken is not None:
+            self._delta.begin_from(reached["state"])
         for key in self.state:
             self.state[key] = state[key]
         if (origin is not None and keep_source) or self._is_unsaved(taken, durable):
             self._begin(found, must=True)
         return found
+
+    def _survey_log(self, bases: list[Candidate]) -> Log | None:
+        """The records that may lead on from one of these steps.  Collective."""
+        if self._delta is None or not bases:
+            return None
+        return survey(self._store, self._group, min(c.step for c in bases))
+
+    def _replay(
+        self, log: Log | None, base: Candidate, state: State, options: Options, until: int | None
+    ) -> Identity:
+        """Do the recorded steps after `base` again, as many as are sound; the state that this leads to."""
+        steps = [] if log is None else log.after((base.run, base.step))
+        if until is not None:
+            steps = [s for s in steps if s.step <= until]
+        if log is None or self._delta is None or not steps:
+            return base.run, base.step
+        with self._delta.pause():
+            last = Replay(log, self._group, state, options).run(steps)
+        if last is None or last is not steps[-1]:
+            stopped = base.step if last is None else last.step
+            warnings.warn(
+                f"the record of the step after {stopped} is damaged: {steps[-1].step - stopped} step(s) "
+                "less are restored than were recorded",
+                HoldfastWarning,
+                stacklevel=5,
+            )
+        return (base.run, base.step) if last is None else last.identity
 
     def _is_unsaved(self, taken: Candidate | None, durable: list[Saved]) -> bool:
         """Whether what was taken from memory is to be made durable at once."""
@@ -305,6 +379,8 @@ class Checkpointer:
         self._durable.settle(self._group.deadline_s)
         self._claim = _claim_together(self._store, self._group)
         self._durable.adopt(self._claim)
+        if self._delta is not None:
+            self._delta.adopt(self._claim.run)
         if self._memory is not None:
             self._memory.hello()
 
@@ -335,11 +411,12 @@ class Checkpointer:
             return
         self._closed = True
         try:
-            try:
+            with ExitStack() as last:
+                last.callback(self._durable.close, timeout)
                 if self._memory is not None:
-                    self._memory.close(timeout, finished=finished)
-            finally:
-                self._durable.close(timeout)
+                    last.callback(self._memory.close, timeout, finished=finished)
+                if self._delta is not None:
+                    self._delta.close(self._group.deadline_s if timeout is None else timeout)
         finally:
             self._capture.close()
             if self._stop is not None:
@@ -462,6 +539,20 @@ def named_mesh(mesh: Any) -> Mesh | None:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+
+
+def _with_tip(base: Candidate, log: Log) -> Candidate:
+    steps = log.after((base.run, base.step))
+    return replace(base, tip=steps[-1].identity) if steps else base
+
+
+def _leading_to(step: int, candidates: list[Candidate], log: Log | None) -> Candidate:
+    """That step, or the nearest from which records lead to it."""
+    found = next((c for c in candidates if c.step == step), None)
+    if found is None and log is not None:
+        leading = [c for c in candidates if step in [s.step for s in log.after((c.run, c.step))]]
+        found = max(leading, key=lambda c: c.step, default=None)
+    return found or Candidate(0, step)
 
 
 class _Stop:

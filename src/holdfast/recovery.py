@@ -31,6 +31,8 @@ class Candidate:
     run: int
     step: int
     attempt: str = ""
+    tip: tuple[int, int] | None = None
+    """Run and step of the state that records lead to from it, if there are any."""
 
     @property
     def in_memory(self) -> bool:
@@ -41,8 +43,15 @@ class Candidate:
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """By run, step and tier.  A run that went back has made what came after that step history."""
-    return sorted(candidates, key=lambda c: (c.run, c.step, c.in_memory, c.attempt), reverse=True)
+    """By the run and step that they lead to, then by their own, then by tier.
+
+    A run that went back has made what came after that step history.
+    """
+
+    def newness(c: Candidate) -> tuple[object, ...]:
+        return (c.tip or (c.run, c.step), c.step, c.in_memory, c.attempt)
+
+    return sorted(candidates, key=newness, reverse=True)
 
 
 def newest_good(

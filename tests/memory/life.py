@@ -132,9 +132,15 @@ class Life:
 
     def _train(self, model: nn.Module, optim: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         s = self.script
-        every = holdfast.Every(memory=s.get("memory", 1), durable=s.get("durable"))
-        memory = holdfast.Memory(**s.get("options", {}))
-        ckpt = holdfast.Checkpointer(s["root"], state, every=every, memory=memory, deadline_s=20)
+        often, records = s.get("memory", 1), s.get("delta")
+        every = holdfast.Every(
+            memory=often, durable=s.get("durable"), delta=None if records is None else 1
+        )
+        memory = holdfast.Memory(**s.get("options", {})) if often else None
+        delta = None if records is None else holdfast.Delta(**records)
+        ckpt = holdfast.Checkpointer(
+            s["root"], state, every=every, memory=memory, delta=delta, deadline_s=20
+        )
         before = Counter(holdfast.events.counters)
         step = ckpt.restore()
         moved = Counter(holdfast.events.counters) - before

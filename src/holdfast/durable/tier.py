@@ -60,6 +60,8 @@ class Durable:
         self._free.set()
         self._persist = ThreadPoolExecutor(1, "holdfast-persist")
         self._tidying = ThreadPoolExecutor(1, "holdfast-tidy")
+        self.also_tidy: Callable[[], None] = lambda: None
+        """On rank 0, after the steps have been tidied up."""
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -239,5 +241,6 @@ class Durable:
                 prune(self.store, self.keep, spare=tuple(self._pending), lock=self._committing)
                 if self.claim is not None:
                     sweep(self.store, self.claim, job.number)
+                self.also_tidy()
         except Exception as error:
             emit("tidy.failed", error=str(error))

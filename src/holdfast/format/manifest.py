@@ -199,7 +199,7 @@ def decode(data: bytes, key: str) -> Manifest:
         manifest = msgspec.json.decode(body + b"}", type=Manifest)
         head = (manifest.holdfast, manifest.step, manifest.run)
         _require(head == decode_head(data, key), "it states its version, step or run twice")
-        _check(manifest)
+        check(manifest)
     except HoldfastError as error:
         error.key = error.key or key
         raise
@@ -208,7 +208,7 @@ def decode(data: bytes, key: str) -> Manifest:
     return manifest
 
 
-def _check(m: Manifest) -> None:
+def check(m: Manifest) -> None:
     """Everything that later code relies on: no index, size, path or box may surprise it."""
     _require(m.step >= 0 and m.run >= 0, "negative step or run")
     _require(m.algorithm == ALGORITHM, f"unknown digest algorithm {m.algorithm!r}")

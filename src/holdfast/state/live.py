@@ -87,6 +87,8 @@ class Live:
     """Tensors whose dim 0 is padded for this layout: more or fewer rows may have been saved."""
     contents: dict[str, list[str]] = field(default_factory=dict)
     """By key, digests of the tensors that an object's state refers to by name."""
+    inline_bytes: float = INLINE_BYTES
+    """How large tensors in the state_dict of an object may be to go into the extras."""
     rules: dict[str, str] = field(default_factory=dict)
     """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
 
@@ -176,19 +178,25 @@ def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
             zero = engines.get(id(value))
             if zero is not None:
                 scheduler = has_scheduler(zero, state)
-                tree = _encode(live, f"{key}.engine", zero.extras(scheduler), inline=True)
+                tree = encode(live, f"{key}.engine", zero.extras(scheduler), inline=True)
                 live.extras[f"{key}.engine"] = tree
             _add_optimizer(live, key, value, zero, all_param_names(state, value, zero))
-        elif is_stateful(value):
-            rule = (on_resize or {}).get(key) or getattr(value, "on_resize", None)
-            if rule or is_loader(value):
-                live.rules[key] = rule or "ask"
-            live.extras[key] = _encode(live, key, value.state_dict(), inline=True)
-        elif isinstance(value, torch.Tensor):
-            live.add(key, "tensor", value, steady=False)
         else:
-            live.extras[key] = _encode(live, key, value, inline=False)
+            add_plain(live, key, value, on_resize)
     return live
+
+
+def add_plain(live: Live, key: str, value: Any, on_resize: dict[str, str] | None) -> None:
+    """What is no module and no optimizer."""
+    if is_stateful(value):
+        rule = (on_resize or {}).get(key) or getattr(value, "on_resize", None)
+        if rule or is_loader(value):
+            live.rules[key] = rule or "ask"
+        live.extras[key] = encode(live, key, value.state_dict(), inline=True)
+    elif isinstance(value, torch.Tensor):
+        live.add(key, "tensor", value, steady=False)
+    else:
+        live.extras[key] = encode(live, key, value, inline=False)
 
 
 def check_keys(state: State) -> None:
@@ -267,10 +275,14 @@ def _add_module(live: Live, key: str, module: nn.Module, zero: Engine | None) ->
                 live.aliases[full] = known
             elif not is_copy(zero, tensor):
                 add_tensor(live, full, kind, tensor, zero, steady=kind == "param")
+    add_extra_states(live, key, module)
+
+
+def add_extra_states(live: Live, key: str, module: nn.Module) -> None:
+    """What modules keep besides tensors."""
     for name, part in extra_states(module):
-        live.extras[f"{key}.{name}"] = _encode(
-            live, f"{key}.{name}", part.get_extra_state(), inline=True
-        )
+        full = f"{key}.{name}"
+        live.extras[full] = encode(live, full, part.get_extra_state(), inline=True)
 
 
 def add_tensor(
@@ -357,7 +369,7 @@ def _add_optimizer(
         saved.append(
             {
                 "params": [n for name, p in pairs for n in all_names.get(id(p), [name])],
-                "hyper": _encode(live, key, hyper(group), inline=True),
+                "hyper": encode(live, key, hyper(group), inline=True),
             }
         )
         # DeepSpeed's Muon writes its momentum before the optimizer's step begins
@@ -374,7 +386,7 @@ def _add_optimizer(
                     add_state(live, prefix, str(state), p, value, zero, steady=still)
                     add_ties(live, key, str(state), all_names.get(id(p), ()))
                 else:
-                    plain[str(state)] = _encode(live, f"{key}.{name}.{state}", value, inline=True)
+                    plain[str(state)] = encode(live, f"{key}.{name}.{state}", value, inline=True)
             if plain:
                 others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
     live.extras[key] = {"$optimizer": {"groups": saved, "state": others}}
@@ -426,13 +438,13 @@ def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
 # -- the rest -------------------------------------------------------------------------------------
 
 
-def _encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
+def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline."""
 
     def on_other(leaf: Any, path: str) -> Any:
         if isinstance(leaf, torch.Tensor):
             name = f"{key}.{path}"
-            small = leaf.numel() * leaf.element_size() <= INLINE_BYTES
+            small = leaf.numel() * leaf.element_size() <= live.inline_bytes
             if inline and (small or live.rules.get(key) in PER_RANK):
                 return inline_tensor(leaf)
             if inline:
@@ -440,7 +452,7 @@ def _encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
             live.add(name, "tensor", leaf, steady=False)
             return {"$at": name}
         if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):
-            return {"$object": _encode(live, f"{key}.{path}", leaf.state_dict(), inline=True)}
+            return {"$object": encode(live, f"{key}.{path}", leaf.state_dict(), inline=True)}
         if isinstance(leaf, torch.Size):
             return {"$tuple": list(leaf)}
         raise UsageError(

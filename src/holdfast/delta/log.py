@@ -1,0 +1,268 @@
+"""The log of a root: which records there are, and each of them as a checkpoint.  Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from holdfast.checkpoint.names import committed, step_prefix
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.delta.chain import chain_from
+from holdfast.delta.segment import (
+    Applied,
+    Header,
+    Identity,
+    Plan,
+    Record,
+    parse_key,
+    read_header,
+    read_plan,
+)
+from holdfast.errors import FormatError, HoldfastError, NotFound
+from holdfast.events import emit
+from holdfast.format.manifest import VERSION, FileEntry, Manifest, check
+from holdfast.store import Reader, Store, Writer
+from holdfast.store.base import Bytes
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A segment whose header is sound."""
+
+    key: str
+    start: int
+    """Where its records begin."""
+    header: Header
+
+
+def segments(store: Store, since: int = 0) -> list[str]:
+    """Keys of all segments that have records after step `since`."""
+    found = []
+    for key in store.list("log/"):
+        parsed = parse_key(key)
+        if parsed is not None and parsed[2] > since:
+            found.append(key)
+    return found
+
+
+def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
+    """Of those that can be read; the others are as good as not there."""
+    found = []
+    for key in keys:
+        try:
+            reader = store.open(key)
+            try:
+                header, start = read_header(reader, key)
+            finally:
+                reader.close()
+            _, _, _, rank = parse_key(key) or (0, 0, 0, -1)
+            if header.rank != rank:
+                raise FormatError(f"a segment of rank {header.rank}", key=key)
+            found.append(Found(key, start, header))
+        except HoldfastError as error:
+            emit("log.damaged", key=key, error=str(error))
+    return found
+
+
+def tidy_log(store: Store) -> None:
+    """Delete the records that no step which is still there needs."""
+    saved = committed(store)
+    if not saved:
+        return
+    oldest = min(s.step for s in saved)
+    kept: set[int] = set()
+    plans: list[str] = []
+    for key in store.list("log/"):
+        parsed = parse_key(key)
+        if parsed is None:
+            plans.append(key)
+        elif parsed[2] <= oldest:
+            store.delete(key)
+        else:
+            kept.add(parsed[0])
+    newest = max(kept, default=0)
+    for key in plans:
+        run = int(key.split("/")[1])
+        if run not in kept and run < newest:
+            store.delete(key)
+
+
+@dataclass
+class Step:
+    """One step of all ranks."""
+
+    run: int
+    step: int
+    parent: Identity
+    world: int
+    plan: str
+    records: dict[int, tuple[Found, Record]] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> Identity:
+        return self.run, self.step
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.records) == self.world
+
+    def applied(self) -> dict[str, dict[int, Applied]]:
+        """By optimizer, what each rank said of its step."""
+        found: dict[str, dict[int, Applied]] = {}
+        for rank, (_, record) in sorted(self.records.items()):
+            for one in record.applied:
+                found.setdefault(one.key, {})[rank] = one
+        return found
+
+    def groups(self, key: str, rank: int) -> tuple[tuple[str, ...], ...]:
+        return self.records[rank][0].header.groups.get(key, ())
+
+    def with_gradient(self, key: str) -> set[str]:
+        """Parameters that had a gradient, on whatever rank had them.  FormatError if ranks differ."""
+        have: set[str] = set()
+        lack: set[str] = set()
+        for rank, one in self.applied().get(key, {}).items():
+            have |= {n for g in self.groups(key, rank) for n in g} - set(one.missing)
+            lack |= set(one.missing)
+        if both := have & lack:
+            raise FormatError(
+                f"step {self.step}: {min(both)!r} has a gradient on one rank and none on another"
+            )
+        return have
+
+
+class Log:
+    """Every step of which all ranks' records are there."""
+
+    def __init__(self, store: Store, found: Iterable[Found]) -> None:
+        self.store = store
+        self._plans: dict[tuple[int, str], Manifest] = {}
+        steps: dict[tuple[int, int, str], Step] = {}
+        for one in found:
+            h = one.header
+            for record in h.records:
+                step = steps.setdefault(
+                    (h.run, record.step, h.plan),
+                    Step(h.run, record.step, record.parent, h.world, h.plan),
+                )
+                if (record.parent, h.world) == (step.parent, step.world) and h.rank < h.world:
+                    step.records[h.rank] = (one, record)
+        self.steps = {s.identity: s for s in steps.values() if s.is_whole}
+
+    @cached_property
+    def follows(self) -> Mapping[Identity, list[tuple[Identity, Step]]]:
+        found: dict[Identity, list[tuple[Identity, Step]]] = {}
+        for step in self.steps.values():
+            found.setdefault(step.parent, []).append((step.identity, step))
+        return found
+
+    def after(self, base: Identity) -> list[Step]:
+        """The steps that lead on from a state, in order."""
+        return chain_from(base, self.follows)
+
+    def open(self, step: Step, extras: dict[str, Any], per_rank: dict[str, Any]) -> Checkpoint:
+        """A step's record as a checkpoint.  What its digests do not prove is refused when read."""
+        shell = self._shell(step)
+        files = tuple(_file(step, rank) for rank in sorted(step.records))
+        manifest = msgspec.structs.replace(
+            shell, step=step.step, files=files, extras=extras, per_rank=per_rank
+        )
+        check(manifest)
+        for name in ("placement", "by_name"):  # they follow from what all records share
+            manifest.__dict__[name] = getattr(shell, name)
+        places = {
+            step_prefix(step.step) + _path(step, rank): (found, record)
+            for rank, (found, record) in step.records.items()
+        }
+        return Checkpoint(LogStore(self.store, places), manifest)
+
+    def _shell(self, step: Step) -> Manifest:
+        key = (step.run, step.plan)
+        if key not in self._plans:
+            plan: Plan = read_plan(self.store, step.run, step.plan)
+            self._plans[key] = Manifest(
+                VERSION, 0, step.run, "log", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), {},
+                plan.mesh, plan.chunk_bytes, plan.algorithm, plan.shardings, plan.tensors,
+                plan.aliases, (), {}, {},
+            )  # fmt: skip
+        return self._plans[key]
+
+
+def _path(step: Step, rank: int) -> str:
+    return f"log-{step.run}/r{rank:05d}.safetensors"
+
+
+def _file(step: Step, rank: int) -> FileEntry:
+    record = step.records[rank][1]
+    return FileEntry(
+        rank,
+        _path(step, rank),
+        record.bytes,
+        record.data,
+        record.extras,
+        record.table,
+        record.digest,
+    )
+
+
+class _Part:
+    """A record within a segment."""
+
+    def __init__(self, reader: Reader, start: int) -> None:
+        self._reader = reader
+        self._start = start
+
+    def read(self, offset: int, into: memoryview) -> None:
+        self._reader.read(self._start + offset, into)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class LogStore:
+    """Read-only `Store` over the images in segments."""
+
+    def __init__(self, store: Store, places: dict[str, tuple[Found, Record]]) -> None:
+        self.url = store.url
+        self._store = store
+        self._places = places
+
+    def _place(self, key: str) -> tuple[Found, Record]:
+        if key not in self._places:
+            raise NotFound("no such record", key=key)
+        return self._places[key]
+
+    def open(self, key: str) -> Reader:
+        found, record = self._place(key)
+        return _Part(self._store.open(found.key), found.start + record.at)
+
+    def size(self, key: str) -> int:
+        return self._place(key)[1].bytes
+
+    def read(self, key: str, offset: int, into: memoryview) -> None:
+        reader = self.open(key)
+        try:
+            reader.read(offset, into)
+        finally:
+            reader.close()
+
+    def get(self, key: str) -> bytes:
+        data = bytearray(self.size(key))
+        self.read(key, 0, memoryview(data))
+        return bytes(data)
+
+    def list(self, prefix: str = "") -> list[str]:
+        return []
+
+    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
+        raise HoldfastError("a log is read only", key=key)
+
+    def create(self, key: str, size: int) -> Writer:
+        raise HoldfastError("a log is read only", key=key)
+
+    def delete(self, key: str) -> None:
+        raise HoldfastError("a log is read only", key=key)

@@ -1,0 +1,184 @@
+"""The training process's end of its writer: slots out, records in, and what became of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast import errors
+from holdfast.delta import words as w
+from holdfast.delta.ring import Ring
+from holdfast.delta.segment import Header, Record
+from holdfast.errors import AgentError, Deadline, HoldfastError
+from holdfast.events import emit, span
+
+MAX_RESTARTS = 3
+"""Of writers that died before they had written anything."""
+
+
+class Queue:
+    """Records on their way to storage.  Thread-safe."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.ring: Ring | None = None
+        self.written = 0
+        """The last step that is in storage, on this rank."""
+        self.error: HoldfastError | None = None
+        """Why nothing is written any more."""
+        self._changed = threading.Condition()
+        self._free: list[int] = []
+        self._sent: dict[int, Record] = {}
+        self._order: w.Open | None = None
+        self._line: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._flushed = 0
+        self._restarts = 0
+        self._closing = False
+
+    def open(self, root: str, header: Header, ring: Ring, batch: int) -> None:
+        """Write records of this kind from now on; what is on its way is written before.  Blocks."""
+        if self.ring is not None:
+            self.flush(self.deadline_s)
+        with self._changed:
+            old, self.ring = self.ring, ring
+            self._free = list(range(ring.slots))
+            self._order = w.Open(root, header, ring.slots, ring.slot_bytes, batch)
+            if self._line is None:
+                self._start()
+            else:
+                self._send_order(self._line)
+        if old is not None:
+            old.close()
+
+    def take(self, *, wait: bool) -> int | None:
+        """A free slot.  None if there is none and `wait` is off, or nothing is written any more."""
+        with self._changed:
+            if not self._free and wait and self.error is None:
+                with span("delta.wait"):
+                    self._changed.wait_for(lambda: self._free or self.error, self.deadline_s)
+                if not self._free and self.error is None:
+                    raise Deadline(
+                        f"storage took no record for {self.deadline_s:g} s",
+                        hint="it may hang; Delta(when_full='drop') does not wait for it",
+                    )
+            return self._free.pop(0) if self._free and self.error is None else None
+
+    def give_back(self, slot: int) -> None:
+        """A slot that holds nothing."""
+        with self._changed:
+            self._free.append(slot)
+
+    def put(self, slot: int, record: Record) -> None:
+        """A slot is filled."""
+        with self._changed:
+            self._sent[slot] = record
+            self._say(w.Put(slot, record))
+
+    def flush(self, limit_s: float) -> None:
+        """Wait until all that was put is in storage.  Deadline; the writer's error."""
+        with self._changed:
+            if self._line is None:
+                return
+            self._say(w.Flush())
+            done = self._changed.wait_for(lambda: not self._sent or self.error, limit_s)
+            if self.error is not None:
+                raise self.error
+            if not done:
+                raise Deadline(f"records were still on their way to storage after {limit_s:g} s")
+
+    def close(self, limit_s: float) -> None:
+        """Write what there is, and end the writer."""
+        try:
+            if self.error is None:
+                self.flush(limit_s)
+        finally:
+            self._closing = True
+            if self._line is not None:
+                with suppress(OSError):
+                    self._line.shutdown(socket.SHUT_RDWR)
+            if self._process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(limit_s)
+            if self.ring is not None:
+                self.ring.close()
+
+    # -- the process ------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        mine, theirs = socket.socketpair()
+        package = str(Path(errors.__file__).resolve().parent.parent)
+        path = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.delta.writer", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        )
+        theirs.close()
+        self._line = mine
+        self._send_order(mine)
+        for slot, record in sorted(self._sent.items(), key=lambda item: item[1].step):
+            w.send(mine, w.Put(slot, record))
+        threading.Thread(
+            target=self._listen, args=(mine,), name="holdfast-log", daemon=True
+        ).start()
+
+    def _send_order(self, line: socket.socket) -> None:
+        assert self._order is not None and self.ring is not None
+        with suppress(OSError):  # whoever listens finds that it is gone
+            w.send(line, self._order, (self.ring.fd,))
+
+    def _say(self, message: object) -> None:
+        assert self._line is not None
+        with suppress(OSError):
+            w.send(self._line, message)
+
+    def _listen(self, line: socket.socket) -> None:
+        while True:
+            try:
+                message, _ = w.receive(line, w.FROM_WRITER)
+            except OSError:
+                message = None
+            with self._changed:
+                if isinstance(message, w.Wrote):
+                    self._wrote(message)
+                elif message is None:
+                    if not self._closing:
+                        self._replace()
+                    return
+                self._changed.notify_all()
+
+    def _wrote(self, message: w.Wrote) -> None:
+        if message.error:
+            kind = getattr(errors, message.kind, AgentError)
+            kind = kind if issubclass(kind, HoldfastError) else AgentError
+            self.error = kind(message.error, step=self._sent[message.slots[0]].step)
+            return
+        self._restarts = 0
+        self.written = message.last
+        for slot in message.slots:
+            self._sent.pop(slot, None)
+            self._free.append(slot)
+        emit(
+            "delta.wrote", step=message.last, bytes=message.bytes, seconds=round(message.seconds, 4)
+        )
+
+    def _replace(self) -> None:
+        """The writer is gone: another one goes on, with all that is not known to be written."""
+        status = self._process.wait() if self._process is not None else 0
+        self._restarts += 1
+        if self._restarts > MAX_RESTARTS:
+            self.error = AgentError(
+                f"the process that writes the log has died {MAX_RESTARTS} times (status {status})"
+            )
+        else:
+            emit("delta.writer_died", status=status)
+            self._start()
+        self._changed.notify_all()

@@ -1,0 +1,215 @@
+"""What a rank's records hold, and where: gradients as the optimizer uses them, and what else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.capture.job import Plan as Placing
+from holdfast.capture.job import new_plan
+from holdfast.codec.digest import hexdigest
+from holdfast.delta.segment import Plan
+from holdfast.errors import UsageError
+from holdfast.format.image import Image, plan_image
+from holdfast.group import Group
+from holdfast.layout import Box, Mesh
+from holdfast.state.agreed import Agreement, describe, merge
+from holdfast.state.live import (
+    Live,
+    State,
+    all_param_names,
+    is_optimizer,
+    is_stateful,
+    named_buffers,
+    named_groups,
+    stages,
+)
+from holdfast.state.snapshot import raw_array
+from holdfast.state.targets import tensors_in
+
+GRAD = "grad"
+"""The state that a gradient counts as: `optim.h.0.weight.grad`."""
+MIN_ROOM = 64 << 10
+SMALL_BYTES = 1 << 20
+
+
+@dataclass
+class Steps:
+    """An optimizer of the state, and its parameters by name."""
+
+    key: str
+    optimizer: Optimizer
+    groups: list[list[tuple[str, torch.Tensor]]]
+
+    @property
+    def params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pairs in self.groups:
+            yield from pairs
+
+
+def optimizers(state: State) -> list[Steps]:
+    """Every optimizer of a state.  UsageError for those of engines, whose gradients are elsewhere."""
+    found = []
+    for key, value in state.items():
+        if not is_optimizer(value):
+            continue
+        if not isinstance(value, Optimizer):
+            raise UsageError(
+                f"delta= does not know the gradients of {key!r}, a {type(value).__name__}",
+                hint="use torch optimizers, or memory= and durable saves alone",
+            )
+        names = {i: n[0] for i, n in all_param_names(state, value, None).items()}
+        groups = [(group, group["params"]) for group in value.param_groups]
+        found.append(Steps(key, value, named_groups(groups, names)))
+    if not found:
+        raise UsageError("delta= needs an optimizer in the state")
+    return found
+
+
+def buffers(state: State) -> dict[str, torch.Tensor]:
+    """Buffers and tensors of the state's own, by name: what steps change besides parameters."""
+    found: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        for module in stages(value) or ():
+            for name, buffer in named_buffers(module):
+                found.setdefault(f"{key}.{name}", buffer)
+        if stages(value) is None and not is_optimizer(value) and not is_stateful(value):
+            for path, tensor in tensors_in(value):
+                found[f"{key}.{path}" if path else key] = tensor
+    return found
+
+
+def small(tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Those that are recorded at every step: batch norm's kernels write to theirs uncounted."""
+    return {n for n, t in tensors.items() if t.numel() * t.element_size() <= SMALL_BYTES}
+
+
+def grad_name(key: str, name: str) -> str:
+    return f"{key}.{name}.{GRAD}"
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a plain tensor or a DTensor, detached."""
+    with torch.no_grad():
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def held(steps: list[Steps], values: dict[str, torch.Tensor]) -> Live:
+    """The tensors of a record; gradients lie as their parameters do."""
+    live = Live()
+    for one in steps:
+        for name, p in one.params:
+            live.add(grad_name(one.key, name), GRAD, p, steady=True)
+    for name, tensor in values.items():
+        live.add(name, "buffer", tensor, steady=False)
+    return live
+
+
+def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement:
+    """What the records of all ranks hold together.  Collective; blocks."""
+
+    def together(answers: list[bytes]) -> bytes:
+        kinds = list(dict.fromkeys(answers))
+        return msgspec.msgpack.encode(merge(kinds, [kinds.index(a) for a in answers], mesh))
+
+    data = group.ask(f"delta/plan/{number}", describe(live), together)
+    return msgspec.msgpack.decode(data, type=Agreement)
+
+
+def plan_of(agreement: Agreement) -> Plan:
+    return Plan(agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases)
+
+
+@dataclass
+class Piece:
+    """A part of a tensor, and where in a record it goes."""
+
+    tensor: torch.Tensor
+    """The parameter, or the value itself."""
+    at: tuple[slice, ...] | None
+    offset: int
+    bytes: int
+
+
+@dataclass
+class Layout:
+    """Where everything lies in this rank's records."""
+
+    image: Image
+    grads: dict[str, list[tuple[str, Piece]]]
+    """By optimizer's key: (parameter's name, piece)."""
+    values: list[tuple[str, Piece]]
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(agreement: Agreement, rank: int, live: Live, steps: list[Steps], room: int) -> Layout:
+        """`room`: bytes for extras."""
+        placing: Placing = new_plan(agreement, hexdigest(b""))
+        pieces = placing.placement.pieces(rank)
+        image = plan_image(agreement.tensors, pieces, extras_bytes=room)
+        owner = {
+            grad_name(one.key, name): (one.key, name, p) for one in steps for name, p in one.params
+        }
+        layout = Layout(image, {one.key: [] for one in steps}, [])
+        columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
+        for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
+            entry = agreement.tensors[index]
+            n = len(entry.shape)
+            box, part = Box(tuple(start[:n]), tuple(stop[:n])), live.tensors[entry.name].placed
+            at = box.within(part.box.start) if n else None
+            where = image.data_start + offset
+            if entry.name in owner:
+                key, name, p = owner[entry.name]
+                layout.grads[key].append((name, Piece(p, at, where, size)))
+            else:
+                source = live.tensors[entry.name].source
+                layout.values.append((entry.name, Piece(source, at, where, size)))
+        return layout
+
+
+def put(memory: memoryview, piece: Piece, tensor: torch.Tensor) -> None:
+    """Copy a piece's part of `tensor` into a record.  Device copies are given to the current stream."""
+    source = local_of(tensor)
+    if piece.at is not None:
+        source = source[piece.at]
+    into = memory[piece.offset : piece.offset + piece.bytes]
+    if source.device.type == "cpu":
+        raw = raw_array(source)
+        np.copyto(np.frombuffer(into, raw.dtype).reshape(raw.shape), raw)
+    else:
+        flat = torch.frombuffer(into, dtype=torch.uint8).view(source.dtype)
+        flat.view(source.shape).copy_(source, non_blocking=True)
+
+
+def check_grad(name: str, p: torch.Tensor) -> None:
+    """UsageError for a gradient that does not lie as its parameter."""
+    grad = p.grad
+    assert grad is not None
+    if grad.dtype != p.dtype or grad.layout != torch.strided or grad.shape != p.shape:
+        raise UsageError(
+            f"{name}: a gradient of {grad.dtype} {tuple(grad.shape)} {grad.layout} for a parameter of "
+            f"{p.dtype} {tuple(p.shape)} cannot be recorded",
+            hint="dense gradients of the parameters' own dtype can",
+        )
+
+
+def only_reads(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is known to leave gradients as they are: torch's do, unless a fused
+    kernel unscales them."""
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    return is_torchs and getattr(optimizer, "grad_scale", None) is None
+
+
+def missing_of(one: Steps) -> tuple[str, ...]:
+    return tuple(name for name, p in one.params if p.grad is None)
+
+
+def encode_extras(extras: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(extras)

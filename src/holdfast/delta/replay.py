@@ -1,0 +1,262 @@
+"""Replay: from a restored state through the records to the newest step, by the real optimizers.
+
+Each record is read and verified whole before any of it is applied, so a record that proves damaged ends
+the replay exactly at the step before.  The next record is read while one is applied.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.rows import Want
+from holdfast.checkpoint.sharing import read_together
+from holdfast.delta.log import Found, Log, Step, read_headers, segments
+from holdfast.delta.recording import GRAD, Steps, buffers, grad_name, held, local_of, optimizers
+from holdfast.delta.writers import await_others
+from holdfast.errors import Corrupt, FormatError, NotFound, NotRecoverable, StateMismatch
+from holdfast.events import emit, span
+from holdfast.format import extras as tree
+from holdfast.group import Group
+from holdfast.state.compare import Problems, judge_together
+from holdfast.state.live import Live, State, outline_tensor
+from holdfast.state.protocol import Ready, merge_extras, sort_extras
+from holdfast.state.putback import Extras, put_groups
+from holdfast.state.restore import alike
+from holdfast.state.targets import Options, is_known, target_of
+from holdfast.store import Store
+
+PASSED_OVER = (Corrupt, FormatError, NotFound)
+ELEMENTWISE = frozenset(
+    [
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    ]
+)
+"""Optimizers that treat each element by itself, so that cuts do not matter."""
+
+
+def survey(store: Store, group: Group, since: int) -> Log:
+    """What records there are after step `since`, when the writers of dead processes are done.
+
+    Each rank reads its part of the headers.  Collective.
+    """
+    with alike(group, since):
+        await_others(store)
+    keys = msgspec.json.decode(
+        group.from_rank0(lambda: msgspec.json.encode(segments(store, since))), type=list[str]
+    )
+    mine = read_headers(store, keys[group.rank :: group.size])
+    told = group.share(msgspec.msgpack.encode(mine))
+    return Log(store, [f for data in told for f in msgspec.msgpack.decode(data, type=list[Found])])
+
+
+class Gradients:
+    """Memory for the gradients of one record, cut as the parameters are."""
+
+    def __init__(self, steps: list[Steps]) -> None:
+        self.of: dict[str, torch.Tensor] = {}
+        for one in steps:
+            for name, p in one.params:
+                with torch.no_grad():
+                    self.of[grad_name(one.key, name)] = torch.empty_like(p, requires_grad=False)
+
+
+@dataclass
+class Replay:
+    """A walk from a restored state along its records.  Collective; all ranks do the same."""
+
+    log: Log
+    group: Group
+    state: State
+    options: Options
+
+    def run(self, steps: list[Step]) -> Step | None:
+        """Apply as many as prove sound; the last of them, with its extras put back.  None if none does."""
+        self.steps = optimizers(self.state)
+        self.values = buffers(self.state)
+        self.live = held(self.steps, self.values)
+        self.resized = self._is_resized(steps[0])
+        sets = [Gradients(self.steps), Gradients(self.steps)]
+        last: Step | None = None
+        with ThreadPoolExecutor(1, "holdfast-replay") as ahead, span("replay") as fields:
+            reading = ahead.submit(self._read, steps[0], sets[0])
+            for number, step in enumerate(steps):
+                try:
+                    reading.result()
+                except PASSED_OVER as error:
+                    emit("replay.ended", step=step.step, error=str(error))
+                    break
+                if number + 1 < len(steps):
+                    reading = ahead.submit(self._read, steps[number + 1], sets[(number + 1) % 2])
+                self._apply(step, sets[number % 2])
+                last = step
+            fields["steps"] = 0 if last is None else steps.index(last) + 1
+        for one in self.steps:
+            for _, p in one.params:
+                p.grad = None
+        if last is not None:
+            self._put_values(steps[: steps.index(last) + 1])
+            self._put_rest(last)
+        return last
+
+    def _is_resized(self, step: Step) -> bool:
+        """Whether the records were made on another layout.  UsageError if that cannot be replayed."""
+        checkpoint = self.log.open(step, {}, {})
+        lenient = _lenient(self.options)
+        resized = judge_together(checkpoint, self.live, Problems(), None, self.group, lenient)
+        whole = [o.key for o in self.steps if type(o.optimizer).__name__ not in ELEMENTWISE]
+        if resized and whole:
+            raise NotRecoverable(
+                f"{whole[0]!r} looks at whole tensors, so its records of "
+                f"[{checkpoint.manifest.layout}] cannot be replayed on another layout",
+                hint="restart on that layout once and save durably; then change it",
+            )
+        return resized
+
+    def _read(self, step: Step, into: Gradients) -> None:
+        """The gradients of a record, and the buffers that it changed.  Collective."""
+        error: Exception | None = None
+        wants: list[Want] = []
+        checkpoint = None
+        try:
+            checkpoint = self.log.open(step, {}, {})
+            for one in self.steps:
+                if one.key not in step.applied():
+                    continue
+                given = step.with_gradient(one.key)
+                for name, _ in one.params:
+                    full = grad_name(one.key, name)
+                    if name in given:
+                        wants += self._wants(checkpoint, full, into.of[full])
+        except Exception as failed:
+            error = failed
+        self._alike(error, step)
+        assert checkpoint is not None
+        read_together(checkpoint.files, wants, self.group if self.group.size > 1 else None)
+
+    def _alike(self, error: Exception | None, step: Step) -> None:
+        with alike(self.group, step.step):
+            if error is not None:
+                raise error
+
+    def _wants(self, checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> list[Want]:
+        if not is_known(checkpoint, name):
+            raise StateMismatch(
+                f"the log has no gradient of {name.removesuffix('.' + GRAD)!r}", (name,)
+            )
+        placed = self.live.tensors[name].placed
+        index = checkpoint.index(name)
+        entry = checkpoint.manifest.tensors[index]
+        if not placed.box.size:
+            return []
+        return [Want(index, placed.box, target_of(local_of(tensor), entry.dtype))]
+
+    def _apply(self, step: Step, grads: Gradients) -> None:
+        applied = step.applied()
+        for one in self.steps:
+            ranks = applied.get(one.key)
+            if ranks is None:
+                continue
+            given = step.with_gradient(one.key)
+            for name, p in one.params:
+                p.grad = grads.of[grad_name(one.key, name)] if name in given else None
+            versions = [_tree(step.groups(one.key, r), a.hyper) for r, a in ranks.items()]
+            merged = merge_extras(one.key, versions)
+            groups = [(g, g["params"]) for g in one.optimizer.param_groups]
+            put_groups(one.key, groups, merged, one.groups, _decode)
+            first = next(iter(ranks.values()))
+            with _amp(one.optimizer, first.found_inf, first.grad_scale):
+                one.optimizer.step()
+
+    def _put_values(self, steps: list[Step]) -> None:
+        """Buffers as they were after the last of these steps: from the record that changed them last."""
+        left = set(self.values)
+        for step in reversed(steps):
+            checkpoint = self.log.open(step, {}, {})
+            same = set.intersection(*(set(r.unchanged) for _, r in step.records.values()))
+            here = sorted(n for n in left - same if is_known(checkpoint, n))
+            wants = [w for n in here for w in self._wants(checkpoint, n, self.values[n])]
+            if self.group.any(bool(wants)):
+                read_together(checkpoint.files, wants, self.group if self.group.size > 1 else None)
+            left -= set(here)
+
+    def _put_rest(self, step: Step) -> None:
+        """Buffers and extras as they were after the step."""
+        extras, per_rank = self._extras(step)
+        checkpoint = self.log.open(step, extras, per_rank)
+        live = Live(keys=set(self.state))
+        plan = Extras(checkpoint, self.state, live, self.group, _lenient(self.options))
+        plan.resized = self.resized
+        with alike(self.group, step.step):
+            plan.check_rules()
+        read_together(checkpoint.files, plan.wants, self.group if self.group.size > 1 else None)
+        with alike(self.group, step.step):
+            plan.put()
+
+    def _extras(self, step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What all ranks share and which keys are each rank's own, as a full save would have it."""
+        ready = [
+            Ready(step.step, False, "", "", record.notes)
+            for _, (_, record) in sorted(step.records.items())
+        ]
+        per_rank, send = sort_extras(ready)
+        raw = self.log.open(step, {}, {})
+        extras = {k: v for k, v in raw.rank_extras(0).items() if k not in per_rank}
+        for key, ranks in send.items():
+            versions = [extras[key]] if key in extras else []
+            versions += [raw.rank_extras(r)[key] for r in ranks if r != 0]
+            extras[key] = merge_extras(key, versions)
+        return extras, per_rank
+
+
+def _lenient(options: Options) -> Options:
+    """A record holds gradients, and no parameters."""
+    return Options(strict=False, on_resize=options.on_resize, mesh=options.mesh)
+
+
+def _tree(groups: tuple[tuple[str, ...], ...], hyper: tuple[Any, ...]) -> Any:
+    body = [{"params": list(names), "hyper": h} for names, h in zip(groups, hyper)]
+    return {"$optimizer": {"groups": body, "state": {}}}
+
+
+def _decode(value: Any) -> Any:
+    def on_other(tag: str, body: Any) -> Any:
+        if tag == "$tensor":
+            return outline_tensor(body)
+        raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+    return tree.decode(value, on_other)
+
+
+class _amp:  # noqa: N801
+    """What a GradScaler leaves with an optimizer for its kernel."""
+
+    def __init__(self, optimizer: Any, found_inf: float | None, grad_scale: float | None) -> None:
+        self._optimizer = optimizer
+        self._values = {"found_inf": found_inf, "grad_scale": grad_scale}
+
+    def __enter__(self) -> None:
+        for name, value in self._values.items():
+            if value is not None:
+                device = self._optimizer.param_groups[0]["params"][0].device
+                setattr(self._optimizer, name, torch.tensor(value, device=device))
+
+    def __exit__(self, *_: Any) -> None:
+        for name, value in self._values.items():
+            if value is not None:
+                delattr(self._optimizer, name)

@@ -1,0 +1,166 @@
+"""Segments: files of records, one per rank and batch of steps.  Torch-free.
+
+```
+log/0000000003/plan-<digest>.json                     how all ranks' records of run 3 are laid out
+log/0000000003/0000000017-0000000024/r00002.log       records of steps 17 to 24 of rank 2
+```
+A segment appears whole or not at all.  Its header says of every record where it lies and which state it
+follows; the record itself is an image (`holdfast.format.image`) whose tensors are gradients.
+
+```
+0       8        16        24       data        data + record.at
+| magic | length | digest | header | ...       | image of a record | ...
+```
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, digest, hexdigest
+from holdfast.errors import Corrupt, FormatError, UnsupportedVersion
+from holdfast.format.image import ALIGN
+from holdfast.format.manifest import ShardingEntry, TensorEntry
+from holdfast.store import Reader, Store
+
+VERSION = 1
+MAGIC = b"HFLOG\r\n" + bytes([VERSION])
+HEAD_BYTES = 24
+MAX_HEADER_BYTES = 1 << 30
+
+_SEGMENT = re.compile(r"log/(\d{10})/(\d{10})-(\d{10})/r(\d{5,})\.log")
+
+Identity = tuple[int, int]
+"""Of a state: the run that reached it, and its step."""
+
+
+class Applied(msgspec.Struct, frozen=True):
+    """One call of an optimizer's step."""
+
+    key: str
+    hyper: tuple[Any, ...]
+    """Of each parameter group, encoded as extras are."""
+    missing: tuple[str, ...] = ()
+    """Parameters without a gradient."""
+    found_inf: float | None = None
+    grad_scale: float | None = None
+    """What a GradScaler left to the optimizer's own kernel."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One step of one rank."""
+
+    step: int
+    parent: Identity
+    """The state that it leads on from."""
+    bytes: int
+    data: int
+    extras: int
+    table: int
+    applied: tuple[Applied, ...]
+    unchanged: tuple[str, ...] = ()
+    """Tensors that are as they were."""
+    notes: dict[str, tuple[str, str]] = {}
+    """Of each of its extras the digest and the rule."""
+    at: int = 0
+    digest: str = ""
+    """Of its digest table."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a segment says of itself."""
+
+    run: int
+    rank: int
+    world: int
+    plan: str
+    groups: dict[str, tuple[tuple[str, ...], ...]]
+    """By optimizer the parameters of each of its groups on this rank."""
+    records: tuple[Record, ...] = ()
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What the records of all ranks hold: a manifest's part that does not change from step to step."""
+
+    mesh: tuple[tuple[str, int], ...]
+    shardings: tuple[ShardingEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: dict[str, str]
+    chunk_bytes: int = CHUNK_BYTES
+    algorithm: str = ALGORITHM
+    version: int = VERSION
+
+
+def segment_key(run: int, first: int, last: int, rank: int) -> str:
+    return f"log/{run:010d}/{first:010d}-{last:010d}/r{rank:05d}.log"
+
+
+def parse_key(key: str) -> tuple[int, int, int, int] | None:
+    """(run, first step, last step, rank)."""
+    match = _SEGMENT.fullmatch(key)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]), int(match[4]))
+
+
+def plan_key(run: int, name: str) -> str:
+    return f"log/{run:010d}/plan-{name}.json"
+
+
+def put_plan(store: Store, run: int, plan: Plan) -> str:
+    """Store a plan under the digest of its bytes; returns that."""
+    data = msgspec.json.encode(plan)
+    name = hexdigest(data)
+    store.put(plan_key(run, name), data)
+    return name
+
+
+def read_plan(store: Store, run: int, name: str) -> Plan:
+    """Verified.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
+    key = plan_key(run, name)
+    data = store.get(key)
+    if (found := hexdigest(data)) != name:
+        raise Corrupt("a plan differs from what was written", key=key, expected=name, found=found)
+    try:
+        plan = msgspec.json.decode(data, type=Plan)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"malformed plan: {error}", key=key) from None
+    if plan.version > VERSION:
+        raise UnsupportedVersion(f"log of version {plan.version}", key=key)
+    return plan
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def encode_header(header: Header) -> bytes:
+    """The bytes before a segment's first record, padded to `ALIGN`."""
+    body = msgspec.json.encode(header)
+    head = MAGIC + len(body).to_bytes(8, "little") + digest(body).to_bytes(8, "little") + body
+    return head.ljust(aligned(len(head)), b"\0")
+
+
+def read_header(reader: Reader, key: str) -> tuple[Header, int]:
+    """A segment's header, and where its records begin.  Corrupt, FormatError, UnsupportedVersion."""
+    head = bytearray(HEAD_BYTES)
+    reader.read(0, memoryview(head))
+    if head[:7] != MAGIC[:7]:
+        raise FormatError("not a segment of a log", key=key)
+    if head[7] > VERSION:
+        raise UnsupportedVersion(
+            f"log of version {head[7]}; this holdfast reads {VERSION}", key=key
+        )
+    size = int.from_bytes(head[8:16], "little")
+    if size > MAX_HEADER_BYTES:
+        raise FormatError(f"a header of {size} bytes", key=key)
+    body = bytearray(size)
+    reader.read(HEAD_BYTES, memoryview(body))
+    if digest(body) != int.from_bytes(head[16:24], "little"):
+        raise Corrupt("its header differs from what was written", key=key, start=0, stop=size)
+    try:
+        header = msgspec.json.decode(body, type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"malformed header: {error}", key=key) from None
+    return header, aligned(HEAD_BYTES + size)

@@ -1,0 +1,363 @@
+"""The differential tier's side in a training process: hooks on the optimizers, and a record per step.
+
+A record is made in two parts.  When an optimizer's step begins, its gradients are final, and only the
+optimizer reads them until it ends: a thread copies them into the ring in that time.  At
+`Checkpointer.step` follow the rest of what the step changed (buffers, extras), and the record goes to the
+writer.  No rank waits for another, except when all plan together what their records hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.capture import Save
+from holdfast.codec.digest import hexdigest
+from holdfast.delta.options import Delta
+from holdfast.delta.queue import Queue
+from holdfast.delta.recording import (
+    MIN_ROOM,
+    Layout,
+    agree,
+    buffers,
+    check_grad,
+    encode_extras,
+    held,
+    missing_of,
+    only_reads,
+    optimizers,
+    plan_of,
+    put,
+    small,
+)
+from holdfast.delta.ring import Ring
+from holdfast.delta.segment import Applied, Header, Identity, Record, aligned, put_plan
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.events import emit, span
+from holdfast.group import Group
+from holdfast.layout import Mesh
+from holdfast.state.live import Live, State
+from holdfast.state.rest import collect_rest, encoded_hyper
+from holdfast.store import Store
+
+
+@dataclass
+class Open:
+    """The record that is being made."""
+
+    slot: int
+    memory: memoryview
+    applied: list[Applied] = field(default_factory=list)
+    copying: list[Future[None]] = field(default_factory=list)
+
+
+class DeltaTier:
+    """Records of every step.  All ranks call its methods in the same order."""
+
+    def __init__(
+        self,
+        state: Callable[[], State],
+        group: Group,
+        store: Store,
+        options: Delta,
+        *,
+        run: int,
+        mesh: Mesh | None,
+        on_resize: dict[str, str],
+        deadline_s: float,
+    ) -> None:
+        self.state = state
+        self.group = group
+        self.store = store
+        self.options = options
+        self.run = run
+        self.mesh = mesh
+        self.on_resize = on_resize
+        self.parent: Identity | None = None
+        """The state that the next record leads on from; None until there is one to begin with."""
+        self.paused = False
+        self._base: Save | None = None
+        self._queue = Queue(deadline_s)
+        self._copier = ThreadPoolExecutor(1, "holdfast-delta")
+        self._layout: Layout | None = None
+        self._open: Open | None = None
+        self._planned = 0
+        self._room = MIN_ROOM
+        self._steps = optimizers(state())
+        self._marks = {name: t._version for name, t in buffers(state()).items()}
+        """Version counters of buffers, as they were at the last record."""
+        self._changing: set[str] = set()
+        self._hooks = []
+        for one in self._steps:
+            self._hooks.append(one.optimizer.register_step_pre_hook(self._before(one.key)))
+            self._hooks.append(one.optimizer.register_step_post_hook(self._after))
+
+    # -- training thread --------------------------------------------------------------------------
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether records have nothing to lead on from: a full save of the next step is needed."""
+        if self._base is not None and self._base.done():
+            failed, self._base = self._base.error is not None or self._base.skipped, None
+            if failed:
+                self._break("the save that records lead on from failed")
+        return self.parent is None
+
+    def begin_from(self, identity: Identity, base: Save | None = None) -> None:
+        """The live state is this one, known or being saved; records lead on from it."""
+        self.parent, self._base = identity, base
+        self._mark()
+
+    def adopt(self, run: int) -> None:
+        """Go on as another run."""
+        self.run = run
+        self._layout = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Steps of optimizers in this block are no steps of the training."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def _break(self, why: str) -> None:
+        """Records end here."""
+        emit("delta.broken", why=why)
+        self.parent = None
+
+    def _before(self, key: str) -> Callable[..., None]:
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.parent is None or self.paused:
+                return
+            closure = (
+                args[1] if len(args) > 1 else kwargs.get("closure")
+            )  # torch hands over self, too
+            if closure is not None:
+                raise UsageError(
+                    "delta= cannot record an optimizer that is given a closure",
+                    hint="call step() without one; LBFGS cannot be recorded",
+                )
+            self._begin(key)
+
+        return hook
+
+    def _begin(self, key: str) -> None:
+        """The gradients are final: copy them while the optimizer reads them."""
+        record = self._opened()
+        if record is None:
+            return
+        one = next(one for one in self._steps if one.key == key)
+        if any(a.key == one.key for a in record.applied):
+            raise UsageError(
+                f"{one.key!r} has made two steps between two calls of Checkpointer.step()",
+                hint="call it after each optimizer step",
+            )
+        for name, p in one.params:
+            if p.grad is not None:
+                check_grad(name, p)
+        scale = [_number(getattr(one.optimizer, n, None)) for n in ("found_inf", "grad_scale")]
+        hyper = tuple(encoded_hyper(one.key, g) for g in one.optimizer.param_groups)
+        record.applied.append(Applied(one.key, hyper, missing_of(one), *scale))
+        assert self._layout is not None
+        pieces = [
+            (piece, piece.tensor.grad)
+            for _, piece in self._layout.grads[one.key]
+            if piece.tensor.grad is not None
+        ]
+        ready = _event(pieces[0][1].device) if pieces else None
+        record.copying.append(self._copier.submit(_copy, record.memory, pieces, ready))
+        if not only_reads(one.optimizer):
+            self._after()
+
+    def _after(self, *_: Any) -> None:
+        """The gradients may be changed as soon as they are copied."""
+        if self._open is not None:
+            for copying in self._open.copying:
+                copying.result()
+
+    def _opened(self) -> Open | None:
+        """The record under way; a new one if there is none.  Blocks while the queue is full."""
+        if self._open is not None:
+            return self._open
+        if self._layout is None or self._is_stale():
+            self._plan()
+        slot = self._queue.take(wait=self.options.when_full == "wait")
+        if slot is None:
+            if self._queue.error is not None:
+                self._break(str(self._queue.error))
+                raise self._queue.error
+            self._break("storage is too slow")
+            return None
+        assert self._queue.ring is not None
+        self._open = Open(slot, self._queue.ring.slot(slot))
+        return self._open
+
+    def _is_stale(self) -> bool:
+        """Whether an optimizer has other parameters than planned."""
+        return any(
+            [id(p) for g in one.optimizer.param_groups for p in g["params"]]
+            != [id(p) for _, p in one.params]
+            for one in self._steps
+        )
+
+    def _plan(self) -> None:
+        """What records hold from now on.  Collective; blocks."""
+        state = self.state()
+        self._steps = optimizers(state)
+        tensors = buffers(state)
+        self._changing |= small(tensors)
+        values = {n: t for n, t in tensors.items() if n in self._changing}
+        live = held(self._steps, values)
+        self._planned += 1
+        agreement = agree(self.group, live, self.mesh, self._planned)
+        plan = plan_of(agreement)
+        name = hexdigest(msgspec.json.encode(plan))
+        if self.group.rank == 0:
+            put_plan(self.store, self.run, plan)
+        self._layout = Layout.of(agreement, self.group.rank, live, self._steps, self._room)
+        header = Header(self.run, self.group.rank, self.group.size, name, self._groups)
+        size = aligned(self._layout.image.total_bytes)
+        ring = Ring(self.options.slots, size)
+        self._queue.open(self.store.url, header, ring, self.options.batch)
+
+    @property
+    def _groups(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        return {
+            one.key: tuple(tuple(name for name, _ in pairs) for pairs in one.groups)
+            for one in self._steps
+        }
+
+    def record(self, step: int) -> None:
+        """The step is over: what else it changed, and off the record goes.  Returns at once."""
+        if self.parent is None:
+            return
+        with span("delta.call", step=step):
+            state = self.state()
+            rest = collect_rest(state, self._groups, self.on_resize)
+            changed = self._changed(state)
+            if not changed <= self._changing:  # such as the first step of a batch norm
+                self._changing |= changed
+                self._again("buffers change that did not before")
+                return
+            record = self._opened()
+            if record is None:
+                return
+            self._finish(record, step, rest, changed)
+
+    def _again(self, why: str) -> None:
+        """This step's record cannot be: the next ones are planned anew, from a new base."""
+        self._drop_open()
+        self._layout = None
+        self._break(why)
+
+    def _finish(self, record: Open, step: int, rest: Live, changed: set[str]) -> None:
+        layout, parent = self._layout, self.parent
+        assert layout is not None and parent is not None
+        data = encode_extras(rest.extras)
+        if len(data) > layout.image.extras_bytes:
+            self._room = max(self._room, 2 * len(data))
+            self._again(f"extras of {len(data)} bytes")
+            return
+        image = layout.image
+        record.memory[: image.data_start] = image.header
+        record.memory[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
+        for name, piece in layout.values:
+            if name in changed:
+                put(record.memory, piece, piece.tensor)
+        notes = {
+            k: (
+                hexdigest(msgspec.json.encode([v, rest.contents.get(k, [])])),
+                rest.rules.get(k, ""),
+            )
+            for k, v in rest.extras.items()
+        }
+        unchanged = tuple(sorted(self._changing - changed))
+        entry = Record(
+            step, parent, image.total_bytes, image.data_start, image.extras_start, image.table_start,
+            tuple(record.applied), unchanged, notes,
+        )  # fmt: skip
+        self._open, self.parent = None, (self.run, step)
+        self._copier.submit(self._hand_over, record, entry)
+
+    def _hand_over(self, record: Open, entry: Record) -> None:
+        """On the copying thread, behind the copies."""
+        try:
+            for copying in record.copying:
+                copying.result()
+            self._queue.put(record.slot, entry)
+        except BaseException as error:
+            emit("delta.failed", step=entry.step, error=str(error))
+            self._queue.give_back(record.slot)
+
+    def _changed(self, state: State) -> set[str]:
+        """Buffers that were written since the last record, as far as that can be known."""
+        tensors = buffers(state)
+        now = {name: t._version for name, t in tensors.items()}
+        found = {name for name, version in now.items() if self._marks.get(name) != version}
+        self._marks = now
+        return found | small(tensors)
+
+    def _mark(self) -> None:
+        self._marks = {name: t._version for name, t in buffers(self.state()).items()}
+
+    def _drop_open(self) -> None:
+        record, self._open = self._open, None
+        if record is not None:
+            for copying in record.copying:
+                copying.result()
+            self._queue.give_back(record.slot)
+
+    def error(self) -> HoldfastError | None:
+        """Why nothing is recorded any more."""
+        return self._queue.error
+
+    def flush(self, limit_s: float) -> None:
+        """Wait until every record is in storage on this rank."""
+        self._copier.submit(lambda: None).result(limit_s)
+        self._queue.flush(limit_s)
+
+    def close(self, limit_s: float) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._drop_open()
+        try:
+            self._copier.submit(lambda: None).result(limit_s)
+        finally:
+            self._copier.shutdown(wait=False)
+            self._queue.close(limit_s)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _event(device: torch.device) -> torch.Event | None:
+    """After all that the training thread's stream has been given; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def _copy(memory: memoryview, pieces: list[Any], ready: torch.Event | None) -> None:
+    """On the copying thread.  Blocks until all are copied."""
+    if ready is None:
+        for piece, grad in pieces:
+            put(memory, piece, grad)
+        return
+    device = pieces[0][1].device
+    stream = torch.Stream(device)
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream) if device.type == "cuda" else stream:
+        for piece, grad in pieces:
+            put(memory, piece, grad)
+    stream.synchronize()

@@ -1,0 +1,77 @@
+"""What a training process and its writer say to each other: msgpack, each with its length before it."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import msgspec
+
+from holdfast.delta.segment import Header, Record
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """To the writer: what to write where, from which memory.  Records that wait are of the one before."""
+
+    root: str
+    header: Header
+    slots: int
+    slot_bytes: int
+    batch: int
+
+
+class Put(msgspec.Struct, frozen=True, tag=True):
+    """To the writer: a slot holds a record."""
+
+    slot: int
+    record: Record
+
+
+class Flush(msgspec.Struct, frozen=True, tag=True):
+    """To the writer: write what there is, though it is no whole batch; answered with `Flushed`."""
+
+
+class Wrote(msgspec.Struct, frozen=True, tag=True):
+    """From the writer: these slots are free.  `error`: they were not written, and nothing will be."""
+
+    slots: tuple[int, ...]
+    last: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    kind: str = ""
+
+
+class Flushed(msgspec.Struct, frozen=True, tag=True):
+    """From the writer."""
+
+
+TO_WRITER = Open | Put | Flush
+FROM_WRITER = Wrote | Flushed
+
+
+def send(line: socket.socket, message: Any, fds: tuple[int, ...] = ()) -> None:
+    body = msgspec.msgpack.encode(message)
+    head = len(body).to_bytes(8, "little")
+    if fds:
+        socket.send_fds(line, [head], list(fds))
+    else:
+        line.sendall(head)
+    line.sendall(body)
+
+
+def receive(line: socket.socket, kind: Any) -> tuple[Any, int | None]:
+    """A message, and the descriptor that came with it; None when the other end is gone."""
+    head, fds, _, _ = socket.recv_fds(line, 8, 1)
+    while head and len(head) < 8:
+        head += line.recv(8 - len(head))
+    body = bytearray(int.from_bytes(head, "little"))
+    view, at = memoryview(body), 0
+    while head and at < len(body):
+        n = line.recv_into(view[at:])
+        if not n:
+            head = b""
+        at += n
+    if not head:
+        return None, None
+    return msgspec.msgpack.decode(body, type=kind), (fds[0] if fds else None)

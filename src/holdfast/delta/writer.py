@@ -1,0 +1,160 @@
+"""The writer: a process of its own for each rank, which takes records to storage.  Torch-free.
+
+It outlives the training process: what lies in the ring when that dies is written before it ends.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
+from holdfast.delta import words as w
+from holdfast.delta.ring import Ring
+from holdfast.delta.segment import Record, aligned, encode_header, segment_key
+from holdfast.delta.writers import announce, writing_key
+from holdfast.errors import Exists, HoldfastError
+from holdfast.here import yield_to_training
+from holdfast.store import Store, open_store
+from holdfast.store import Writer as File
+
+WRITE_BYTES = 8 << 20
+
+
+class Writer:
+    """Collects records and writes them in batches."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._ring: Ring | None = None
+        self._store: Store | None = None
+        self._batch: list[w.Put] = []
+        self._alone = False
+        """Nobody listens any more."""
+
+    def run(self) -> None:
+        """Until the training process closes its end, or dies."""
+        while True:
+            message, fd = self._next()
+            match message:
+                case w.Open():
+                    self._open(message, fd)
+                case w.Put():
+                    self._batch.append(self._digested(message))
+                    if len(self._batch) >= self._order.batch:
+                        self._write()
+                case w.Flush():
+                    self._write()
+                    self._say(w.Flushed())
+                case None:
+                    self._alone = True
+                    self._write()
+                    self._leave()
+                    return
+
+    def _next(self) -> tuple[object, int | None]:
+        try:
+            return w.receive(self._line, w.TO_WRITER)
+        except OSError:
+            return None, None
+
+    def _open(self, order: w.Open, fd: int | None) -> None:
+        assert fd is not None
+        self._write()
+        if self._ring is not None:
+            self._ring.close()
+        self._order = order
+        self._ring = Ring(order.slots, order.slot_bytes, fd)
+        if self._store is None or self._store.url != order.root:
+            self._store = open_store(order.root)
+        announce(self._store, order.header.run, order.header.rank)
+
+    def _leave(self) -> None:
+        if self._store is not None:
+            header = self._order.header
+            with suppress(HoldfastError):
+                self._store.delete(writing_key(header.run, header.rank))
+
+    def _slot(self, put: w.Put) -> memoryview:
+        assert self._ring is not None
+        return self._ring.slot(put.slot)
+
+    def _digested(self, put: w.Put) -> w.Put:
+        view, record = self._slot(put), put.record
+        digests = np.empty(num_chunks(record.table, CHUNK_BYTES), "<u8")
+        digest_chunks(view[: record.table], digests)
+        view[record.table : record.bytes] = digests.tobytes()
+        done = msgspec.structs.replace(record, digest=hexdigest(digests.tobytes()))
+        return w.Put(put.slot, done)
+
+    def _write(self) -> None:
+        """One segment of what has been collected."""
+        batch, self._batch = self._batch, []
+        if not batch:
+            return
+        began = time.monotonic()
+        slots = tuple(put.slot for put in batch)
+        try:
+            size = self._segment(batch)
+        except Exception as error:
+            text, kind = getattr(error, "message", str(error)), type(error).__name__
+            self._say(w.Wrote(slots, error=text, kind=kind))
+            return
+        took = time.monotonic() - began
+        self._say(w.Wrote(slots, batch[-1].record.step, size, took))
+
+    def _segment(self, batch: list[w.Put]) -> int:
+        at, records = 0, []
+        for put in batch:
+            records.append(msgspec.structs.replace(put.record, at=at))
+            at += aligned(put.record.bytes)
+        header = msgspec.structs.replace(self._order.header, records=tuple(records))
+        head = encode_header(header)
+        key = segment_key(header.run, records[0].step, records[-1].step, header.rank)
+        size = len(head) + at
+        assert self._store is not None
+        file = self._store.create(key, size)
+        try:
+            file.write(0, memoryview(head))
+            for put, record in zip(batch, records):
+                self._image(file, len(head) + record.at, self._slot(put), record)
+            file.finish()
+        except Exists:
+            file.abort()  # a writer before this one wrote it, and died before it said so
+        except BaseException:
+            file.abort()
+            raise
+        return size
+
+    @staticmethod
+    def _image(file: File, at: int, view: memoryview, record: Record) -> None:
+        size = aligned(record.bytes)
+        view[record.bytes : size] = bytes(size - record.bytes)
+        for start in range(0, size, WRITE_BYTES):
+            stop = min(start + WRITE_BYTES, size)
+            file.write(at + start, view[start:stop])
+
+    def _say(self, message: object) -> None:
+        if self._alone:
+            return
+        try:
+            w.send(self._line, message)
+        except OSError:
+            self._alone = True
+
+
+def main() -> int:
+    yield_to_training()
+    Path("/proc/self/comm").write_text("holdfast-writer")
+    Writer(socket.socket(fileno=int(sys.argv[1]))).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Which writers are still at work: what a dead training process left in memory is not in the log yet."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+import msgspec
+
+from holdfast.errors import NotFound
+from holdfast.events import emit, span
+from holdfast.here import fate, place, started
+from holdfast.store import Store
+
+_WRITING = re.compile(r"log/\d{10}/r\d{5,}\.writing")
+POLL_S = 0.02
+WAIT_S = 120.0
+"""For a writer that is alive: storage may be slow."""
+
+
+class Writing(msgspec.Struct, frozen=True):
+    """A writer at work."""
+
+    place: str
+    pid: int
+    started: str
+
+    def is_here(self) -> bool:
+        """Whether it is known to be at work on this host."""
+        return self.place == place() and fate(self.pid, self.started) == "runs"
+
+
+def writing_key(run: int, rank: int) -> str:
+    return f"log/{run:010d}/r{rank:05d}.writing"
+
+
+def announce(store: Store, run: int, rank: int) -> None:
+    """This process begins to write."""
+    me = Writing(place() or "", os.getpid(), started(os.getpid()) or "")
+    store.put(writing_key(run, rank), msgspec.json.encode(me))
+
+
+def await_others(store: Store, limit_s: float = WAIT_S) -> None:
+    """Until no writer of an earlier run is at work on this host.  On other hosts nobody can tell."""
+    until = time.monotonic() + limit_s
+    with span("replay.writers") as fields:
+        for key in store.list("log/"):
+            if _WRITING.fullmatch(key) is None:
+                continue
+            try:
+                one = msgspec.json.decode(store.get(key), type=Writing)
+            except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            fields["waited"] = fields.get("waited", 0) + one.is_here()
+            while one.is_here():
+                if time.monotonic() > until:
+                    emit("replay.not_awaited", key=key, pid=one.pid)
+                    break
+                time.sleep(POLL_S)

@@ -1,0 +1,49 @@
+"""What a step changes besides parameters and optimizer states: the small part of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
+
+from holdfast.state.live import (
+    Live,
+    State,
+    add_extra_states,
+    add_plain,
+    encode,
+    hyper,
+    is_optimizer,
+    stages,
+)
+
+
+def collect_rest(
+    state: State, groups: Mapping[str, Sequence[Sequence[str]]], on_resize: dict[str, str]
+) -> Live:
+    """Extras as `collect` finds them, but with nothing of an optimizer but its hyper-parameters.
+
+    `groups`: by optimizer's key the names of the parameters of each group.  Tensors of the user's own
+    dicts are in `tensors`.
+    """
+    live = Live(keys=set(state), inline_bytes=inf)
+    for key, value in state.items():
+        modules = stages(value)
+        if modules is not None:
+            for module in modules:
+                add_extra_states(live, key, module)
+        elif is_optimizer(value):
+            saved = [
+                {"params": list(names), "hyper": encoded_hyper(key, group)}
+                for group, names in zip(value.param_groups, groups[key])
+            ]
+            live.extras[key] = {"$optimizer": {"groups": saved, "state": {}}}
+            live.rules[key] = "merge"
+        else:
+            add_plain(live, key, value, on_resize)
+    return live
+
+
+def encoded_hyper(key: str, group: dict[str, Any]) -> Any:
+    """A parameter group's hyper-parameters as extras."""
+    return encode(Live(), key, hyper(group), inline=True)

@@ -1,0 +1,92 @@
+"""Real trainings under gloo that are killed and taken up from their records, on this layout and others."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.memory.node import words as w
+from holdfast.memory.node.client import Client
+from memory.agents import await_gone, kill, pid_of
+from memory.zygote import Lives, Told
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+KILLED = -9
+FSDP = {"layout": "fsdp", "memory": None, "delta": {}}
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    lives = Lives(tmp_path_factory.mktemp("lives"))
+    yield lives
+    lives.close()
+
+
+@pytest.fixture
+def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
+    zygote.place = tmp_path
+    yield zygote
+    until = time.monotonic() + 20
+    while list(tmp_path.glob("root/log/*/*.writing")):  # writers end by themselves
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def check(lives: Lives, told: list[Told], step: int, digests: dict[int, str]) -> None:
+    for one in told:
+        assert one.lines, lives.errors()
+        assert (one.restored, one.start) == (step, digests[step]), lives.errors()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp", "tp"])
+def test_all_processes_are_killed(lives: Lives, layout: str) -> None:
+    """They go on from the record of their last step, as the uninterrupted training does."""
+    script = {"layout": layout, "memory": None, "delta": {}}
+    reference = lives.live(nodes=[0] * 4, until=8, layout=layout, reference=True)[0].digests
+    told = lives.live(nodes=[0] * 4, until=5, die=True, **script)
+    assert [t.status for t in told] == [KILLED] * 4, lives.errors()
+    again = lives.live(nodes=[0] * 4, until=8, **script)
+    check(lives, again, 5, reference)
+    assert again[0].digests == {s: reference[s] for s in (6, 7, 8)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_another_number_of_ranks(lives: Lives, ranks: int) -> None:
+    """An optimizer that is element-wise replays the records of other ranks on any layout."""
+    told = lives.live(nodes=[0] * 4, until=5, die=True, **FSDP)
+    assert told[0].digests.keys() == {1, 2, 3, 4, 5}, lives.errors()
+    again = lives.live(nodes=[0] * ranks, until=7, **FSDP)
+    check(lives, again, 5, told[0].digests)
+    whole = lives.live(nodes=[0] * 4, until=8, **FSDP)
+    check(lives, whole, 7, again[0].digests)
+
+
+def test_one_rank_is_killed_before_its_record(lives: Lives) -> None:
+    """What one rank alone recorded is not taken."""
+    told = lives.live(nodes=[0] * 2, until=9, kill=[1], kill_at=6, **FSDP)
+    assert told[1].status == KILLED, lives.errors()
+    again = lives.live(nodes=[0] * 2, until=9, **FSDP)
+    check(lives, again, 5, told[0].digests)
+
+
+def test_memory_and_records(lives: Lives) -> None:
+    """From the newest snapshot in memory, by the records after it."""
+    script = {"layout": "fsdp", "memory": 4, "delta": {}, "options": {"redundancy": "none"}}
+    told = lives.live(nodes=[0, 1], until=7, die=True, **script)
+    again = lives.live(nodes=[0, 1], until=8, **script)
+    check(lives, again, 7, told[0].digests)
+    assert all(one.moved.get("memory.local.bytes") for one in again)
+    for n in (0, 1):
+        kill(lives.node(n))
+        shutil.rmtree(lives.node(n))
+    last = lives.live(nodes=[0, 1], until=8, **script)
+    check(lives, last, 8, again[0].digests)  # from the first step's full save, by all records
+    for n in (0, 1):
+        client = Client(lives.node(n), deadline_s=30.0)
+        client.ask(w.Stop(free=True))
+        await_gone(pid_of(lives.node(n)))

@@ -1,0 +1,413 @@
+"""A training that is taken up from its records equals the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import holdfast
+from holdfast.errors import UsageError
+
+STEPS = 9
+BASE = 4
+"""The last full save before the end."""
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """In memory: it is about values, not about disks."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-") as folder:
+        yield Path(folder)
+
+
+class Net(nn.Module):
+    """A bit of everything: batch norm, a frozen parameter, one without gradient, one now and then."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.frozen = nn.Linear(16, 16)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 2, bias=False)
+        self.register_buffer("large", torch.zeros(600, 600))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        y = self.frozen(torch.relu(self.norm(self.first(x))))
+        if step % 3 == 0:
+            y = y + self.sometimes(y)
+        if step == 6:
+            self.large[step] += 1
+        return self.last(torch.dropout(y, 0.2, self.training))
+
+
+class Run:
+    """A training; `self.state` is all that must come back."""
+
+    def __init__(self, make: Make, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(3)
+        self.model = Net(dtype)
+        self.optim = make(list(self.model.parameters()))
+        self.sched = lr_scheduler.ExponentialLR(self.optim, 0.8)
+        self.told: dict[str, Any] = {"seen": 0, "mean": torch.zeros(3)}
+        self.dtype = dtype
+        self.accumulate, self.clip = 1, 0.3
+        self.in_place = True
+        """Gradients stay and are zeroed, at every other step; what is left of them no checkpoint has."""
+        self.state = {
+            "model": self.model,
+            "optim": self.optim,
+            "sched": self.sched,
+            "told": self.told,
+        }
+        torch.manual_seed(17)
+
+    def step(self, number: int) -> None:
+        self.optim.zero_grad(set_to_none=not self.in_place or number % 2 == 0)
+        for _ in range(self.accumulate):
+            x = torch.randn(8, 6).to(self.dtype)
+            self.model(x, number).square().mean().backward()
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optim.step()
+        self.sched.step()
+        self.told["seen"] += 8
+        self.told["mean"] += x.float().mean()
+
+    def everything(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            f"model.{k}": v.clone() for k, v in self.model.state_dict().items()
+        }
+        for name, p in self.model.named_parameters():
+            for key, value in self.optim.state.get(p, {}).items():
+                found[f"optim.{name}.{key}"] = copy.deepcopy(value)
+        found |= {
+            "groups": [
+                {k: v for k, v in g.items() if k != "params"} for g in self.optim.param_groups
+            ]
+        }
+        found |= {"sched": self.sched.state_dict(), "told": copy.deepcopy(self.told)}
+        return found | {"rng": torch.get_rng_state()}
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def check_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    assert [k for k in a if not equal(a[k], b[k])] == []
+
+
+def checkpointer(root: Path, run: Run, **options: Any) -> holdfast.Checkpointer:
+    return holdfast.Checkpointer(
+        root,
+        run.state,
+        every=holdfast.Every(durable=BASE, delta=1),
+        delta=holdfast.Delta(**options),
+        on_error="raise",
+    )
+
+
+def recorded(
+    root: Path, new: Callable[[], Run], until: int = STEPS, **options: Any
+) -> dict[str, Any]:
+    """Train with records; everything after the last step."""
+    run = new()
+    with checkpointer(root, run, **options) as ckpt:
+        assert ckpt.restore() == 0
+        for number in range(1, until + 1):
+            run.step(number)
+            ckpt.step(number)
+        return run.everything()
+
+
+def forget(root: Path, step: int) -> None:
+    """As if a full save had not been made."""
+    for file in (root / "steps" / f"{step:010d}").rglob("manifest.json"):
+        file.unlink()
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw-loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw-tensor-lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "adamw-two-groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:3], "weight_decay": 0.0}, {"params": p[3:], "lr": 0.02}], lr=0.01
+    ),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+}
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS["muon"] = lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.02)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(root: Path, name: str) -> None:
+    def new() -> Run:
+        return Run(OPTIMIZERS[name])
+
+    at_the_end = recorded(root, new)
+    forget(root, 8)  # so that steps 5 to 9 are replayed
+    run = new()
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+        assert all(p.grad is None for p in run.model.parameters())
+    plain = new()
+    for number in range(1, STEPS + 1):
+        plain.step(number)
+    check_equal(plain.everything(), at_the_end)
+
+
+def test_bfloat16(root: Path) -> None:
+    def new() -> Run:
+        return Run(OPTIMIZERS["adamw"], torch.bfloat16)
+
+    at_the_end = recorded(root, new)
+    forget(root, 8)
+    run = new()
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
+def test_accumulated_gradients(root: Path) -> None:
+    def new() -> Run:
+        run = Run(OPTIMIZERS["momentum"])
+        run.accumulate = 3
+        return run
+
+    at_the_end = recorded(root, new)
+    run = new()
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
+def test_it_goes_on_from_there(root: Path) -> None:
+    """Over several restarts, each of which leads on from what the one before replayed."""
+
+    def new() -> Run:
+        run = Run(OPTIMIZERS["adamw"])
+        run.in_place = False
+        return run
+
+    plain = new()
+    for number in range(1, 16):
+        plain.step(number)
+    recorded(root, new, 3)
+    for until in (6, 7, 11, 15):
+        run = new()
+        with checkpointer(root, run) as ckpt:
+            step = ckpt.restore()
+            while step < until:
+                step += 1
+                run.step(step)
+                ckpt.step(step)
+        assert step == until
+    check_equal(run.everything(), plain.everything())
+
+
+def test_any_recorded_step_can_be_restored(root: Path) -> None:
+    def new() -> Run:
+        return Run(OPTIMIZERS["adam"])
+
+    recorded(root, new)
+    for step in (5, 7, 4, 6):
+        plain, run = new(), new()
+        for number in range(1, step + 1):
+            plain.step(number)
+        expected = plain.everything()
+        with checkpointer(root, run) as ckpt:
+            assert ckpt.restore(step) == step
+            check_equal(run.everything(), expected)
+
+
+def test_several_optimizers(root: Path) -> None:
+    """One of them steps now and then only."""
+
+    class Two(Run):
+        def __init__(self) -> None:
+            super().__init__(lambda p: torch.optim.SGD(p[:2], lr=0.1, momentum=0.9))
+            self.other = torch.optim.AdamW(list(self.model.parameters())[2:], lr=0.01)
+            self.state["other"] = self.other
+
+        def step(self, number: int) -> None:
+            super().step(number)
+            if number % 2:
+                self.other.step()
+                self.other.zero_grad()
+
+        def everything(self) -> dict[str, Any]:
+            states = [self.other.state.get(p, {}) for p in self.model.parameters()]
+            return super().everything() | {"other": copy.deepcopy(states)}
+
+    at_the_end = recorded(root, Two)
+    forget(root, 8)
+    run = Two()
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_scaler_skips(root: Path, fused: bool) -> None:
+    class Scaled(Run):
+        def __init__(self) -> None:
+            super().__init__(lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused))
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+            self.state["scaler"] = self.scaler
+
+        def step(self, number: int) -> None:
+            self.optim.zero_grad()
+            loss = self.model(torch.randn(8, 6), number).square().mean()
+            if number in (6, 7):
+                loss = loss * float("inf")
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optim)
+            self.scaler.update()
+
+        def everything(self) -> dict[str, Any]:
+            return super().everything() | {"scaler": self.scaler.state_dict()}
+
+    at_the_end = recorded(root, Scaled)
+    forget(root, 8)
+    run = Scaled()
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
+@pytest.mark.parametrize("options", [{"batch": 3}, {"batch": 4, "queue": 1}, {"queue": 1}])
+def test_batches(root: Path, options: dict[str, int]) -> None:
+    def new() -> Run:
+        return Run(OPTIMIZERS["adamw"])
+
+    at_the_end = recorded(root, new, **options)
+    forget(root, 8)
+    run = new()
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
+def test_records_that_no_step_needs_are_deleted(root: Path) -> None:
+    def new() -> Run:
+        return Run(OPTIMIZERS["sgd"])
+
+    run = new()
+    with holdfast.Checkpointer(
+        root,
+        run.state,
+        every=holdfast.Every(durable=BASE, delta=1),
+        delta=holdfast.Delta(),
+        keep=holdfast.Keep(last=1),
+    ) as ckpt:
+        for number in range(1, 11):
+            run.step(number)
+            ckpt.step(number)
+            ckpt.wait()
+    assert holdfast.steps(str(root)) == [8]
+    kept = sorted(int(f.name.split("-")[0]) for f in (root / "log").glob("*/0*-*"))
+    assert kept == [9, 10]
+
+
+def test_a_parameter_group_that_is_added(root: Path) -> None:
+    """What records hold is planned anew."""
+
+    class Growing(Run):
+        def __init__(self) -> None:
+            super().__init__(lambda p: torch.optim.AdamW(p[:4], lr=0.01))
+
+        def step(self, number: int) -> None:
+            if number == 6:
+                self.optim.add_param_group(
+                    {"params": list(self.model.parameters())[4:], "lr": 0.02}
+                )
+            super().step(number)
+
+    at_the_end = recorded(root, Growing)
+    run = Growing()
+    run.optim.add_param_group({"params": list(run.model.parameters())[4:], "lr": 0.02})
+    run.sched.base_lrs.append(0.02)
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def refused(root: Path, step: Callable[[Run], None], make: Make = OPTIMIZERS["sgd"]) -> str:
+    run = Run(make)
+    with checkpointer(root, run) as ckpt:
+        run.step(1)
+        ckpt.step(1)
+        with pytest.raises(UsageError) as caught:
+            step(run)
+    return str(caught.value)
+
+
+def test_a_closure_is_refused(root: Path) -> None:
+    def step(run: Run) -> None:
+        run.optim.step(lambda: torch.tensor(1.0))
+
+    assert "closure" in refused(root, step)
+
+
+def test_two_steps_for_one_record_are_refused(root: Path) -> None:
+    def step(run: Run) -> None:
+        run.step(2)
+        run.step(2)
+
+    assert "two steps between two calls" in refused(root, step)
+
+
+def test_sparse_gradients_are_refused(root: Path) -> None:
+    def step(run: Run) -> None:
+        p = run.model.first.weight
+        p.grad = torch.ones_like(p).to_sparse()
+        run.optim.step()
+
+    assert "first.weight: a gradient of torch.float32 (16, 6) torch.sparse_coo" in refused(
+        root, step
+    )
+
+
+def test_what_is_asked_for_must_be_there(root: Path) -> None:
+    run = Run(OPTIMIZERS["sgd"])
+    with pytest.raises(UsageError, match=r"needs Checkpointer\(delta="):
+        holdfast.Checkpointer(root, run.state, every=holdfast.Every(delta=1))
+    with pytest.raises(UsageError, match="1 or None"):
+        holdfast.Every(delta=3)
+    with pytest.raises(UsageError, match="needs an optimizer"):
+        holdfast.Checkpointer(root, {"model": run.model}, delta=holdfast.Delta())
+    with pytest.raises(UsageError, match="batch"):
+        holdfast.Delta(batch=0)
