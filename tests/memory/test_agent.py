@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -429,6 +430,16 @@ def test_a_mute_peer_holds_up_nobody_else(root: Path) -> None:
 def _unheard(client: Client, order: w.Protect) -> None:
     with suppress(HoldfastError):
         client.ask(order, str)
+
+
+def test_it_leaves_when_its_directory_is_deleted(root: Path) -> None:
+    client = Client(root, deadline_s=30.0)
+    client.start("127.0.0.1", stay=True)
+    hello(client)
+    put(client, "0001-000001", DATA)
+    pid = pid_of(root)
+    shutil.rmtree(root)
+    await_gone(pid)
 
 
 def test_it_survives_its_starter(root: Path) -> None:

@@ -201,6 +201,9 @@ class Agent:
                 log.info("gone: %s", gone)
                 self.tell(w.Gone(tuple(gone)))
             self.tell(w.Tick())
+            if not self.segments.is_home():
+                log.info("%s was deleted, with all that was held", self.segments.root)
+                self.stopped.set()
             self._encodings = [e for e in self._encodings if not e.over]
             for encoding in self._encodings:
                 encoding.end_if_given_up()

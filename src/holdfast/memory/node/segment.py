@@ -83,6 +83,14 @@ class Segments:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_home(root)
         self.jobs.mkdir(mode=0o700, exist_ok=True)
+        self._number = self.jobs.stat().st_ino
+
+    def is_home(self) -> bool:
+        """Whether the directory is still the one that was found or made at first."""
+        try:
+            return self.jobs.stat().st_ino == self._number
+        except FileNotFoundError:
+            return False
 
     def path(self, job: str, name: str) -> Path:
         return self.jobs / job / name
