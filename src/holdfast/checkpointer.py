@@ -145,6 +145,7 @@ class Checkpointer:
             with alike(self._group, 0):
                 self._memory = MemoryTier(self._capture, self._durable, memory, job=job, host=host)
         self._delta = None
+        self._told_of: HoldfastError | None = None
         if delta is not None:
             with alike(self._group, 0):
                 self._delta = DeltaTier(
@@ -203,9 +204,19 @@ class Checkpointer:
     def _record(self, step: int, delta: DeltaTier, durable: bool) -> None:
         """A record of this step; a full save of it, if records have nothing to lead on from."""
         delta.record(step)
-        if delta.needs_base:
+        failed, told = delta.error, self._told_of
+        self._told_of = failed
+        if failed is not None and failed is not told:
+            failed.hint = failed.hint or "records begin again with the next full save"
+            self._complain(failed, f"records end: {failed}")
+        if delta.needs_base or (failed is not None and durable):
             save = self._begin(step, must=True)
             delta.begin_from((self._claim.run, step), save)
+
+    def _complain(self, error: BaseException, text: str) -> None:
+        if self.on_error == "raise":
+            raise error
+        warnings.warn(text, HoldfastWarning, stacklevel=4)
 
     def _prepare(self) -> None:
         """Have memory ready before the first save is due."""
@@ -245,9 +256,7 @@ class Checkpointer:
                 )
             if save.error is None or save.told:
                 continue
-            if self.on_error == "raise":
-                raise save.error
-            warnings.warn(str(save.error), HoldfastWarning, stacklevel=3)
+            self._complain(save.error, str(save.error))
 
     def _save_and_stop(self, step: int) -> None:
         assert self._stop is not None
@@ -322,6 +331,8 @@ class Checkpointer:
                 taken = newest_good(candidates, attempt, passed_over)
                 found = reached["state"][1] if taken is not None else 0
             fields["step"] = found
+        if taken is not None and step is None:
+            self._warn_of_lost(log, reached["state"])
         if candidates and found != (candidates[0].tip or (0, candidates[0].step))[1]:
             self._leave_behind()
         if self._delta is not None and taken is not None:
@@ -349,15 +360,19 @@ class Checkpointer:
             return base.run, base.step
         with self._delta.pause():
             last = Replay(log, self._group, state, options).run(steps)
-        if last is None or last is not steps[-1]:
-            stopped = base.step if last is None else last.step
-            warnings.warn(
-                f"the record of the step after {stopped} is damaged: {steps[-1].step - stopped} step(s) "
-                "less are restored than were recorded",
-                HoldfastWarning,
-                stacklevel=5,
-            )
         return (base.run, base.step) if last is None else last.identity
+
+    @staticmethod
+    def _warn_of_lost(log: Log | None, reached: Identity) -> None:
+        """Records behind one that is missing or damaged lead nowhere."""
+        behind = [] if log is None else log.behind(reached)
+        if behind:
+            warnings.warn(
+                f"the record of the step after {reached[1]} is missing or damaged: records up to step "
+                f"{behind[-1]} are there and cannot be used",
+                HoldfastWarning,
+                stacklevel=4,
+            )
 
     def _is_unsaved(self, taken: Candidate | None, durable: list[Saved]) -> bool:
         """Whether what was taken from memory is to be made durable at once."""

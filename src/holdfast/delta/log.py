@@ -164,6 +164,12 @@ class Log:
         """The steps that lead on from a state, in order."""
         return chain_from(base, self.follows)
 
+    def behind(self, state: Identity) -> list[int]:
+        """Steps that are recorded after a state, by its run or a later one."""
+        return sorted(
+            s.step for s in self.steps.values() if s.identity > state and s.step > state[1]
+        )
+
     def open(self, step: Step, extras: dict[str, Any], per_rank: dict[str, Any]) -> Checkpoint:
         """A step's record as a checkpoint.  What its digests do not prove is refused when read."""
         shell = self._shell(step)

@@ -104,7 +104,7 @@ class Queue:
                     self._line.shutdown(socket.SHUT_RDWR)
             if self._process is not None:
                 with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(limit_s)
+                    self._process.wait(max(limit_s, 1.0))
             if self.ring is not None:
                 self.ring.close()
 

@@ -36,7 +36,8 @@ from holdfast.state.targets import tensors_in
 
 GRAD = "grad"
 """The state that a gradient counts as: `optim.h.0.weight.grad`."""
-MIN_ROOM = 64 << 10
+SPARE_ROOM = 4 << 10
+"""For extras that grow."""
 SMALL_BYTES = 1 << 20
 
 

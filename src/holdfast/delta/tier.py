@@ -22,7 +22,7 @@ from holdfast.codec.digest import hexdigest
 from holdfast.delta.options import Delta
 from holdfast.delta.queue import Queue
 from holdfast.delta.recording import (
-    MIN_ROOM,
+    SPARE_ROOM,
     Layout,
     agree,
     buffers,
@@ -83,12 +83,14 @@ class DeltaTier:
         """The state that the next record leads on from; None until there is one to begin with."""
         self.paused = False
         self._base: Save | None = None
+        self._deadline_s = deadline_s
         self._queue = Queue(deadline_s)
         self._copier = ThreadPoolExecutor(1, "holdfast-delta")
         self._layout: Layout | None = None
         self._open: Open | None = None
         self._planned = 0
-        self._room = MIN_ROOM
+        self._room = 0
+        """For extras, at least; they have grown before."""
         self._steps = optimizers(state())
         self._marks = {name: t._version for name, t in buffers(state()).items()}
         """Version counters of buffers, as they were at the last record."""
@@ -107,10 +109,14 @@ class DeltaTier:
             failed, self._base = self._base.error is not None or self._base.skipped, None
             if failed:
                 self._break("the save that records lead on from failed")
-        return self.parent is None
+        return self.parent is None and self.error is None
 
     def begin_from(self, identity: Identity, base: Save | None = None) -> None:
         """The live state is this one, known or being saved; records lead on from it."""
+        if self.error is not None:
+            self._queue.close(0.0)
+            self._queue = Queue(self._deadline_s)
+            self._layout = None
         self.parent, self._base = identity, base
         self._mark()
 
@@ -118,6 +124,11 @@ class DeltaTier:
         """Go on as another run."""
         self.run = run
         self._layout = None
+
+    @property
+    def error(self) -> HoldfastError | None:
+        """Why nothing is recorded any more, until records begin from another base."""
+        return self._queue.error
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -191,10 +202,8 @@ class DeltaTier:
             self._plan()
         slot = self._queue.take(wait=self.options.when_full == "wait")
         if slot is None:
-            if self._queue.error is not None:
-                self._break(str(self._queue.error))
-                raise self._queue.error
-            self._break("storage is too slow")
+            error = self._queue.error
+            self._break("storage is too slow" if error is None else error.message)
             return None
         assert self._queue.ring is not None
         self._open = Open(slot, self._queue.ring.slot(slot))
@@ -222,7 +231,9 @@ class DeltaTier:
         name = hexdigest(msgspec.json.encode(plan))
         if self.group.rank == 0:
             put_plan(self.store, self.run, plan)
-        self._layout = Layout.of(agreement, self.group.rank, live, self._steps, self._room)
+        extras = encode_extras(collect_rest(state, self._groups, self.on_resize).extras)
+        room = aligned(max(self._room, len(extras) * 5 // 4 + SPARE_ROOM))
+        self._layout = Layout.of(agreement, self.group.rank, live, self._steps, room)
         header = Header(self.run, self.group.rank, self.group.size, name, self._groups)
         size = aligned(self._layout.image.total_bytes)
         ring = Ring(self.options.slots, size)
@@ -314,10 +325,6 @@ class DeltaTier:
             for copying in record.copying:
                 copying.result()
             self._queue.give_back(record.slot)
-
-    def error(self) -> HoldfastError | None:
-        """Why nothing is recorded any more."""
-        return self._queue.error
 
     def flush(self, limit_s: float) -> None:
         """Wait until every record is in storage on this rank."""

@@ -1,0 +1,200 @@
+"""Logs that are torn, flipped or incomplete, writers that die, disks that are full or slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.delta import queue
+from holdfast.errors import AgentError
+
+from .test_exact import (
+    OPTIMIZERS,
+    Run,
+    check_equal,
+    checkpointer,
+    forget,
+    recorded,
+    root,  # noqa: F401
+)
+
+LAST = 5
+BAD = 4
+
+
+def new() -> Run:
+    return Run(OPTIMIZERS["adamw"])
+
+
+def at(step: int) -> dict[str, Any]:
+    """The uninterrupted run's state after a step."""
+    run = new()
+    for number in range(1, step + 1):
+        run.step(number)
+    return run.everything()
+
+
+def segment(root: Path, step: int) -> Path:  # noqa: F811
+    return next((root / "log").glob(f"*/{step:010d}-{step:010d}/r00000.log"))
+
+
+def flip(path: Path, where: float) -> None:
+    """One bit, at a part of the file's length."""
+    with path.open("r+b") as file:
+        at = min(int(where * path.stat().st_size), path.stat().st_size - 1)
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
+
+
+def cut(path: Path, where: float) -> None:
+    os.truncate(path, int(where * path.stat().st_size))
+
+
+def lose(path: Path, _: float) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "where"),
+    [
+        (flip, 0.0), (flip, 0.001), (flip, 0.4), (flip, 0.6), (flip, 0.8),
+        (cut, 0.0), (cut, 0.0005), (cut, 0.3), (cut, 0.9), (lose, 0.0),
+    ],
+)  # fmt: skip
+def test_replay_ends_before_a_damaged_record(
+    root: Path,  # noqa: F811
+    damage: Callable[[Path, float], None],
+    where: float,
+) -> None:
+    """Exactly there, aloud, in the state of the step before; and the run goes on from it."""
+    recorded(root, new, LAST)
+    forget(root, BAD)
+    damage(segment(root, BAD), where)
+    run = new()
+    ckpt = checkpointer(root, run)
+    with pytest.warns(holdfast.HoldfastWarning, match=f"after {BAD - 1} is missing or damaged"):
+        assert ckpt.restore() == BAD - 1
+    check_equal(run.everything(), at(BAD - 1))
+    run.in_place = False
+    for number in (BAD, BAD + 1):
+        run.step(number)
+        ckpt.step(number)
+    expected = run.everything()
+    ckpt.close()
+    again = new()
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == BAD + 1
+        check_equal(again.everything(), expected)
+
+
+def writers() -> list[int]:
+    """Writers of this process."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if (
+                parent == os.getpid()
+                and b"holdfast.delta.writer" in (folder / "cmdline").read_bytes()
+            ):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_writer_that_is_killed_is_replaced(root: Path) -> None:  # noqa: F811
+    """What it had not written is written by the next one."""
+    run = new()
+    with checkpointer(root, run, batch=2) as ckpt:
+        for number in range(1, 9):
+            run.step(number)
+            ckpt.step(number)
+            if number in (3, 6):
+                for pid in writers():
+                    os.kill(pid, signal.SIGKILL)
+        expected = run.everything()
+    assert not writers()
+    for base in (4, 8):
+        forget(root, base)
+    again = new()
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 8
+        check_equal(again.everything(), expected)
+
+
+def test_a_writer_that_always_dies_is_given_up(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Aloud."""
+    monkeypatch.setattr(queue.sys, "executable", "/bin/false")
+    run = new()
+    ckpt = checkpointer(root, run)
+
+    def train() -> None:
+        for number in range(1, 20):
+            run.step(number)
+            ckpt.step(number)
+            time.sleep(0.05)
+
+    with pytest.raises(AgentError, match="has died"):
+        train()
+    ckpt.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    mounted = subprocess.run(command, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    """Records end aloud, training goes on, and what was recorded before is there.  With the next full save
+    for which there is room, records begin again."""
+    run = Run(OPTIMIZERS["sgd"])
+    del run.model.large
+    states = {}
+    every = holdfast.Every(delta=1, durable=60)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ckpt = holdfast.Checkpointer(small_disk, run.state, every=every, delta=holdfast.Delta())
+        filler = small_disk / "filler"
+        for number in range(1, 67):
+            run.step(number)
+            ckpt.step(number)
+            states[number] = run.everything()
+            if number == 30:
+                room = os.statvfs(small_disk)
+                filler.write_bytes(bytes(room.f_bavail * room.f_frsize - 100_000))
+            if number == 59:
+                ckpt.wait()
+                filler.unlink()
+        ckpt.close()
+    told = [str(w.message) for w in caught if isinstance(w.message, holdfast.HoldfastWarning)]
+    assert [text for text in told if text.startswith("records end")], told
+    forget(small_disk, 60)
+    again = Run(OPTIMIZERS["sgd"])
+    del again.model.large
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ckpt = checkpointer(small_disk, again)
+        step = ckpt.restore()
+        ckpt.close()
+    assert 30 <= step < 60
+    check_equal(again.everything(), states[step])
