@@ -1,0 +1,232 @@
+"""What a record of every step costs the training, and how fast records are replayed.
+
+One *step* is a compute loop (matrix products and nothing else, in the place of forward and backward) and a
+real AdamW step over the whole state.  Each contestant protects every step of the same loop:
+records      holdfast, Delta(): the gradient of every step, to disk
+dcp          torch.distributed.checkpoint.async_save of everything; a step waits for the one before
+torch.save   each rank's whole state, written before the next step
+difference   naive differential: state xor the state before, zlib level 1, written before the next step
+Then the recovery of some records: `replay` by holdfast, beside reading and applying one after the other,
+and beside doing those steps again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import median
+from typing import Any
+
+from common import Job, main, over_ranks, ratio, row, seconds, settle, slowest, take_turns
+from stall import Trainer
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Does what it is given before it goes on: so records are read, then applied, in turns."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+STEPS = 10
+REPLAYED = 20
+
+
+def work(job: Job) -> dict[str, Any]:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    import holdfast
+    from holdfast.delta import replay
+    from holdfast.state.snapshot import raw_array
+
+    trainer = Trainer(job)
+    state = trainer.state
+    group = dist.new_group(backend="gloo")
+    number = iter(range(1, 1_000_000))
+    written: dict[str, list[int]] = {"record": [], "full": []}
+    holdfast.events.subscribe(
+        lambda e: written["record"].append(e.fields["bytes"]) if e.name == "delta.wrote" else None
+    )
+
+    def checkpointer(name: str) -> Any:
+        return holdfast.Checkpointer(
+            job.root / name,
+            state.for_holdfast(),
+            every=holdfast.Every(delta=1),
+            delta=holdfast.Delta(),
+            on_error="raise",
+        )
+
+    def with_records(steps: int, name: str) -> float:
+        ckpt = checkpointer(name)
+        trainer.update()
+        ckpt.step(next(number))
+        ckpt.wait()
+        for _ in range(2):  # the plan, and memory
+            trainer.update()
+            ckpt.step(next(number))
+
+        def run() -> None:
+            for _ in range(steps):
+                trainer.compute()
+                trainer.update()
+                ckpt.step(next(number))
+
+        took = slowest(run)
+        ckpt.close()
+        return took
+
+    def without() -> float:
+        def run() -> None:
+            for _ in range(STEPS):
+                trainer.compute()
+                trainer.update()
+
+        return slowest(run)
+
+    def with_dcp() -> float:
+        folder, waiting = job.root / "dcp", []
+
+        def run() -> None:
+            for _ in range(STEPS):
+                trainer.compute()
+                if waiting:
+                    waiting.pop().result()
+                trainer.update()
+                waiting.append(
+                    dcp.async_save(
+                        state.for_dcp(),
+                        checkpoint_id=folder / str(next(number)),
+                        process_group=group,
+                    )
+                )
+
+        took = slowest(run)
+        waiting.pop().result()
+        return took
+
+    def with_torch_save() -> float:
+        path = job.root / "torch" / f"r{job.rank}.pt"
+        path.parent.mkdir(exist_ok=True)
+
+        def run() -> None:
+            for _ in range(STEPS):
+                trainer.compute()
+                trainer.update()
+                torch.save(list(state.locals()), path)
+
+        return slowest(run)
+
+    def with_difference() -> float:
+        before = [np.array(raw_array(t)) for t in state.locals()]
+        path = job.root / "difference" / f"r{job.rank}.z"
+        path.parent.mkdir(exist_ok=True)
+
+        def run() -> None:
+            for _ in range(1):
+                trainer.compute()
+                trainer.update()
+                with path.open("wb") as file:
+                    for old, tensor in zip(before, state.locals()):
+                        now = raw_array(tensor)
+                        file.write(zlib.compress(np.ascontiguousarray(now ^ old), 1))
+                        np.copyto(old, now)
+
+        return slowest(run) * STEPS  # one step tells: it takes half a minute
+
+    def ours(name: str) -> float:
+        took = with_records(STEPS, name)
+        settle(job, job.root / name)
+        return took
+
+    loops = {
+        "without": lambda _: without(),
+        "records": lambda _: ours("loop"),
+        "dcp": lambda _: (with_dcp(), settle(job, job.root / "dcp"))[0],
+        "torch.save": lambda _: (with_torch_save(), settle(job, job.root / "torch"))[0],
+    }
+    samples = take_turns(loops, job.args.rounds)
+    samples["difference"] = [with_difference()]
+    settle(job, job.root / "difference")
+
+    with_records(REPLAYED, "replay")
+    expected = state.checksums()
+
+    def recover(executor: Any) -> float:
+        state.wipe()
+        ckpt = checkpointer("replay")
+        took: list[float] = []
+        replay.ThreadPoolExecutor = executor
+        with holdfast.events.listen(
+            lambda e: took.append(e.duration_s or 0.0) if e.name == "replay" else None
+        ):
+            ckpt.restore()
+        assert state.checksums() == expected
+        ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        return over_ranks(took[0])
+
+    def again() -> float:
+        def run() -> None:
+            for _ in range(REPLAYED + 2):
+                trainer.compute()
+                trainer.update()
+
+        return slowest(run)
+
+    recoveries = take_turns(
+        {
+            "replay": lambda _: recover(ThreadPoolExecutor),
+            "in turns": lambda _: recover(AtOnce),
+            "training": lambda _: again(),
+        },
+        max(job.args.rounds // 2, 2),
+    )
+    settle(job, job.root / "replay")
+    full = sum(t.numel() * t.element_size() for t in state.locals())
+    return {
+        "record": median(written["record"]), "full": full,
+        "samples": samples, "recovery": recoveries,
+    }  # fmt: skip
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    out = []
+    for ranks, f in found.items():
+        who = f"{ranks} rank{'s' * (ranks != '1')}"
+        s, r = f["samples"], f["recovery"]
+        base = median(s["without"])
+        lost = {name: median(s[name]) - base for name in s if name != "without"}
+        best = min(("dcp", "torch.save", "difference"), key=lambda n: lost[n])
+        out += [
+            row(f"{STEPS} steps, a record of each, {who}", seconds(s, "records"),
+                f"without {seconds(s, 'without')}", 100 * (ratio(s, "records", "without") - 1),
+                "<= 5", " %"),
+            row(f"throughput lost to records, {who}", f"{max(lost['records'], 0):.2f} s",
+                f"{best} {lost[best]:.2f} s", max(lost["records"], 0) / lost[best], "<= 0.05"),
+            row(f"bytes of a record, {who}", f"{f['record'] / 1e6:.0f} MB",
+                f"state {f['full'] / 1e6:.0f} MB", 100 * f["record"] / f["full"], "<= 34", " %"),
+            row(f"{REPLAYED + 2} records replayed, {who}", seconds(r, "replay"),
+                f"read, then apply {seconds(r, 'in turns')}", ratio(r, "in turns", "replay"), ">= 1.5"),
+            row(f"{REPLAYED + 2} records replayed, {who}", seconds(r, "replay"),
+                f"those steps again {seconds(r, 'training')}", ratio(r, "replay", "training"), "<= 0.2"),
+        ]  # fmt: skip
+    return out
+
+
+def extend(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--compute", type=float, default=1.0, help="seconds of computing per step (default: 1)"
+    )
+
+
+if __name__ == "__main__":
+    main("delta", __doc__, work, rows, rounds=3, ranks="1,2", extend=extend)
