@@ -196,6 +196,32 @@ def test_a_failure_while_recovering() -> None:
     assert found.lost_s == pytest.approx(0.5)
 
 
+class Scripted:
+    """The next frequencies after each failure."""
+
+    def __init__(self, *then: Frequencies) -> None:
+        self.then = list(then)
+
+    @property
+    def frequencies(self) -> Frequencies:
+        return self.then[0]
+
+    def after(self, failure: Failure, step: int, num_steps: int, seconds: float) -> None:
+        self.then.pop(0)
+
+
+@pytest.mark.parametrize(("node", "lost"), [(None, 5), (0, 5 + 30)])
+def test_a_log_with_a_gap_is_not_replayed(node: int | None, lost: int) -> None:
+    """Records up to step 10, a snapshot of step 15, records from there: of no use without it."""
+    costs = Costs(1.0, 0.0, 0.0, 0.0)
+    logged = Frequencies(durable=1000, delta=1, batch=1)
+    script = Scripted(logged, Frequencies(durable=1000, memory=15), logged, logged)
+    failures = [Failure(10.5), Failure(20.5), Failure(36.0, node)]
+    cluster = Cluster(devices=8, restart_s=0.0)
+    found = simulate(Strategy("x", costs, script), cluster, failures, 37.0)
+    assert found.lost_steps == lost
+
+
 def test_nothing_fails() -> None:
     for strategy in strategies(Cluster(devices=10), Auto(mtbf_hours=5000)):
         found = simulate(strategy, Cluster(devices=10), [], DAY_S)

@@ -139,6 +139,16 @@ def test_records_that_storage_cannot_keep_up_with_are_not_kept() -> None:
     assert found is not None and (found.delta, found.batch) == (1, 4)
 
 
+def test_records_above_the_overhead_are_not_kept() -> None:
+    """Even where durable saves cost nothing."""
+    costs = Costs(1.0, 0.0, 100.0, 1.0, record_stall_s=0.1, replay_s=0.1)
+    for overhead, delta in ((0.05, None), (0.15, 1)):
+        found = choose_frequencies(
+            costs, Rates(1e-2, 1e-2), ("delta",), overhead=overhead, rarest=10_000
+        )
+        assert found is not None and found.delta == delta
+
+
 def test_processes_recover_from_memory_and_lost_nodes_from_storage() -> None:
     costs = Costs(1.0, 1.0, 1.0, 100.0, memory_stall_s=0.1, memory_s=0.1, memory_load_s=2.0)
     f = Frequencies(durable=1000, memory=10)

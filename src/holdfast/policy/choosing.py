@@ -55,7 +55,7 @@ def _with(
     """The best with just these tiers, if there is any: one or none."""
     least_d, least_m, least_b = floors(c)
     periods = _grid(least_m, max(least_m, rarest)) if memory else np.array([np.nan])
-    batches = _grid(least_b, MAX_BATCH) if delta else np.array([np.nan])
+    batches = _grid(least_b, min(MAX_BATCH, max(least_d, rarest))) if delta else np.array([np.nan])
     if not len(batches):
         return
     m, b = (a.ravel() for a in np.meshgrid(periods, batches, indexing="ij"))
@@ -63,7 +63,7 @@ def _with(
     others = terms(c, rates, np.inf, mem, bat)[0] + np.zeros(
         len(m)
     )  # the overhead without durable saves
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         allowed = c.durable_stall_s / c.step_s / np.maximum(overhead - others, 0)
     allowed = np.nan_to_num(allowed, nan=1.0, posinf=np.inf)  # 0 / 0: durable saves do not stall
     least = np.maximum(np.ceil(allowed - 1e-9), max(least_d, 1))
