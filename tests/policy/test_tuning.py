@@ -68,14 +68,25 @@ def test_it_looks_now_and_then_and_after_a_failure() -> None:
 
 
 def test_small_gains_change_nothing() -> None:
-    """Costs that go up and down a little do not turn the knobs."""
+    """Costs that go up and down a little do not turn the knobs to and fro."""
     made = tuner(Auto(mtbf_hours=1))
     changes = []
-    for i in range(40):
-        for what, seconds in COSTS.items():
-            made.measured(what, seconds * (1.1 if i % 2 else 0.9))
+    for i in range(200):
+        for what in ("durable_stall", "memory_stall"):
+            made.measured(what, COSTS[what] * (1.15 if i // 20 % 2 else 0.85))
         changes.append(made.decide(1000 * i))
-    assert changes[0] is not None and not any(changes[8:])
+    assert changes[0] is not None and not any(changes[50:])
+
+
+def test_what_gets_rarer_comes_first() -> None:
+    """Else saving would take more than is allowed in between."""
+    made = tuner(Auto(mtbf_hours=1, overhead=0.01), ("memory",))
+    made.frequencies = Frequencies(durable=21, memory=500)
+    changes = settle(made)
+    assert [change.knob for change in changes] == ["durable", "memory"]
+    assert made.costs is not None
+    for change in changes:
+        assert wasted(made.costs, made.rates, change.after).saving <= 0.01
 
 
 def test_dearer_saves_become_rarer() -> None:
