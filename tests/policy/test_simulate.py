@@ -41,7 +41,8 @@ def adds_up(o: Outcome) -> bool:
 def test_daly(mtbf_s: float) -> None:
     """Synchronous checkpoints: Daly's exact expected time, with failures in saves and restarts too.
 
-    Daly (2006), eq. 20: T = M exp(R/M) (exp((tau + delta)/M) - 1) / tau per second of training.
+    Daly (2006), the complete cost function, per second of training:
+    M exp(R/M) (exp((tau + delta)/M) - 1) / tau.
     """
     period, step_s, save_s, load_s, restart_s = 100, 2.0, 30.0, 40.0, 60.0
     cluster = Cluster(devices=1, device_mtbf_hours=mtbf_s / 3600, restart_s=restart_s)

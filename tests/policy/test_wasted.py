@@ -1,4 +1,4 @@
-"""The wasted-time model against brute force, LowDiff's formulas and what others have published."""
+"""The wasted-time model against brute force, its closed forms and Young's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from holdfast.policy.wasted import (
     Frequencies,
     Rates,
     best_period,
-    lowdiff,
-    lowdiff_optimum,
+    one_base,
+    one_base_optimum,
     wasted,
 )
 
@@ -30,13 +30,13 @@ def logarithmic(low: float, high: float) -> st.SearchStrategy[float]:
 
 @given(logarithmic(60, 1e6), logarithmic(0.1, 1e3), logarithmic(0.01, 10))
 @MODERATE
-def test_lowdiff_optimum_by_brute_force(mtbf_s: float, save_s: float, batch_s: float) -> None:
-    f, b = lowdiff_optimum(mtbf_s=mtbf_s, save_s=save_s, batch_s=batch_s)
+def test_one_base_optimum_by_brute_force(mtbf_s: float, save_s: float, batch_s: float) -> None:
+    f, b = one_base_optimum(mtbf_s=mtbf_s, save_s=save_s, batch_s=batch_s)
     assert f * b * b == pytest.approx(batch_s)
     assert b == pytest.approx((2 * save_s * batch_s * mtbf_s) ** (1 / 3))
 
     def waste(f: float, b: float) -> float:
-        return lowdiff(f, b, mtbf_s=mtbf_s, save_s=save_s, load_s=0.0, batch_s=batch_s)
+        return one_base(f, b, mtbf_s=mtbf_s, save_s=save_s, load_s=0.0, batch_s=batch_s)
 
     around = [1.05**i for i in range(-40, 41)]
     least = min(waste(f * x, b * y) for x in around for y in around)
@@ -45,13 +45,15 @@ def test_lowdiff_optimum_by_brute_force(mtbf_s: float, save_s: float, batch_s: f
 
 @given(logarithmic(60, 1e6), logarithmic(0.1, 100), logarithmic(0.01, 10), st.integers(1, 50))
 @MODERATE
-def test_the_model_contains_lowdiffs(mtbf_s: float, save_s: float, r: float, batch: int) -> None:
+def test_the_model_contains_that_of_one_base(
+    mtbf_s: float, save_s: float, r: float, batch: int
+) -> None:
     """Node losses alone, replay by the batch, steps of a second, everything written at once."""
     costs = Costs(1.0, durable_stall_s=save_s, durable_s=save_s, durable_load_s=7.0, open_s=r)
     for period in (batch, batch * 3, 1000 * batch):
         found = wasted(costs, Rates(0.0, 1 / mtbf_s), Frequencies(period, None, 1, batch))
         terms = {"mtbf_s": mtbf_s, "save_s": save_s, "load_s": 7.0, "batch_s": r}
-        assert found.total == pytest.approx(lowdiff(1 / period, batch, **terms))
+        assert found.total == pytest.approx(one_base(1 / period, batch, **terms))
 
 
 def test_young() -> None:

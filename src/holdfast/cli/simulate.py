@@ -41,6 +41,7 @@ Overhead = Annotated[
 Estimate = Annotated[
     bool, typer.Option("--estimate", help="holdfast is not told the rates, it estimates them.")
 ]
+PerNode = Annotated[int, typer.Option("--devices-per-node", metavar="N")]
 Step = Annotated[float, typer.Option("--step-s", metavar="S", help="A training step.")]
 State = Annotated[str, typer.Option("--state", metavar="BYTES", help="State, per device.")]
 Record = Annotated[
@@ -74,6 +75,7 @@ def run(
     trace: Trace = None,
     overhead: Overhead = 0.03,
     estimate: Estimate = False,
+    devices_per_node: PerNode = 8,
     step_s: Step = 5.0,
     state: State = "2GB",
     record: Record = "20MB",
@@ -97,6 +99,7 @@ def run(
     clusters = [
         Cluster(
             devices=n,
+            devices_per_node=devices_per_node,
             device_mtbf_hours=device_mtbf_hours,
             node_share=node_share,
             step_s=step_s,

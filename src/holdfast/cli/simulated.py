@@ -19,8 +19,8 @@ DAY_S = 86400.0
 DAYS = 30.0
 ASSUMED = (
     ("step", "{step_s:g} s"),
-    ("state", "{state} on each device; no replica of it counted, and none of it grows with the job"),
-    ("record", "{record} of each device and step: TopK 1 %"),
+    ("state", "{state} of each device, however large the job; replicas are not counted"),
+    ("record", "{record} of each device and step, {part:.2g} % of the state"),
     ("nodes", "{devices_per_node} devices each; a device sends {host}/s to its host, {network}/s on"),
     ("storage", "{node_storage}/s per node, {storage}/s in all, reading as writing"),
     ("a save", "holds up training for {stall_s:g} s, and for what of the copy a step does not hide"),
@@ -90,8 +90,9 @@ def of(
 def show(runs: list[Simulated], shape: float, trace: str | None) -> None:
     heading("Assumed")
     c = runs[0].cluster
-    sizes = {
+    sizes: dict[str, str | float] = {
         "state": size(c.state_bytes),
+        "part": 100 * c.record_bytes / c.state_bytes,
         "record": size(c.record_bytes),
         "host": size(c.host_bytes_per_s),
         "network": size(c.network_bytes_per_s),

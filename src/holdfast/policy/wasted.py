@@ -1,22 +1,21 @@
 """The wasted-time model: what frequencies cost, in seconds per second of training.
 
 Training is held up by saves and by records; a failure costs loading a base, replaying records onto it, and
-the steps that nothing recorded.  LowDiff (Yao et al., 2025) models one kind of failure, with a full
-checkpoint every 1/f and a batch of differentials every b seconds:
+the steps that nothing recorded.  With one kind of failure, a full save every 1/f seconds and a batch of
+records every b seconds (after LowDiff, Yao et al., 2025; M is the job's mean time between failures, C what
+a full save holds up, L to load one, R to replay a batch):
 
-    T_w / T = (b/2 + R_F + R_D/2 (1/(f b) - 1)) / M + (S/W) f
-    f* = (R_D / (4 (S/W)^2 M^2))^(1/3)        b* = (2 (S/W) R_D M)^(1/3)        so that f* b*^2 = R_D
+    T_w / T = (b/2 + L + R/2 (1/(f b) - 1)) / M + C f
+    f* = (R / (4 C^2 M^2))^(1/3)        b* = (2 C R M)^(1/3)        so that f* b*^2 = R
 
-(`lowdiff`, `lowdiff_optimum`; M is the job's mean time between failures, which makes both terms time of the
-job.)  holdfast has two bases and replays step by step, so three things differ in `wasted`:
+(`one_base`, `one_base_optimum`.)  holdfast has two bases and replays step by step, so in `wasted`:
 
 * A failure recovers from the newest base that outlives it: the memory tier, or storage where a node is
   lost that the memory does not bear.
-* Replaying a batch of b records takes open + b * replay, not the same whatever b is.
+* To replay a batch of b records takes open + b * replay, not the same whatever b is.
 * A record survives the processes as soon as it is in the queue, and a node once its batch is written.
 
-With open = R_D, replay = 0 and node losses only, it is LowDiff's model.  Failures are taken to be rare:
-recoveries that fail in turn are not counted; the simulator counts them.
+Failures are taken to be rare: recoveries that fail in turn are not counted; the simulator counts them.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Costs:
     replay_s: float = 0.0
     """To replay one step."""
     open_s: float = 0.0
-    """To open and read a batch, beyond that: LowDiff's R_D."""
+    """To open and read a batch, beyond that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +162,18 @@ def best_period(stall_s: float, step_s: float, rate: float, step_of_age_s: Any) 
     return (2 * stall_s / (step_s * rate * step_of_age_s)) ** 0.5
 
 
-# -- LowDiff's own model ---------------------------------------------------------------------------
+# -- one kind of failure, one base -----------------------------------------------------------------
 
 
-def lowdiff(
+def one_base(
     f: float, b: float, *, mtbf_s: float, save_s: float, load_s: float, batch_s: float
 ) -> float:
-    """T_w / T at f full saves per second and a batch every b seconds; `save_s` S/W, `batch_s` R_D."""
+    """T_w / T at f saves per second and a batch every b seconds; `batch_s` to replay one, of any size."""
     return (b / 2 + load_s + batch_s / 2 * (1 / (f * b) - 1)) / mtbf_s + save_s * f
 
 
-def lowdiff_optimum(*, mtbf_s: float, save_s: float, batch_s: float) -> tuple[float, float]:
-    """f* and b*, where both derivatives of `lowdiff` vanish."""
+def one_base_optimum(*, mtbf_s: float, save_s: float, batch_s: float) -> tuple[float, float]:
+    """f* and b*, where both derivatives of `one_base` vanish."""
     f = (batch_s / (4 * save_s**2 * mtbf_s**2)) ** (1 / 3)
     return f, sqrt(batch_s / f)
 
