@@ -164,13 +164,13 @@ def figure() -> Any:
 
 
 def draw(path: str, runs: list[Simulated]) -> None:
-    """Effective training time over the size of the job."""
+    """Effective training time over the size of the job; lines over one another stay visible."""
     drawn = figure()
     axes = drawn.subplots()
     sizes = [run.cluster.devices for run in runs]
-    for name in runs[0].outcomes:
+    for i, name in enumerate(runs[0].outcomes):
         share = [100 * run.outcomes[name].effective for run in runs]
-        axes.plot(sizes, share, marker="o", label=name)
+        axes.plot(sizes, share, marker="o", linewidth=5 - i, markersize=10 - 2 * i, label=name)
     axes.set_xscale("log")
     axes.set(xlabel="devices", ylabel="effective training time, %")
     axes.grid(alpha=0.3)
