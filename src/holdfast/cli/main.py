@@ -17,7 +17,7 @@ from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
 from holdfast.near import near
 from holdfast.version import __version__
 
-VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "prune", "agent")
+VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "prune", "simulate", "agent")
 
 
 class Verbs(TyperGroup):

@@ -1,0 +1,181 @@
+"""Simulations of jobs for `holdfast simulate`: run, and shown as a table, as JSON, as a drawing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.cli.screen import dim, fields, heading, say, size, table
+from holdfast.errors import UsageError
+from holdfast.policy.cluster import HOUR_S, Cluster
+from holdfast.policy.failures import at_random, from_trace
+from holdfast.policy.simulate import Outcome, simulate, strategies
+from holdfast.policy.tuning import Auto
+
+DAY_S = 86400.0
+DAYS = 30.0
+ASSUMED = (
+    ("step", "{step_s:g} s"),
+    ("state", "{state} of each device, however large the job; replicas are not counted"),
+    ("record", "{record} of each device and step, {part:.2g} % of the state"),
+    ("nodes", "{devices_per_node} devices each; a device sends {host}/s to its host, {network}/s on"),
+    ("storage", "{node_storage}/s per node, {storage}/s in all, reading as writing"),
+    ("a save", "holds up training for {stall_s:g} s, and for what of the copy a step does not hide"),
+    ("", "with `async` for the copy, with `checkpoint` until it is committed"),
+    ("a record", "holds it up for {record_stall:.3g} of a step, its replay takes {replay:.3g} of one"),
+    ("a batch", "of records takes {commit_s:g} s beside its bytes"),
+    ("a restart", "{restart_s:g} s, beside loading and replay"),
+    ("a lost node", "is replaced in {repair_s:g} s; until then its group bears no other loss"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A size of the job, and what became of it by strategy."""
+
+    cluster: Cluster
+    wall_s: float
+    outcomes: dict[str, Outcome]
+
+
+def read_trace(path: str) -> tuple[str, str]:
+    """(name, text)."""
+    try:
+        return path, Path(path).read_text()
+    except OSError as error:
+        raise UsageError(f"cannot read the trace {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text, so no trace") from None
+
+
+def of(
+    cluster: Cluster,
+    *,
+    days: float | None,
+    shape: float,
+    trace: tuple[str, str] | None,
+    seed: int,
+    overhead: float,
+    estimate: bool,
+) -> Simulated:
+    """All strategies through the same failures."""
+    rng = np.random.default_rng(seed)
+    wall_s = (days or DAYS) * DAY_S
+    if trace is None:
+        failures = at_random(
+            rng, mtbf_s=cluster.mtbf_s, until_s=wall_s, num_nodes=cluster.num_nodes,
+            node_share=cluster.node_share, shape=shape,
+        )  # fmt: skip
+    else:
+        failures = from_trace(*trace, rng, cluster.num_nodes)
+        if days is None:
+            wall_s = max((f.time_s for f in failures), default=0.0) + HOUR_S
+        failures = [f for f in failures if f.time_s < wall_s]
+        if not failures:
+            raise UsageError(f"{trace[0]} has no failure in the time that is simulated")
+        cluster = replace(
+            cluster,
+            device_mtbf_hours=wall_s / HOUR_S / len(failures) * cluster.devices,
+            node_share=sum(f.node is not None for f in failures) / len(failures),
+        )
+    auto = Auto(mtbf_hours=None if estimate else cluster.mtbf_s / HOUR_S, overhead=overhead,
+                node_share=cluster.node_share)  # fmt: skip
+    outcomes = {s.name: simulate(s, cluster, failures, wall_s) for s in strategies(cluster, auto)}
+    return Simulated(cluster, wall_s, outcomes)
+
+
+def show(runs: list[Simulated], shape: float, trace: str | None) -> None:
+    heading("Assumed")
+    c = runs[0].cluster
+    sizes: dict[str, str | float] = {
+        "state": size(c.state_bytes),
+        "part": 100 * c.record_bytes / c.state_bytes,
+        "record": size(c.record_bytes),
+        "host": size(c.host_bytes_per_s),
+        "network": size(c.network_bytes_per_s),
+        "node_storage": size(c.node_storage_bytes_per_s),
+        "storage": size(c.storage_bytes_per_s),
+    }
+    assumed = [(f"  {name}", text.format(**asdict(c), **sizes)) for name, text in ASSUMED]
+    how = f"Weibull of shape {shape:g}" if shape != 1 else "exponential"
+    of_them = f"{c.node_share:.0%} of them lose a node's memory"
+    failures = f"one in {c.device_mtbf_hours:,.0f} h of a device, {how}; {of_them}"
+    fields([("  failures", f"as in {trace}; {of_them}" if trace else failures), *assumed])
+    heading(f"{runs[0].wall_s / DAY_S:.3g} days")
+    rows = [row for run in runs for row in _rows(run)]
+    columns = (">devices", ">failures", "", ">effective", ">saving", ">lost", ">recovering",
+               ">steps lost at each", "steps between")  # fmt: skip
+    table(columns, rows)
+    say()
+    say(
+        dim(
+            "effective: of the time, what trained steps that were kept. lost: steps trained in vain."
+        )
+    )
+
+
+def _rows(run: Simulated) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, o in run.outcomes.items():
+        first = not rows
+        rows.append(
+            (
+                f"{run.cluster.devices:,}" if first else "",
+                f"{o.failures:,}" if first else "",
+                name,
+                _percent(o.effective),
+                _percent(o.saving_s / o.wall_s),
+                _percent(o.lost_s / o.wall_s),
+                _percent(o.recovering_s / o.wall_s),
+                f"{o.lost_steps / o.failures:,.1f}" if o.failures else "-",
+                str(o.frequencies),
+            )
+        )
+    return rows
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def plain(runs: list[Simulated]) -> dict[str, Any]:
+    """For JSON."""
+    found = []
+    for run in runs:
+        for name, o in run.outcomes.items():
+            row = {"devices": run.cluster.devices, "strategy": name, "effective": o.effective}
+            row |= asdict(o) | {"changes": [str(change) for change in o.changes]}
+            found.append(row)
+    return {"assumed": [asdict(run.cluster) for run in runs], "runs": found}
+
+
+def figure() -> Any:
+    """An empty drawing.  UsageError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError(
+            "--plot needs matplotlib, which is not installed", hint="pip install matplotlib"
+        ) from None
+    return Figure(figsize=(8, 4.5), layout="constrained")
+
+
+def draw(path: str, runs: list[Simulated]) -> None:
+    """Effective training time over the size of the job; lines over one another stay visible."""
+    drawn = figure()
+    axes = drawn.subplots()
+    sizes = [run.cluster.devices for run in runs]
+    for i, name in enumerate(runs[0].outcomes):
+        share = [100 * run.outcomes[name].effective for run in runs]
+        axes.plot(sizes, share, marker="o", linewidth=5 - i, markersize=10 - 2 * i, label=name)
+    axes.set_xscale("log")
+    axes.set(xlabel="devices", ylabel="effective training time, %")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        drawn.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {path}: {error}") from None

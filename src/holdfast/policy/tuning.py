@@ -1,0 +1,260 @@
+"""Frequencies that tune themselves: costs and failures in, changes out.
+
+    tuner = Tuner(Auto(overhead=0.03), tiers=("memory", "delta"))
+    tuner.ran(1, 0.41)                          # each step, without what held it up
+    tuner.measured("durable_stall", 0.02)       # as they happen
+    tuner.failed("process")                     # after a restart
+    retuned = tuner.decide(step)                # now and then a `Retuned`; tuner.frequencies is in force
+
+A tuner has no clock and asks nobody: the same calls give the same decisions, in a run and in the
+simulator.  Ranks measure differently, so one of them decides and tells the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
+
+from holdfast.errors import UsageError
+from holdfast.near import near
+from holdfast.policy.choosing import choose_frequencies, floors
+from holdfast.policy.wasted import Costs, Frequencies, Rates, Waste, changed, wasted
+
+Kind = Literal["process", "node"]
+
+START = Frequencies(durable=100, memory=10, delta=1, batch=10)
+"""Until costs are known."""
+KNOBS = ("durable", "memory", "delta", "batch")
+LOOK_EVERY = 100
+"""Steps between two looks: a look takes a few milliseconds."""
+RECENT = 16
+PRIOR_HOURS = 24.0
+"""Between failures, before any was seen.  It weighs as much as one failure."""
+REPLAY = 0.2
+"""Of a step's time, to replay it, until it is measured."""
+
+_COSTS = tuple(f.name[:-2] for f in fields(Costs) if f.name != "step_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Frequencies by measured costs and expected failures.
+
+    `mtbf_hours`: mean time between failures of the job; None: estimated from the failures that it has.
+    `overhead`: the share of training time that saving may take, at most.  `node_share`: how many of the
+    failures take a node's memory with them, where that is not estimated.  `gain`: the share of the
+    wasted time that a change must promise to save.  `rarest_hours`: a durable save is never rarer.
+    """
+
+    mtbf_hours: float | None = None
+    overhead: float = 0.03
+    node_share: float = 0.5
+    gain: float = 0.1
+    rarest_hours: float = 24.0
+
+    def __post_init__(self) -> None:
+        for name in ("mtbf_hours", "rarest_hours"):
+            hours = getattr(self, name)
+            if hours is None and name == "mtbf_hours":
+                continue
+            if not (_number(hours) and 0 < hours < float("inf")):
+                raise UsageError(f"Auto({name}={hours!r}): must be a positive number of hours")
+        for name, hint in (("overhead", "0.03 is 3 %"), ("gain", "0.1 is 10 %")):
+            if not (_number(getattr(self, name)) and 0 < getattr(self, name) < 1):
+                raise UsageError(
+                    f"Auto({name}={getattr(self, name)!r}): must be between 0 and 1", hint=hint
+                )
+        if not (_number(self.node_share) and 0 <= self.node_share <= 1):
+            raise UsageError(f"Auto(node_share={self.node_share!r}): must be from 0 to 1")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Retuned:
+    """One knob was turned: what it was, what it is, and why."""
+
+    step: int
+    knob: str
+    before: Frequencies
+    after: Frequencies
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.knob}: {self.before} -> {self.after}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a run knows of its failures; to be kept with its checkpoints."""
+
+    trained_s: float = 0.0
+    failures: Mapping[Kind, int] = field(default_factory=lambda: {"process": 0, "node": 0})
+
+    def rates(self, auto: Auto, beyond: float) -> Rates:
+        """Per second.  With a prior of Gamma(1, 1 / p), n failures in T make it (1 + n) / (1 / p + T)."""
+        share = {"process": 1 - auto.node_share, "node": auto.node_share}
+        if auto.mtbf_hours is not None:
+            found = {kind: part / (auto.mtbf_hours * 3600) for kind, part in share.items()}
+        else:
+            prior = {kind: part / (PRIOR_HOURS * 3600) for kind, part in share.items()}
+            found = {
+                kind: p * (1 + self.failures[kind]) / (1 + p * self.trained_s)  # type: ignore[index]
+                for kind, p in prior.items()
+            }
+        return Rates(found["process"], found["node"], beyond)
+
+
+class Tuner:
+    """Chooses how often each tier acts.
+
+    `tiers`: those of `memory` and `delta` that there are; the durable tier always is.  `beyond`: the
+    probability that a lost node takes snapshots in memory with it, by `policy.survival`.
+    """
+
+    def __init__(
+        self,
+        auto: Auto,
+        tiers: Collection[str] = (),
+        *,
+        beyond: float = 1.0,
+        history: History | None = None,
+        look_every: int = LOOK_EVERY,
+    ) -> None:
+        for tier in tiers:
+            if tier not in ("memory", "delta"):
+                raise UsageError(f"{tier!r} is no tier to tune: there are memory and delta")
+        self.auto = auto
+        self.tiers = frozenset(tiers)
+        self.history = history or History()
+        self.frequencies = Frequencies(
+            START.durable,
+            START.memory if "memory" in self.tiers else None,
+            START.delta if "delta" in self.tiers else None,
+            START.batch if "delta" in self.tiers else None,
+        )
+        self._beyond = beyond
+        self._look_every = look_every
+        self._next_look = 0
+        self._chosen: tuple[tuple[Costs, Rates] | None, Frequencies | None] = (None, None)
+        self._step_s: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._recent: dict[str, deque[float]] = {}
+
+    # -- what is told ------------------------------------------------------------------------------
+
+    def ran(self, num_steps: int, seconds: float) -> None:
+        """So many steps took so long, saves and records left out."""
+        self._step_s.append((num_steps, seconds))
+        self.history = replace(self.history, trained_s=self.history.trained_s + seconds)
+
+    def measured(self, what: str, seconds: float) -> None:
+        """A cost, once it is known: a field of `Costs` without its `_s`, other than `step`."""
+        if what not in _COSTS:
+            raise UsageError(f"{what!r} is no cost", hint=near(what, _COSTS))
+        self._recent.setdefault(what, deque(maxlen=RECENT)).append(seconds)
+
+    def failed(self, kind: Kind, count: int = 1) -> None:
+        """Failures of a kind since the last call."""
+        failures = {**self.history.failures, kind: self.history.failures[kind] + count}
+        self.history = replace(self.history, failures=failures)
+        self._next_look = 0
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    @property
+    def costs(self) -> Costs | None:
+        """Means of what was measured lately; None while something is unknown that there is no guess for."""
+        needed = ["durable_stall", "durable"]
+        needed += ["memory_stall"] if "memory" in self.tiers else []
+        needed += ["record_stall"] if "delta" in self.tiers else []
+        if not self._step_s or any(what not in self._recent for what in needed):
+            return None
+        step_s = sum(s for _, s in self._step_s) / sum(n for n, _ in self._step_s)
+        known = {f"{what}_s": _mean(recent) for what, recent in self._recent.items()}
+        guessed = {"durable_load_s": known["durable_s"], "replay_s": REPLAY * step_s}
+        return Costs(**{"step_s": step_s, **guessed, **known})
+
+    @property
+    def rates(self) -> Rates:
+        return self.history.rates(self.auto, self._beyond)
+
+    def predicted(self) -> Waste | None:
+        """What the frequencies in force waste, as far as costs are known."""
+        costs = self.costs
+        return None if costs is None else wasted(costs, self.rates, self.frequencies)
+
+    def decide(self, step: int) -> Retuned | None:
+        """Turn one knob, if that is worth it; at most every so many steps, or after a failure."""
+        costs = self.costs
+        if step < self._next_look or costs is None:
+            return None
+        self._next_look = step + self._look_every
+        target, limits = self._target(costs)
+        now = wasted(costs, self.rates, self.frequencies)
+        then = wasted(costs, self.rates, target)
+        if target == self.frequencies:
+            return None
+        must = limits or self._cannot_stay(costs, now, then)
+        if not must and now.total - then.total < self.auto.gain * now.total:
+            return None
+        knob = self._first_towards(target, costs)
+        before, self.frequencies = self.frequencies, changed(self.frequencies, knob, target)
+        why = must or f"wasted time goes from {now.total:.2%} to {then.total:.2%} with {target}"
+        return Retuned(step, knob, before, self.frequencies, f"{why}; {self._failures()}")
+
+    def _cannot_stay(self, costs: Costs, now: Waste, then: Waste) -> str:
+        """Why the frequencies in force must change, whatever is gained; empty if they need not."""
+        if now.saving > self.auto.overhead + 1e-9 and then.saving < now.saving:
+            return f"saving takes {now.saving:.2%} of the time, {self.auto.overhead:.2%} is allowed"
+        f = self.frequencies
+        for name, period, least in zip(
+            ("durable", "memory", "batch"), (f.durable, f.memory, f.batch), floors(costs)
+        ):
+            if period is not None and period < least:
+                return f"{name} {period} is too often: one takes as long as {least} steps"
+        return ""
+
+    def _target(self, costs: Costs) -> tuple[Frequencies, str]:
+        """The best frequencies; if none are within the overhead, the rarest saves, and why these."""
+        rarest = max(1, int(self.auto.rarest_hours * 3600 / costs.step_s))
+        if self._chosen[0] != (costs, self.rates):
+            found = choose_frequencies(
+                costs, self.rates, self.tiers, overhead=self.auto.overhead, rarest=rarest
+            )
+            self._chosen = ((costs, self.rates), found)
+        found = self._chosen[1]
+        if found is not None:
+            return found, ""
+        takes = costs.durable_stall_s / costs.step_s / rarest
+        why = f"one durable save in {self.auto.rarest_hours:g} h takes {takes:.2%} of the time, "
+        return Frequencies(durable=rarest), why + f"more than the {self.auto.overhead:.2%} allowed"
+
+    def _first_towards(self, target: Frequencies, costs: Costs) -> str:
+        """What saves most overhead comes first, so that it is never above what is allowed on the way."""
+        ways = {
+            knob: way
+            for knob in KNOBS
+            if (way := changed(self.frequencies, knob, target)) != self.frequencies and way.valid
+        }
+        waste = {knob: wasted(costs, self.rates, way) for knob, way in ways.items()}
+        saving = wasted(costs, self.rates, self.frequencies).saving
+        first = min(waste, key=lambda knob: waste[knob].saving)
+        if waste[first].saving < saving:
+            return first
+        return min(waste, key=lambda knob: waste[knob].total)
+
+    def _failures(self) -> str:
+        rates = self.rates
+        hours = 1 / (3600 * (rates.process + rates.node))
+        how = "given" if self.auto.mtbf_hours is not None else "estimated"
+        return f"a failure every {hours:.3g} h ({how})"
+
+
+def _mean(recent: deque[float]) -> float:
+    """Without the first of several: it touched its memory for the first time."""
+    values = list(recent)[1:] or list(recent)
+    return sum(values) / len(values)

@@ -1,0 +1,185 @@
+"""The wasted-time model: what frequencies cost, in seconds per second of training.
+
+Training is held up by saves and by records; a failure costs loading a base, replaying records onto it, and
+the steps that nothing recorded.  With one kind of failure, a full save every 1/f seconds and a batch of
+records every b seconds (after LowDiff, Yao et al., 2025; M is the job's mean time between failures, C what
+a full save holds up, L to load one, R to replay a batch):
+
+    T_w / T = (b/2 + L + R/2 (1/(f b) - 1)) / M + C f
+    f* = (R / (4 C^2 M^2))^(1/3)        b* = (2 C R M)^(1/3)        so that f* b*^2 = R
+
+(`one_base`, `one_base_optimum`.)  holdfast has two bases and replays step by step, so in `wasted`:
+
+* A failure recovers from the newest base that outlives it: the memory tier, or storage where a node is
+  lost that the memory does not bear.
+* To replay a batch of b records takes open + b * replay, not the same whatever b is.
+* A record survives the processes as soon as it is in the queue, and a node once its batch is written.
+
+Failures are taken to be rare: recoveries that fail in turn are not counted; the simulator counts them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from math import inf, sqrt
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Frequencies:
+    """Steps between two of each; None: never.  `delta` is 1 or None: a log with gaps cannot be replayed."""
+
+    durable: int | None = None
+    memory: int | None = None
+    delta: int | None = None
+    batch: int | None = None
+    """Records that are written together."""
+
+    def __str__(self) -> str:
+        named = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return ", ".join(f"{name} {n}" for name, n in named if n is not None) or "none"
+
+    @property
+    def valid(self) -> bool:
+        """A batch lies between two bases (f b <= 1), and there are batches only of records."""
+        bases = [n for n in (self.durable, self.memory) if n is not None]
+        if (self.delta is None) != (self.batch is None):
+            return False
+        return self.batch is None or all(self.batch <= n for n in bases)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What things take, in seconds.  A stall holds up training, the rest is in the background."""
+
+    step_s: float
+    """A training step by itself."""
+    durable_stall_s: float
+    durable_s: float
+    """From the step to the commit."""
+    durable_load_s: float
+    memory_stall_s: float = 0.0
+    memory_s: float = 0.0
+    """Until a snapshot is protected."""
+    memory_load_s: float = 0.0
+    record_stall_s: float = 0.0
+    record_s: float = 0.0
+    """A record's share of the write of its batch: bytes by bandwidth."""
+    batch_s: float = 0.0
+    """What a batch takes beyond that: opening, fsync."""
+    batch_stall_s: float = 0.0
+    replay_s: float = 0.0
+    """To replay one step."""
+    open_s: float = 0.0
+    """To open and read a batch, beyond that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Failures of the job per second, by kind."""
+
+    process: float
+    node: float
+    beyond: float = 1.0
+    """The share of node losses that snapshots in memory do not survive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One way in which failures end: how often, from which base, and whether the queue is lost."""
+
+    rate: float
+    in_memory: bool
+    queue_lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Seconds per second of training."""
+
+    saving: float
+    """The overhead: what stalls take, with or without failures."""
+    lost: float
+    """Steps that are trained again."""
+    replaying: float
+    loading: float
+
+    @property
+    def total(self) -> float:
+        return self.saving + self.lost + self.replaying + self.loading
+
+
+def recoveries(rates: Rates, in_memory: bool) -> tuple[Recovery, Recovery, Recovery]:
+    """Processes die; a node is lost and borne; a node is lost and not borne."""
+    return (
+        Recovery(rates.process, in_memory, False),
+        Recovery(rates.node * (1 - rates.beyond), in_memory, True),
+        Recovery(rates.node * rates.beyond, False, True),
+    )
+
+
+def wasted(costs: Costs, rates: Rates, f: Frequencies) -> Waste:
+    """What these frequencies waste.  Without a durable period (inf) every loss beyond is for ever."""
+    assert f.valid, f
+    return Waste(*map(float, terms(costs, rates, f.durable or inf, f.memory, f.batch)))
+
+
+def terms(c: Costs, rates: Rates, durable: Any, memory: Any, batch: Any) -> tuple[Any, ...]:
+    """The fields of `Waste`, for periods in steps that are numbers or arrays of numpy."""
+    s = c.step_s
+    saving, lost, replaying, loading = c.durable_stall_s / durable, 0.0, 0.0, 0.0
+    if memory is not None:
+        saving = saving + c.memory_stall_s / memory
+    if batch is not None:
+        saving = saving + c.record_stall_s + c.batch_stall_s / batch
+    for r in recoveries(rates, memory is not None):
+        if not r.rate:
+            continue
+        late_s = c.memory_s - c.memory_stall_s if r.in_memory else c.durable_s - c.durable_stall_s
+        period = memory if r.in_memory else durable
+        age = period / 2 + max(late_s, 0) / s  # of the base, in steps
+        tail = age
+        if batch is not None and r.queue_lost:
+            tail = np.minimum(batch / 2 + (c.batch_s + batch * c.record_s) / s, age)
+        elif batch is not None:
+            tail = 0.5
+        lost = lost + r.rate * s * tail
+        if batch is not None:
+            replaying = replaying + r.rate * (c.replay_s + c.open_s / batch) * (age - tail)
+        loading += r.rate * (c.memory_load_s if r.in_memory else c.durable_load_s)
+    return saving / s, lost, replaying, loading
+
+
+def best_period(stall_s: float, step_s: float, rate: float, step_of_age_s: Any) -> Any:
+    """Steps between bases that waste least, the rest given.
+
+    A base that is one step older costs `step_of_age_s` more at a failure: the step itself, or its replay.
+    So stall / (P step) + rate * P/2 * step_of_age is smallest at this P; with step_of_age = step it is
+    Young's sqrt(2 C M).
+    """
+    return (2 * stall_s / (step_s * rate * step_of_age_s)) ** 0.5
+
+
+# -- one kind of failure, one base -----------------------------------------------------------------
+
+
+def one_base(
+    f: float, b: float, *, mtbf_s: float, save_s: float, load_s: float, batch_s: float
+) -> float:
+    """T_w / T at f saves per second and a batch every b seconds; `batch_s` to replay one, of any size."""
+    return (b / 2 + load_s + batch_s / 2 * (1 / (f * b) - 1)) / mtbf_s + save_s * f
+
+
+def one_base_optimum(*, mtbf_s: float, save_s: float, batch_s: float) -> tuple[float, float]:
+    """f* and b*, where both derivatives of `one_base` vanish."""
+    f = (batch_s / (4 * save_s**2 * mtbf_s**2)) ** (1 / 3)
+    return f, sqrt(batch_s / f)
+
+
+def changed(f: Frequencies, knob: str, to: Frequencies) -> Frequencies:
+    """One knob as in `to`.  Records and their batches come and go together."""
+    if knob in ("delta", "batch") and f.delta != to.delta:
+        return replace(f, delta=to.delta, batch=to.batch)
+    return replace(f, **{knob: getattr(to, knob)})
