@@ -17,7 +17,8 @@ from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
 from holdfast.near import near
 from holdfast.version import __version__
 
-VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "prune", "simulate", "agent")
+VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "prune", "log", "replay", "simulate",
+         "agent")  # fmt: skip
 
 
 class Verbs(TyperGroup):

@@ -9,6 +9,7 @@ import typer
 from holdfast.checkpoint.listing import Step, survey
 from holdfast.checkpoint.tidying import Keep, prunable, prune
 from holdfast.cli.screen import AsJson, Root, bad, dim, good, many, print_json, say, size, table
+from holdfast.delta.log import tidy_log
 from holdfast.errors import UsageError
 from holdfast.interop.detect import detect
 from holdfast.store import open_store
@@ -42,6 +43,8 @@ def run(
     store = open_store(url)
     steps = survey(store).steps
     gone = prunable(store, keep) if dry_run else prune(store, keep)
+    if not dry_run:
+        tidy_log(store)
     freed = sum(s.manifest.total_bytes for s in steps if s.step in gone and s.manifest)
     if as_json:
         stay = [s.step for s in steps if s.step not in gone]

@@ -91,6 +91,13 @@ def tidy_log(store: Store) -> None:
             store.delete(key)
 
 
+def open_log(store: Store) -> tuple[Log, list[str]]:
+    """All records of a root, and the keys of segments that cannot be read."""
+    keys = segments(store)
+    found = read_headers(store, keys)
+    return Log(store, found), sorted(set(keys) - {one.key for one in found})
+
+
 @dataclass
 class Step:
     """One step of all ranks."""

@@ -201,6 +201,11 @@ def check_grad(name: str, p: torch.Tensor) -> None:
         )
 
 
+def kind_of(optimizer: Optimizer) -> str:
+    """Its class, so that a replay without the training script can make one."""
+    return f"{type(optimizer).__module__}:{type(optimizer).__qualname__}"
+
+
 def only_reads(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is known to leave gradients as they are: torch's do, unless a fused
     kernel unscales them."""

@@ -175,8 +175,7 @@ class Replay:
             given = step.with_gradient(one.key)
             for name, p in one.params:
                 p.grad = grads.of[grad_name(one.key, name)] if name in given else None
-            versions = [_tree(step.groups(one.key, r), a.hyper) for r, a in ranks.items()]
-            merged = merge_extras(one.key, versions)
+            merged = merged_groups(step, one.key)
             groups = [(g, g["params"]) for g in one.optimizer.param_groups]
             put_groups(one.key, groups, merged, one.groups, _decode)
             first = next(iter(ranks.values()))
@@ -222,6 +221,12 @@ class Replay:
             versions += [raw.rank_extras(r)[key] for r in ranks if r != 0]
             extras[key] = merge_extras(key, versions)
         return extras, per_rank
+
+
+def merged_groups(step: Step, key: str) -> Any:
+    """An optimizer's parameter groups at a step, over all ranks, encoded as extras are."""
+    ranks = step.applied()[key]
+    return merge_extras(key, [_tree(step.groups(key, r), a.hyper) for r, a in ranks.items()])
 
 
 def _lenient(options: Options) -> Options:

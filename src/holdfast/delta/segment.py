@@ -79,6 +79,8 @@ class Header(msgspec.Struct, frozen=True):
     plan: str
     groups: dict[str, tuple[tuple[str, ...], ...]]
     """By optimizer the parameters of each of its groups on this rank."""
+    kinds: dict[str, str] = {}
+    """By optimizer its class, as `module:name`."""
     records: tuple[Record, ...] = ()
 
 

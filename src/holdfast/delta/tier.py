@@ -29,6 +29,7 @@ from holdfast.delta.recording import (
     check_grad,
     encode_extras,
     held,
+    kind_of,
     missing_of,
     only_reads,
     optimizers,
@@ -234,7 +235,8 @@ class DeltaTier:
         extras = encode_extras(collect_rest(state, self._groups, self.on_resize).extras)
         room = aligned(max(self._room, len(extras) * 5 // 4 + SPARE_ROOM))
         self._layout = Layout.of(agreement, self.group.rank, live, self._steps, room)
-        header = Header(self.run, self.group.rank, self.group.size, name, self._groups)
+        kinds = {one.key: kind_of(one.optimizer) for one in self._steps}
+        header = Header(self.run, self.group.rank, self.group.size, name, self._groups, kinds)
         size = aligned(self._layout.image.total_bytes)
         ring = Ring(self.options.slots, size)
         self._queue.open(self.store.url, header, ring, self.options.batch)

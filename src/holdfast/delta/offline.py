@@ -1,0 +1,148 @@
+"""Replay without the training script: from a root's full step and its records to any recorded step.
+
+Model and optimizers are made from what was saved: parameters by their names, optimizers by their class.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.delta.log import Log, Step, open_log
+from holdfast.delta.replay import Replay, merged_groups
+from holdfast.errors import NotFound, NotRecoverable, UsageError
+from holdfast.group import Group
+from holdfast.state.live import State
+from holdfast.state.placed import torch_dtype
+from holdfast.state.restore import restore
+from holdfast.state.targets import Options
+from holdfast.store import Store
+
+IN_THE_SCRIPT = "Checkpointer.restore(step) replays it, in the training script itself"
+_PARTS = ("param", "buffer")
+
+
+def put(module: nn.Module, name: str, tensor: torch.Tensor, *, param: bool) -> None:
+    """Give a module a tensor by its dotted name; the modules between are made."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]
+    if param:
+        grows = tensor.is_floating_point() or tensor.is_complex()
+        module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=grows))
+    else:
+        module.register_buffer(leaf, tensor)
+
+
+class Carried:
+    """State of an object that is not here: taken and given back as it is."""
+
+    def __init__(self) -> None:
+        self.value: Any = {}
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
+    """The state after a recorded step, the full step that it was replayed from, and what could not come:
+    keys of state that each rank kept for itself.  NotFound if no records lead there."""
+    log, _ = open_log(store)
+    base, steps = _way(store, log, step)
+    checkpoint = Checkpoint.open(store.url, base)
+    state = state_of(checkpoint, steps)
+    lost = sorted(checkpoint.manifest.per_rank) if checkpoint.manifest.layout.world > 1 else []
+    options = Options(on_resize=dict.fromkeys(lost, "fresh"))
+    group = Group()
+    try:
+        restore(checkpoint, state, group, options)
+        last = Replay(log, group, state, options).run(steps)
+        reached = base if last is None else last.step
+        if reached != step:
+            raise NotRecoverable(
+                f"the record of the step after {reached} is damaged", step=reached + 1
+            )
+    finally:
+        group.close()
+    for key in lost:
+        state.pop(key, None)
+    return state, base, lost
+
+
+def _way(store: Store, log: Log, step: int) -> tuple[int, list[Step]]:
+    """The nearest full step before `step`, and the records from there to it."""
+    for saved in sorted(committed(store), key=lambda s: s.step, reverse=True):
+        steps = log.after((saved.run, saved.step))
+        numbers = [s.step for s in steps]
+        if step in numbers:
+            return saved.step, steps[: numbers.index(step) + 1]
+    recorded = sorted({s.step for s in log.steps.values()})
+    hint = f"recorded: {recorded[0]} to {recorded[-1]}" if recorded else "nothing is recorded"
+    raise NotFound(f"no records of {store.url} lead to step {step}", step=step, hint=hint)
+
+
+def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
+    """Objects that take a full step and its records: modules, optimizers, and the rest as it is."""
+    state: State = {}
+    for name in checkpoint.names():
+        info = checkpoint.info(name)
+        if info.state in _PARTS and name not in checkpoint.manifest.aliases:
+            key, _, rest = name.partition(".")
+            module = state.setdefault(key, nn.Module())
+            tensor = torch.zeros(info.shape, dtype=torch_dtype(info.dtype))
+            put(module, rest, tensor, param=info.state == "param")
+    params = {
+        f"{key}.{name}": p for key, module in state.items() for name, p in module.named_parameters()
+    }
+    steps = list(steps)
+    for key in sorted({k for step in steps for k in step.applied()}):
+        state[key] = _optimizer(next(s for s in steps if key in s.applied()), key, params, state)
+    for key, tree in checkpoint.manifest.extras.items():
+        if "." not in key and key not in state:
+            if _has_tensors(tree):
+                raise NotRecoverable(f"{key!r} has tensors of the script's own", hint=IN_THE_SCRIPT)
+            state[key] = Carried()
+    for key in checkpoint.manifest.per_rank:
+        if "." not in key:
+            state.setdefault(key, Carried())
+    return state
+
+
+def _optimizer(step: Step, key: str, params: dict[str, torch.Tensor], state: State) -> Optimizer:
+    kinds = {found.header.kinds.get(key, "") for found, _ in step.records.values()}
+    module, _, name = kinds.pop().partition(":")
+    if not module.startswith("torch.optim"):
+        raise UsageError(
+            f"{key!r} is a {module}.{name}, which cannot be made without the training script",
+            hint=IN_THE_SCRIPT,
+        )
+    kind = getattr(importlib.import_module(module), name)
+    groups = merged_groups(step, key)["$optimizer"]["groups"]
+    return kind(
+        [{"params": [_param(n, params, state) for n in g["params"]]} for g in groups], lr=1.0
+    )
+
+
+def _param(name: str, params: dict[str, torch.Tensor], state: State) -> torch.Tensor:
+    found = [params[f] for f in (name, *(f"{key}.{name}" for key in state)) if f in params]
+    if not found:
+        raise NotFound(f"no parameter {name!r} in the full step")
+    return found[0]
+
+
+def _has_tensors(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return "$at" in tree or any(map(_has_tensors, tree.values()))
+    return isinstance(tree, list) and any(map(_has_tensors, tree))
