@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ GRAD = "grad"
 SPARE_ROOM = 4 << 10
 """For extras that grow."""
 SMALL_BYTES = 1 << 20
+MANY = 1 << 15
+"""Elements from which on torch copies with several threads."""
 
 
 @dataclass
@@ -147,7 +149,13 @@ class Layout:
     grads: dict[str, list[tuple[str, Piece]]]
     """By optimizer's key: (parameter's name, piece)."""
     values: list[tuple[str, Piece]]
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    _places: dict[tuple[int, str], list[Place]] = field(default_factory=dict)
+
+    def places(self, slot: int, memory: memoryview, key: str) -> list[Place]:
+        """Of an optimizer's gradients in a slot."""
+        if (slot, key) not in self._places:
+            self._places[slot, key] = places(memory, (piece for _, piece in self.grads[key]))
+        return self._places[slot, key]
 
     @staticmethod
     def of(agreement: Agreement, rank: int, live: Live, steps: list[Steps], room: int) -> Layout:
@@ -164,7 +172,7 @@ class Layout:
             entry = agreement.tensors[index]
             n = len(entry.shape)
             box, part = Box(tuple(start[:n]), tuple(stop[:n])), live.tensors[entry.name].placed
-            at = box.within(part.box.start) if n else None
+            at = box.within(part.box.start) if n and box != part.box else None
             where = image.data_start + offset
             if entry.name in owner:
                 key, name, p = owner[entry.name]
@@ -175,18 +183,44 @@ class Layout:
         return layout
 
 
-def put(memory: memoryview, piece: Piece, tensor: torch.Tensor) -> None:
-    """Copy a piece's part of `tensor` into a record.  Device copies are given to the current stream."""
-    source = local_of(tensor)
-    if piece.at is not None:
-        source = source[piece.at]
-    into = memory[piece.offset : piece.offset + piece.bytes]
-    if source.device.type == "cpu":
-        raw = raw_array(source)
-        np.copyto(np.frombuffer(into, raw.dtype).reshape(raw.shape), raw)
-    else:
-        flat = torch.frombuffer(into, dtype=torch.uint8).view(source.dtype)
-        flat.view(source.shape).copy_(source, non_blocking=True)
+@dataclass
+class Place:
+    """Where in a slot of the ring a piece goes, as tensor and array."""
+
+    piece: Piece
+    into: torch.Tensor
+    raw: np.ndarray[Any, Any] | None
+    """For large pieces on the CPU: torch would copy them with threads that the training needs."""
+
+
+def places(memory: memoryview, pieces: Iterable[Piece]) -> list[Place]:
+    """Made once for each slot."""
+    found = []
+    for piece in pieces:
+        view = memory[piece.offset : piece.offset + piece.bytes]
+        like = local_of(piece.tensor)
+        like = like if piece.at is None else like[piece.at]
+        into = torch.frombuffer(view, dtype=torch.uint8).view(like.dtype).view(like.shape)
+        large = like.device.type == "cpu" and into.numel() >= MANY
+        found.append(Place(piece, into, raw_array(into) if large else None))
+    return found
+
+
+def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
+    """Each tensor's piece to its place.  Device copies are given to the current stream."""
+    few: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    with torch.no_grad():
+        for place, tensor in placed:
+            source = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if place.piece.at is not None:
+                source = source[place.piece.at]
+            if place.raw is not None:
+                np.copyto(place.raw, raw_array(source))
+            else:
+                few[0].append(place.into)
+                few[1].append(source)
+        if few[0]:
+            torch._foreach_copy_(few[0], few[1], non_blocking=True)
 
 
 def check_grad(name: str, p: torch.Tensor) -> None:

@@ -27,14 +27,15 @@ from holdfast.delta.recording import (
     agree,
     buffers,
     check_grad,
+    copy,
     encode_extras,
     held,
     kind_of,
     missing_of,
     only_reads,
     optimizers,
+    places,
     plan_of,
-    put,
     small,
 )
 from holdfast.delta.ring import Ring
@@ -179,13 +180,10 @@ class DeltaTier:
         hyper = tuple(encoded_hyper(one.key, g) for g in one.optimizer.param_groups)
         record.applied.append(Applied(one.key, hyper, missing_of(one), *scale))
         assert self._layout is not None
-        pieces = [
-            (piece, piece.tensor.grad)
-            for _, piece in self._layout.grads[one.key]
-            if piece.tensor.grad is not None
-        ]
-        ready = _event(pieces[0][1].device) if pieces else None
-        record.copying.append(self._copier.submit(_copy, record.memory, pieces, ready))
+        places = self._layout.places(record.slot, record.memory, one.key)
+        grads = [(p, p.piece.tensor.grad) for p in places if p.piece.tensor.grad is not None]
+        ready = _event(grads[0][1].device) if grads else None
+        record.copying.append(self._copier.submit(_copy, grads, ready))
         if not only_reads(one.optimizer):
             self._after()
 
@@ -282,9 +280,8 @@ class DeltaTier:
         image = layout.image
         record.memory[: image.data_start] = image.header
         record.memory[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
-        for name, piece in layout.values:
-            if name in changed:
-                put(record.memory, piece, piece.tensor)
+        values = places(record.memory, (piece for name, piece in layout.values if name in changed))
+        copy([(value, value.piece.tensor) for value in values])
         notes = {
             k: (
                 hexdigest(msgspec.json.encode([v, rest.contents.get(k, [])])),
@@ -357,16 +354,14 @@ def _event(device: torch.device) -> torch.Event | None:
     return event
 
 
-def _copy(memory: memoryview, pieces: list[Any], ready: torch.Event | None) -> None:
+def _copy(grads: list[Any], ready: torch.Event | None) -> None:
     """On the copying thread.  Blocks until all are copied."""
     if ready is None:
-        for piece, grad in pieces:
-            put(memory, piece, grad)
+        copy(grads)
         return
-    device = pieces[0][1].device
+    device = grads[0][1].device
     stream = torch.Stream(device)
     stream.wait_event(ready)
     with torch.cuda.stream(stream) if device.type == "cuda" else stream:
-        for piece, grad in pieces:
-            put(memory, piece, grad)
+        copy(grads)
     stream.synchronize()
