@@ -82,6 +82,8 @@ class Peer:
             if time.monotonic() > until:
                 raise TimeoutError(f"{at} of {len(into)} bytes came in time")
             n = response.readinto(into[at:])
+            if not n and response.length:  # it broke off: the agent may have died in mid-answer
+                raise http.client.IncompleteRead(b"", response.length)
             if not n:
                 raise Corrupt(f"{path} at {self.address} ends early", start=at, stop=len(into))
             at += n
