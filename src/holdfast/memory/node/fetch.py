@@ -57,7 +57,7 @@ class Peer:
             return self._ask(path, headers, into)
         except (OSError, http.client.HTTPException) as error:
             self._hang_up()
-            if kept is None or isinstance(error, TimeoutError):
+            if kept is None or isinstance(error, TimeoutError | http.client.IncompleteRead):
                 raise self._unreachable(error) from None
         try:  # a connection that was kept may have been closed at the other end
             return self._ask(path, headers, into)
