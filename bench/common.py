@@ -82,8 +82,10 @@ def main(
     ranks: str = "1,2,4",
     phases: Callable[[list[int]], list[tuple[int, str]]] | None = None,
     extend: Callable[[argparse.ArgumentParser], None] | None = None,
+    restarts: Callable[[argparse.Namespace, str], int] | None = None,
 ) -> None:
     """Be the driver or a worker.  `phases`: (ranks, phase) to start, in order; default one per number.
+    `restarts`: how often torchrun starts the ranks of a phase again when one has died; default never.
 
     `work` returns a JSON-able dict on rank 0; `rows` makes table rows of all of them, by `<ranks><phase>`.
     """
@@ -101,21 +103,23 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the files go
     try:
         for number, phase in runs:
-            found[f"{number}{phase}"] = _launch(number, phase, root)
+            again = restarts(args, phase) if restarts else 0
+            found[f"{number}{phase}"] = _launch(number, phase, root, again)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     report(name, doc, args, found, rows(found), started)
 
 
-def _launch(ranks: int, phase: str, root: str) -> dict[str, Any]:
+def _launch(ranks: int, phase: str, root: str, restarts: int) -> dict[str, Any]:
     """This script on `ranks` ranks; what its rank 0 found."""
     out = os.path.join(root, "worker.json")
     env = os.environ | {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
         "PYTHONWARNINGS": "ignore",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else gloo fails after a restart
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", *sys.argv]
+    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *sys.argv]
     command += ["--root", root, "--worker", out, "--phase", phase]
     process = subprocess.Popen(command, env=env)
     try:

@@ -1,6 +1,6 @@
 """Run every benchmark, one after the other, and print one Markdown table of all results.
 
-About 15 minutes on a quiet machine with 2 cores.  Each script runs by itself too (`--help`).
+About an hour on a quiet machine with 2 cores.  Each script runs by itself too (`--help`).
 `--table` only prints the table from the JSON files of an earlier run.
 """
 
@@ -17,7 +17,7 @@ from common import HERE, RESULTS, table
 
 SCRIPTS = (
     "plan_scale", "save_durable", "stall", "interference", "load", "load_resharded", "memory", "convert",
-    "restart", "export", "erasure",
+    "restart", "export", "erasure", "snapshot", "restart_memory", "failure",
 )  # fmt: skip
 
 
@@ -32,11 +32,11 @@ def markdown(out: Path) -> str:
         if any(f["arguments"]["small"] for f in found)
         else ""
     )
-    m = found[0]["machine"]
+    m, rounds = found[0]["machine"], [f["arguments"]["rounds"] for f in found]
     lines.append(
         f"{m['cores']} cores ({m['cpu']}), {m['memory_gib']} GiB, {m['disk'].split()[-1]}, "
         f"PyTorch {m['torch']}, holdfast {m['holdfast']}, {found[0]['started'][:10]}. Medians of "
-        f"{found[-1]['arguments']['rounds']} to {max(f['arguments']['rounds'] for f in found)} rounds; "
+        f"{min(rounds)} to {max(rounds)} rounds; "
         f"a ratio is the median of the rounds' ratios.{small}"
     )
     return "\n".join(lines)

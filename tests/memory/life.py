@@ -6,6 +6,7 @@ Run in forks of `zygote`; writes what it saw as JSON lines to a file of its own.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -27,15 +28,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
+from holdfast.memory.node.fetch import Peer
+from memory.agents import kill
 
 WIDTH = 400
 
 
-def make(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(layout: str, width: int = WIDTH) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model under DDP, FSDP2, HSDP or FSDP2 over tensor parallelism, and its optimizer."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
-        nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
     )
     world = dist.get_world_size()
     match layout:
@@ -65,12 +68,14 @@ def digest(model: nn.Module, optim: torch.optim.Optimizer) -> str:
     return seen.hexdigest()
 
 
-def train_step(model: nn.Module, optim: torch.optim.Optimizer, step: int, layout: str = "") -> None:
+def train_step(
+    model: nn.Module, optim: torch.optim.Optimizer, step: int, layout: str, width: int = WIDTH
+) -> None:
     """On data of its own for each rank, where that is data parallelism which sums up alike after a restart
     (DDP arranges its buckets anew after the first step, and so sums up in another order)."""
     own = dist.get_rank() if layout in ("fsdp", "hsdp", "batchnorm") else 0
     torch.manual_seed(1000 * step + own)
-    model(torch.randn(16, WIDTH)).square().mean().backward()
+    model(torch.randn(16, width)).square().mean().backward()
     optim.step()
     optim.zero_grad()
 
@@ -97,6 +102,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def kill_while_reading(node: Path) -> None:
+    """The agent of a node gets SIGKILL when this process has had a range of an image from some agent."""
+    read, reads = Peer.read, itertools.count()
+
+    def counted(peer: Peer, path: str, offset: int, into: memoryview) -> None:
+        read(peer, path, offset, into)
+        if next(reads) == 0:
+            kill(node)
+
+    Peer.read = counted  # type: ignore[method-assign]
+
+
 class Life:
     """What a rank does, as a script says; see `zygote`."""
 
@@ -119,10 +136,11 @@ class Life:
         s = self.script
         dist.init_process_group("gloo")
         holdfast.events.subscribe(self._listen)
-        model, optim = make(s["layout"])
+        self.width = s.get("width", WIDTH)
+        model, optim = make(s["layout"], self.width)
         if s.get("reference"):
             for step in range(s["until"]):
-                train_step(model, optim, step, s["layout"])
+                train_step(model, optim, step, s["layout"], self.width)
                 self.write(step=step + 1, digest=digest(model, optim))
             return
         state = {"model": model, "optim": optim}
@@ -142,12 +160,14 @@ class Life:
             s["root"], state, every=every, memory=memory, delta=delta, deadline_s=20
         )
         before = Counter(holdfast.events.counters)
+        if s.get("reader_kills", [-1])[0] == self.rank:
+            kill_while_reading(Path(s["reader_kills"][1]))
         step = ckpt.restore()
         moved = Counter(holdfast.events.counters) - before
         moved = {k: v for k, v in moved.items() if k.endswith("bytes") or k.startswith("memory")}
         self.write(restored=step, digest=digest(model, optim), moved=moved, nans=nans(model, optim))
         while step < s["until"]:
-            train_step(model, optim, step, s["layout"])
+            train_step(model, optim, step, s["layout"], self.width)
             step += 1
             if s.get("poison_at") == step and self.rank in s["poison"]:
                 poison(model, optim)

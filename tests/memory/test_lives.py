@@ -5,7 +5,6 @@ Each test's lives are real processes under gloo; a node is a directory with an a
 
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,59 +13,13 @@ import holdfast
 from holdfast.codec.digest import CHUNK_BYTES
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
-from memory.agents import await_gone, kill, pid_of
-from memory.zygote import Lives, Told
+from memory.agents import kill
+from memory.zygote import KILLED, Lives, check, lose, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-KILLED = -9
 IMAGE_BYTES = 2 * 400 * 800 * 4 * 3 // 4
 """Of each of four ranks, about."""
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    lives = Lives(tmp_path_factory.mktemp("lives"))
-    yield lives
-    lives.close()
-
-
-@pytest.fixture
-def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
-    zygote.place = tmp_path
-    yield zygote
-    for node in tmp_path.glob("node*"):
-        client = Client(node, deadline_s=30.0)
-        if client.is_there():
-            client.ask(w.Stop(free=True))
-            await_gone(pid_of(node))
-
-
-def lose(lives: Lives, *nodes: int) -> None:
-    """The nodes are gone, with their agents and all that they held."""
-    for n in nodes:
-        kill(lives.node(n))
-        shutil.rmtree(lives.node(n))
-
-
-def check(lives: Lives, told: list[Told], step: int, digests: dict[int, str]) -> None:
-    """All ranks have restored that step, bit for bit, and nothing of it from storage."""
-    for one in told:
-        assert one.lines, lives.errors()
-        assert one.restored == step, (one.lines, lives.errors())
-        assert one.start == digests[step]
-    moved = [one.moved for one in told]
-    from_memory = sum(m.get(f"memory.{k}.bytes", 0) for m in moved for k in ("local", "rebuilt"))
-    from_peers = sum(m.get("memory.peer.bytes", 0) for m in moved)
-    assert sum(m["read.bytes"] for m in moved) <= from_memory + from_peers
-    assert not any(one.events("memory.from_storage") for one in told)
-
-
-def train(lives: Lives, until: int, nodes: list[int], **script: object) -> dict[int, str]:
-    """A life that is killed after a step; the digests of its states."""
-    told = lives.live(nodes=nodes, until=until, die=True, **script)
-    assert [t.status for t in told] == [KILLED] * len(nodes), lives.errors()
-    return told[0].digests
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp", "tp"])

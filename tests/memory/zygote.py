@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,9 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memory.agents import kill
+
 TESTS = Path(__file__).parents[1]
 GRACE_S = 1.0
 LIMIT_S = 90.0
+KILLED = -9
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,33 @@ class Lives:
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()
+
+
+def lose(lives: Lives, *nodes: int) -> None:
+    """The nodes are gone, with their agents and all that they held."""
+    for n in nodes:
+        kill(lives.node(n))
+        shutil.rmtree(lives.node(n))
+
+
+def check(lives: Lives, told: list[Told], step: int, digests: dict[int, str]) -> None:
+    """All ranks have restored that step, bit for bit, and nothing of it from storage."""
+    for one in told:
+        assert one.lines, lives.errors()
+        assert one.restored == step, (one.lines, lives.errors())
+        assert one.start == digests[step]
+    moved = [one.moved for one in told]
+    from_memory = sum(m.get(f"memory.{k}.bytes", 0) for m in moved for k in ("local", "rebuilt"))
+    from_peers = sum(m.get("memory.peer.bytes", 0) for m in moved)
+    assert sum(m["read.bytes"] for m in moved) <= from_memory + from_peers
+    assert not any(one.events("memory.from_storage") for one in told)
+
+
+def train(lives: Lives, until: int, nodes: list[int], **script: object) -> dict[int, str]:
+    """A life that is killed after a step; the digests of its states."""
+    told = lives.live(nodes=nodes, until=until, die=True, **script)
+    assert [t.status for t in told] == [KILLED] * len(nodes), lives.errors()
+    return told[0].digests
 
 
 def _fork(rank: int, script: dict[str, Any], port: int) -> int:

@@ -15,6 +15,7 @@ from .elastic_train import Options
 from .job import FORKING
 
 HOME = "/dev/shm/holdfast-0"
+TCP = "/proc/sys/net/ipv4"
 
 
 @dataclass
@@ -55,6 +56,27 @@ class Life:
         return int(moved.get(f"memory.{what}.bytes" if what != "all" else "read.bytes", 0))
 
 
+def records(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may not be there yet."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def lives_in(path: Path) -> list[Life]:
+    """Of one rank, from the file that all of its lives have written to."""
+    found: list[Life] = []
+    for record in records(path):
+        if "pid" in record:
+            found.append(Life(record))
+        elif "restored" in record or "closed" in record:
+            found[-1].start |= record
+        elif "event" in record:
+            found[-1].events.append(record)
+        else:
+            found[-1].steps[record["step"]] = record
+    return found
+
+
 class Story:
     """The job.  `folder` takes its root and its logs."""
 
@@ -85,9 +107,12 @@ class Story:
             torchrun=FORKING,
         )
 
-    def impatient(self, node: Node) -> None:
-        """Dead connections fail after seconds there, and not after 15 minutes."""
-        node.call(["sh", "-c", f"echo {self._retries} > /proc/sys/net/ipv4/tcp_retries2"])
+    def impatient(self, node: Node, retries: int | None = None) -> None:
+        """Dead connections fail after seconds there, and not after 15 minutes.  Where the kernel can, those
+        of a link that comes back are tried each second, and not after as long as it was cut."""
+        number = self._retries if retries is None else retries
+        each_second = f"test ! -e {TCP}/tcp_rto_max_ms || echo 1000 > {TCP}/tcp_rto_max_ms"
+        node.call(["sh", "-c", f"echo {number} > {TCP}/tcp_retries2; {each_second}"])
 
     def join(self, node: Node) -> None:
         """A node that is new, or was started again, takes part."""
@@ -97,17 +122,7 @@ class Story:
     # -- what ranks have written ------------------------------------------------------------------
 
     def lives(self, node: Node, local: int = 0) -> list[Life]:
-        found: list[Life] = []
-        for record in self._records(f"{node.name}.{local}"):
-            if "pid" in record:
-                found.append(Life(record))
-            elif "restored" in record or "closed" in record:
-                found[-1].start |= record
-            elif "event" in record:
-                found[-1].events.append(record)
-            else:
-                found[-1].steps[record["step"]] = record
-        return found
+        return lives_in(self.logs / f"{node.name}.{local}.jsonl")
 
     def all_lives(self, node: Node) -> list[Life]:
         """Of all ranks there."""
@@ -122,12 +137,7 @@ class Story:
         ]
 
     def reference(self) -> dict[int, dict[str, Any]]:
-        return {record["step"]: record for record in self._records("reference")}
-
-    def _records(self, name: str) -> list[dict[str, Any]]:
-        path = self.logs / f"{name}.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return {record["step"]: record for record in records(self.logs / "reference.jsonl")}
 
     def go_on(self, nodes: list[Node], num_lives: int, steps: int) -> None:
         """Wait until all these nodes are in that life and so many steps further."""
@@ -152,8 +162,13 @@ class Story:
     # -- what agents hold -------------------------------------------------------------------------
 
     def agent(self, node: Node) -> int:
-        """The number that the agent has on its node."""
-        return int(json.loads(node.path(f"{HOME}/agent.json").read_bytes())["pid"])
+        """The number that the agent has on its node; of the next one, if it has died just now."""
+
+        def number() -> int:
+            return int(json.loads(node.path(f"{HOME}/agent.json").read_bytes())["pid"])
+
+        self.job.await_(lambda: number() in node.processes(), "an agent", 20)
+        return number()
 
     def kill_agent(self, node: Node) -> None:
         node.signal(self.agent(node))

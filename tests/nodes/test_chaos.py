@@ -1,6 +1,6 @@
 """Random faults on one training: see `chaos`.
 
-HOLDFAST_CHAOS_FAULTS faults (6 if nothing is said), drawn from HOLDFAST_CHAOS_SEED.
+HOLDFAST_CHAOS_FAULTS faults (4 if nothing is said), drawn from HOLDFAST_CHAOS_SEED.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("needs_nodes"),
 ]
-FAULTS = int(os.environ.get("HOLDFAST_CHAOS_FAULTS", "6"))
+FAULTS = int(os.environ.get("HOLDFAST_CHAOS_FAULTS", "4"))
 SEED = int(os.environ.get("HOLDFAST_CHAOS_SEED", "1"))
 MOST_FILES = 100
 """Open in an agent or a rank at the end, however many faults there were."""

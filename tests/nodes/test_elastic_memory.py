@@ -33,6 +33,8 @@ SEVERAL = Options(
     sigterm_s=None,
 )
 """Images of 300 kB; what protects them is under way for a third of a second."""
+CUT_S, PATIENT = 20, 100
+"""How long a link is cut; with so many `tcp_retries2` no connection fails within that."""
 
 
 # -- four nodes -----------------------------------------------------------------------------------
@@ -56,14 +58,25 @@ class Four(Told):
         self.commits()
 
     def links_fail(self) -> None:
-        """Cut for a second, then slow; nobody restarts."""
+        """Cut for so long that all wait for it, then slow; nobody restarts."""
+        for node in self.here:
+            self.story.impatient(node, PATIENT)
+        self.cut_at = time.time()
         self.here[1].cut()
-        time.sleep(1)
+        time.sleep(CUT_S)
         self.here[1].join()
         self.commits()
+        self.protected = [self.guarded(node) for node in self.here]
+        for node in self.here:
+            self.story.impatient(node)
         self.here[2].slow("8mbit")
-        self.commits()
+        self.commits(1)
         self.here[2].normal()
+
+    def guarded(self, node: Node) -> int:
+        """The newest step that the agent there keeps something for others of."""
+        found = [s for s in self.story.slots(node) if s["kind"] == "guard"]
+        return max(int(s["step"]) for s in found if s["phase"] == "ready")
 
     def lose_while(self, lost: Node, other: Node) -> None:
         """A node vanishes, and the agent of another dies while the ranks rebuild what the first held."""
@@ -90,8 +103,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
     with Cluster(4, folder / "nodes", head=True) as cluster:
         nodes = cluster.nodes
         told = Four(cluster, Story(cluster, folder, SEVERAL, nnodes="1:5"))
-        told.agents_die()
         told.links_fail()
+        told.agents_die()
         told.lose_while(nodes[0], nodes[1])
         told.add(2)
         told.lose(nodes[1], nodes[4])
@@ -110,6 +123,15 @@ def test_agents_die_and_links_fail_and_training_goes_on(four: Four) -> None:
         assert len(shared) > 4 * ON
         assert all(life.steps[n]["digest"] == reference[n]["digest"] for n in shared)
         assert life.of("snapshot.failed")
+
+
+def test_a_link_is_cut_for_20_seconds(four: Four) -> None:
+    """In the same life.  All wait for it, and what is snapshot afterwards is protected as before."""
+    before, _, _ = four.chapters[0]
+    for life, protected in zip(before, four.protected):
+        times = {step: life.steps[step]["time"] - four.cut_at for step in life.steps}
+        assert not [at for at in times.values() if 1 < at < CUT_S]
+        assert times[protected] > CUT_S
 
 
 def test_three_of_four_nodes_go_on(four: Four) -> None:

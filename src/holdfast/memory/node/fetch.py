@@ -57,7 +57,7 @@ class Peer:
             return self._ask(path, headers, into)
         except (OSError, http.client.HTTPException) as error:
             self._hang_up()
-            if kept is None or isinstance(error, TimeoutError):
+            if kept is None or isinstance(error, TimeoutError | http.client.IncompleteRead):
                 raise self._unreachable(error) from None
         try:  # a connection that was kept may have been closed at the other end
             return self._ask(path, headers, into)
@@ -82,6 +82,8 @@ class Peer:
             if time.monotonic() > until:
                 raise TimeoutError(f"{at} of {len(into)} bytes came in time")
             n = response.readinto(into[at:])
+            if not n and response.length:  # it broke off: the agent may have died in mid-answer
+                raise http.client.IncompleteRead(b"", response.length)
             if not n:
                 raise Corrupt(f"{path} at {self.address} ends early", start=at, stop=len(into))
             at += n
