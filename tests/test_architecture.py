@@ -26,7 +26,8 @@ LAYERS = (
     ("memory", "delta"),
     ("recovery",),
     ("restoring",),
-    ("looking", "checkpointer"),
+    ("looking", "steering"),
+    ("checkpointer",),
     ("converting",),
     ("cli", "testing"),
 )
@@ -117,6 +118,7 @@ def test_public_names_are_pinned() -> None:
     import holdfast
 
     assert holdfast.__all__ == [
+        "Auto",
         "Box",
         "Checkpoint",
         "Checkpointer",

@@ -23,22 +23,25 @@ if TYPE_CHECKING:
     from holdfast.capture import Save
     from holdfast.checkpoint.opened import Checkpoint
     from holdfast.checkpoint.tidying import Keep
-    from holdfast.checkpointer import Checkpointer, Every, HoldfastWarning, load, save
+    from holdfast.checkpointer import Checkpointer, HoldfastWarning, load, save
     from holdfast.converting import Converted, convert
     from holdfast.delta.options import Delta
     from holdfast.errors import HoldfastError
     from holdfast.layout import Box
     from holdfast.looking import open, steps
     from holdfast.memory.options import Memory
+    from holdfast.policy.tuning import Auto
     from holdfast.state.rng import Rng
+    from holdfast.steering import Every
 
 _HOME = {
+    "Auto": "holdfast.policy.tuning",
     "Box": "holdfast.layout",
     "Checkpoint": "holdfast.checkpoint.opened",
     "Checkpointer": "holdfast.checkpointer",
     "Converted": "holdfast.converting",
     "Delta": "holdfast.delta.options",
-    "Every": "holdfast.checkpointer",
+    "Every": "holdfast.steering",
     "HoldfastError": "holdfast.errors",
     "HoldfastWarning": "holdfast.checkpointer",
     "Keep": "holdfast.checkpoint.tidying",
@@ -55,6 +58,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Auto",
     "Box",
     "Checkpoint",
     "Checkpointer",

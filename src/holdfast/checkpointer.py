@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from holdfast.layout import Mesh
 from holdfast.memory.job import job_of
 from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
+from holdfast.policy.tuning import Auto
 from holdfast.recovery import Candidate, newest_first, newest_good
 from holdfast.restoring import load_from, load_snapshot, load_step, open_shared, saved_steps
 from holdfast.state.live import Live, State, check_keys, collect
@@ -41,31 +42,16 @@ from holdfast.state.putback import RULES
 from holdfast.state.restore import alike
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
+from holdfast.steering import Every, Steering, fixed_or_tuned
 from holdfast.store import LocalStore, Store
 from holdfast.store.local import sweep as sweep_unfinished
+
+BEYOND = 0.01
+"""The share of node losses that protected snapshots are taken not to survive."""
 
 
 class HoldfastWarning(UserWarning):
     """A save failed, or a damaged step was passed over; training goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Every:
-    """How often each tier acts, in steps.  None: only when asked."""
-
-    durable: int | None = None
-    memory: int | None = None
-    delta: int | None = None
-
-    def __post_init__(self) -> None:
-        for tier in ("durable", "memory"):
-            n = getattr(self, tier)
-            if n is not None and (not isinstance(n, int) or n < 1):
-                raise UsageError(f"Every({tier}={n!r}): must be a positive number or None")
-        if self.delta not in (None, 1):
-            raise UsageError(
-                f"Every(delta={self.delta!r}): records are of every step, so 1 or None"
-            )
 
 
 class Checkpointer:
@@ -76,12 +62,13 @@ class Checkpointer:
     from the dict at each save and put back into it by `restore`.  The random number generators
     are included under the key `rng`, unless the state has one.
 
-    `every`: how often `step` saves.  `memory`: snapshots in host memory, which survive the training
-    processes.  `delta`: a record of every step, from which a restart does the steps after the newest
-    full save again.  `keep`: which steps stay.  `when_busy`: whether a due save waits
-    for the one in flight (`"queue"`) or is left out (`"skip"`).  `on_error`: whether a failed save is
-    reported by a warning or raised, at the next call.  `on_resize`: by key, what becomes of state that
-    differs between ranks when their number changes (`same`, `rank0`, `redistribute`, `fresh`).
+    `every`: how often `step` saves; with `Auto`, as often as pays, by what saves are measured to cost.
+    `memory`: snapshots in host memory, which survive the training processes.  `delta`: a record of every
+    step, from which a restart does the steps after the newest full save again.  `keep`: which steps stay.
+    `when_busy`: whether a due save waits for the one in flight (`"queue"`) or is left out (`"skip"`).
+    `on_error`: whether a failed save is reported by a warning or raised, at the next call.  `on_resize`:
+    by key, what becomes of state that differs between ranks when their number changes (`same`, `rank0`,
+    `redistribute`, `fresh`).
     `replicas="verify"` checks before each save that ranks which hold the same data hold the same bytes.
     `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
     and stop within that many seconds.  `deadline_s` bounds every wait.
@@ -92,7 +79,7 @@ class Checkpointer:
         root: str | os.PathLike[str],
         state: State,
         *,
-        every: Every | None = None,
+        every: Every | Auto | None = None,
         memory: Memory | None = None,
         delta: Delta | None = None,
         keep: Keep | None = None,
@@ -111,12 +98,15 @@ class Checkpointer:
         _check_choice("replicas", replicas, ("trust", "verify"))
         for rule in (on_resize or {}).values():
             _check_choice("on_resize", rule, tuple(RULES.split(", ")))
-        if every is not None and every.memory is not None and memory is None:
+        fixed_or_tuned(every)
+        fixed = every if isinstance(every, Every) else Every()
+        if fixed.memory is not None and memory is None:
             raise UsageError("Every(memory=...) needs Checkpointer(memory=holdfast.Memory())")
-        if every is not None and every.delta is not None and delta is None:
+        if fixed.delta is not None and delta is None:
             raise UsageError("Every(delta=1) needs Checkpointer(delta=holdfast.Delta())")
         self.state = state
-        self.every = every or Every()
+        self.every = fixed
+        """In force now."""
         self.when_busy = when_busy
         self.on_error = on_error
         self.on_resize = on_resize or {}
@@ -126,7 +116,7 @@ class Checkpointer:
         self._group = Group(deadline_s)
         self._root = os.fspath(root)
         self._store = open_shared(root, self._group)
-        self._claim = _claim_together(self._store, self._group)
+        self._claim, crashed = _claim_together(self._store, self._group)
         _sweep_host(self._store)
         self._capture = Capture(
             self._group,
@@ -159,6 +149,14 @@ class Checkpointer:
                     deadline_s=deadline_s,
                 )
             self._durable.also_tidy = partial(tidy_log, self._store)
+        self._steering = None
+        if isinstance(every, Auto):
+            tiers = tuple(t for t, on in (("memory", memory), ("delta", delta)) if on is not None)
+            alone = memory is None or memory.redundancy == "none" or self._group.size == 1
+            self._steering = Steering(
+                every, tiers, self._group, self._store, beyond=1.0 if alone else BEYOND, crashed=crashed
+            )  # fmt: skip
+            self.every = self._steering.at(0)
         self._closed = False
         self._prepared = False
         self._stop = _Stop(self._group, sigterm_s) if sigterm_s is not None else None
@@ -186,10 +184,14 @@ class Checkpointer:
         self._report()
         if self._stop is not None and self._stop.now(step):
             self._save_and_stop(step)
+        if self._steering is not None:
+            self.every = self._steering.at(step)
         every = self.every
         due = [n is not None and step % n == 0 for n in (every.durable, every.memory)]
         if self._delta is not None and every.delta is not None:
             self._record(step, self._delta, due[0])
+        elif self._delta is not None:
+            self._delta.end("no records are due")
         if due[0]:
             self._begin(step, must=self.when_busy == "queue")
         elif due[1] and self._memory is not None:
@@ -197,6 +199,8 @@ class Checkpointer:
                 must = self.when_busy == "queue"
                 save = self._memory.begin(self._collect, step, durable=False, must=must)
             self._saves.append(save)
+            if self._steering is not None:
+                self._steering.saving("memory", save)
         elif not self._prepared:
             self._prepare()
         self._prepared = True
@@ -204,6 +208,8 @@ class Checkpointer:
     def _record(self, step: int, delta: DeltaTier, durable: bool) -> None:
         """A record of this step; a full save of it, if records have nothing to lead on from."""
         delta.record(step)
+        if self._steering is not None and self._steering.batch is not None:
+            delta.rebatch(self._steering.batch)
         failed, told = delta.error, self._told_of
         self._told_of = failed
         if failed is not None and failed is not told:
@@ -238,6 +244,8 @@ class Checkpointer:
             else:
                 save = self._durable.begin(self._collect, step, must=must)
         self._saves.append(save)
+        if self._steering is not None:
+            self._steering.saving("durable", save)
         return save
 
     def _collect(self) -> Live:
@@ -392,7 +400,7 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.settle(self._group.deadline_s)
         self._durable.settle(self._group.deadline_s)
-        self._claim = _claim_together(self._store, self._group)
+        self._claim, _ = _claim_together(self._store, self._group)
         self._durable.adopt(self._claim)
         if self._delta is not None:
             self._delta.adopt(self._claim.run)
@@ -431,9 +439,12 @@ class Checkpointer:
                 if self._memory is not None:
                     last.callback(self._memory.close, timeout, finished=finished)
                 if self._delta is not None:
+                    last.callback(self._tidy_log)
                     self._delta.close(self._group.deadline_s if timeout is None else timeout)
         finally:
             self._capture.close()
+            if self._steering is not None:
+                self._steering.close()
             if self._stop is not None:
                 self._stop.close()
             if self._group.rank == 0:
@@ -443,6 +454,14 @@ class Checkpointer:
                     emit("release.failed", error=str(error))
             self._group.close()
         self._report()
+
+    def _tidy_log(self) -> None:
+        """Records that were written after the last save had tidied up."""
+        if self._group.rank == 0:
+            try:
+                tidy_log(self._store)
+            except HoldfastError as error:
+                emit("tidy.failed", error=str(error))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -506,8 +525,9 @@ def load(
         group.close()
 
 
-def _claim_together(store: Store, group: Group) -> Claim:
-    """Rank 0 takes the root for all, and deletes what dead runs left.
+def _claim_together(store: Store, group: Group) -> tuple[Claim, bool]:
+    """Rank 0 takes the root for all, and deletes what dead runs left.  Also: whether the run before did
+    not end by closing.
 
     A run on another host may be dead or not: what it left stays until this one has committed a step.
     """
@@ -517,9 +537,9 @@ def _claim_together(store: Store, group: Group) -> Claim:
         mine = claim(store)
         if held is None or held.is_over():
             sweep(store, mine, 0)
-        return msgspec.json.encode(mine)
+        return msgspec.json.encode((mine, held is not None and held.started != "closed"))
 
-    return msgspec.json.decode(group.from_rank0(take), type=Claim)
+    return msgspec.json.decode(group.from_rank0(take), type=tuple[Claim, bool])
 
 
 def _sweep_host(store: Store) -> None:

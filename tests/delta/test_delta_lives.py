@@ -74,6 +74,16 @@ def test_one_rank_is_killed_before_its_record(lives: Lives) -> None:
     check(lives, again, 5, told[0].digests)
 
 
+def test_ranks_are_tuned_alike(lives: Lives) -> None:
+    """Rank 0 measures and decides; a rank that saved at another step would be waited for in vain."""
+    script = {**FSDP, "settle": False, "auto": {"mtbf_hours": 0.001, "overhead": 0.9}}
+    told = lives.live(nodes=[0] * 2, until=60, die=True, **script)
+    assert told[0].events("retuned"), lives.errors()
+    assert not told[1].events("retuned")
+    again = lives.live(nodes=[0] * 2, until=61, **script)
+    check(lives, again, again[0].restored, told[0].digests)
+
+
 def test_memory_and_records(lives: Lives) -> None:
     """From the newest snapshot in memory, by the records after it."""
     script = {"layout": "fsdp", "memory": 4, "delta": {}, "options": {"redundancy": "none"}}

@@ -362,6 +362,73 @@ def test_a_parameter_group_that_is_added(root: Path) -> None:
         check_equal(run.everything(), at_the_end)
 
 
+def test_an_average_of_the_weights(root: Path) -> None:
+    """A module that no optimizer has: it is recorded whole."""
+
+    class Averaged(Run):
+        def __init__(self) -> None:
+            super().__init__(OPTIMIZERS["adamw"])
+            self.average = copy.deepcopy(self.model)
+            self.state["average"] = self.average
+
+        def step(self, number: int) -> None:
+            super().step(number)
+            with torch.no_grad():
+                for mine, theirs in zip(self.average.parameters(), self.model.parameters()):
+                    mine.lerp_(theirs, 0.1)
+
+        def everything(self) -> dict[str, Any]:
+            mine = {f"average.{k}": v.clone() for k, v in self.average.state_dict().items()}
+            return super().everything() | mine
+
+    at_the_end = recorded(root, Averaged)
+    forget(root, 8)
+    run = Averaged()
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
+@pytest.mark.parametrize("when", ["before the record", "after the record"])
+def test_weights_that_somebody_else_writes(root: Path, when: str) -> None:
+    """No record leads over that, so a full save is made."""
+
+    def edit(run: Run) -> None:
+        with torch.no_grad():
+            run.model.last.weight.clamp_(-0.1, 0.1)
+
+    run = Run(OPTIMIZERS["adamw"])
+    every = holdfast.Every(delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        for number in range(1, 7):
+            run.step(number)
+            if number == 4 and when == "before the record":
+                edit(run)
+            ckpt.step(number)
+            if number == 4 and when == "after the record":
+                edit(run)
+        at_the_end = run.everything()
+    again = Run(OPTIMIZERS["adamw"])
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 6
+        check_equal(again.everything(), at_the_end)
+
+
+def test_weights_that_are_always_written_are_refused(root: Path) -> None:
+    def train() -> None:
+        for number in range(1, 9):
+            run.step(number)
+            with torch.no_grad():
+                run.model.last.weight.clamp_(-0.1, 0.1)
+            ckpt.step(number)
+
+    run = Run(OPTIMIZERS["adamw"])
+    ckpt = checkpointer(root, run)
+    with pytest.raises(UsageError, match=r"outside optimizer.step"):
+        train()
+    ckpt.close()
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 

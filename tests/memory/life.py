@@ -128,7 +128,7 @@ class Life:
 
     def _listen(self, event: holdfast.events.Event) -> None:
         self.events[event.name] += 1
-        kept = ("memory.", "agent.", "restore.", "replica.", "snapshot.protect")
+        kept = ("retuned", "memory.", "agent.", "restore.", "replica.", "snapshot.protect")
         if "failed" in event.name or event.name.startswith(kept):
             self.write(event=event.name, **{k: str(v) for k, v in event.fields.items()})
 
@@ -151,9 +151,11 @@ class Life:
     def _train(self, model: nn.Module, optim: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         s = self.script
         often, records = s.get("memory", 1), s.get("delta")
-        every = holdfast.Every(
+        every: Any = holdfast.Every(
             memory=often, durable=s.get("durable"), delta=None if records is None else 1
         )
+        if "auto" in s:
+            every = holdfast.Auto(**s["auto"])
         memory = holdfast.Memory(**s.get("options", {})) if often else None
         delta = None if records is None else holdfast.Delta(**records)
         ckpt = holdfast.Checkpointer(

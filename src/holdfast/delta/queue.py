@@ -125,7 +125,7 @@ class Queue:
         self._line = mine
         self._send_order(mine)
         for slot, record in sorted(self._sent.items(), key=lambda item: item[1].step):
-            w.send(mine, w.Put(slot, record))
+            self._say(w.Put(slot, record))
         threading.Thread(
             target=self._listen, args=(mine,), name="holdfast-log", daemon=True
         ).start()

@@ -29,6 +29,7 @@ from holdfast.state.live import (
     is_stateful,
     named_buffers,
     named_groups,
+    named_parameters,
     stages,
 )
 from holdfast.state.snapshot import raw_array
@@ -76,8 +77,41 @@ def optimizers(state: State) -> list[Steps]:
     return found
 
 
+def watched(steps: list[Steps]) -> list[torch.Tensor]:
+    """Tensors whose version counters grow with every write to a parameter of these optimizers."""
+    found = []
+    for one in steps:
+        for _, p in one.params:
+            found += [p, local_of(p)] if isinstance(p, DTensor) else [p]
+    return found
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Grows with every write: a DTensor counts its own, its local tensor the others."""
+    local = local_of(tensor)._version if isinstance(tensor, DTensor) else 0
+    return int(tensor._version) + local
+
+
+def untrained(state: State) -> dict[str, torch.Tensor]:
+    """Parameters that no optimizer of the state has, by name: frozen ones, or an average of the weights."""
+    trained = {
+        id(p)
+        for value in state.values()
+        if isinstance(value, Optimizer)
+        for group in value.param_groups
+        for p in group["params"]
+    }
+    found: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        for module in stages(value) or ():
+            for name, p in named_parameters(module):
+                if id(p) not in trained:
+                    found.setdefault(f"{key}.{name}", p)
+    return found
+
+
 def buffers(state: State) -> dict[str, torch.Tensor]:
-    """Buffers and tensors of the state's own, by name: what steps change besides parameters."""
+    """Buffers and tensors of the user's own, by name."""
     found: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         for module in stages(value) or ():

@@ -17,7 +17,16 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
 from holdfast.delta.log import Found, Log, Step, read_headers, segments
-from holdfast.delta.recording import GRAD, Steps, buffers, grad_name, held, local_of, optimizers
+from holdfast.delta.recording import (
+    GRAD,
+    Steps,
+    buffers,
+    grad_name,
+    held,
+    local_of,
+    optimizers,
+    untrained,
+)
 from holdfast.delta.writers import await_others
 from holdfast.errors import Corrupt, FormatError, NotFound, NotRecoverable, StateMismatch
 from holdfast.events import emit, span
@@ -88,7 +97,7 @@ class Replay:
     def run(self, steps: list[Step]) -> Step | None:
         """Apply as many as prove sound; the last of them, with its extras put back.  None if none does."""
         self.steps = optimizers(self.state)
-        self.values = buffers(self.state)
+        self.values = {**untrained(self.state), **buffers(self.state)}
         self.live = held(self.steps, self.values)
         self.resized = self._is_resized(steps[0])
         sets = [Gradients(self.steps), Gradients(self.steps)]

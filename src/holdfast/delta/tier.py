@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -37,6 +37,9 @@ from holdfast.delta.recording import (
     places,
     plan_of,
     small,
+    untrained,
+    version_of,
+    watched,
 )
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Applied, Header, Identity, Record, aligned, put_plan
@@ -47,6 +50,8 @@ from holdfast.layout import Mesh
 from holdfast.state.live import Live, State
 from holdfast.state.rest import collect_rest, encoded_hyper
 from holdfast.store import Store
+
+MAX_EDITS = 3
 
 
 @dataclass
@@ -94,9 +99,14 @@ class DeltaTier:
         self._room = 0
         """For extras, at least; they have grown before."""
         self._steps = optimizers(state())
-        self._marks = {name: t._version for name, t in buffers(state()).items()}
-        """Version counters of buffers, as they were at the last record."""
+        self._untrained: dict[str, torch.Tensor] = {}
+        self._marks: dict[str, int] = {}
+        """Version counters of what no optimizer changes, as they were at the last record."""
         self._changing: set[str] = set()
+        self._watched: list[torch.Tensor] = []
+        self._written = 0
+        self._edits = 0
+        """Records in a row that could not be, because of weights that were written."""
         self._hooks = []
         for one in self._steps:
             self._hooks.append(one.optimizer.register_step_pre_hook(self._before(one.key)))
@@ -115,12 +125,29 @@ class DeltaTier:
 
     def begin_from(self, identity: Identity, base: Save | None = None) -> None:
         """The live state is this one, known or being saved; records lead on from it."""
-        if self.error is not None:
+        if self._queue.error is not None:
             self._queue.close(0.0)
             self._queue = Queue(self._deadline_s)
             self._layout = None
         self.parent, self._base = identity, base
-        self._mark()
+        state = self.state()
+        self._untrained = untrained(state)
+        self._mark(state)
+        self._watched = watched(self._steps)
+        self._written = self._writes()
+
+    def end(self, why: str) -> None:
+        """Record no more, until records begin from another base."""
+        if self.parent is not None:
+            self._drop_open()
+            self._break(why)
+
+    def rebatch(self, batch: int) -> None:
+        """So many records per file from now on.  All ranks say so at the same step."""
+        if batch != self.options.batch:
+            assert self._open is None, "a record is under way"
+            self.options = replace(self.options, batch=batch)
+            self._layout = None
 
     def adopt(self, run: int) -> None:
         """Go on as another run."""
@@ -130,6 +157,11 @@ class DeltaTier:
     @property
     def error(self) -> HoldfastError | None:
         """Why nothing is recorded any more, until records begin from another base."""
+        if self._edits > MAX_EDITS:
+            return UsageError(
+                "weights are written outside optimizer.step() at every step, which no record can tell",
+                hint="make such changes in the optimizer, or do without delta=",
+            )
         return self._queue.error
 
     @contextmanager
@@ -168,6 +200,9 @@ class DeltaTier:
         if record is None:
             return
         one = next(one for one in self._steps if one.key == key)
+        if self._writes() != self._written:
+            self._edited("between two steps")
+            return
         if any(a.key == one.key for a in record.applied):
             raise UsageError(
                 f"{one.key!r} has made two steps between two calls of Checkpointer.step()",
@@ -192,6 +227,16 @@ class DeltaTier:
         if self._open is not None:
             for copying in self._open.copying:
                 copying.result()
+            self._written = self._writes()
+
+    def _writes(self) -> int:
+        """Grows with every write to a parameter."""
+        return sum(tensor._version for tensor in self._watched)
+
+    def _edited(self, when: str) -> None:
+        """No record leads to weights that somebody else writes."""
+        self._edits += 1
+        self._again(f"weights were written outside optimizer.step(), {when}")
 
     def _opened(self) -> Open | None:
         """The record under way; a new one if there is none.  Blocks while the queue is full."""
@@ -220,9 +265,11 @@ class DeltaTier:
         """What records hold from now on.  Collective; blocks."""
         state = self.state()
         self._steps = optimizers(state)
+        self._watched = watched(self._steps)
+        self._written = self._writes()
         tensors = buffers(state)
         self._changing |= small(tensors)
-        values = {n: t for n, t in tensors.items() if n in self._changing}
+        values = {n: t for n, t in {**self._untrained, **tensors}.items() if n in self._changing}
         live = held(self._steps, values)
         self._planned += 1
         agreement = agree(self.group, live, self.mesh, self._planned)
@@ -254,6 +301,9 @@ class DeltaTier:
             state = self.state()
             rest = collect_rest(state, self._groups, self.on_resize)
             changed = self._changed(state)
+            if self._writes() != self._written:
+                self._edited("after it")
+                return
             if not changed <= self._changing:  # such as the first step of a batch norm
                 self._changing |= changed
                 self._again("buffers change that did not before")
@@ -295,6 +345,7 @@ class DeltaTier:
             tuple(record.applied), unchanged, notes,
         )  # fmt: skip
         self._open, self.parent = None, (self.run, step)
+        self._edits = 0
         self._copier.submit(self._hand_over, record, entry)
 
     def _hand_over(self, record: Open, entry: Record) -> None:
@@ -309,14 +360,14 @@ class DeltaTier:
 
     def _changed(self, state: State) -> set[str]:
         """Buffers that were written since the last record, as far as that can be known."""
-        tensors = buffers(state)
-        now = {name: t._version for name, t in tensors.items()}
-        found = {name for name, version in now.items() if self._marks.get(name) != version}
-        self._marks = now
-        return found | small(tensors)
+        before = self._marks
+        self._mark(state)
+        found = {name for name, version in self._marks.items() if before.get(name) != version}
+        return found | small(buffers(state))
 
-    def _mark(self) -> None:
-        self._marks = {name: t._version for name, t in buffers(self.state()).items()}
+    def _mark(self, state: State) -> None:
+        tensors = {**self._untrained, **buffers(state)}
+        self._marks = {name: version_of(t) for name, t in tensors.items()}
 
     def _drop_open(self) -> None:
         record, self._open = self._open, None
