@@ -26,7 +26,7 @@ from holdfast.delta.replay import Replay, survey
 from holdfast.delta.segment import Identity
 from holdfast.delta.tier import DeltaTier
 from holdfast.durable import Durable
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError, NotRecoverable, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.interop.detect import detect, split
@@ -188,11 +188,14 @@ class Checkpointer:
             self.every = self._steering.at(step)
         every = self.every
         due = [n is not None and step % n == 0 for n in (every.durable, every.memory)]
+        based = False
         if self._delta is not None and every.delta is not None:
-            self._record(step, self._delta, due[0])
+            based = self._record(step, self._delta, due[0])
         elif self._delta is not None:
             self._delta.end("no records are due")
-        if due[0]:
+        if based:
+            pass  # that is a full save of this step
+        elif due[0]:
             self._begin(step, must=self.when_busy == "queue")
         elif due[1] and self._memory is not None:
             with span("snapshot.call", step=step):
@@ -205,7 +208,7 @@ class Checkpointer:
             self._prepare()
         self._prepared = True
 
-    def _record(self, step: int, delta: DeltaTier, durable: bool) -> None:
+    def _record(self, step: int, delta: DeltaTier, durable: bool) -> bool:
         """A record of this step; a full save of it, if records have nothing to lead on from."""
         delta.record(step)
         if self._steering is not None and self._steering.batch is not None:
@@ -215,9 +218,12 @@ class Checkpointer:
         if failed is not None and failed is not told:
             failed.hint = failed.hint or "records begin again with the next full save"
             self._complain(failed, f"records end: {failed}")
-        if delta.needs_base or (failed is not None and durable):
-            save = self._begin(step, must=True)
-            delta.begin_from((self._claim.run, step), save)
+        if failed is not None and durable:
+            delta.revive()
+        if not delta.needs_base(step):
+            return False
+        delta.begin_from((self._claim.run, step), self._begin(step, must=True))
+        return True
 
     def _complain(self, error: BaseException, text: str) -> None:
         if self.on_error == "raise":
@@ -246,6 +252,10 @@ class Checkpointer:
         self._saves.append(save)
         if self._steering is not None:
             self._steering.saving("durable", save)
+        parent = None if self._delta is None else self._delta.parent
+        if self._delta is not None and parent is not None and parent[1] == step:
+            if parent[0] != self._claim.run:  # it replaces what records would lead on from
+                self._delta.begin_from((self._claim.run, step), save)
         return save
 
     def _collect(self) -> Live:
@@ -296,6 +306,8 @@ class Checkpointer:
         """
         self._check_open()
         self.wait()
+        if self._delta is not None:
+            self._delta.settle()
         options = Options(cast=cast, strict=strict, on_resize=self.on_resize, mesh=self._mesh)
         durable = saved_steps(self._store, self._group)
         state = self._everything()
@@ -334,16 +346,23 @@ class Checkpointer:
             elif step is not None:
                 taken = _leading_to(step, candidates, log)
                 attempt(taken)
-                found = step
+                found = reached["state"][1]
+                if found != step:
+                    raise NotRecoverable(
+                        f"step {step} cannot be reached: the record of the step after {found} is damaged",
+                        step=step,
+                        hint="the state is poisoned by now; restore() takes the newest good step",
+                    )
             else:
                 taken = newest_good(candidates, attempt, passed_over)
                 found = reached["state"][1] if taken is not None else 0
             fields["step"] = found
         if taken is not None and step is None:
             self._warn_of_lost(log, reached["state"])
-        if candidates and found != (candidates[0].tip or (0, candidates[0].step))[1]:
+        again = self._delta is not None and self._group.any(self._delta.recorded)
+        if again or (candidates and found != (candidates[0].tip or (0, candidates[0].step))[1]):
             self._leave_behind()
-        if self._delta is not None and taken is not None:
+        if self._delta is not None and taken is not None and self.every.delta is not None:
             self._delta.begin_from(reached["state"])
         for key in self.state:
             self.state[key] = state[key]
@@ -355,7 +374,7 @@ class Checkpointer:
         """The records that may lead on from one of these steps.  Collective."""
         if self._delta is None or not bases:
             return None
-        return survey(self._store, self._group, min(c.step for c in bases))
+        return survey(self._store, self._group, min(c.step for c in bases), self._claim.run)
 
     def _replay(
         self, log: Log | None, base: Candidate, state: State, options: Options, until: int | None
@@ -410,7 +429,8 @@ class Checkpointer:
     # -- ending -----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save under way; failures are reported as `on_error` says.
+        """Wait for every save under way; failures are reported as `on_error` says.  Records are with their
+        writer then, which outlives this process.
 
         Deadline if they are not done after `timeout` seconds.
         """
@@ -422,6 +442,8 @@ class Checkpointer:
                 if not save.done():
                     raise
                 save.told = False  # reported just below
+        if self._delta is not None:
+            self._delta.handed_over(timeout)
         self._report()
 
     def close(self, timeout: float | None = None) -> None:

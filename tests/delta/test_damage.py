@@ -15,7 +15,9 @@ import pytest
 
 import holdfast
 from holdfast.delta import queue
-from holdfast.errors import AgentError
+from holdfast.delta.log import open_log
+from holdfast.errors import AgentError, NotRecoverable
+from holdfast.store import open_store
 
 from .test_exact import (
     OPTIMIZERS,
@@ -35,7 +37,7 @@ def new() -> Run:
     return Run(OPTIMIZERS["adamw"])
 
 
-def at(step: int) -> dict[str, Any]:
+def at_step(step: int) -> dict[str, Any]:
     """The uninterrupted run's state after a step."""
     run = new()
     for number in range(1, step + 1):
@@ -85,7 +87,7 @@ def test_replay_ends_before_a_damaged_record(
     ckpt = checkpointer(root, run)
     with pytest.warns(holdfast.HoldfastWarning, match=f"after {BAD - 1} is missing or damaged"):
         assert ckpt.restore() == BAD - 1
-    check_equal(run.everything(), at(BAD - 1))
+    check_equal(run.everything(), at_step(BAD - 1))
     run.in_place = False
     for number in (BAD, BAD + 1):
         run.step(number)
@@ -96,6 +98,38 @@ def test_replay_ends_before_a_damaged_record(
     with checkpointer(root, again) as ckpt:
         assert ckpt.restore() == BAD + 1
         check_equal(again.everything(), expected)
+
+
+def test_a_step_behind_a_damaged_record_is_not_given_out(root: Path) -> None:  # noqa: F811
+    """Who asks for a step gets it, or an error."""
+    recorded(root, new, LAST)
+    forget(root, 4)
+    flip(segment(root, BAD), 0.6)
+    with (
+        checkpointer(root, new()) as ckpt,
+        pytest.raises(NotRecoverable, match="after 3 is damaged"),
+    ):
+        ckpt.restore(5)
+
+
+@pytest.mark.parametrize("part", ["values", "extras"])
+def test_all_of_a_record_is_verified_before_it_is_applied(root: Path, part: str) -> None:  # noqa: F811
+    """Also what is not needed for the step itself."""
+    recorded(root, new, LAST)
+    forget(root, 4)
+    log, _ = open_log(open_store(str(root)))
+    (found, record) = log.steps[1, LAST].records[0]
+    at = record.extras - 40 if part == "values" else record.extras + 100
+    with (root / found.key).open("r+b") as file:
+        file.seek(found.start + record.at + at)
+        byte = file.read(1)[0]
+        file.seek(found.start + record.at + at)
+        file.write(bytes([byte ^ 1]))
+    run = new()
+    with checkpointer(root, run) as ckpt:
+        with pytest.warns(holdfast.HoldfastWarning, match="missing or damaged"):
+            assert ckpt.restore() == LAST - 1
+        check_equal(run.everything(), at_step(LAST - 1))
 
 
 def writers() -> list[int]:

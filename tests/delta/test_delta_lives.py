@@ -74,6 +74,15 @@ def test_one_rank_is_killed_before_its_record(lives: Lives) -> None:
     check(lives, again, 5, told[0].digests)
 
 
+def test_records_that_end_on_one_rank(lives: Lives) -> None:
+    """It alone finds that records must be planned anew; all make the next full save together."""
+    script = {**FSDP, "grow_at": 4, "grow": [1]}
+    told = lives.live(nodes=[0] * 2, until=9, die=True, **script)
+    assert [t.status for t in told] == [KILLED] * 2, lives.errors()
+    again = lives.live(nodes=[0] * 2, until=10, **script)
+    check(lives, again, 9, told[0].digests)
+
+
 def test_ranks_are_tuned_alike(lives: Lives) -> None:
     """Rank 0 measures and decides; a rank that saved at another step would be waited for in vain."""
     script = {**FSDP, "settle": False, "auto": {"mtbf_hours": 0.001, "overhead": 0.9}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,102 @@ def test_an_average_of_the_weights(root: Path) -> None:
     with checkpointer(root, run) as ckpt:
         assert ckpt.restore() == STEPS
         check_equal(run.everything(), at_the_end)
+
+
+def test_tensors_that_are_bound_anew_or_written_uncounted(root: Path) -> None:
+    """Small ones and large ones: what is there when the step ends is what is recorded."""
+
+    class Rebinding(Run):
+        def __init__(self) -> None:
+            super().__init__(OPTIMIZERS["adamw"])
+            self.model.register_buffer("seen", torch.zeros(3))
+            self.told |= {"table": torch.zeros(700, 700), "still": torch.ones(600, 600)}
+            self.average = copy.deepcopy(nn.Linear(600, 600)).requires_grad_(False)
+            self.state["average"] = self.average
+
+        def step(self, number: int) -> None:
+            super().step(number)
+            self.model.seen = self.model.seen * 0.5 + number
+            self.told["table"] = self.told["table"] + number
+            self.average.weight.data.mul_(0.9).add_(0.01 * number)
+
+        def everything(self) -> dict[str, Any]:
+            return super().everything() | {"average": self.average.weight.clone()}
+
+    at_the_end = recorded(root, Rebinding)
+    forget(root, 8)
+    run = Rebinding()
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
+def test_hooks_that_come_later(root: Path) -> None:
+    """What changes gradients just before the step is registered after the Checkpointer was made."""
+    run = Run(OPTIMIZERS["adamw"])
+    with holdfast.Checkpointer(
+        root, run.state, every=holdfast.Every(delta=1), delta=holdfast.Delta()
+    ) as ckpt:
+
+        def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(0.5)
+
+        for number in range(1, 8):
+            if number == 3:
+                run.optim.register_step_pre_hook(halve)
+            run.step(number)
+            ckpt.step(number)
+        at_the_end = run.everything()
+    again = Run(OPTIMIZERS["adamw"])
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 7
+        check_equal(again.everything(), at_the_end)
+
+
+def test_a_run_that_restores_again_and_goes_another_way(root: Path) -> None:
+    """In one process: what it recorded before is there, and then history."""
+    run = Run(OPTIMIZERS["adamw"])
+    run.in_place = False
+    with checkpointer(root, run) as ckpt:
+        for number in range(1, 6):
+            run.step(number)
+            ckpt.step(number)
+        fifth = run.everything()
+        began = time.monotonic()
+        assert ckpt.restore() == 5
+        assert time.monotonic() - began < 10
+        check_equal(run.everything(), fifth)
+        assert ckpt.restore(3) == 3
+        torch.manual_seed(99)
+        for number in (4, 5, 6):
+            run.step(number)
+            ckpt.step(number)
+        other = run.everything()
+    again = Run(OPTIMIZERS["adamw"])
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 6
+        check_equal(again.everything(), other)
+
+
+def test_a_save_of_what_was_just_restored(root: Path) -> None:
+    """It may replace the full step that records led on from."""
+    recorded(root, lambda: Run(OPTIMIZERS["adamw"]), 5)
+    run = Run(OPTIMIZERS["adamw"])
+    options = {"every": holdfast.Every(delta=1), "delta": holdfast.Delta()}
+    with holdfast.Checkpointer(root, run.state, keep=holdfast.Keep(last=1), **options) as ckpt:
+        assert ckpt.restore() == 5
+        ckpt.save(5).wait()
+        for number in range(6, 10):
+            run.step(number)
+            ckpt.step(number)
+        at_the_end = run.everything()
+    again = Run(OPTIMIZERS["adamw"])
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 9
+        check_equal(again.everything(), at_the_end)
 
 
 @pytest.mark.parametrize("when", ["before the record", "after the record"])

@@ -143,7 +143,9 @@ class Life:
                 train_step(model, optim, step, s["layout"], self.width)
                 self.write(step=step + 1, digest=digest(model, optim))
             return
-        state = {"model": model, "optim": optim}
+        state: dict[str, Any] = {"model": model, "optim": optim}
+        if "grow_at" in s:
+            state["told"] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", holdfast.HoldfastWarning)
             self._train(model, optim, state)
@@ -175,6 +177,8 @@ class Life:
                 poison(model, optim)
             if s.get("kill_at") == step and self.rank in s["kill"]:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if s.get("grow_at") == step and self.rank in s["grow"]:
+                state["told"]["long"] = "x" * 300_000
             ckpt.step(step)
             if s.get("settle", True):
                 self._settle(ckpt)

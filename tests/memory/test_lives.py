@@ -131,8 +131,9 @@ def test_a_copied_root_is_another_job(lives: Lives) -> None:
 def test_durable_saves_do_not_starve(lives: Lives) -> None:
     """With a snapshot every step, one is always in flight: a save that is due waits for it."""
     told = lives.live(
-        nodes=[0, 1], until=20, memory=1, durable=5, settle=False, options={"redundancy": "copy"}
-    )
+        nodes=[0, 1], until=20, memory=1, durable=5, settle=False, pause=0.2,
+        options={"redundancy": "copy"},
+    )  # fmt: skip
     assert [t.status for t in told] == [0, 0], lives.errors()
     assert holdfast.steps(str(lives.place / "root")) == [5, 10, 15, 20]
 

@@ -23,7 +23,13 @@ from holdfast.delta.segment import (
     read_header,
     read_plan,
 )
-from holdfast.errors import FormatError, HoldfastError, NotFound
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NotFound,
+    Unavailable,
+    UnsupportedVersion,
+)
 from holdfast.events import emit
 from holdfast.format.manifest import VERSION, FileEntry, Manifest, check
 from holdfast.store import Reader, Store, Writer
@@ -63,6 +69,8 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
             if header.rank != rank:
                 raise FormatError(f"a segment of rank {header.rank}", key=key)
             found.append(Found(key, start, header))
+        except (UnsupportedVersion, Unavailable):
+            raise  # it may be sound
         except HoldfastError as error:
             emit("log.damaged", key=key, error=str(error))
     return found

@@ -102,6 +102,7 @@ class Queue:
             if self._line is not None:
                 with suppress(OSError):
                     self._line.shutdown(socket.SHUT_RDWR)
+                self._line.close()
             if self._process is not None:
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(max(limit_s, 1.0))

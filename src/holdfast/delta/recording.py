@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ GRAD = "grad"
 SPARE_ROOM = 4 << 10
 """For extras that grow."""
 SMALL_BYTES = 1 << 20
+SAMPLES = 1 << 10
 MANY = 1 << 15
 """Elements from which on torch copies with several threads."""
 
@@ -86,10 +88,30 @@ def watched(steps: list[Steps]) -> list[torch.Tensor]:
     return found
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Grows with every write: a DTensor counts its own, its local tensor the others."""
-    local = local_of(tensor)._version if isinstance(tensor, DTensor) else 0
-    return int(tensor._version) + local
+@dataclass(frozen=True)
+class Mark:
+    """What tells whether a tensor was written since: which it was, its counter of writes, and a sample of
+    its values, because writes by way of `.data` are not counted."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    sample: bytes
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Mark:
+        local = local_of(tensor)
+        sample = b""
+        if local.device.type == "cpu" and local.numel():
+            flat = (
+                raw_array(local.reshape(-1)) if local.is_contiguous() else raw_array(local).ravel()
+            )
+            sample = flat[:: max(1, len(flat) // SAMPLES)].tobytes()
+        version = tensor._version + (local._version if isinstance(tensor, DTensor) else 0)
+        return Mark(weakref.ref(tensor), version, sample)
+
+    def differs(self, before: Mark) -> bool:
+        same = self.tensor() is before.tensor()
+        return not same or (self.version, self.sample) != (before.version, before.sample)
 
 
 def untrained(state: State) -> dict[str, torch.Tensor]:
@@ -278,7 +300,8 @@ def only_reads(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is known to leave gradients as they are: torch's do, unless a fused
     kernel unscales them."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    return is_torchs and getattr(optimizer, "grad_scale", None) is None
+    looks_ahead = any(group.get("nesterov") for group in optimizer.param_groups)  # foreach writes
+    return is_torchs and not looks_ahead and getattr(optimizer, "grad_scale", None) is None
 
 
 def missing_of(one: Steps) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from holdfast.delta.recording import (
     untrained,
 )
 from holdfast.delta.writers import await_others
-from holdfast.errors import Corrupt, FormatError, NotFound, NotRecoverable, StateMismatch
+from holdfast.errors import Corrupt, Deadline, FormatError, NotFound, NotRecoverable, StateMismatch
 from holdfast.events import emit, span
 from holdfast.format import extras as tree
 from holdfast.group import Group
@@ -59,13 +59,17 @@ ELEMENTWISE = frozenset(
 """Optimizers that treat each element by itself, so that cuts do not matter."""
 
 
-def survey(store: Store, group: Group, since: int) -> Log:
-    """What records there are after step `since`, when the writers of dead processes are done.
+def survey(store: Store, group: Group, since: int, run: int) -> Log:
+    """What records there are after step `since`, when the writers of runs before `run` are done.
 
     Each rank reads its part of the headers.  Collective.
     """
     with alike(group, since):
-        await_others(store)
+        if left := await_others(store, run):
+            raise Deadline(
+                f"the writer of a dead process is still at work: {left[0]}",
+                hint="storage may hang; when it has ended, restart",
+            )
     keys = msgspec.json.decode(
         group.from_rank0(lambda: msgspec.json.encode(segments(store, since))), type=list[str]
     )
@@ -75,10 +79,11 @@ def survey(store: Store, group: Group, since: int) -> Log:
 
 
 class Gradients:
-    """Memory for the gradients of one record, cut as the parameters are."""
+    """Memory for one record: gradients, cut as the parameters are, and what else the step changed."""
 
     def __init__(self, steps: list[Steps]) -> None:
         self.of: dict[str, torch.Tensor] = {}
+        self.values: dict[str, torch.Tensor] = {}
         for one in steps:
             for name, p in one.params:
                 with torch.no_grad():
@@ -99,8 +104,10 @@ class Replay:
         self.steps = optimizers(self.state)
         self.values = {**untrained(self.state), **buffers(self.state)}
         self.live = held(self.steps, self.values)
-        self.resized = self._is_resized(steps[0])
+        for step in {(s.run, s.plan): s for s in steps}.values():
+            self._is_resized(step)
         sets = [Gradients(self.steps), Gradients(self.steps)]
+        newest: dict[str, torch.Tensor] = {}
         last: Step | None = None
         with ThreadPoolExecutor(1, "holdfast-replay") as ahead, span("replay") as fields:
             reading = ahead.submit(self._read, steps[0], sets[0])
@@ -110,8 +117,10 @@ class Replay:
                 except PASSED_OVER as error:
                     emit("replay.ended", step=step.step, error=str(error))
                     break
+                found = dict(sets[number % 2].values)
                 if number + 1 < len(steps):
                     reading = ahead.submit(self._read, steps[number + 1], sets[(number + 1) % 2])
+                newest |= found
                 self._apply(step, sets[number % 2])
                 last = step
             fields["steps"] = 0 if last is None else steps.index(last) + 1
@@ -119,7 +128,9 @@ class Replay:
             for _, p in one.params:
                 p.grad = None
         if last is not None:
-            self._put_values(steps[: steps.index(last) + 1])
+            with torch.no_grad():
+                for name, value in newest.items():
+                    self.values[name].copy_(value)
             self._put_rest(last)
         return last
 
@@ -138,7 +149,7 @@ class Replay:
         return resized
 
     def _read(self, step: Step, into: Gradients) -> None:
-        """The gradients of a record, and the buffers that it changed.  Collective."""
+        """All of a record that is used: gradients, the buffers that it changed, extras.  Collective."""
         error: Exception | None = None
         wants: list[Want] = []
         checkpoint = None
@@ -152,6 +163,11 @@ class Replay:
                     full = grad_name(one.key, name)
                     if name in given:
                         wants += self._wants(checkpoint, full, into.of[full])
+            into.values = self._changed(step, checkpoint)
+            for name, tensor in into.values.items():
+                wants += self._wants(checkpoint, name, tensor)
+            for file in checkpoint.manifest.files[self.group.rank :: self.group.size]:
+                checkpoint.file_extras(file)
         except Exception as failed:
             error = failed
         self._alike(error, step)
@@ -162,6 +178,13 @@ class Replay:
         with alike(self.group, step.step):
             if error is not None:
                 raise error
+
+    def _changed(self, step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+        """Memory for the values that a step changed."""
+        same = set.intersection(*(set(r.unchanged) for _, r in step.records.values()))
+        here = [n for n in self.values if n not in same and is_known(checkpoint, n)]
+        with torch.no_grad():
+            return {n: torch.empty_like(self.values[n], requires_grad=False) for n in here}
 
     def _wants(self, checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> list[Want]:
         if not is_known(checkpoint, name):
@@ -191,25 +214,13 @@ class Replay:
             with _amp(one.optimizer, first.found_inf, first.grad_scale):
                 one.optimizer.step()
 
-    def _put_values(self, steps: list[Step]) -> None:
-        """Buffers as they were after the last of these steps: from the record that changed them last."""
-        left = set(self.values)
-        for step in reversed(steps):
-            checkpoint = self.log.open(step, {}, {})
-            same = set.intersection(*(set(r.unchanged) for _, r in step.records.values()))
-            here = sorted(n for n in left - same if is_known(checkpoint, n))
-            wants = [w for n in here for w in self._wants(checkpoint, n, self.values[n])]
-            if self.group.any(bool(wants)):
-                read_together(checkpoint.files, wants, self.group if self.group.size > 1 else None)
-            left -= set(here)
-
     def _put_rest(self, step: Step) -> None:
         """Buffers and extras as they were after the step."""
         extras, per_rank = self._extras(step)
         checkpoint = self.log.open(step, extras, per_rank)
-        live = Live(keys=set(self.state))
+        live = Live(keys=set(self.state), tensors=dict(self.live.tensors))
         plan = Extras(checkpoint, self.state, live, self.group, _lenient(self.options))
-        plan.resized = self.resized
+        plan.resized = self._is_resized(step)
         with alike(self.group, step.step):
             plan.check_rules()
         read_together(checkpoint.files, plan.wants, self.group if self.group.size > 1 else None)

@@ -24,6 +24,7 @@ from holdfast.delta.queue import Queue
 from holdfast.delta.recording import (
     SPARE_ROOM,
     Layout,
+    Mark,
     agree,
     buffers,
     check_grad,
@@ -38,12 +39,11 @@ from holdfast.delta.recording import (
     plan_of,
     small,
     untrained,
-    version_of,
     watched,
 )
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Applied, Header, Identity, Record, aligned, put_plan
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import AgentError, HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
@@ -100,41 +100,79 @@ class DeltaTier:
         """For extras, at least; they have grown before."""
         self._steps = optimizers(state())
         self._untrained: dict[str, torch.Tensor] = {}
-        self._marks: dict[str, int] = {}
-        """Version counters of what no optimizer changes, as they were at the last record."""
+        self._marks: dict[str, Mark] = {}
+        """What no optimizer changes, as it was at the last record."""
         self._changing: set[str] = set()
         self._watched: list[torch.Tensor] = []
         self._written = 0
         self._edits = 0
         """Records in a row that could not be, because of weights that were written."""
+        self._failure: HoldfastError | None = None
+        self._begun = False
+        self._bases = 0
+        """How often ranks have agreed on a base that one of them needed."""
+        self.recorded = False
+        """Whether this run has made records."""
         self._hooks = []
+        self._last = []
+        """By optimizer, the hook that has to be the last one before its step."""
         for one in self._steps:
-            self._hooks.append(one.optimizer.register_step_pre_hook(self._before(one.key)))
-            self._hooks.append(one.optimizer.register_step_post_hook(self._after))
+            before = one.optimizer.register_step_pre_hook(self._before(one.key))
+            self._last.append((one.optimizer._optimizer_step_pre_hooks, before.id))
+            self._hooks += [before, one.optimizer.register_step_post_hook(self._after)]
 
     # -- training thread --------------------------------------------------------------------------
 
-    @property
-    def needs_base(self) -> bool:
-        """Whether records have nothing to lead on from: a full save of the next step is needed."""
+    def needs_base(self, step: int) -> bool:
+        """Whether all ranks make a full save of this step, for records to lead on from.
+
+        One rank may need it alone: it says so, and all do it at the step after, when all have heard of it.
+        """
         if self._base is not None and self._base.done():
             failed, self._base = self._base.error is not None or self._base.skipped, None
             if failed:
                 self._break("the save that records lead on from failed")
-        return self.parent is None and self.error is None
+        wanted = self.parent is None and self.error is None
+        if self.group.size == 1 or not self._begun:
+            return wanted
+        key = f"delta/base/{self._bases}"
+        if wanted:
+            self.group.post_first(key, str(step + 1).encode())
+        found = self.group.peek(key)
+        if found is None or step < int(found):
+            return False
+        self._bases += 1
+        self._drop_open()
+        self._layout = None
+        return True
 
     def begin_from(self, identity: Identity, base: Save | None = None) -> None:
         """The live state is this one, known or being saved; records lead on from it."""
-        if self._queue.error is not None:
-            self._queue.close(0.0)
-            self._queue = Queue(self._deadline_s)
-            self._layout = None
+        self._drop_open()
+        self._begun = True
         self.parent, self._base = identity, base
+        for hooks, number in self._last:
+            hooks.move_to_end(number)
         state = self.state()
         self._untrained = untrained(state)
         self._mark(state)
         self._watched = watched(self._steps)
         self._written = self._writes()
+
+    def revive(self) -> None:
+        """Try again, after an error."""
+        if self._queue.error is not None:
+            self._queue.close(0.0)
+            self._queue = Queue(self._deadline_s)
+        self._failure = None
+        self._layout = None
+
+    def settle(self) -> None:
+        """Nothing is on its way to storage any more, for all will be read."""
+        self._drop_open()
+        self._copier.submit(lambda: None).result(self._deadline_s)
+        if self._queue.error is None:
+            self._queue.flush(self._deadline_s)
 
     def end(self, why: str) -> None:
         """Record no more, until records begin from another base."""
@@ -150,8 +188,11 @@ class DeltaTier:
             self._layout = None
 
     def adopt(self, run: int) -> None:
-        """Go on as another run."""
-        self.run = run
+        """Go on as another run, with a writer of its own.  Blocks until all is written."""
+        self.run, self.recorded = run, False
+        self._drop_open()
+        self._queue.close(self._deadline_s)
+        self._queue = Queue(self._deadline_s)
         self._layout = None
 
     @property
@@ -162,7 +203,7 @@ class DeltaTier:
                 "weights are written outside optimizer.step() at every step, which no record can tell",
                 hint="make such changes in the optimizer, or do without delta=",
             )
-        return self._queue.error
+        return self._failure or self._queue.error
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -182,17 +223,31 @@ class DeltaTier:
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.parent is None or self.paused:
                 return
-            closure = (
-                args[1] if len(args) > 1 else kwargs.get("closure")
-            )  # torch hands over self, too
+            given = args[1:] or (kwargs.get("closure"),)  # torch hands over the optimizer, too
+            closure = given[0]
             if closure is not None:
                 raise UsageError(
                     "delta= cannot record an optimizer that is given a closure",
                     hint="call step() without one; LBFGS cannot be recorded",
                 )
-            self._begin(key)
+            if any(next(reversed(hooks)) != number for hooks, number in self._last):
+                self._again("a hook was registered that may change gradients after their copy")
+                return
+            try:
+                self._begin(key)
+            except UsageError:
+                raise
+            except (HoldfastError, OSError) as error:
+                self._fail(error)
 
         return hook
+
+    def _fail(self, error: HoldfastError | OSError) -> None:
+        """Records end, and the training goes on."""
+        if isinstance(error, OSError):
+            error = AgentError(f"memory for records: {error.strerror or error}")
+        self._failure = error
+        self._again(error.message)
 
     def _begin(self, key: str) -> None:
         """The gradients are final: copy them while the optimizer reads them."""
@@ -308,10 +363,12 @@ class DeltaTier:
                 self._changing |= changed
                 self._again("buffers change that did not before")
                 return
-            record = self._opened()
-            if record is None:
-                return
-            self._finish(record, step, rest, changed)
+            try:
+                record = self._opened()
+                if record is not None:
+                    self._finish(record, step, rest, changed, state)
+            except (HoldfastError, OSError) as error:
+                self._fail(error)
 
     def _again(self, why: str) -> None:
         """This step's record cannot be: the next ones are planned anew, from a new base."""
@@ -319,7 +376,7 @@ class DeltaTier:
         self._layout = None
         self._break(why)
 
-    def _finish(self, record: Open, step: int, rest: Live, changed: set[str]) -> None:
+    def _finish(self, record: Open, step: int, rest: Live, changed: set[str], state: State) -> None:
         layout, parent = self._layout, self.parent
         assert layout is not None and parent is not None
         data = encode_extras(rest.extras)
@@ -330,8 +387,15 @@ class DeltaTier:
         image = layout.image
         record.memory[: image.data_start] = image.header
         record.memory[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
-        values = places(record.memory, (piece for name, piece in layout.values if name in changed))
-        copy([(value, value.piece.tensor) for value in values])
+        now = {**self._untrained, **buffers(state)}
+        written = [
+            (name, piece) for name, piece in layout.values if name in changed and name in now
+        ]
+        if any(now[name].shape != piece.tensor.shape for name, piece in written):
+            self._again("a buffer has another shape")
+            return
+        values = places(record.memory, (piece for _, piece in written))
+        copy([(value, now[name]) for value, (name, _) in zip(values, written)])
         notes = {
             k: (
                 hexdigest(msgspec.json.encode([v, rest.contents.get(k, [])])),
@@ -346,6 +410,9 @@ class DeltaTier:
         )  # fmt: skip
         self._open, self.parent = None, (self.run, step)
         self._edits = 0
+        self.recorded = True
+        for hooks, number in self._last:
+            hooks.move_to_end(number)
         self._copier.submit(self._hand_over, record, entry)
 
     def _hand_over(self, record: Open, entry: Record) -> None:
@@ -362,12 +429,12 @@ class DeltaTier:
         """Buffers that were written since the last record, as far as that can be known."""
         before = self._marks
         self._mark(state)
-        found = {name for name, version in self._marks.items() if before.get(name) != version}
+        found = {n for n, mark in self._marks.items() if n not in before or mark.differs(before[n])}
         return found | small(buffers(state))
 
     def _mark(self, state: State) -> None:
         tensors = {**self._untrained, **buffers(state)}
-        self._marks = {name: version_of(t) for name, t in tensors.items()}
+        self._marks = {name: Mark.of(t) for name, t in tensors.items()}
 
     def _drop_open(self) -> None:
         record, self._open = self._open, None
@@ -376,10 +443,9 @@ class DeltaTier:
                 copying.result()
             self._queue.give_back(record.slot)
 
-    def flush(self, limit_s: float) -> None:
-        """Wait until every record is in storage on this rank."""
+    def handed_over(self, limit_s: float | None) -> None:
+        """Wait until every record is the writer's, and outlives this process.  TimeoutError."""
         self._copier.submit(lambda: None).result(limit_s)
-        self._queue.flush(limit_s)
 
     def close(self, limit_s: float) -> None:
         for hook in self._hooks:

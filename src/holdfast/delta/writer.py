@@ -5,6 +5,8 @@ It outlives the training process: what lies in the ring when that dies is writte
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import sys
 import time
@@ -17,7 +19,7 @@ import numpy as np
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
 from holdfast.delta import words as w
 from holdfast.delta.ring import Ring
-from holdfast.delta.segment import Record, aligned, encode_header, segment_key
+from holdfast.delta.segment import Header, Record, aligned, encode_header, read_header, segment_key
 from holdfast.delta.writers import announce, writing_key
 from holdfast.errors import Exists, HoldfastError
 from holdfast.here import yield_to_training
@@ -32,6 +34,10 @@ class Writer:
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
+        self._parent: list[int] = []
+        with suppress(OSError):  # an old kernel: the socket alone has to tell
+            self._parent = [os.pidfd_open(os.getppid())]
+        self._order = w.Open("", Header(0, 0, 0, "", {}), 0, 0, 1)
         self._ring: Ring | None = None
         self._store: Store | None = None
         self._batch: list[w.Put] = []
@@ -59,7 +65,12 @@ class Writer:
                     return
 
     def _next(self) -> tuple[object, int | None]:
+        """The next message; None when the training process is gone, whoever else holds its socket."""
         try:
+            here = self._line.fileno()
+            ready, _, _ = select.select([here, *self._parent], [], [])
+            if here not in ready:
+                return None, None
             return w.receive(self._line, w.TO_WRITER)
         except OSError:
             return None, None
@@ -69,6 +80,8 @@ class Writer:
         self._write()
         if self._ring is not None:
             self._ring.close()
+            if self._order.header.run != order.header.run:
+                self._leave()
         self._order = order
         self._ring = Ring(order.slots, order.slot_bytes, fd)
         if self._store is None or self._store.url != order.root:
@@ -126,11 +139,23 @@ class Writer:
                 self._image(file, len(head) + record.at, self._slot(put), record)
             file.finish()
         except Exists:
-            file.abort()  # a writer before this one wrote it, and died before it said so
+            file.abort()
+            self._check_same(key, header)
         except BaseException:
             file.abort()
             raise
         return size
+
+    def _check_same(self, key: str, header: Header) -> None:
+        """A writer before this one wrote it, and died before it said so; Exists if it is another."""
+        assert self._store is not None
+        reader = self._store.open(key)
+        try:
+            found, _ = read_header(reader, key)
+        finally:
+            reader.close()
+        if found != header:
+            raise Exists("another record of this run and step is there", key=key)
 
     @staticmethod
     def _image(file: File, at: int, view: memoryview, record: Record) -> None:

@@ -41,12 +41,16 @@ def announce(store: Store, run: int, rank: int) -> None:
     store.put(writing_key(run, rank), msgspec.json.encode(me))
 
 
-def await_others(store: Store, limit_s: float = WAIT_S) -> None:
-    """Until no writer of an earlier run is at work on this host.  On other hosts nobody can tell."""
+def await_others(store: Store, run: int, limit_s: float = WAIT_S) -> list[str]:
+    """Until no writer of a run before `run` is at work on this host; those that still are.
+
+    On other hosts nobody can tell.
+    """
+    left = []
     until = time.monotonic() + limit_s
     with span("replay.writers") as fields:
         for key in store.list("log/"):
-            if _WRITING.fullmatch(key) is None:
+            if _WRITING.fullmatch(key) is None or int(key.split("/")[1]) >= run:
                 continue
             try:
                 one = msgspec.json.decode(store.get(key), type=Writing)
@@ -56,5 +60,7 @@ def await_others(store: Store, limit_s: float = WAIT_S) -> None:
             while one.is_here():
                 if time.monotonic() > until:
                     emit("replay.not_awaited", key=key, pid=one.pid)
+                    left.append(key)
                     break
                 time.sleep(POLL_S)
+    return left

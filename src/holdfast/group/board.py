@@ -71,6 +71,14 @@ class Board:
         with translated(f"post {key}"):
             self._tcp.set(key, value)
 
+    def post_first(self, key: str, value: bytes) -> None:
+        """Pin a message to the board, unless there is one under this key."""
+        if self.size == 1:
+            self._local.setdefault(key, value)
+            return
+        with translated(f"post {key}"):
+            self._tcp.compare_set(key, "", value.decode())
+
     def _wait(self, key: str, limit: float) -> bytes:
         """Rank 0's answer to `key`, as soon as it is there.
 
