@@ -17,7 +17,7 @@ from common import HERE, RESULTS, table
 
 SCRIPTS = (
     "plan_scale", "save_durable", "stall", "interference", "load", "load_resharded", "memory", "convert",
-    "restart", "export", "erasure", "snapshot", "restart_memory", "failure",
+    "restart", "export", "erasure", "snapshot", "restart_memory", "failure", "delta",
 )  # fmt: skip
 
 
