@@ -14,6 +14,8 @@ import holdfast
 from holdfast import events
 from holdfast.errors import UsageError
 
+pytestmark = pytest.mark.slow
+
 
 class Training:
     def __init__(self, size: int = 64) -> None:

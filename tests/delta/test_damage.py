@@ -29,6 +29,8 @@ from .test_exact import (
     root,  # noqa: F401
 )
 
+pytestmark = pytest.mark.slow
+
 LAST = 5
 BAD = 4
 

@@ -17,6 +17,8 @@ from torch.optim import lr_scheduler
 import holdfast
 from holdfast.errors import UsageError
 
+pytestmark = pytest.mark.slow
+
 STEPS = 9
 BASE = 4
 """The last full save before the end."""

@@ -16,6 +16,8 @@ from holdfast.cli.main import app
 from .test_damage import segment
 from .test_exact import OPTIMIZERS, Run, checkpointer, forget, recorded, root  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 
 class Plain(Run):
     """Without tensors of the script's own."""
