@@ -351,7 +351,7 @@ class Checkpointer:
                     raise NotRecoverable(
                         f"step {step} cannot be reached: the record of the step after {found} is damaged",
                         step=step,
-                        hint="the state is poisoned by now; restore() takes the newest good step",
+                        hint=f"the live state is that of step {found} now",
                     )
             else:
                 taken = newest_good(candidates, attempt, passed_over)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -167,6 +168,26 @@ def test_a_writer_that_is_killed_is_replaced(root: Path) -> None:  # noqa: F811
     again = new()
     with checkpointer(root, again) as ckpt:
         assert ckpt.restore() == 8
+        check_equal(again.everything(), expected)
+
+
+def test_a_writer_that_dies_while_it_is_waited_for(root: Path) -> None:  # noqa: F811
+    """With the order to write what is no whole batch: the next one is given it, too."""
+    run = new()
+    ckpt = checkpointer(root, run, batch=8)
+    for number in range(1, 6):
+        run.step(number)
+        ckpt.step(number)
+    ckpt.wait()
+    (pid,) = writers()
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    expected = run.everything()
+    ckpt.close(timeout=20)
+    forget(root, 4)
+    again = new()
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 5
         check_equal(again.everything(), expected)
 
 

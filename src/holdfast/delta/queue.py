@@ -37,7 +37,7 @@ class Queue:
         self._order: w.Open | None = None
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._flushed = 0
+        self._flushing = False
         self._restarts = 0
         self._closing = False
 
@@ -85,8 +85,10 @@ class Queue:
         with self._changed:
             if self._line is None:
                 return
+            self._flushing = True
             self._say(w.Flush())
             done = self._changed.wait_for(lambda: not self._sent or self.error, limit_s)
+            self._flushing = False
             if self.error is not None:
                 raise self.error
             if not done:
@@ -98,11 +100,12 @@ class Queue:
             if self.error is None:
                 self.flush(limit_s)
         finally:
-            self._closing = True
-            if self._line is not None:
-                with suppress(OSError):
-                    self._line.shutdown(socket.SHUT_RDWR)
-                self._line.close()
+            with self._changed:  # no other writer is started meanwhile
+                self._closing = True
+                if self._line is not None:
+                    with suppress(OSError):
+                        self._line.shutdown(socket.SHUT_RDWR)
+                    self._line.close()
             if self._process is not None:
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(max(limit_s, 1.0))
@@ -127,6 +130,8 @@ class Queue:
         self._send_order(mine)
         for slot, record in sorted(self._sent.items(), key=lambda item: item[1].step):
             self._say(w.Put(slot, record))
+        if self._flushing:  # the one before may have died with that order
+            self._say(w.Flush())
         threading.Thread(
             target=self._listen, args=(mine,), name="holdfast-log", daemon=True
         ).start()

@@ -207,6 +207,10 @@ class Layout:
     values: list[tuple[str, Piece]]
     _places: dict[tuple[int, str], list[Place]] = field(default_factory=dict)
 
+    def forget_places(self) -> None:
+        """Slots are of other memory now."""
+        self._places.clear()
+
     def places(self, slot: int, memory: memoryview, key: str) -> list[Place]:
         """Of an optimizer's gradients in a slot."""
         if (slot, key) not in self._places:

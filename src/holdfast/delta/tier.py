@@ -108,6 +108,8 @@ class DeltaTier:
         self._edits = 0
         """Records in a row that could not be, because of weights that were written."""
         self._failure: HoldfastError | None = None
+        self._rebatched = False
+        self._header: Header | None = None
         self._begun = False
         self._bases = 0
         """How often ranks have agreed on a base that one of them needed."""
@@ -160,7 +162,9 @@ class DeltaTier:
         self._written = self._writes()
 
     def revive(self) -> None:
-        """Try again, after an error."""
+        """Try again, after an error: from another base, for records are missing."""
+        self._drop_open()
+        self._break("an error")
         if self._queue.error is not None:
             self._queue.close(0.0)
             self._queue = Queue(self._deadline_s)
@@ -185,7 +189,7 @@ class DeltaTier:
         if batch != self.options.batch:
             assert self._open is None, "a record is under way"
             self.options = replace(self.options, batch=batch)
-            self._layout = None
+            self._rebatched = self._layout is not None
 
     def adopt(self, run: int) -> None:
         """Go on as another run, with a writer of its own.  Blocks until all is written."""
@@ -230,9 +234,6 @@ class DeltaTier:
                     "delta= cannot record an optimizer that is given a closure",
                     hint="call step() without one; LBFGS cannot be recorded",
                 )
-            if any(next(reversed(hooks)) != number for hooks, number in self._last):
-                self._again("a hook was registered that may change gradients after their copy")
-                return
             try:
                 self._begin(key)
             except UsageError:
@@ -255,6 +256,9 @@ class DeltaTier:
         if record is None:
             return
         one = next(one for one in self._steps if one.key == key)
+        if any(next(reversed(hooks)) != number for hooks, number in self._last):
+            self._again("a hook was registered that may change gradients after their copy")
+            return
         if self._writes() != self._written:
             self._edited("between two steps")
             return
@@ -297,8 +301,13 @@ class DeltaTier:
         """The record under way; a new one if there is none.  Blocks while the queue is full."""
         if self._open is not None:
             return self._open
+        if self._failure is not None:
+            self._break(self._failure.message)
+            return None
         if self._layout is None or self._is_stale():
             self._plan()
+        elif self._rebatched:
+            self._open_queue()
         slot = self._queue.take(wait=self.options.when_full == "wait")
         if slot is None:
             error = self._queue.error
@@ -336,10 +345,16 @@ class DeltaTier:
         room = aligned(max(self._room, len(extras) * 5 // 4 + SPARE_ROOM))
         self._layout = Layout.of(agreement, self.group.rank, live, self._steps, room)
         kinds = {one.key: kind_of(one.optimizer) for one in self._steps}
-        header = Header(self.run, self.group.rank, self.group.size, name, self._groups, kinds)
-        size = aligned(self._layout.image.total_bytes)
-        ring = Ring(self.options.slots, size)
-        self._queue.open(self.store.url, header, ring, self.options.batch)
+        self._header = Header(self.run, self.group.rank, self.group.size, name, self._groups, kinds)
+        self._open_queue()
+
+    def _open_queue(self) -> None:
+        """Memory for records, and a writer that knows them.  Blocks while earlier ones are written."""
+        assert self._layout is not None and self._header is not None
+        self._layout.forget_places()
+        ring = Ring(self.options.slots, aligned(self._layout.image.total_bytes))
+        self._queue.open(self.store.url, self._header, ring, self.options.batch)
+        self._rebatched = False
 
     @property
     def _groups(self) -> dict[str, tuple[tuple[str, ...], ...]]:
@@ -424,6 +439,7 @@ class DeltaTier:
         except BaseException as error:
             emit("delta.failed", step=entry.step, error=str(error))
             self._queue.give_back(record.slot)
+            self._failure = AgentError(f"the record of step {entry.step} is lost: {error}")
 
     def _changed(self, state: State) -> set[str]:
         """Buffers that were written since the last record, as far as that can be known."""
