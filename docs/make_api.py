@@ -15,6 +15,7 @@ from textwrap import dedent
 from typing import Any
 
 import holdfast
+import holdfast.compression
 import holdfast.store
 import holdfast.testing
 from holdfast.checkpoint import opened
@@ -42,6 +43,7 @@ SECTIONS = (
             "HoldfastWarning",
         ),
     ),
+    ("Compressed gradients", "holdfast.compression", ("TopK", "sparse")),
     ("Looking", "holdfast", ("open", "steps", "Checkpoint", "TensorInfo", "Box")),
     ("Events", "holdfast.events", ("Event", "subscribe", "listen", "counters")),
     (

@@ -1,13 +1,15 @@
-"""The demo: a training run is killed in mid-save, then moved to other layouts twice, and loses nothing.
+"""The demo: a training run is killed in mid-save, then moved to other layouts twice, and ends unharmed.
 
     python examples/demo.py          # two to three minutes on two cores; writes demo-out/
 
 Phase 0 trains without interruption, for reference. Phase 1 trains the same on the same layout, but
 one of its four ranks is killed while a checkpoint is being written. Phases 2 and 3 carry its run on
-with two processes and with one. Then everything is compared; the exit status is 1 if any comparison
-fails.
+with two processes and with one. Phase 4 trains from scratch again and records every step: one of its
+ranks is killed at a random moment, and at most one step is done again. Then everything is compared; the
+exit status is 1 if any comparison fails.
 """
 
+import random
 import shutil
 import signal
 import sys
@@ -15,7 +17,7 @@ import time
 from pathlib import Path
 
 from compare import Verdict, across_layouts, against_reference
-from launch import Assassin, Failed, Phase, Record, Run
+from launch import Assassin, Chance, Failed, Phase, Record, Run
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -27,15 +29,18 @@ REFERENCE = Phase("0 reference", OUT / "reference", dp=2, tp=2, until=HORIZON)
 KILLED = Phase("1 killed", OUT / "run", dp=2, tp=2, until=40)
 FEWER = Phase("2 fewer", OUT / "run", dp=2, tp=1, until=60)
 ALONE = Phase("3 alone", OUT / "run", dp=1, tp=1, until=HORIZON)
+RECORDED = Phase("4 recorded", OUT / "recorded", dp=2, tp=2, until=30, records=True)
 COLUMNS = (
     "phase",
     "parallelism",
     "steps",
-    "restored\nfrom",
+    "from\nstep",
+    "steps\nlost",
     "verdict",
     "tensors",
     "max\nloss\ngap",
 )
+MOMENTS = {Assassin: "half saved is step", Chance: "some time after step"}
 
 console = Console(highlight=False)
 began = time.monotonic()
@@ -59,21 +64,36 @@ def tell(phase: Phase, record: Record) -> None:
         say(f"step {record['step']:3d} of {phase.until}   loss {record['loss']:.4f}")
 
 
-def carry_out(phase: Phase, assassin: Assassin | None = None) -> Run:
+def carry_out(phase: Phase, assassin: Assassin | Chance | None = None) -> Run:
     """Run a phase to its end, and say what happens."""
     title = f"[bold]phase {phase.name}[/]: {processes(phase.dp * phase.tp)}, parallelism: {phase.layout}"
     console.rule(title, align="left")
-    with Run(phase, OUT, horizon=HORIZON, every=EVERY) as run, console.status("starting") as status:
+    every = phase.until if phase.records else EVERY
+    with Run(phase, OUT, horizon=HORIZON, every=every) as run, console.status("starting") as status:
         alive = True
         while alive:
             alive = run.alive()  # asked first: what is read after the end is everything
             for record in run.new_records():
                 tell(phase, record)
                 status.update(f"step {record.get('step', 0)} of {phase.until}")
-            if assassin and assassin.look(run.pids()):
-                say(f"[red]SIGKILL to rank {assassin.rank}[/]: step {assassin.step} is half saved")
+            if assassin and assassin.look(run):
+                say(
+                    f"[red]SIGKILL to rank {assassin.rank}[/]: {MOMENTS[type(assassin)]} {assassin.step}"
+                )
             time.sleep(0.001 if assassin and assassin.step is None else 0.05)
     return run
+
+
+def check_recorded(run: Run, chance: Chance) -> None:
+    """A rank was killed, and at most one step that was done had to be done again."""
+    lost = run.lost()
+    if chance.step is None or lost is None:
+        raise run.failed("no rank was killed, or torchrun did not restart the run")
+    if lost > 1:
+        raise run.failed(f"{lost} steps were lost, though every one was recorded")
+    say(
+        f"went on from the record of step {run.starts()[1]['restored_from']}: {lost} steps were done again"
+    )
 
 
 def check_kill(run: Run, assassin: Assassin) -> None:
@@ -100,6 +120,7 @@ def table(runs: list[Run], verdicts: list[Verdict]) -> Table:
             run.phase.layout,
             f"{origins[0]}-{run.phase.until}",
             ", ".join(str(step) for step in origins if step),
+            "" if run.lost() is None else str(run.lost()),
             f"[{'red' if verdict.problems else 'green'}]{verdict.text}[/]",
             str(verdict.num_tensors),
             f"{verdict.loss_difference:.0e}" if verdict.loss_difference else "0",
@@ -113,12 +134,13 @@ def draw(reference: Run, runs: list[Run], assassin: Assassin, path: Path) -> Non
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     expected = dict(reference.losses())
     above.plot(*zip(*expected.items()), "0.8", linewidth=6, label=described(reference))
-    for run, colour in zip(runs, ("tab:blue", "tab:orange", "tab:green")):
-        above.plot([], [], colour, label=described(run))
+    for run, colour in zip(runs, ("tab:blue", "tab:orange", "tab:green", "tab:purple")):
+        style = "--" if run.phase.records else "-"
+        above.plot([], [], colour, linestyle=style, label=described(run))
         for stretch in filter(None, run.stretches()):
             steps, losses = zip(*stretch)
             gaps = [abs(loss - expected[step]) for step, loss in stretch]
-            above.plot(steps, losses, colour)
+            above.plot(steps, losses, colour, linestyle=style)
             below.plot(steps, gaps, ".", color=colour)
         above.axvline(run.starts()[-1]["restored_from"], color="0.5", linestyle=":", linewidth=1)
     killed = f"rank {assassin.rank} killed in mid-save"
@@ -140,14 +162,18 @@ def play() -> int:
     killed = carry_out(KILLED, assassin)
     check_kill(killed, assassin)
     fewer, alone = carry_out(FEWER), carry_out(ALONE)
+    chance = Chance(random.randrange(10, 20))
+    recorded = carry_out(RECORDED, chance)
+    check_recorded(recorded, chance)
     console.rule("[bold]comparing[/]", align="left")
     verdicts = [
         against_reference(killed, reference),
         across_layouts(fewer, killed, reference),
         across_layouts(alone, fewer, reference),
+        against_reference(recorded, reference),
     ]
-    console.print(table([killed, fewer, alone], verdicts))
-    draw(reference, [killed, fewer, alone], assassin, OUT / "loss.png")
+    console.print(table([killed, fewer, alone, recorded], verdicts))
+    draw(reference, [killed, fewer, alone, recorded], assassin, OUT / "loss.png")
     say(f"loss curves: {OUT / 'loss.png'}; checkpoints and logs: {OUT}/")
     problems = [problem for verdict in verdicts for problem in verdict.problems]
     for problem in problems[:20]:

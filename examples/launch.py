@@ -1,4 +1,4 @@
-"""Start train.py on a layout, follow it while it runs, and strike it down in the middle of a save.
+"""Start train.py on a layout, follow it while it runs, and strike it down: in mid-save, or at any moment.
 
 Every wait has a deadline, a failure shows the tail of what the processes printed, and no process
 outlives its `with`:
@@ -10,6 +10,7 @@ outlives its `with`:
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -31,13 +32,17 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One launch: which root it continues, on which layout, up to which step. `name` names its files."""
+    """One launch: which root it continues, on which layout, up to which step. `name` names its files.
+
+    `records`: every step is recorded, and full checkpoints are none but those that records need.
+    """
 
     name: str
     root: Path
     dp: int
     tp: int
     until: int
+    records: bool = False
 
     @property
     def layout(self) -> str:
@@ -77,6 +82,7 @@ class Run:
         options = {"root": phase.root, "steps": phase.until, "horizon": horizon, "every": every}
         options |= {"keep": horizon, "log-file": self.log, "witness": self.witness}
         self.command = command(phase) + [f"--{name}={value}" for name, value in options.items()]
+        self.command += ["--records"] * phase.records
         self.records: list[Record] = []
 
     def __enter__(self) -> "Run":
@@ -152,6 +158,13 @@ class Run:
         """All stretches as one."""
         return [point for stretch in self.stretches() for point in stretch]
 
+    def lost(self) -> int | None:
+        """Steps that were done before the first restart and again after it; None without a restart."""
+        if len(self.starts()) < 2 or not self.stretches()[0]:
+            return None
+        done, _ = self.stretches()[0][-1]
+        return max(0, done - self.starts()[1]["restored_from"])
+
     def witnessed(self, event: str) -> Record:
         """Digests of the state as torch itself gathered it: at the first "restored", or "end"."""
         records = map(json.loads, self.witness.read_text().splitlines())
@@ -187,12 +200,36 @@ class Assassin:
     step: int | None = None
     rank: int | None = None
 
-    def look(self, pids: list[int]) -> bool:
+    def look(self, run: Run) -> bool:
         """Whether it struck just now. Cheap enough to be called every millisecond."""
+        pids = run.pids()
         seen = half_saved(self.root) if pids and self.step is None else None
         if seen is None or seen[0] < self.patience:
             return False
         self.step, done = seen
         self.rank = max(set(range(len(pids))) - set(done), default=0)
         os.kill(pids[self.rank], signal.SIGKILL)
+        return True
+
+
+@dataclass(slots=True)
+class Chance:
+    """Kills one rank, once, within a second after step `after`; when, and which, is left to chance."""
+
+    after: int
+    step: int | None = None
+    rank: int | None = None
+    due: float | None = None
+
+    def look(self, run: Run) -> bool:
+        """Whether it struck just now."""
+        step = run.losses()[-1][0] if run.losses() else 0
+        if self.step is not None or step < self.after:
+            return False
+        if self.due is None:
+            self.due = time.monotonic() + random.random()
+        if time.monotonic() < self.due:
+            return False
+        self.step, self.rank = step, random.randrange(len(run.pids()))
+        os.kill(run.pids()[self.rank], signal.SIGKILL)
         return True

@@ -6,6 +6,7 @@ and the loader's whole state is k.
 """
 
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ ELSEWHERE = {
 }  # not the library, or not always installed
 
 
+@cache
 def library_bytes(limit_bytes: int) -> bytes:
     """The first `limit_bytes` bytes of the standard library's source files, by sorted path."""
     root = Path(sysconfig.get_path("stdlib"))

@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     option("--root", default="runs/gpt", help="where the checkpoints are")
     option("--every", type=int, default=20, help="steps between checkpoints")
     option("--keep", type=int, default=3, help="checkpoints to keep")
+    option("--records", action="store_true", help="also record every step, to lose none")
     option("--steps", type=int, default=200, help="train up to this step")
     option("--horizon", type=int, help="steps of the learning-rate schedule; None: --steps")
     option("--tp", type=int, default=1, help="tensor-parallel ranks; the others are data-parallel")
@@ -172,7 +173,8 @@ def train(args: argparse.Namespace, num_processes: int) -> None:
     ckpt = holdfast.Checkpointer(  # holdfast: where, what, how often, and how many stay
         args.root,
         {"model": model, "optim": optim, "sched": sched, "loader": loader},
-        every=holdfast.Every(durable=args.every),
+        every=holdfast.Every(durable=args.every, delta=1 if args.records else None),
+        delta=holdfast.Delta() if args.records else None,  # holdfast: a record of every step
         keep=holdfast.Keep(last=args.keep),
         on_resize={"loader": "same"},  # holdfast: its position holds on any number of ranks
     )

@@ -9,7 +9,9 @@ import pytest
 
 from holdfast import errors
 
-KINDS = [k for _, k in inspect.getmembers(errors, inspect.isclass) if issubclass(k, Exception)]
+KINDS = [
+    k for _, k in inspect.getmembers(errors, inspect.isclass) if issubclass(k, errors.HoldfastError)
+]
 EXTRA = {errors.RankErrors: ({3: "disk full"},)}
 
 

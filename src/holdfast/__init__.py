@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast import errors, events
+    from holdfast import compression, errors, events
     from holdfast.capture import Save
     from holdfast.checkpoint.opened import Checkpoint
     from holdfast.checkpoint.tidying import Keep
-    from holdfast.checkpointer import Checkpointer, HoldfastWarning, load, save
+    from holdfast.checkpointer import Checkpointer
     from holdfast.converting import Converted, convert
     from holdfast.delta.options import Delta
-    from holdfast.errors import HoldfastError
+    from holdfast.errors import HoldfastError, HoldfastWarning
     from holdfast.layout import Box
     from holdfast.looking import open, steps
     from holdfast.memory.options import Memory
+    from holdfast.once import load, save
     from holdfast.policy.tuning import Auto
     from holdfast.state.rng import Rng
     from holdfast.steering import Every
@@ -43,17 +44,18 @@ _HOME = {
     "Delta": "holdfast.delta.options",
     "Every": "holdfast.steering",
     "HoldfastError": "holdfast.errors",
-    "HoldfastWarning": "holdfast.checkpointer",
+    "HoldfastWarning": "holdfast.errors",
     "Keep": "holdfast.checkpoint.tidying",
     "Memory": "holdfast.memory.options",
     "Rng": "holdfast.state.rng",
     "Save": "holdfast.capture",
+    "compression": "holdfast",
     "convert": "holdfast.converting",
     "errors": "holdfast",
     "events": "holdfast",
-    "load": "holdfast.checkpointer",
+    "load": "holdfast.once",
     "open": "holdfast.looking",
-    "save": "holdfast.checkpointer",
+    "save": "holdfast.once",
     "steps": "holdfast.looking",
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "Rng",
     "Save",
     "__version__",
+    "compression",
     "convert",
     "errors",
     "events",

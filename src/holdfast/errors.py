@@ -28,6 +28,10 @@ from __future__ import annotations
 from typing import Any
 
 
+class HoldfastWarning(UserWarning):
+    """A save failed, or a damaged step was passed over; training goes on."""
+
+
 class HoldfastError(Exception):
     """Base of all errors; carries the step, store key, rank and a hint where they are known."""
 

@@ -38,6 +38,11 @@ class Candidate:
     def in_memory(self) -> bool:
         return bool(self.attempt)
 
+    @property
+    def end(self) -> tuple[int, int]:
+        """Run and step of the state that it leads to, with all its records."""
+        return self.tip or (self.run, self.step)
+
     def __str__(self) -> str:
         return f"step {self.step}" + (" in memory" if self.in_memory else "")
 
@@ -49,14 +54,14 @@ def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
     """
 
     def newness(c: Candidate) -> tuple[object, ...]:
-        return (c.tip or (c.run, c.step), c.step, c.in_memory, c.attempt)
+        return (c.end, c.step, c.in_memory, c.attempt)
 
     return sorted(candidates, key=newness, reverse=True)
 
 
 def newest_good(
     candidates: Sequence[Candidate],
-    attempt: Callable[[Candidate], None],
+    attempt: Callable[[Candidate], object],
     passed_over: Callable[[Candidate, HoldfastError], None],
 ) -> Candidate | None:
     """Try each candidate in order until `attempt` succeeds; None if there are no candidates.

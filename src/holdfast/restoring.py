@@ -1,4 +1,4 @@
-"""Restoring: what there is over all tiers, the choice, and the reading."""
+"""Reading one step into the live state, on all ranks: from storage, from memory, from foreign files."""
 
 from __future__ import annotations
 

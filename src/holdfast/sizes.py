@@ -16,3 +16,14 @@ def parse_size(option: str, text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise UsageError(f"{option} {text!r}: not a size", hint="such as 2GiB or 500MB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def size_text(num_bytes: float) -> str:
+    """`1.49 GB`: decimal units, three digits."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 999.5 or unit == "TB":
+            break
+        num_bytes /= 1000
+    if unit == "B":
+        return f"{num_bytes:.0f} B"
+    return f"{num_bytes:.{2 if num_bytes < 9.995 else 1 if num_bytes < 99.95 else 0}f} {unit}"

@@ -212,9 +212,14 @@ def _every(f: Frequencies) -> Every:
     return Every(f.durable, f.memory, f.delta)
 
 
-def fixed_or_tuned(every: Any) -> None:
-    """UsageError unless this is an `Every` or an `Auto`."""
+def check_every(every: Any, *, memory: bool, delta: bool) -> None:
+    """UsageError unless this is an `Every` or an `Auto`, and the tiers are there that it names."""
     if every is not None and not isinstance(every, (Every, Auto)):
         raise UsageError(
             f"every={every!r}: must be holdfast.Every(...) or holdfast.Auto(...)",
         )
+    fixed = every if isinstance(every, Every) else Every()
+    if fixed.memory is not None and not memory:
+        raise UsageError("Every(memory=...) needs Checkpointer(memory=holdfast.Memory())")
+    if fixed.delta is not None and not delta:
+        raise UsageError("Every(delta=1) needs Checkpointer(delta=holdfast.Delta())")

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import builtins
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from holdfast.cli.main import app
+from cli import calling
 
 STRATEGIES = ["checkpoint", "async", "memory copy", "holdfast"]
 
 
 def call(*args: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["simulate", *map(str, args)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return calling.call("simulate", *args)
 
 
 def call_json(*args: object) -> Any:
-    code, out, _ = call(*args, "--json")
+    code, found = calling.call_json("simulate", *args)
     assert code == 0
-    return json.loads(out)
+    return found
 
 
 def test_the_table() -> None:

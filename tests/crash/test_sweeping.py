@@ -145,6 +145,7 @@ holdfast.save(sys.argv[1], {"x": torch.zeros(300_000)}, step=7)
 """
 
 
+@pytest.mark.slow
 def test_a_save_by_itself_leaves_nothing_of_one_killed_while_it_wrote(tmp_path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
     assert done.returncode == -9

@@ -29,6 +29,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_the_second_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
     script = HOLDER.format(here=str(Path(__file__).parent))
     holder = subprocess.Popen(

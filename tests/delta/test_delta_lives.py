@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,30 +17,13 @@ KILLED = -9
 FSDP = {"layout": "fsdp", "memory": None, "delta": {}}
 
 
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    lives = Lives(tmp_path_factory.mktemp("lives"))
-    yield lives
-    lives.close()
-
-
-@pytest.fixture
-def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
-    zygote.place = tmp_path
-    yield zygote
-    until = time.monotonic() + 20
-    while list(tmp_path.glob("root/log/*/*.writing")):  # writers end by themselves
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def check(lives: Lives, told: list[Told], step: int, digests: dict[int, str]) -> None:
     for one in told:
         assert one.lines, lives.errors()
         assert (one.restored, one.start) == (step, digests[step]), lives.errors()
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp", "tp"])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "hsdp", "tp"])
 def test_all_processes_are_killed(lives: Lives, layout: str) -> None:
     """They go on from the record of their last step, as the uninterrupted training does."""
     script = {"layout": layout, "memory": None, "delta": {}}

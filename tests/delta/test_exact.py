@@ -439,10 +439,14 @@ def test_hooks_that_come_later(root: Path) -> None:
             run.step(number)
             ckpt.step(number)
         at_the_end = run.everything()
-    again = Run(OPTIMIZERS["adamw"])
-    with checkpointer(root, again) as ckpt:
-        assert ckpt.restore() == 7
-        check_equal(again.everything(), at_the_end)
+    for registered in (False, True):  # what is recorded is what came of the hook
+        again = Run(OPTIMIZERS["adamw"])
+        if registered:
+            again.optim.register_step_pre_hook(halve)
+        with checkpointer(root, again) as ckpt:
+            assert ckpt.restore() == 7
+            check_equal(again.everything(), at_the_end)
+            assert len(again.optim._optimizer_step_pre_hooks) == registered + 1
 
 
 def test_a_run_that_restores_again_and_goes_another_way(root: Path) -> None:

@@ -100,10 +100,10 @@ def everyone(value: Any) -> list[Any]:
 @contextmanager
 def store_of(run: Run, fail: Callable[[str, str], Exception | None]) -> Iterator[None]:
     """While open, `fail` is asked before each operation of this rank's store."""
-    inner = run.ckpt._durable.store
-    run.ckpt._durable.store = Faulty(inner, fail)
+    inner = run.ckpt._tiers.durable.store
+    run.ckpt._tiers.durable.store = Faulty(inner, fail)
     yield
-    run.ckpt._durable.store = inner
+    run.ckpt._tiers.durable.store = inner
 
 
 class Gate:
@@ -346,7 +346,7 @@ def a_plan_that_fails_is_made_again(root: Path) -> None:
     run = Run(root, on_error="warn")
     run.ckpt.save(1).wait(WAIT_S)  # before the first step: no optimizer state
     run.train(2)
-    planner = run.ckpt._capture.planner
+    planner = run.ckpt._tiers.capture.planner
     original, planner.make_plan = planner.make_plan, None  # not callable: fails on every rank
     with pytest.raises(Exception, match="not callable"):
         run.ckpt.save(2).wait(WAIT_S)

@@ -18,6 +18,8 @@ import gpt  # noqa: E402
 import launch  # noqa: E402
 import text  # noqa: E402
 
+import holdfast  # noqa: E402
+
 SMALL = gpt.Shape(dim=32, hidden=48, num_layers=1, num_heads=4, num_kv_heads=2, context=16)
 
 
@@ -89,10 +91,10 @@ def test_half_saved_is_a_step_with_an_attempt_and_no_manifest(tmp_path: Path) ->
     assert launch.half_saved(tmp_path) is None
 
 
-def train(tmp_path: Path, name: str, steps: int) -> list[tuple[int, float]]:
+def train(tmp_path: Path, name: str, steps: int, *more: str) -> list[tuple[int, float]]:
     """Run train.py in one process on root `name`; the (step, loss) pairs of this run alone."""
     log = tmp_path / f"{name}-{steps}.jsonl"
-    options = ["--horizon=6", "--every=2", "--batch=2", "--dropout=0.1", f"--steps={steps}"]
+    options = ["--horizon=6", "--every=2", "--batch=2", "--dropout=0.1", f"--steps={steps}", *more]
     command = [
         sys.executable,
         str(EXAMPLES / "train.py"),
@@ -117,5 +119,38 @@ def train(tmp_path: Path, name: str, steps: int) -> list[tuple[int, float]]:
 
 @pytest.mark.distributed
 def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path) -> None:
-    """With dropout, so that the random number generators count as well."""
-    assert train(tmp_path, "parts", 4) + train(tmp_path, "parts", 6) == train(tmp_path, "whole", 6)
+    """With dropout, so that the random number generators count as well.  The last part goes on from a
+    record: step 5 is not saved."""
+    parts = train(tmp_path, "parts", 2) + train(tmp_path, "parts", 5, "--every=9", "--records")
+    parts += train(tmp_path, "parts", 6, "--records")
+    assert holdfast.steps(str(tmp_path / "parts")) == [2, 6]
+    assert parts == train(tmp_path, "whole", 6)
+
+
+def test_what_a_kill_has_cost(tmp_path: Path) -> None:
+    """Steps that were logged before the restart and lie after the one that was restored."""
+    phase = launch.Phase("x", tmp_path, dp=1, tp=1, until=9, records=True)
+    run = launch.Run(phase, tmp_path, horizon=9, every=9)
+    assert "--records" in run.command
+    run.records = [{"event": "start", "restored_from": 0}]
+    run.records += [{"event": "step", "step": n, "loss": 0.0} for n in range(1, 6)]
+    assert run.lost() is None
+    for restored, lost in ((5, 0), (4, 1), (2, 3)):
+        again = {"event": "start", "restored_from": restored}
+        run.records = [*run.records[:6], again]
+        assert run.lost() == lost
+
+
+def test_chance_strikes_once_and_not_before_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    struck = []
+    monkeypatch.setattr(launch.os, "kill", lambda pid, _: struck.append(pid))
+    monkeypatch.setattr(launch.random, "random", lambda: 0.0)
+    run = launch.Run(launch.Phase("x", tmp_path, 1, 1, 9), tmp_path, horizon=9, every=9)
+    run.records = [{"event": "start", "pids": [7, 8]}]
+    chance = launch.Chance(after=3)
+    for step in range(1, 7):
+        assert chance.look(run) == (step == 4)
+        run.records.append({"event": "step", "step": step, "loss": 0.0})
+    assert struck in ([7], [8]) and chance.step == 3

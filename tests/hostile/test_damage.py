@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import read_everything
+from everything import read_everything
 
 from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
 from holdfast.checkpoint.verifying import verify

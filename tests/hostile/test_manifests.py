@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from conftest import read_everything
+from everything import read_everything
 
 from holdfast.checkpoint.names import committed, manifest_key
 from holdfast.codec.digest import hexdigest

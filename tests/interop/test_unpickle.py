@@ -151,6 +151,13 @@ def test_deep_nesting_is_no_problem() -> None:
     assert depth == 99_999
 
 
+@pytest.fixture
+def few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound that is reached sooner."""
+    monkeypatch.setattr("holdfast.interop.unpickle.MAX_NODES", 1 << 18)
+
+
+@pytest.mark.usefixtures("few_nodes")
 def test_what_would_take_for_ever_is_refused() -> None:
     """Few bytes that stand for 2^60 parts: hashed, walked, or copied."""
     tuples = b"\x80\x02)q\0" + b"0h\0h\0\x86q\0" * 60 + b"0"
@@ -164,6 +171,7 @@ def test_what_would_take_for_ever_is_refused() -> None:
         unpickle(many + b"N.", {("collections", "OrderedDict"): lambda x: list(x)})
 
 
+@pytest.mark.usefixtures("few_nodes")
 def test_a_value_that_holds_itself() -> None:
     found = unpickle(b"\x80\x02]q\0(h\0h\0e.", TABLE)
     assert found[0] is found

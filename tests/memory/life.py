@@ -6,6 +6,7 @@ Run in forks of `zygote`; writes what it saw as JSON lines to a file of its own.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -28,22 +30,29 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
+from delta import deaths
 from holdfast.memory.node.fetch import Peer
+from holdfast.memory.twin import Gradient, Twin
 from memory.agents import kill
 
 WIDTH = 400
+RECORDS = ("delta.wrote", "delta.broken", "delta.wait", "delta.writer_died")
 
 
 def make(layout: str, width: int = WIDTH) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model under DDP, FSDP2, HSDP or FSDP2 over tensor parallelism, and its optimizer."""
+    """A model under DDP (and ZeRO-1), FSDP2, HSDP or FSDP2 over tensor parallelism, and its optimizer."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
     )
     world = dist.get_world_size()
     match layout:
-        case "ddp" | "batchnorm":
+        case "ddp" | "batchnorm" | "topk":
             model = nn.parallel.DistributedDataParallel(model)
+        case "zero1":
+            model = nn.parallel.DistributedDataParallel(model)
+            kind = torch.optim.AdamW
+            return model, ZeroRedundancyOptimizer(model.parameters(), kind, lr=1e-2, foreach=False)
         case "fsdp":
             fully_shard(model)
         case "hsdp":
@@ -62,10 +71,20 @@ def digest(model: nn.Module, optim: torch.optim.Optimizer) -> str:
     seen = hashlib.sha256()
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     for name, p in inner.named_parameters():
-        for key, value in [("", p), *sorted(optim.state.get(p, {}).items())]:
+        for key, value in [("", p), *sorted(states(optim, name, p).items())]:
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             seen.update(f"{name}.{key}".encode() + whole.detach().numpy().tobytes())
     return seen.hexdigest()
+
+
+def states(optim: torch.optim.Optimizer, name: str, p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a parameter, wherever they are; collective."""
+    if not isinstance(optim, ZeroRedundancyOptimizer):
+        return optim.state.get(p, {})
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, optim.optim.state.get(p, {}))
+    (found,) = [x for x in told if x] or [{}]  # one rank's
+    return found
 
 
 def train_step(
@@ -73,16 +92,19 @@ def train_step(
 ) -> None:
     """On data of its own for each rank, where that is data parallelism which sums up alike after a restart
     (DDP arranges its buckets anew after the first step, and so sums up in another order)."""
-    own = dist.get_rank() if layout in ("fsdp", "hsdp", "batchnorm") else 0
+    own = dist.get_rank() if layout in ("fsdp", "hsdp", "batchnorm", "topk") else 0
     torch.manual_seed(1000 * step + own)
     model(torch.randn(16, width)).square().mean().backward()
+    if layout == "topk":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     optim.step()
     optim.zero_grad()
 
 
 def held(model: nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
     found = [p.detach() for p in model.parameters()]
-    return found + [v for s in optim.state.values() for v in s.values() if v.ndim]
+    inner = optim.optim if isinstance(optim, ZeroRedundancyOptimizer) else optim
+    return found + [v for s in inner.state.values() for v in s.values() if v.ndim]
 
 
 def poison(model: nn.Module, optim: torch.optim.Optimizer) -> None:
@@ -114,6 +136,19 @@ def kill_while_reading(node: Path) -> None:
     Peer.read = counted  # type: ignore[method-assign]
 
 
+def err_in_a_twin(at: list[int]) -> None:
+    """The twin of another rank's optimizer makes these of its steps wrongly."""
+    apply, steps = Twin.apply, itertools.count(1)
+
+    def wrongly(twin: Twin, gradient: Gradient) -> None:
+        if next(steps) in at:
+            for value in gradient.values:
+                value.mul_(1.5)
+        apply(twin, gradient)
+
+    Twin.apply = wrongly  # type: ignore[method-assign]
+
+
 class Life:
     """What a rank does, as a script says; see `zygote`."""
 
@@ -128,7 +163,17 @@ class Life:
 
     def _listen(self, event: holdfast.events.Event) -> None:
         self.events[event.name] += 1
-        kept = ("retuned", "memory.", "agent.", "restore.", "replica.", "snapshot.protect")
+        kept = (
+            "retuned",
+            "twins.",
+            "feed.",
+            "memory.",
+            "agent.",
+            "restore.",
+            "replica.",
+            "snapshot.protect",
+            *RECORDS,
+        )
         if "failed" in event.name or event.name.startswith(kept):
             self.write(event=event.name, **{k: str(v) for k, v in event.fields.items()})
 
@@ -136,14 +181,26 @@ class Life:
         s = self.script
         dist.init_process_group("gloo")
         holdfast.events.subscribe(self._listen)
+        if "case" in s:
+            module, _, name = s["case"].partition(":")
+            getattr(importlib.import_module(module), name)(Path(s["root"]))
+            return
         self.width = s.get("width", WIDTH)
         model, optim = make(s["layout"], self.width)
+        topk = holdfast.compression.TopK(**s.get("topk", {}))
+        if s["layout"] == "topk":
+            topk.register(model)
         if s.get("reference"):
             for step in range(s["until"]):
                 train_step(model, optim, step, s["layout"], self.width)
                 self.write(step=step + 1, digest=digest(model, optim))
             return
         state: dict[str, Any] = {"model": model, "optim": optim}
+        if s["layout"] == "topk":
+            state["topk"] = topk
+        for rank, at, number in s.get("deaths", ()):
+            if rank == self.rank:
+                deaths.arrange(at, number, Path(s["out"]))
         if "grow_at" in s:
             state["told"] = {}
         with warnings.catch_warnings():
@@ -161,16 +218,21 @@ class Life:
         memory = holdfast.Memory(**s.get("options", {})) if often else None
         delta = None if records is None else holdfast.Delta(**records)
         ckpt = holdfast.Checkpointer(
-            s["root"], state, every=every, memory=memory, delta=delta, deadline_s=20
-        )
+            s["root"], state, every=every, memory=memory, delta=delta, deadline_s=20,
+            keep=holdfast.Keep(**s["keep"]) if "keep" in s else None,
+        )  # fmt: skip
         before = Counter(holdfast.events.counters)
         if s.get("reader_kills", [-1])[0] == self.rank:
             kill_while_reading(Path(s["reader_kills"][1]))
+        err_in_a_twin(s.get("twin_errs", {}).get(str(self.rank), []))
         step = ckpt.restore()
         moved = Counter(holdfast.events.counters) - before
         moved = {k: v for k, v in moved.items() if k.endswith("bytes") or k.startswith("memory")}
         self.write(restored=step, digest=digest(model, optim), moved=moved, nans=nans(model, optim))
+        began = time.monotonic()
         while step < s["until"]:
+            if s.get("hook_at") == [self.rank, step]:
+                optim.register_step_pre_hook(deaths.halve)
             train_step(model, optim, step, s["layout"], self.width)
             step += 1
             if s.get("poison_at") == step and self.rank in s["poison"]:
@@ -179,17 +241,35 @@ class Life:
                 os.kill(os.getpid(), signal.SIGKILL)
             if s.get("grow_at") == step and self.rank in s["grow"]:
                 state["told"]["long"] = "x" * 300_000
+            if s.get("writer_stops", ())[:2] == [self.rank, step]:
+                deaths.stop_writer(s["writer_stops"][2])
             ckpt.step(step)
+            if s.get("helper", ())[:1] == [step]:
+                self.write(helper=deaths.helper(s["helper"][1]))
+            if s.get("rebatch", ())[:1] == [step]:
+                ckpt._tiers.delta.rebatch(s["rebatch"][1])
             if s.get("settle", True):
                 self._settle(ckpt)
-            self.write(step=step, digest=digest(model, optim), events=dict(self.events))
+            took, began = time.monotonic() - began, time.monotonic()
+            self.write(step=step, digest=digest(model, optim), events=dict(self.events), took=took)
             time.sleep(s.get("pause", 0.0))
         if s.get("die"):
             self._settle(ckpt)
             self.write(done=step)
+            self._await_others()
             os.kill(os.getpid(), signal.SIGKILL)
         ckpt.close()
         self.write(done=step)
+
+    def _await_others(self) -> None:
+        """Until all ranks are done, each of which needs rank 0 until then."""
+        place, world = Path(self.out.name).parent, dist.get_world_size()
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            told = [place / f"r{rank}.jsonl" for rank in range(world)]
+            if all(p.exists() and '"done"' in p.read_text() for p in told):
+                return
+            time.sleep(0.01)
 
     @staticmethod
     def _settle(ckpt: holdfast.Checkpointer) -> None:

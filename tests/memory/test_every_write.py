@@ -16,10 +16,11 @@ import msgspec
 import pytest
 
 from holdfast.here import started
-from holdfast.memory.node import machine as m
+from holdfast.memory.node import machine
 from holdfast.memory.node import segment as seg
 from holdfast.memory.node import words as w
 from holdfast.memory.node.agent import Agent
+from holdfast.memory.node.jobs import Job
 from holdfast.memory.node.segment import Segments, mapped, with_table
 
 JOB = "0123456789abcdef"
@@ -104,8 +105,8 @@ def test_what_was_answered_for_is_there(tmp_path: Path) -> None:
         if not root.exists():
             continue
         segments = Segments(root)
-        state = m.adopted(1 << 30, segments.find(), time.time())
-        job = state.jobs.get(JOB, m.Job(JOB))
+        state = machine.adopted(1 << 30, segments.find(), time.time())
+        job = state.jobs.get(JOB, Job(JOB))
         ready = [s for s in job.slots.values() if s.phase == "ready"]
         for slot in ready:
             assert segments.is_sound(JOB, slot), (number, slot)

@@ -22,8 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.memory.node import machine as m
+from holdfast.memory.node import effects as e
+from holdfast.memory.node import machine
 from holdfast.memory.node import words as w
+from holdfast.memory.node.jobs import Job, Slot, State
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "scenarios" / "agent").glob("*.txt"))
 DEFAULTS: dict[str, Any] = {
@@ -56,37 +58,37 @@ def message(words: list[str]) -> w.Message:
     return kind(**values)
 
 
-def show(effect: m.Effect) -> str:
+def show(effect: e.Effect) -> str:
     match effect:
-        case m.Reply(ask, w.Lease(name, capacity)):
+        case e.Reply(ask, w.Lease(name, capacity)):
             return f"reply {ask}: {name} of {capacity}"
-        case m.Reply(ask, value):
+        case e.Reply(ask, value):
             return f"reply {ask}" + (f": {value}" if value not in (None, []) else "")
-        case m.Refuse(ask, kind, text, _):
+        case e.Refuse(ask, kind, text, _):
             return f"refuse {ask} {kind}: {text}"
-        case m.Make(_, name, capacity):
+        case e.Make(_, name, capacity):
             return f"make {name} of {capacity}"
-        case m.Note(_, s):
+        case e.Note(_, s):
             return f"note {s.name} {s.phase}" + (f" {s.attempt}" if s.phase != "empty" else "")
-        case m.Digest(_, s):
+        case e.Digest(_, s):
             return f"digest {s.name} to {s.table}"
-        case m.Encode(_, s, _):
+        case e.Encode(_, s, _):
             return f"encode {s.name}"
-        case m.Write(s, order):
+        case e.Write(s, order):
             return f"write {s.name} to {order.key}"
-        case m.CommitLate(order):
+        case e.CommitLate(order):
             return f"commit late {order.attempt}"
-        case m.KeepManifest(_, attempt, step, _):
+        case e.KeepManifest(_, attempt, step, _):
             return f"keep manifest {attempt} of step {step}"
-        case m.Remove(_, names, attempts):
+        case e.Remove(_, names, attempts):
             return "remove " + " ".join((*names, *attempts))
-        case m.RemoveJob(job):
+        case e.RemoveJob(job):
             return f"remove job {job}"
-        case m.Greet(ask, _):
+        case e.Greet(ask, _):
             return f"greet {ask}"
-        case m.Answer(ask, job):
+        case e.Answer(ask, job):
             return f"answer {ask}" + (f" on {job}" if job else "")
-        case m.Exit():
+        case e.Exit():
             return "exit"
     raise AssertionError(effect)
 
@@ -95,34 +97,34 @@ class Notes:
     """What an agent has written down, for the next one: the job's slots and commits."""
 
     def __init__(self) -> None:
-        self.slots: dict[str, dict[str, m.Slot]] = {}
+        self.slots: dict[str, dict[str, Slot]] = {}
         self.commits: dict[str, list[tuple[str, int]]] = {}
 
-    def see(self, effect: m.Effect) -> None:
+    def see(self, effect: e.Effect) -> None:
         match effect:
-            case m.Note(job, slot):
+            case e.Note(job, slot):
                 self.slots.setdefault(job, {})[slot.name] = slot
-            case m.KeepManifest(job, attempt, step, _):
+            case e.KeepManifest(job, attempt, step, _):
                 self.commits.setdefault(job, []).append((attempt, step))
-            case m.Remove(job, names, attempts):
+            case e.Remove(job, names, attempts):
                 for name in names:
                     self.slots.get(job, {}).pop(name, None)
                 kept = [c for c in self.commits.get(job, []) if c[0] not in attempts]
                 self.commits[job] = kept
-            case m.RemoveJob(job):
+            case e.RemoveJob(job):
                 self.slots.pop(job, None)
                 self.commits.pop(job, None)
 
-    def jobs(self) -> list[m.Job]:
+    def jobs(self) -> list[Job]:
         return [
-            m.Job(name, "r", 1, dict(slots), tuple(self.commits.get(name, ())), number=len(slots))
+            Job(name, "r", 1, dict(slots), tuple(self.commits.get(name, ())), number=len(slots))
             for name, slots in self.slots.items()
         ]
 
 
 def play(script: str) -> list[str]:
     """The trace of a script: its messages, and what came of them."""
-    state, now, asked, notes = m.State(1000), 0.0, 0, Notes()
+    state, now, asked, notes = State(1000), 0.0, 0, Notes()
     trace: list[str] = []
     for line in script.splitlines():
         words = line.split()
@@ -137,12 +139,12 @@ def play(script: str) -> list[str]:
             case ["stay"]:
                 state = dataclasses.replace(state, stay=True)
             case ["adopt"]:
-                state = m.adopted(state.budget, notes.jobs(), now)
+                state = machine.adopted(state.budget, notes.jobs(), now)
             case _:
                 said = message(words)
                 asked += not isinstance(said, INTERNAL)
                 ask = 0 if isinstance(said, INTERNAL) else asked
-                state, effects = m.step(state, said, now, ask)
+                state, effects = machine.step(state, said, now, ask)
                 for effect in effects:
                     notes.see(effect)
                     trace.append(f"  {show(effect)}")
@@ -195,27 +197,27 @@ def messages(draw: st.DrawFn) -> w.Message:
 def test_whatever_comes_the_newest_snapshot_stays(said: list[w.Message]) -> None:
     """Nobody is given a slot of the newest commit, or one on its way to storage; the budget holds; each
     request is answered at most once, and a slot has one user."""
-    state, answered = m.State(1000), set()
+    state, answered = State(1000), set()
     for number, one in enumerate(said, 1):
-        before = state.jobs.get("j", m.Job("j"))
+        before = state.jobs.get("j", Job("j"))
         ask = 0 if isinstance(one, INTERNAL) else number
-        state, effects = m.step(state, one, float(number), ask)
+        state, effects = machine.step(state, one, float(number), ask)
         assert state.used <= max(state.budget, 0)
         for effect in effects:
             match effect:
-                case m.Reply(_, w.Lease(name, capacity)):
+                case e.Reply(_, w.Lease(name, capacity)):
                     slot = before.slots.get(name)
                     if slot is not None and slot.phase == "ready":
                         assert slot.attempt != before.newest
                         assert all(a != slot.attempt for a, _ in before.writing)
                     assert state.jobs["j"].slots[name].phase == "filling"
                     assert capacity >= state.jobs["j"].slots[name].bytes
-                case m.Remove(_, names, _):
+                case e.Remove(_, names, _):
                     for name in names:
                         slot = before.slots.get(name)
                         assert (
                             slot is None or slot.attempt != before.newest or slot.phase != "ready"
                         )
-            if isinstance(effect, (m.Reply, m.Refuse, m.Answer, m.Greet)) and effect.ask:
+            if isinstance(effect, (e.Reply, e.Refuse, e.Answer, e.Greet)) and effect.ask:
                 assert effect.ask not in answered
                 answered.add(effect.ask)

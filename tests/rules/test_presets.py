@@ -140,6 +140,7 @@ def test_gpt_neox_cuts_between_heads() -> None:
         rules.layout(name, (36, 32), TP2).check()
 
 
+@pytest.mark.slow
 def test_megatron_presets_agree_with_megatron_core(tmp_path: Path) -> None:
     """Every parameter of its GPT models has a rule, which cuts the dim that Megatron says it cuts."""
     pytest.importorskip("megatron.core")

@@ -53,9 +53,9 @@ def test_restoring_the_newest_leaves_nothing_behind(tmp_path: Path) -> None:
     model = net(1.0)
     with holdfast.Checkpointer(tmp_path, {"model": model}) as ckpt:
         ckpt.save(10).wait()
-        claim = ckpt._claim
+        claim = ckpt._tiers.claim
         assert ckpt.restore() == 10
-        assert ckpt._claim == claim
+        assert ckpt._tiers.claim == claim
 
 
 def test_two_checkpointers_in_one_training_step(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ class Tier(Protocol):
     def warm(self, job: Job) -> None:
         """Make the job's memory real, on a thread of the tier's own, and release it."""
 
+    def follows(self, job: Job) -> bool:
+        """Whether there is a replica to copy from.  On the training thread; may forbid nothing."""
+
+    def moment(self, job: Job) -> Moment:
+        """The state as that replica has it.  Blocks; HoldfastError if it has it no more."""
+
     def release(self, job: Job) -> None:
         """The job needs its memory no more.  Safe to call twice."""
 
@@ -103,6 +109,9 @@ class Capture:
         job = self._new_job(describe_live, step, window, busy=busy)
         job.durable = durable
         job.save.kind = job.kind(tier.name)
+        job.follows = job.error is None and not busy and tier.follows(job)
+        if job.follows:
+            window.done()
         self._gate.window = window
         self._pool.submit(guarded, self._capture, job, tier)
         return job.save
@@ -133,6 +142,11 @@ class Capture:
         """Wait for earlier captures: what was set aside for them must have gone into the image."""
         self._pool.submit(lambda: None).result()
 
+    @property
+    def next_number(self) -> int:
+        """That the next job will have."""
+        return self._number + 1
+
     def settle(self, limit_s: float) -> None:
         """Wait until no capture is under way; TimeoutError if that takes longer."""
         self._pool.submit(lambda: None).result(limit_s)
@@ -162,12 +176,17 @@ class Capture:
         self._check_replicas(job)
         job.plan = self.planner.plan
         filling = Filling()
-        image = self._try(lambda: self.planner.lay_out(job, self.aside), filling)
+        image = self._try(lambda: self._lay_out(job, tier), filling)
         beside = self._beside(job, tier, image)
         tier.write(job, image, filling)
         if image is not None:
             self._fill(job, image, filling, beside)
         job.close_window()
+
+    def _lay_out(self, job: Job, tier: Tier) -> Image:
+        if job.follows:
+            job.moment = tier.moment(job)
+        return self.planner.lay_out(job, self.aside)
 
     def _beside(self, job: Job, tier: Tier, image: Image | None) -> Callable[[], None] | None:
         """It can be done without; other ranks wait for this one."""
@@ -222,7 +241,7 @@ class Capture:
         """Copy the live tensors into the image; a failure is the tier's to report."""
         try:
             assert job.copies is not None
-            retakes = MAX_RETAKES if self.group.size == 1 else 0
+            retakes = MAX_RETAKES if self.group.size == 1 and not job.follows else 0
             copy_steadily(
                 job.copies,
                 job.moment,
@@ -231,7 +250,7 @@ class Capture:
                 retakes=retakes,
                 beside=beside,
                 window=job.window,
-                room=self.room,
+                room=None if job.follows else self.room,
             )
             filling.advance(image.table_start)
             filling.complete()

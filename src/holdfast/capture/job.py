@@ -90,6 +90,10 @@ class Job:
     busy: bool
     durable: bool = False
     """Of a snapshot: it goes on to storage."""
+    follows: bool = False
+    """It is copied from a replica, which waits for it, and not from the live tensors."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What else its manifest says of how it was made."""
     description: bytes = b""
     buffer: Buffer | None = None
     """What its image is laid out in, as long as it needs that."""

@@ -40,7 +40,7 @@ def manifest_of(job: Job, run: int, attempt: str, answers: list[Written]) -> Man
         run=run,
         attempt=attempt,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        software={"holdfast": __version__, "torch": str(torch.__version__)},
+        software={"holdfast": __version__, "torch": str(torch.__version__), **job.notes},
         mesh=plan.mesh,
         chunk_bytes=CHUNK_BYTES,
         algorithm=ALGORITHM,

@@ -43,7 +43,9 @@ Nodes = Annotated[
 ]
 Redundancy = Annotated[
     str,
-    typer.Option("--redundancy", metavar="SCHEME", help="For --nodes: none, copy, parity, rs(m)."),
+    typer.Option(
+        "--redundancy", metavar="SCHEME", help="For --nodes: none, copy, parity, rs(m), recompute."
+    ),
 ]
 Mtbf = Annotated[
     float,

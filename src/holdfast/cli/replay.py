@@ -20,8 +20,8 @@ def run(url: Root, into: Into, to: To, as_json: AsJson = False) -> None:
     On the CPU, with the whole state in memory.  Optimizers of torch only.
     """
     from holdfast.checkpoint.names import committed
-    from holdfast.checkpointer import save
     from holdfast.delta.offline import replay_to
+    from holdfast.once import save
 
     target = open_store(into)
     if any(s.step == to for s in committed(target)):

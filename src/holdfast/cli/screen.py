@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.sizes import size_text
+
 if TYPE_CHECKING:
     from holdfast.checkpoint.opened import Checkpoint
 
@@ -44,15 +46,7 @@ def opened(target: str, *, verify: bool = True) -> Checkpoint:
 # -- words ----------------------------------------------------------------------------------------
 
 
-def size(num_bytes: float) -> str:
-    """`1.49 GB`: decimal units, three digits."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if num_bytes < 999.5 or unit == "TB":
-            break
-        num_bytes /= 1000
-    if unit == "B":
-        return f"{num_bytes:.0f} B"
-    return f"{num_bytes:.{2 if num_bytes < 9.995 else 1 if num_bytes < 99.95 else 0}f} {unit}"
+size = size_text
 
 
 def many(count: int, noun: str, plural: str | None = None) -> str:

@@ -23,6 +23,7 @@ from holdfast.delta.segment import (
     read_header,
     read_plan,
 )
+from holdfast.delta.space import newest_of, weigh
 from holdfast.errors import (
     FormatError,
     HoldfastError,
@@ -32,8 +33,8 @@ from holdfast.errors import (
 )
 from holdfast.events import emit
 from holdfast.format.manifest import VERSION, FileEntry, Manifest, check
-from holdfast.store import Reader, Store, Writer
-from holdfast.store.base import Bytes
+from holdfast.store import Reader, Store
+from holdfast.store.views import PartReader, ViewStore
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -76,8 +77,11 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
     return found
 
 
-def tidy_log(store: Store) -> None:
-    """Delete the records that no step which is still there needs."""
+def tidy_log(store: Store, max_bytes: int = 0) -> None:
+    """Delete the records that no step which is still there needs.
+
+    With a bound also the oldest of those that the newest step does not need, until half of it is free.
+    """
     saved = committed(store)
     if not saved:
         return
@@ -97,6 +101,13 @@ def tidy_log(store: Store) -> None:
         run = int(key.split("/")[1])
         if run not in kept and run < newest:
             store.delete(key)
+    if max_bytes:
+        sizes = weigh(store, newest_of(saved))
+        left = sum(size for size, _, _ in sizes)
+        for size, key, needed in sizes:
+            if left > max_bytes // 2 and not needed:
+                store.delete(key)
+                left -= size
 
 
 def open_log(store: Store) -> tuple[Log, list[str]]:
@@ -156,6 +167,7 @@ class Log:
     def __init__(self, store: Store, found: Iterable[Found]) -> None:
         self.store = store
         self._plans: dict[tuple[int, str], Manifest] = {}
+        self._read: dict[tuple[int, str], Plan] = {}
         steps: dict[tuple[int, int, str], Step] = {}
         for one in found:
             h = one.header
@@ -187,13 +199,13 @@ class Log:
 
     def open(self, step: Step, extras: dict[str, Any], per_rank: dict[str, Any]) -> Checkpoint:
         """A step's record as a checkpoint.  What its digests do not prove is refused when read."""
-        shell = self._shell(step)
+        shell = self._sized(step)
         files = tuple(_file(step, rank) for rank in sorted(step.records))
         manifest = msgspec.structs.replace(
             shell, step=step.step, files=files, extras=extras, per_rank=per_rank
         )
         check(manifest)
-        for name in ("placement", "by_name"):  # they follow from what all records share
+        for name in ("placement", "by_name"):  # they follow from what records of a size share
             manifest.__dict__[name] = getattr(shell, name)
         places = {
             step_prefix(step.step) + _path(step, rank): (found, record)
@@ -201,10 +213,29 @@ class Log:
         }
         return Checkpoint(LogStore(self.store, places), manifest)
 
+    def plan(self, step: Step) -> Plan:
+        """What a step's records hold.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
+        key = (step.run, step.plan)
+        if key not in self._read:
+            self._read[key] = read_plan(self.store, step.run, step.plan)
+        return self._read[key]
+
+    def _sized(self, step: Step) -> Manifest:
+        """With the lengths that this step's packed tensors have."""
+        shell = self._shell(step)
+        sizes = {name: n for _, record in step.records.values() for name, n in record.sizes.items()}
+        if not sizes:
+            return shell
+        tensors = tuple(
+            msgspec.structs.replace(t, shape=(sizes[t.name],)) if t.name in sizes else t
+            for t in shell.tensors
+        )
+        return msgspec.structs.replace(shell, tensors=tensors)
+
     def _shell(self, step: Step) -> Manifest:
         key = (step.run, step.plan)
         if key not in self._plans:
-            plan: Plan = read_plan(self.store, step.run, step.plan)
+            plan = self.plan(step)
             self._plans[key] = Manifest(
                 VERSION, 0, step.run, "log", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), {},
                 plan.mesh, plan.chunk_bytes, plan.algorithm, plan.shardings, plan.tensors,
@@ -230,22 +261,10 @@ def _file(step: Step, rank: int) -> FileEntry:
     )
 
 
-class _Part:
-    """A record within a segment."""
+class LogStore(ViewStore):
+    """The images in segments, by key."""
 
-    def __init__(self, reader: Reader, start: int) -> None:
-        self._reader = reader
-        self._start = start
-
-    def read(self, offset: int, into: memoryview) -> None:
-        self._reader.read(self._start + offset, into)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-class LogStore:
-    """Read-only `Store` over the images in segments."""
+    shows = "a log of records"
 
     def __init__(self, store: Store, places: dict[str, tuple[Found, Record]]) -> None:
         self.url = store.url
@@ -259,31 +278,7 @@ class LogStore:
 
     def open(self, key: str) -> Reader:
         found, record = self._place(key)
-        return _Part(self._store.open(found.key), found.start + record.at)
+        return PartReader(self._store.open(found.key), found.start + record.at)
 
     def size(self, key: str) -> int:
         return self._place(key)[1].bytes
-
-    def read(self, key: str, offset: int, into: memoryview) -> None:
-        reader = self.open(key)
-        try:
-            reader.read(offset, into)
-        finally:
-            reader.close()
-
-    def get(self, key: str) -> bytes:
-        data = bytearray(self.size(key))
-        self.read(key, 0, memoryview(data))
-        return bytes(data)
-
-    def list(self, prefix: str = "") -> list[str]:
-        return []
-
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
-        raise HoldfastError("a log is read only", key=key)
-
-    def create(self, key: str, size: int) -> Writer:
-        raise HoldfastError("a log is read only", key=key)
-
-    def delete(self, key: str) -> None:
-        raise HoldfastError("a log is read only", key=key)

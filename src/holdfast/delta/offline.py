@@ -109,9 +109,12 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
     steps = list(steps)
     for key in sorted({k for step in steps for k in step.applied()}):
         state[key] = _optimizer(next(s for s in steps if key in s.applied()), key, params, state)
+    recorded = {
+        key for step in steps for _, record in step.records.values() for key in record.notes
+    }
     for key, tree in checkpoint.manifest.extras.items():
         if "." not in key and key not in state:
-            if _has_tensors(tree):
+            if _has_tensors(tree) and key in recorded:
                 raise NotRecoverable(f"{key!r} has tensors of the script's own", hint=IN_THE_SCRIPT)
             state[key] = Carried()
     for key in checkpoint.manifest.per_rank:

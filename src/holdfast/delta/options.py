@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import UsageError
+from holdfast.sizes import parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +15,16 @@ class Delta:
 
     `batch`: records per file; what is not yet in a file outlives the training process, but not the node.
     `queue`: records that may wait for storage, in host memory (each is as large as this rank's part of the
-    gradients).  `when_full`: whether training waits then (`"wait"`), or the records end until the next
-    full save, which is made at once (`"drop"`).
+    gradients).  `when_full`: whether training waits then (`"wait"`), or the records end until storage
+    has taken those that wait, and begin again with a full save, made then (`"drop"`).  `max_bytes`: what
+    all ranks' records may take in storage, in bytes or as `"200GiB"`: full saves are made for older records
+    to go; None: as much as lies between full saves that are kept.
     """
 
     batch: int = 1
     queue: int = 3
     when_full: Literal["wait", "drop"] = "wait"
+    max_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "queue"):
@@ -29,8 +33,15 @@ class Delta:
                 raise UsageError(f"Delta({name}={n!r}): must be a positive number")
         if self.when_full not in ("wait", "drop"):
             raise UsageError(f"Delta(when_full={self.when_full!r}): must be wait or drop")
+        _ = self.bound
 
     @property
     def slots(self) -> int:
         """Records in memory: a batch being written, and those that wait or are being filled."""
         return self.batch + self.queue
+
+    @property
+    def bound(self) -> int:
+        """`max_bytes` as a number; 0: none."""
+        given = self.max_bytes
+        return 0 if given is None else parse_size("Delta(max_bytes=...)", str(given))

@@ -69,6 +69,12 @@ class Queue:
                     )
             return self._free.pop(0) if self._free and self.error is None else None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is on its way to storage."""
+        with self._changed:
+            return not self._sent
+
     def give_back(self, slot: int) -> None:
         """A slot that holds nothing."""
         with self._changed:
@@ -119,7 +125,7 @@ class Queue:
         package = str(Path(errors.__file__).resolve().parent.parent)
         path = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.delta.writer", str(theirs.fileno())],
+            [sys.executable, "-m", "holdfast.delta.writer", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,23 @@ from torch.optim import Optimizer
 
 from holdfast.capture.job import Plan as Placing
 from holdfast.capture.job import new_plan
-from holdfast.codec.digest import hexdigest
+from holdfast.delta.packing import (
+    PACKED,
+    SPARSE,
+    Pack,
+    Part,
+    most_in,
+    packed_name,
+    parts_of,
+    pays,
+)
 from holdfast.delta.segment import Plan
 from holdfast.errors import UsageError
 from holdfast.format.image import Image, plan_image
+from holdfast.format.manifest import TensorEntry
 from holdfast.group import Group
-from holdfast.layout import Box, Mesh
-from holdfast.state.agreed import Agreement, describe, merge
+from holdfast.layout import Box, Mesh, Pieces
+from holdfast.state.agreed import Agreement, Description, describe, merge
 from holdfast.state.live import (
     Live,
     State,
@@ -33,8 +43,10 @@ from holdfast.state.live import (
     named_parameters,
     stages,
 )
+from holdfast.state.placed import Placed
 from holdfast.state.snapshot import raw_array
 from holdfast.state.targets import tensors_in
+from holdfast.state.wrapped import stepping
 
 GRAD = "grad"
 """The state that a gradient counts as: `optim.h.0.weight.grad`."""
@@ -160,12 +172,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def held(steps: list[Steps], values: dict[str, torch.Tensor]) -> Live:
-    """The tensors of a record; gradients lie as their parameters do."""
+def held(steps: list[Steps], values: dict[str, torch.Tensor], dense: Collection[str] = ()) -> Live:
+    """The tensors of a record; gradients lie as their parameters do.  `dense`: those that are recorded
+    whole, whatever was declared of them."""
     live = Live()
     for one in steps:
         for name, p in one.params:
-            live.add(grad_name(one.key, name), GRAD, p, steady=True)
+            full = grad_name(one.key, name)
+            state = SPARSE if full not in dense and pays(p) else GRAD
+            live.add(full, state, p, steady=True)
     for name, tensor in values.items():
         live.add(name, "buffer", tensor, steady=False)
     return live
@@ -176,14 +191,25 @@ def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement
 
     def together(answers: list[bytes]) -> bytes:
         kinds = list(dict.fromkeys(answers))
-        return msgspec.msgpack.encode(merge(kinds, [kinds.index(a) for a in answers], mesh))
+        found = merge(kinds, [kinds.index(a) for a in answers], mesh)
+        return msgspec.msgpack.encode(_one_state(found, kinds))
 
     data = group.ask(f"delta/plan/{number}", describe(live), together)
     return msgspec.msgpack.decode(data, type=Agreement)
 
 
-def plan_of(agreement: Agreement) -> Plan:
-    return Plan(agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases)
+def _one_state(agreement: Agreement, descriptions: list[bytes]) -> Agreement:
+    """A gradient that one rank has to record whole is recorded whole by all."""
+    docs = [msgspec.msgpack.decode(d, type=Description) for d in descriptions]
+    dense = {t.name for doc in docs for t in doc.tensors if t.state == GRAD}
+    tensors = tuple(
+        msgspec.structs.replace(t, state=GRAD) if t.name in dense else t for t in agreement.tensors
+    )
+    return msgspec.structs.replace(agreement, tensors=tensors)
+
+
+def plan_of(agreement: Agreement, few: tuple[TensorEntry, ...]) -> Plan:
+    return Plan(agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases, few)
 
 
 @dataclass
@@ -205,6 +231,10 @@ class Layout:
     grads: dict[str, list[tuple[str, Piece]]]
     """By optimizer's key: (parameter's name, piece)."""
     values: list[tuple[str, Piece]]
+    tensors: tuple[TensorEntry, ...]
+    """Of the image; what is packed with as many bytes as it may have."""
+    packs: dict[str, tuple[Pack, int]] = field(default_factory=dict)
+    """By optimizer's key: its sparse gradients, and where in a slot they go."""
     _places: dict[tuple[int, str], list[Place]] = field(default_factory=dict)
 
     def forget_places(self) -> None:
@@ -218,22 +248,35 @@ class Layout:
         return self._places[slot, key]
 
     @staticmethod
-    def of(agreement: Agreement, rank: int, live: Live, steps: list[Steps], room: int) -> Layout:
-        """`room`: bytes for extras."""
-        placing: Placing = new_plan(agreement, hexdigest(b""))
-        pieces = placing.placement.pieces(rank)
-        image = plan_image(agreement.tensors, pieces, extras_bytes=room)
+    def of(
+        agreement: Agreement,
+        few: tuple[TensorEntry, ...],
+        rank: int,
+        live: Live,
+        steps: list[Steps],
+        room: int,
+    ) -> Layout:
+        """`few`: the tensors that are packed.  `room`: bytes for extras."""
         owner = {
             grad_name(one.key, name): (one.key, name, p) for one in steps for name, p in one.params
         }
-        layout = Layout(image, {one.key: [] for one in steps}, [])
+        packs = packs_of(agreement, few, rank, live, {n: p for n, (_, _, p) in owner.items()})
+        most = {pack.name: pack.most_bytes for pack in packs.values()}
+        tensors = sized(agreement.tensors, most)
+        placing: Placing = new_plan(msgspec.structs.replace(agreement, tensors=tensors), "")
+        pieces = placing.placement.pieces(rank)
+        image = plan_image(tensors, pieces, extras_bytes=room)
+        layout = Layout(image, {one.key: [] for one in steps}, [], tensors)
         columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
         for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
-            entry = agreement.tensors[index]
-            n = len(entry.shape)
-            box, part = Box(tuple(start[:n]), tuple(stop[:n])), live.tensors[entry.name].placed
-            at = box.within(part.box.start) if n and box != part.box else None
+            entry = tensors[index]
             where = image.data_start + offset
+            if entry.state == PACKED:
+                key = entry.name.split(".", 1)[0]
+                layout.packs[key] = packs[key], where
+                continue
+            n = len(entry.shape)
+            at = within(live.tensors[entry.name].placed, Box(tuple(start[:n]), tuple(stop[:n])))
             if entry.name in owner:
                 key, name, p = owner[entry.name]
                 layout.grads[key].append((name, Piece(p, at, where, size)))
@@ -241,6 +284,73 @@ class Layout:
                 source = live.tensors[entry.name].source
                 layout.values.append((entry.name, Piece(source, at, where, size)))
         return layout
+
+    def seal(self, memory: memoryview, sizes: dict[str, int], extras: bytes) -> Image:
+        """The image of a record whose packed tensors have these sizes, complete but for its digests."""
+        image = self._closed_up(memory, sizes) if self.packs else self.image
+        memory[: image.data_start] = image.header
+        memory[image.extras_start : image.table_start] = extras.ljust(image.extras_bytes)
+        return image
+
+    def _closed_up(self, memory: memoryview, sizes: dict[str, int]) -> Image:
+        """What packed tensors leave free is closed."""
+        sizes = {pack.name: sizes.get(pack.name, 0) for pack, _ in self.packs.values()}
+        before, tensors = self.image.pieces, sized(self.tensors, sizes)
+        size, stop = before.bytes.copy(), before.stop.copy()
+        for row, index in enumerate(before.tensor.tolist()):
+            if tensors[index].name in sizes:
+                size[row] = stop[row, 0] = sizes[tensors[index].name]
+        keep = size > 0
+        now = Pieces(
+            before.tensor[keep],
+            before.start[keep],
+            stop[keep],
+            (np.cumsum(size) - size)[keep],
+            size[keep],
+        )
+        image = plan_image(tensors, now, extras_bytes=self.image.extras_bytes)
+        was = self.image.data_start + before.offset[keep]
+        is_at = image.data_start + now.offset
+        for old, new, n in zip(was.tolist(), is_at.tolist(), now.bytes.tolist()):
+            if old != new:
+                memory[new : new + n] = bytes(memory[old : old + n])
+        return image
+
+
+def within(placed: Placed, box: Box) -> tuple[slice, ...] | None:
+    """Where in a rank's part of a tensor a box lies; None if it is all of it."""
+    return box.within(placed.box.start) if box.start and box != placed.box else None
+
+
+def sized(tensors: tuple[TensorEntry, ...], sizes: dict[str, int]) -> tuple[TensorEntry, ...]:
+    """With the lengths of those whose length differs from record to record."""
+    return tuple(
+        msgspec.structs.replace(t, shape=(sizes[t.name],)) if t.name in sizes else t
+        for t in tensors
+    )
+
+
+def packs_of(
+    agreement: Agreement,
+    few: tuple[TensorEntry, ...],
+    rank: int,
+    live: Live,
+    params: dict[str, torch.Tensor],
+) -> dict[str, Pack]:
+    """By optimizer's key, what this rank packs of the tensors `few`."""
+    found: dict[str, list[Part]] = {}
+    for part in parts_of(agreement, few, rank) if few else ():
+        found.setdefault(part.key, []).append(part)
+    return {
+        key: Pack(
+            packed_name(key, rank),
+            parts,
+            {part.name: params[part.name] for part in parts},
+            {part: within(live.tensors[part.name].placed, part.box) for part in parts},
+            {part: most_in(part, params[part.name]) for part in parts},
+        )
+        for key, parts in found.items()
+    }
 
 
 @dataclass
@@ -283,6 +393,18 @@ def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
             torch._foreach_copy_(few[0], few[1], non_blocking=True)
 
 
+def spread(
+    placed: list[tuple[Place, torch.Tensor]], count: int
+) -> list[list[tuple[Place, torch.Tensor]]]:
+    """In parts of about as many bytes, at most `count`, none of them empty."""
+    total, done = sum(place.piece.bytes for place, _ in placed), 0
+    parts: list[list[tuple[Place, torch.Tensor]]] = [[] for _ in range(count)]
+    for one in placed:
+        parts[min(done * count // max(total, 1), count - 1)].append(one)
+        done += one[0].piece.bytes
+    return [part for part in parts if part]
+
+
 def check_grad(name: str, p: torch.Tensor) -> None:
     """UsageError for a gradient that does not lie as its parameter."""
     grad = p.grad
@@ -291,18 +413,21 @@ def check_grad(name: str, p: torch.Tensor) -> None:
         raise UsageError(
             f"{name}: a gradient of {grad.dtype} {tuple(grad.shape)} {grad.layout} for a parameter of "
             f"{p.dtype} {tuple(p.shape)} cannot be recorded",
-            hint="dense gradients of the parameters' own dtype can",
+            hint="dense gradients of the parameters' own dtype can; of those that are mostly zero "
+            "(holdfast.compression.sparse) only the rest is recorded",
         )
 
 
 def kind_of(optimizer: Optimizer) -> str:
     """Its class, so that a replay without the training script can make one."""
-    return f"{type(optimizer).__module__}:{type(optimizer).__qualname__}"
+    kind = type(stepping(optimizer))
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def only_reads(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is known to leave gradients as they are: torch's do, unless a fused
     kernel unscales them."""
+    optimizer = stepping(optimizer)
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     looks_ahead = any(group.get("nesterov") for group in optimizer.param_groups)  # foreach writes
     return is_torchs and not looks_ahead and getattr(optimizer, "grad_scale", None) is None

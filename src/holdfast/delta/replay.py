@@ -6,17 +6,21 @@ the replay exactly at the step before.  The next record is read while one is app
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.rows import Want
+from holdfast.checkpoint.rows import ArrayTarget, Want
 from holdfast.checkpoint.sharing import read_together
 from holdfast.delta.log import Found, Log, Step, read_headers, segments
+from holdfast.delta.packing import PACKED, Part, entries, packed_name, parts_of
 from holdfast.delta.recording import (
     GRAD,
     Steps,
@@ -32,31 +36,18 @@ from holdfast.errors import Corrupt, Deadline, FormatError, NotFound, NotRecover
 from holdfast.events import emit, span
 from holdfast.format import extras as tree
 from holdfast.group import Group
+from holdfast.layout import Box
+from holdfast.state.agreed import Agreement
 from holdfast.state.compare import Problems, judge_together
 from holdfast.state.live import Live, State, outline_tensor
 from holdfast.state.protocol import Ready, merge_extras, sort_extras
 from holdfast.state.putback import Extras, put_groups
 from holdfast.state.restore import alike
 from holdfast.state.targets import Options, is_known, target_of
+from holdfast.state.wrapped import ELEMENTWISE, stepping
 from holdfast.store import Store
 
 PASSED_OVER = (Corrupt, FormatError, NotFound)
-ELEMENTWISE = frozenset(
-    [
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    ]
-)
-"""Optimizers that treat each element by itself, so that cuts do not matter."""
 
 
 def survey(store: Store, group: Group, since: int, run: int) -> Log:
@@ -88,6 +79,8 @@ class Gradients:
             for name, p in one.params:
                 with torch.no_grad():
                     self.of[grad_name(one.key, name)] = torch.empty_like(p, requires_grad=False)
+        self.packed: dict[str, np.ndarray[Any, Any]] = {}
+        """By name, what ranks have packed."""
 
 
 @dataclass
@@ -98,6 +91,7 @@ class Replay:
     group: Group
     state: State
     options: Options
+    _packing: dict[tuple[int, str], dict[tuple[str, int], list[Part]]] = field(default_factory=dict)
 
     def run(self, steps: list[Step]) -> Step | None:
         """Apply as many as prove sound; the last of them, with its extras put back.  None if none does."""
@@ -139,7 +133,8 @@ class Replay:
         checkpoint = self.log.open(step, {}, {})
         lenient = _lenient(self.options)
         resized = judge_together(checkpoint, self.live, Problems(), None, self.group, lenient)
-        whole = [o.key for o in self.steps if type(o.optimizer).__name__ not in ELEMENTWISE]
+        kinds = {o.key: type(stepping(o.optimizer)).__name__ for o in self.steps}
+        whole = [key for key, kind in kinds.items() if kind not in ELEMENTWISE]
         if resized and whole:
             raise NotRecoverable(
                 f"{whole[0]!r} looks at whole tensors, so its records of "
@@ -153,16 +148,23 @@ class Replay:
         error: Exception | None = None
         wants: list[Want] = []
         checkpoint = None
+        few: dict[str, torch.Tensor] = {}
         try:
             checkpoint = self.log.open(step, {}, {})
+            packed = {t.name for t in self.log.plan(step).packed}
             for one in self.steps:
                 if one.key not in step.applied():
                     continue
                 given = step.with_gradient(one.key)
-                for name, _ in one.params:
-                    full = grad_name(one.key, name)
-                    if name in given:
+                for full in (grad_name(one.key, name) for name, _ in one.params if name in given):
+                    if full in packed:
+                        few[full] = into.of[full]
+                    else:
                         wants += self._wants(checkpoint, full, into.of[full])
+            into.packed = _room_for_packed(checkpoint)
+            for name, array in into.packed.items():
+                whole = Box((0,), array.shape)
+                wants.append(Want(checkpoint.index(name), whole, ArrayTarget(array)))
             into.values = self._changed(step, checkpoint)
             for name, tensor in into.values.items():
                 wants += self._wants(checkpoint, name, tensor)
@@ -173,6 +175,39 @@ class Replay:
         self._alike(error, step)
         assert checkpoint is not None
         read_together(checkpoint.files, wants, self.group if self.group.size > 1 else None)
+        if few or into.packed:
+            error = None
+            try:
+                self._unpack(step, few, into.packed)
+            except Exception as failed:
+                error = failed
+            self._alike(error, step)
+
+    def _unpack(
+        self, step: Step, few: dict[str, torch.Tensor], packed: dict[str, np.ndarray[Any, Any]]
+    ) -> None:
+        """Gradients of which only what is not zero was recorded.  FormatError."""
+        for tensor in few.values():
+            local_of(tensor).zero_()
+        for (key, rank), parts in self._parts(step).items():
+            data = packed.get(packed_name(key, rank))
+            for one in () if data is None else entries(parts, data):
+                if one.part.name in few:
+                    box = self.live.tensors[one.part.name].placed.box
+                    one.into(local_of(few[one.part.name]), box)
+
+    def _parts(self, step: Step) -> dict[tuple[str, int], list[Part]]:
+        """By optimizer and rank, what they have packed; the same for all records of a plan."""
+        known = (step.run, step.plan)
+        if known not in self._packing:
+            plan = self.log.plan(step)
+            agreement = Agreement(plan.mesh, plan.shardings, plan.tensors, plan.aliases)
+            found: dict[tuple[str, int], list[Part]] = {}
+            for rank in range(step.world):
+                for part in parts_of(agreement, plan.packed, rank):
+                    found.setdefault((part.key, rank), []).append(part)
+            self._packing[known] = found
+        return self._packing[known]
 
     def _alike(self, error: Exception | None, step: Step) -> None:
         with alike(self.group, step.step):
@@ -211,7 +246,8 @@ class Replay:
             groups = [(g, g["params"]) for g in one.optimizer.param_groups]
             put_groups(one.key, groups, merged, one.groups, _decode)
             first = next(iter(ranks.values()))
-            with _amp(one.optimizer, first.found_inf, first.grad_scale):
+            amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
+            with amp, _without_pre_hooks(one.optimizer):
                 one.optimizer.step()
 
     def _put_rest(self, step: Step) -> None:
@@ -243,6 +279,14 @@ class Replay:
         return extras, per_rank
 
 
+def _room_for_packed(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
+    return {
+        t.name: np.empty(t.shape, np.uint8)
+        for t in checkpoint.manifest.tensors
+        if t.state == PACKED and t.shape != (0,)
+    }
+
+
 def merged_groups(step: Step, key: str) -> Any:
     """An optimizer's parameter groups at a step, over all ranks, encoded as extras are."""
     ranks = step.applied()[key]
@@ -266,6 +310,18 @@ def _decode(value: Any) -> Any:
         raise FormatError(f"malformed extras: unknown tag {tag!r}")
 
     return tree.decode(value, on_other)
+
+
+@contextmanager
+def _without_pre_hooks(optimizer: Any) -> Iterator[None]:
+    """Gradients are recorded as hooks before the step had made them; these must not do it twice."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    kept = list(hooks.items())
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(kept)
 
 
 class _amp:  # noqa: N801

@@ -68,6 +68,8 @@ class Record(msgspec.Struct, frozen=True):
     at: int = 0
     digest: str = ""
     """Of its digest table."""
+    sizes: dict[str, int] = {}
+    """Of tensors whose length differs from record to record: sparse gradients."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -91,6 +93,8 @@ class Plan(msgspec.Struct, frozen=True):
     shardings: tuple[ShardingEntry, ...]
     tensors: tuple[TensorEntry, ...]
     aliases: dict[str, str]
+    packed: tuple[TensorEntry, ...] = ()
+    """Sparse gradients: `tensors` has what is not zero in them."""
     chunk_bytes: int = CHUNK_BYTES
     algorithm: str = ALGORITHM
     version: int = VERSION

@@ -1,67 +1,38 @@
 """The differential tier's side in a training process: hooks on the optimizers, and a record per step.
 
 A record is made in two parts.  When an optimizer's step begins, its gradients are final, and only the
-optimizer reads them until it ends: a thread copies them into the ring in that time.  At
+optimizer reads them until it ends: they are copied into the ring in that time.  At
 `Checkpointer.step` follow the rest of what the step changed (buffers, extras), and the record goes to the
 writer.  No rank waits for another, except when all plan together what their records hold.
+
+Here is when a record is made and what it leads on from; `capture` makes it, `watching` sees what no record
+can tell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-import torch
 
 from holdfast.capture import Save
 from holdfast.codec.digest import hexdigest
+from holdfast.delta.capture import Groups, Open, RecordCapture
 from holdfast.delta.options import Delta
-from holdfast.delta.queue import Queue
-from holdfast.delta.recording import (
-    SPARE_ROOM,
-    Layout,
-    Mark,
-    agree,
-    buffers,
-    check_grad,
-    copy,
-    encode_extras,
-    held,
-    kind_of,
-    missing_of,
-    only_reads,
-    optimizers,
-    places,
-    plan_of,
-    small,
-    untrained,
-    watched,
-)
-from holdfast.delta.ring import Ring
-from holdfast.delta.segment import Applied, Header, Identity, Record, aligned, put_plan
+from holdfast.delta.recording import GRAD, Steps, encode_extras, only_reads, optimizers
+from holdfast.delta.segment import Identity
+from holdfast.delta.watching import Watch
 from holdfast.errors import AgentError, HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.state.live import Live, State
-from holdfast.state.rest import collect_rest, encoded_hyper
-from holdfast.store import Store
+from holdfast.state.rest import collect_rest
+from holdfast.store import MemoryStore, Store
 
 MAX_EDITS = 3
-
-
-@dataclass
-class Open:
-    """The record that is being made."""
-
-    slot: int
-    memory: memoryview
-    applied: list[Applied] = field(default_factory=list)
-    copying: list[Future[None]] = field(default_factory=list)
 
 
 class DeltaTier:
@@ -79,51 +50,36 @@ class DeltaTier:
         on_resize: dict[str, str],
         deadline_s: float,
     ) -> None:
+        if isinstance(store, MemoryStore):
+            raise UsageError(
+                f"delta= cannot write to {store.url}: it is in the memory of one process, and a process "
+                "of its own writes records",
+                hint="give a path, such as one in /dev/shm",
+            )
         self.state = state
         self.group = group
-        self.store = store
-        self.options = options
-        self.run = run
-        self.mesh = mesh
         self.on_resize = on_resize
         self.parent: Identity | None = None
         """The state that the next record leads on from; None until there is one to begin with."""
         self.paused = False
+        self.recorded = False
+        """Whether this run has made records."""
+        self.news: list[str] = []
+        """What the user has to be told."""
+        self._capture = RecordCapture(
+            group, store, options, run=run, mesh=mesh, deadline_s=deadline_s
+        )
+        self._watch = Watch()
         self._base: Save | None = None
-        self._deadline_s = deadline_s
-        self._queue = Queue(deadline_s)
-        self._copier = ThreadPoolExecutor(1, "holdfast-delta")
-        self._layout: Layout | None = None
-        self._open: Open | None = None
-        self._planned = 0
-        self._room = 0
-        """For extras, at least; they have grown before."""
-        self._steps = optimizers(state())
-        self._untrained: dict[str, torch.Tensor] = {}
-        self._marks: dict[str, Mark] = {}
-        """What no optimizer changes, as it was at the last record."""
-        self._changing: set[str] = set()
-        self._watched: list[torch.Tensor] = []
-        self._written = 0
-        self._edits = 0
-        """Records in a row that could not be, because of weights that were written."""
-        self._failure: HoldfastError | None = None
-        self._rebatched = False
-        self._header: Header | None = None
         self._begun = False
         self._bases = 0
         """How often ranks have agreed on a base that one of them needed."""
-        self.recorded = False
-        """Whether this run has made records."""
-        self._hooks = []
-        self._last = []
-        """By optimizer, the hook that has to be the last one before its step."""
-        for one in self._steps:
-            before = one.optimizer.register_step_pre_hook(self._before(one.key))
-            self._last.append((one.optimizer._optimizer_step_pre_hooks, before.id))
-            self._hooks += [before, one.optimizer.register_step_post_hook(self._after)]
+        self._edits = 0
+        """Records in a row that could not be, because of weights that were written."""
+        self._steps = optimizers(state())
+        self._hooks = _Hooks(self._steps, self._before, self._after)
 
-    # -- training thread --------------------------------------------------------------------------
+    # -- what records lead on from ----------------------------------------------------------------
 
     def needs_base(self, step: int) -> bool:
         """Whether all ranks make a full save of this step, for records to lead on from.
@@ -134,7 +90,9 @@ class DeltaTier:
             failed, self._base = self._base.error is not None or self._base.skipped, None
             if failed:
                 self._break("the save that records lead on from failed")
-        wanted = self.parent is None and self.error is None
+        space = self._capture.space
+        begins = self.parent is None and not self._capture.is_behind and not space.is_paused
+        wanted = self.error is None and (begins or space.is_due)
         if self.group.size == 1 or not self._begun:
             return wanted
         key = f"delta/base/{self._bases}"
@@ -144,60 +102,41 @@ class DeltaTier:
         if found is None or step < int(found):
             return False
         self._bases += 1
-        self._drop_open()
-        self._layout = None
+        self._capture.unplan()
         return True
+
+    def saving(self, save: Save) -> None:
+        """A full save has begun, to storage."""
+        self._capture.space.saving(save)
+
+    def notice(self) -> HoldfastError | None:
+        """What the user is to be told; once."""
+        notice, self._capture.notice = self._capture.notice, None
+        return notice
 
     def begin_from(self, identity: Identity, base: Save | None = None) -> None:
         """The live state is this one, known or being saved; records lead on from it."""
-        self._drop_open()
+        self._capture.drop()
         self._begun = True
         self.parent, self._base = identity, base
-        for hooks, number in self._last:
-            hooks.move_to_end(number)
-        state = self.state()
-        self._untrained = untrained(state)
-        self._mark(state)
-        self._watched = watched(self._steps)
-        self._written = self._writes()
-
-    def revive(self) -> None:
-        """Try again, after an error: from another base, for records are missing."""
-        self._drop_open()
-        self._break("an error")
-        if self._queue.error is not None:
-            self._queue.close(0.0)
-            self._queue = Queue(self._deadline_s)
-        self._failure = None
-        self._layout = None
-
-    def settle(self) -> None:
-        """Nothing is on its way to storage any more, for all will be read."""
-        self._drop_open()
-        self._copier.submit(lambda: None).result(self._deadline_s)
-        if self._queue.error is None:
-            self._queue.flush(self._deadline_s)
+        self._hooks.move_last()
+        self._watch.begin(self.state(), self._steps)
 
     def end(self, why: str) -> None:
         """Record no more, until records begin from another base."""
         if self.parent is not None:
-            self._drop_open()
+            self._capture.drop()
             self._break(why)
 
-    def rebatch(self, batch: int) -> None:
-        """So many records per file from now on.  All ranks say so at the same step."""
-        if batch != self.options.batch:
-            assert self._open is None, "a record is under way"
-            self.options = replace(self.options, batch=batch)
-            self._rebatched = self._layout is not None
+    def revive(self) -> None:
+        """Try again, after an error: from another base, for records are missing."""
+        self._capture.revive()
+        self._break("an error")
 
     def adopt(self, run: int) -> None:
         """Go on as another run, with a writer of its own.  Blocks until all is written."""
-        self.run, self.recorded = run, False
-        self._drop_open()
-        self._queue.close(self._deadline_s)
-        self._queue = Queue(self._deadline_s)
-        self._layout = None
+        self.recorded = False
+        self._capture.adopt(run)
 
     @property
     def error(self) -> HoldfastError | None:
@@ -207,7 +146,31 @@ class DeltaTier:
                 "weights are written outside optimizer.step() at every step, which no record can tell",
                 hint="make such changes in the optimizer, or do without delta=",
             )
-        return self._failure or self._queue.error
+        return self._capture.error
+
+    def _break(self, why: str) -> None:
+        """Records end here."""
+        emit("delta.broken", why=why)
+        self.parent = None
+
+    def _again(self, why: str) -> None:
+        """This step's record cannot be: the next ones are planned anew, from a new base."""
+        self._capture.unplan()
+        self._break(why)
+
+    def _edited(self, when: str) -> None:
+        """No record leads to weights that somebody else writes."""
+        self._edits += 1
+        self._again(f"weights were written outside optimizer.step(), {when}")
+
+    def _fail(self, error: HoldfastError | OSError) -> None:
+        """Records end, and the training goes on."""
+        if isinstance(error, OSError):
+            error = AgentError(f"memory for records: {error.strerror or error}")
+        self._capture.failure = error
+        self._again(error.message)
+
+    # -- an optimizer's step ----------------------------------------------------------------------
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -218,104 +181,76 @@ class DeltaTier:
         finally:
             self.paused = False
 
-    def _break(self, why: str) -> None:
-        """Records end here."""
-        emit("delta.broken", why=why)
-        self.parent = None
-
-    def _before(self, key: str) -> Callable[..., None]:
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.parent is None or self.paused:
-                return
-            given = args[1:] or (kwargs.get("closure"),)  # torch hands over the optimizer, too
-            closure = given[0]
-            if closure is not None:
-                raise UsageError(
-                    "delta= cannot record an optimizer that is given a closure",
-                    hint="call step() without one; LBFGS cannot be recorded",
-                )
-            try:
-                self._begin(key)
-            except UsageError:
-                raise
-            except (HoldfastError, OSError) as error:
-                self._fail(error)
-
-        return hook
-
-    def _fail(self, error: HoldfastError | OSError) -> None:
-        """Records end, and the training goes on."""
-        if isinstance(error, OSError):
-            error = AgentError(f"memory for records: {error.strerror or error}")
-        self._failure = error
-        self._again(error.message)
+    def _before(self, one: Steps, closure: Any) -> None:
+        if self.parent is None or self.paused:
+            return
+        if closure is not None:
+            raise UsageError(
+                "delta= cannot record an optimizer that is given a closure",
+                hint="call step() without one; LBFGS cannot be recorded",
+            )
+        try:
+            self._begin(one.key)
+        except UsageError:
+            raise
+        except (HoldfastError, OSError) as error:
+            self._fail(error)
 
     def _begin(self, key: str) -> None:
-        """The gradients are final: copy them while the optimizer reads them."""
+        """The gradients are final: copy them."""
         record = self._opened()
         if record is None:
             return
-        one = next(one for one in self._steps if one.key == key)
-        if any(next(reversed(hooks)) != number for hooks, number in self._last):
+        if not self._hooks.are_last():
             self._again("a hook was registered that may change gradients after their copy")
             return
-        if self._writes() != self._written:
+        if self._watch.is_edited():
             self._edited("between two steps")
             return
-        if any(a.key == one.key for a in record.applied):
+        if any(a.key == key for a in record.applied):
             raise UsageError(
-                f"{one.key!r} has made two steps between two calls of Checkpointer.step()",
+                f"{key!r} has made two steps between two calls of Checkpointer.step()",
                 hint="call it after each optimizer step",
             )
-        for name, p in one.params:
-            if p.grad is not None:
-                check_grad(name, p)
-        scale = [_number(getattr(one.optimizer, n, None)) for n in ("found_inf", "grad_scale")]
-        hyper = tuple(encoded_hyper(one.key, g) for g in one.optimizer.param_groups)
-        record.applied.append(Applied(one.key, hyper, missing_of(one), *scale))
-        assert self._layout is not None
-        places = self._layout.places(record.slot, record.memory, one.key)
-        grads = [(p, p.piece.tensor.grad) for p in places if p.piece.tensor.grad is not None]
-        ready = _event(grads[0][1].device) if grads else None
-        record.copying.append(self._copier.submit(_copy, grads, ready))
+        one = next(one for one in self._steps if one.key == key)
+        self._capture.gradients(one)
         if not only_reads(one.optimizer):
             self._after()
 
-    def _after(self, *_: Any) -> None:
+    def _after(self) -> None:
         """The gradients may be changed as soon as they are copied."""
-        if self._open is not None:
-            for copying in self._open.copying:
-                copying.result()
-            self._written = self._writes()
+        if self._capture.open is not None:
+            dense = self._capture.wait_copied()
+            self._watch.accept_writes()
+            if dense:
+                self._tell_dense(dense)
+                self._again("gradients that are not sparse")
 
-    def _writes(self) -> int:
-        """Grows with every write to a parameter."""
-        return sum(tensor._version for tensor in self._watched)
-
-    def _edited(self, when: str) -> None:
-        """No record leads to weights that somebody else writes."""
-        self._edits += 1
-        self._again(f"weights were written outside optimizer.step(), {when}")
+    def _tell_dense(self, names: tuple[str, ...]) -> None:
+        few = ", ".join(name.removesuffix(f".{GRAD}") for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        self.news.append(
+            f"gradients of {few}{more} have more elements other than zero than was declared: something "
+            "changes them after their compression; they are recorded whole from now on"
+        )
 
     def _opened(self) -> Open | None:
         """The record under way; a new one if there is none.  Blocks while the queue is full."""
-        if self._open is not None:
-            return self._open
-        if self._failure is not None:
-            self._break(self._failure.message)
+        if self._capture.open is not None:
+            return self._capture.open
+        if self._capture.failure is not None:
+            self._break(self._capture.failure.message)
             return None
-        if self._layout is None or self._is_stale():
+        if not self._capture.is_planned or self._is_stale():
             self._plan()
-        elif self._rebatched:
-            self._open_queue()
-        slot = self._queue.take(wait=self.options.when_full == "wait")
-        if slot is None:
-            error = self._queue.error
-            self._break("storage is too slow" if error is None else error.message)
-            return None
-        assert self._queue.ring is not None
-        self._open = Open(slot, self._queue.ring.slot(slot))
-        return self._open
+        record = self._capture.begin()
+        if record is None:
+            error = self._capture.error
+            slow = (
+                "storage is too slow" if self._capture.notice is None else "the log is at its bound"
+            )
+            self._break(slow if error is None else error.message)
+        return record
 
     def _is_stale(self) -> bool:
         """Whether an optimizer has other parameters than planned."""
@@ -329,172 +264,132 @@ class DeltaTier:
         """What records hold from now on.  Collective; blocks."""
         state = self.state()
         self._steps = optimizers(state)
-        self._watched = watched(self._steps)
-        self._written = self._writes()
-        tensors = buffers(state)
-        self._changing |= small(tensors)
-        values = {n: t for n, t in {**self._untrained, **tensors}.items() if n in self._changing}
-        live = held(self._steps, values)
-        self._planned += 1
-        agreement = agree(self.group, live, self.mesh, self._planned)
-        plan = plan_of(agreement)
-        name = hexdigest(msgspec.json.encode(plan))
-        if self.group.rank == 0:
-            put_plan(self.store, self.run, plan)
-        extras = encode_extras(collect_rest(state, self._groups, self.on_resize).extras)
-        room = aligned(max(self._room, len(extras) * 5 // 4 + SPARE_ROOM))
-        self._layout = Layout.of(agreement, self.group.rank, live, self._steps, room)
-        kinds = {one.key: kind_of(one.optimizer) for one in self._steps}
-        self._header = Header(self.run, self.group.rank, self.group.size, name, self._groups, kinds)
-        self._open_queue()
-
-    def _open_queue(self) -> None:
-        """Memory for records, and a writer that knows them.  Blocks while earlier ones are written."""
-        assert self._layout is not None and self._header is not None
-        self._layout.forget_places()
-        ring = Ring(self.options.slots, aligned(self._layout.image.total_bytes))
-        self._queue.open(self.store.url, self._header, ring, self.options.batch)
-        self._rebatched = False
+        self._watch.weights_of(self._steps)
+        values = self._watch.expect(state)
+        extras = collect_rest(state, self._groups, self.on_resize).extras
+        self._capture.plan(self._steps, self._groups, values, encode_extras(extras))
 
     @property
-    def _groups(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+    def _groups(self) -> Groups:
         return {
             one.key: tuple(tuple(name for name, _ in pairs) for pairs in one.groups)
             for one in self._steps
         }
 
-    def record(self, step: int) -> None:
-        """The step is over: what else it changed, and off the record goes.  Returns at once."""
+    # -- a step of the training -------------------------------------------------------------------
+
+    def record(self, step: int, save_every: int | None = None) -> None:
+        """The step is over: what else it changed, and off the record goes.  Returns at once.
+
+        `save_every`: steps between full saves, as far as that is known.
+        """
+        self._capture.save_every = save_every
         if self.parent is None:
+            return
+        if step <= self.parent[1]:
+            self._check_number(step, self.parent[1])
             return
         with span("delta.call", step=step):
             state = self.state()
             rest = collect_rest(state, self._groups, self.on_resize)
-            changed = self._changed(state)
-            if self._writes() != self._written:
+            changed = self._watch.changed(state)
+            if self._watch.is_edited():
                 self._edited("after it")
                 return
-            if not changed <= self._changing:  # such as the first step of a batch norm
-                self._changing |= changed
+            if not changed <= self._watch.changing:  # such as the first step of a batch norm
+                self._watch.changing |= changed
                 self._again("buffers change that did not before")
                 return
             try:
-                record = self._opened()
-                if record is not None:
-                    self._finish(record, step, rest, changed, state)
+                if self._opened() is not None:
+                    self._finish(step, rest, changed, state)
             except (HoldfastError, OSError) as error:
                 self._fail(error)
 
-    def _again(self, why: str) -> None:
-        """This step's record cannot be: the next ones are planned anew, from a new base."""
-        self._drop_open()
-        self._layout = None
-        self._break(why)
-
-    def _finish(self, record: Open, step: int, rest: Live, changed: set[str], state: State) -> None:
-        layout, parent = self._layout, self.parent
-        assert layout is not None and parent is not None
-        data = encode_extras(rest.extras)
-        if len(data) > layout.image.extras_bytes:
-            self._room = max(self._room, 2 * len(data))
-            self._again(f"extras of {len(data)} bytes")
-            return
-        image = layout.image
-        record.memory[: image.data_start] = image.header
-        record.memory[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
-        now = {**self._untrained, **buffers(state)}
-        written = [
-            (name, piece) for name, piece in layout.values if name in changed and name in now
-        ]
-        if any(now[name].shape != piece.tensor.shape for name, piece in written):
-            self._again("a buffer has another shape")
-            return
-        values = places(record.memory, (piece for _, piece in written))
-        copy([(value, now[name]) for value, (name, _) in zip(values, written)])
-        notes = {
-            k: (
-                hexdigest(msgspec.json.encode([v, rest.contents.get(k, [])])),
-                rest.rules.get(k, ""),
+    def _check_number(self, step: int, before: int) -> None:
+        """UsageError for a step that was done, under a number at which it could not be found."""
+        if self._capture.open is not None:
+            self._capture.drop()
+            raise UsageError(
+                f"step {step} comes after step {before}: numbers of recorded steps must grow",
+                hint="call Checkpointer.step() once after each optimizer step, with its number",
             )
-            for k, v in rest.extras.items()
-        }
-        unchanged = tuple(sorted(self._changing - changed))
-        entry = Record(
-            step, parent, image.total_bytes, image.data_start, image.extras_start, image.table_start,
-            tuple(record.applied), unchanged, notes,
-        )  # fmt: skip
-        self._open, self.parent = None, (self.run, step)
+
+    def _finish(self, step: int, rest: Live, changed: set[str], state: State) -> None:
+        assert self.parent is not None
+        values = {n: t for n, t in self._watch.tensors(state).items() if n in changed}
+        misfit = self._capture.fill(encode_extras(rest.extras), values)
+        if misfit:
+            self._again(misfit)
+            return
+        unchanged = tuple(sorted(self._watch.changing - changed))
+        self.parent = self._capture.hand_over(step, self.parent, unchanged, _notes(rest))
         self._edits = 0
         self.recorded = True
-        for hooks, number in self._last:
-            hooks.move_to_end(number)
-        self._copier.submit(self._hand_over, record, entry)
+        self._hooks.move_last()
 
-    def _hand_over(self, record: Open, entry: Record) -> None:
-        """On the copying thread, behind the copies."""
-        try:
-            for copying in record.copying:
-                copying.result()
-            self._queue.put(record.slot, entry)
-        except BaseException as error:
-            emit("delta.failed", step=entry.step, error=str(error))
-            self._queue.give_back(record.slot)
-            self._failure = AgentError(f"the record of step {entry.step} is lost: {error}")
+    def rebatch(self, batch: int) -> None:
+        """So many records per file from now on.  All ranks say so at the same step."""
+        self._capture.rebatch(batch)
 
-    def _changed(self, state: State) -> set[str]:
-        """Buffers that were written since the last record, as far as that can be known."""
-        before = self._marks
-        self._mark(state)
-        found = {n for n, mark in self._marks.items() if n not in before or mark.differs(before[n])}
-        return found | small(buffers(state))
-
-    def _mark(self, state: State) -> None:
-        tensors = {**self._untrained, **buffers(state)}
-        self._marks = {name: Mark.of(t) for name, t in tensors.items()}
-
-    def _drop_open(self) -> None:
-        record, self._open = self._open, None
-        if record is not None:
-            for copying in record.copying:
-                copying.result()
-            self._queue.give_back(record.slot)
+    def settle(self) -> None:
+        """Nothing is on its way to storage any more, for all will be read."""
+        self._capture.settle()
 
     def handed_over(self, limit_s: float | None) -> None:
         """Wait until every record is the writer's, and outlives this process.  TimeoutError."""
-        self._copier.submit(lambda: None).result(limit_s)
+        self._capture.handed_over(limit_s)
 
     def close(self, limit_s: float) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._drop_open()
-        try:
-            self._copier.submit(lambda: None).result(limit_s)
-        finally:
-            self._copier.shutdown(wait=False)
-            self._queue.close(limit_s)
+        self._hooks.remove()
+        self._capture.close(limit_s)
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+class _Hooks:
+    """Before and after the step of each optimizer; before it as the last hook of all, so that no other
+    changes gradients behind it."""
+
+    def __init__(
+        self,
+        steps: list[Steps],
+        before: Callable[[Steps, Any], None],
+        after: Callable[[], None],
+    ) -> None:
+        """`before` is called with the closure that the step was given, if any."""
+        self._handles: list[Any] = []
+        self._last: list[tuple[Any, int]] = []
+        for one in steps:
+            first = one.optimizer.register_step_pre_hook(_before(one, before))
+            second = one.optimizer.register_step_post_hook(lambda *_: after())
+            self._last.append((one.optimizer._optimizer_step_pre_hooks, first.id))
+            self._handles += [first, second]
+
+    def move_last(self) -> None:
+        for hooks, number in self._last:
+            hooks.move_to_end(number)
+
+    def are_last(self) -> bool:
+        return all(next(reversed(hooks)) == number for hooks, number in self._last)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
-def _event(device: torch.device) -> torch.Event | None:
-    """After all that the training thread's stream has been given; None on the CPU."""
-    if device.type == "cpu":
-        return None
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
+def _before(one: Steps, told: Callable[[Steps, Any], None]) -> Callable[..., None]:
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[1:] or (kwargs.get("closure"),)  # torch hands over the optimizer, too
+        told(one, given[0])
+
+    return hook
 
 
-def _copy(grads: list[Any], ready: torch.Event | None) -> None:
-    """On the copying thread.  Blocks until all are copied."""
-    if ready is None:
-        copy(grads)
-        return
-    device = grads[0][1].device
-    stream = torch.Stream(device)
-    stream.wait_event(ready)
-    with torch.cuda.stream(stream) if device.type == "cuda" else stream:
-        copy(grads)
-    stream.synchronize()
+def _notes(rest: Live) -> dict[str, tuple[str, str]]:
+    """Of each of a step's extras the digest and the rule."""
+    return {
+        key: (
+            hexdigest(msgspec.json.encode([value, rest.contents.get(key, [])])),
+            rest.rules.get(key, ""),
+        )
+        for key, value in rest.extras.items()
+    }

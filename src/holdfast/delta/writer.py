@@ -30,13 +30,15 @@ WRITE_BYTES = 8 << 20
 
 
 class Writer:
-    """Collects records and writes them in batches."""
+    """Collects records and writes them in batches.  `parent`: the training process."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, line: socket.socket, parent: int) -> None:
         self._line = line
         self._parent: list[int] = []
         with suppress(OSError):  # an old kernel: the socket alone has to tell
-            self._parent = [os.pidfd_open(os.getppid())]
+            self._parent = [os.pidfd_open(parent)]
+        self._is_orphan = os.getppid() != parent
+        """It died before this process had begun."""
         self._order = w.Open("", Header(0, 0, 0, "", {}), 0, 0, 1)
         self._ring: Ring | None = None
         self._store: Store | None = None
@@ -68,7 +70,8 @@ class Writer:
         """The next message; None when the training process is gone, whoever else holds its socket."""
         try:
             here = self._line.fileno()
-            ready, _, _ = select.select([here, *self._parent], [], [])
+            limit_s = 0 if self._is_orphan else None
+            ready, _, _ = select.select([here, *self._parent], [], [], limit_s)
             if here not in ready:
                 return None, None
             return w.receive(self._line, w.TO_WRITER)
@@ -177,7 +180,8 @@ class Writer:
 def main() -> int:
     yield_to_training()
     Path("/proc/self/comm").write_text("holdfast-writer")
-    Writer(socket.socket(fileno=int(sys.argv[1]))).run()
+    line, parent = map(int, sys.argv[1:3])
+    Writer(socket.socket(fileno=line), parent).run()
     return 0
 
 

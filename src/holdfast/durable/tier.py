@@ -24,7 +24,7 @@ from holdfast.format.image import Image
 from holdfast.format.manifest import Manifest
 from holdfast.state.live import Live
 from holdfast.state.protocol import Outcome, Written
-from holdfast.state.snapshot import Buffer, Filling, Kept, PrivateBuffer, touch
+from holdfast.state.snapshot import Buffer, Filling, Kept, Moment, PrivateBuffer, touch
 from holdfast.store import Store
 
 
@@ -132,6 +132,12 @@ class Durable:
             raise Deadline(f"the save before did not end within {self.deadline_s:g} s")
         self._free.clear()
         return self._buffer
+
+    def follows(self, job: Job) -> bool:
+        return False
+
+    def moment(self, job: Job) -> Moment:
+        return job.moment
 
     def release(self, job: Job) -> None:
         """The memory may be filled again."""

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.errors import Corrupt, FormatError, UsageError
+from holdfast.errors import Corrupt, FormatError
 from holdfast.format.dtypes import numpy_dtype
-from holdfast.store import Reader, Store, Writer
-from holdfast.store.base import Bytes
+from holdfast.store import Reader, Store
+from holdfast.store.views import PartReader, ViewStore
 
 Place = tuple[str, int]
 """A file's key, and the byte at which a storage begins in it."""
@@ -84,8 +84,10 @@ class Section:
     scale: float
 
 
-class Sections:
-    """A store to read from: parts of another store's objects, by key."""
+class Sections(ViewStore):
+    """Parts of another store's objects, by key."""
+
+    shows = "a foreign checkpoint"
 
     def __init__(self, store: Store, sections: Mapping[str, Section]) -> None:
         self.url = store.url
@@ -97,14 +99,6 @@ class Sections:
         self._lock = threading.Lock()
         self._last: tuple[str, NDArray[np.uint8]] | None = None
 
-    def read(self, key: str, offset: int, into: memoryview) -> None:
-        """As `Store.read`."""
-        reader = self.open(key)
-        try:
-            reader.read(offset, into)
-        finally:
-            reader.close()
-
     def open(self, key: str) -> Reader:
         """As `Store.open`."""
         section = self._sections[key]
@@ -114,7 +108,7 @@ class Sections:
         readers: list[Reader] = []
         try:
             for path, start in places:  # type: ignore[misc]
-                readers.append(_SectionReader(self.origin.open(path), start + section.skip))
+                readers.append(PartReader(self.origin.open(path), start + section.skip))
         except BaseException:
             for reader in readers:
                 reader.close()
@@ -142,43 +136,9 @@ class Sections:
                 self._last = key, strided.read(self.origin)
             return self._last[1]
 
-    def get(self, key: str) -> bytes:
-        """As `Store.get`."""
-        data = bytearray(self.size(key))
-        self.read(key, 0, memoryview(data))
-        return bytes(data)
-
     def list(self, prefix: str = "") -> list[str]:
         """As `Store.list`."""
         return sorted(key for key in self._sections if key.startswith(prefix))
-
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
-        """UsageError: nothing is written into foreign checkpoints."""
-        raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
-
-    def create(self, key: str, size: int) -> Writer:
-        """UsageError."""
-        raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
-
-    def delete(self, key: str) -> None:
-        """UsageError."""
-        raise UsageError(f"{self.url} is a foreign checkpoint: holdfast only reads it", key=key)
-
-
-class _SectionReader:
-    """A reader of a section."""
-
-    def __init__(self, inner: Reader, start: int) -> None:
-        self._inner = inner
-        self._start = start
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
-        self._inner.read(self._start + offset, into)
-
-    def close(self) -> None:
-        """As `Reader.close`."""
-        self._inner.close()
 
 
 class _StridedReader:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from holdfast.errors import UsageError
-from holdfast.policy.redundancy import parse
+from holdfast.policy.redundancy import RECOMPUTE, parse
 from holdfast.sizes import parse_size
 
 
@@ -15,13 +16,16 @@ class Memory:
 
     `redundancy`: what is kept against the loss of nodes.  `none`; `copy`, or `copy(r)` for r copies in
     all; `parity`, which survives the loss of one node of a group at the least memory; `rs(m)`, which
-    survives any m; `auto`: parity with three nodes or more, a copy with two.  `budget`: host memory that
-    all snapshots of this node may take, in bytes or as `"64GiB"`; by default half of the node's.
-    `bandwidth`: bytes per second (`"2GB"`) that each rank's protection and durable saves may take in the
-    background; by default as many as there are, at low priority.  `carry`: memory, on the device of the
-    tensors, for what is not copied when the optimizer's step comes: the snapshot is then spread over the
-    next steps instead of holding up this one.  `flush_after_s`: seconds after the last process of a node
-    died at which its agent sends the newest snapshot to storage; None: never, it waits for the restart.
+    survives any m; `recompute`, a copy whose optimizer states are not fetched but redone from gradients
+    (for ZeroRedundancyOptimizer); `auto`: parity with three nodes or more, a copy with two.  `budget`:
+    host memory that all snapshots of this node may take, in bytes or as `"64GiB"`; by default half of the
+    node's.  `bandwidth`: bytes per second (`"2GB"`) that each rank's protection and durable saves may take
+    in the background; by default as many as there are, at low priority.  `carry`: memory, on the device of
+    the tensors, for what is not copied when the optimizer's step comes: the snapshot is then spread over
+    the next steps instead of holding up this one.  `flush_after_s`: seconds after the last process of a
+    node died at which its agent sends the newest snapshot to storage; None: never, it waits for the
+    restart.  `feed`: what goes to the host; `"state"` itself at each snapshot, or every step's
+    `"gradient"`, from which a replica on the host makes the state.
     `tls`: what goes from node to node is encrypted (needs `holdfast[tls]`); slower.
     """
 
@@ -30,15 +34,28 @@ class Memory:
     bandwidth: int | str | None = None
     carry: int | str | None = None
     flush_after_s: float | None = None
+    feed: Literal["state", "gradient"] = "state"
     tls: bool = False
 
     def __post_init__(self) -> None:
         parse(self.redundancy)
+        if self.feed not in ("state", "gradient"):
+            raise UsageError(f"Memory(feed={self.feed!r}): must be state or gradient")
+        if self.feed == "gradient" and self.recomputes:
+            raise UsageError(
+                'Memory(feed="gradient") has no use for redundancy="recompute"',
+                hint="choose copy or parity",
+            )
         _ = self.budget_bytes, self.bytes_per_s, self.carry_bytes
         if self.flush_after_s is not None and self.flush_after_s <= 0:
             raise UsageError(
                 f"Memory(flush_after_s={self.flush_after_s}): must be positive, or None"
             )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether optimizer states are to be redone where they are protected."""
+        return self.redundancy == RECOMPUTE
 
     @property
     def budget_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +17,7 @@ from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
 from holdfast.memory.node import words as w
 from holdfast.memory.node.protect import guard_bytes
+from holdfast.memory.recompute import Shadow
 from holdfast.memory.replica import ReplicaGuard, replica_guard
 from holdfast.policy.redundancy import choose, fitting, groups, parse
 from holdfast.policy.survival import Scheme
@@ -42,8 +43,10 @@ def _shape(file: FileEntry) -> tuple[int, ...]:
 class Protector:
     """What one rank does for its group, from snapshot to snapshot."""
 
-    def __init__(self, tier: MemoryTier) -> None:
+    def __init__(self, tier: MemoryTier, shadow: Shadow | None) -> None:
         self._tier = tier
+        self.shadow = shadow
+        """The states of others that are made here, too."""
         self._rank = tier.group.rank
         self._agreed: Agreed | None = None
         self._begun: dict[int, tuple[tuple[FileEntry, ...], w.Lease | None]] = {}
@@ -63,11 +66,14 @@ class Protector:
         if agreed is None or plan is None or agreed.plan != plan.digest:
             return None
         me = [f.rank for f in agreed.files].index(self._rank)
-        key = (plan.digest, tuple(map(_shape, agreed.files)))
+        shadow = self._redone()
+        redone = shadow.tensors if shadow is not None else {}
+        key = (plan.digest, tuple(map(_shape, agreed.files)), id(redone) if redone else None)
         if key != self._guard_key or self._guard_mark is not plan.fingerprint:
             lengths = tuple(f.bytes for f in agreed.files)
             stripes = Stripes(lengths, *agreed.scheme.blocks(len(lengths)))
-            self._guard = replica_guard(plan, job.live, stripes, agreed.files, me)
+            live = replace(job.live, tensors={**job.live.tensors, **redone})
+            self._guard = replica_guard(plan, live, stripes, agreed.files, me)
             self._guard_key, self._guard_mark = key, plan.fingerprint
         guard = self._guard
         if guard is None:
@@ -78,7 +84,17 @@ class Protector:
         except (HoldfastError, OSError):
             return None  # the agents will say so when it is their turn
         self._begun = {job.number: (agreed.files, lease)}
-        return lambda: guard.fill(view)
+        return lambda: self._fill(job.number, guard, view, shadow)
+
+    def _fill(
+        self, number: int, guard: ReplicaGuard, view: memoryview, shadow: Shadow | None
+    ) -> None:
+        if shadow is not None and not shadow.twins.at(number, self._tier.deadline_s):
+            self._begun.pop(number, None)
+            return
+        guard.fill(view)
+        if shadow is not None:
+            shadow.twins.go_on(number)
 
     # -- memory thread ----------------------------------------------------------------------------
 
@@ -115,7 +131,7 @@ class Protector:
         error = b""
         try:
             with span("snapshot.protect", step=job.step) as fields:
-                fields["source"] = "replica" if job.number in self._begun else "peers"
+                fields["source"] = self._source(job)
                 self._ask(job, decision, scheme, group)
         except Exception as failed:
             job.error, error = failed, text_of(failed).encode()
@@ -124,6 +140,16 @@ class Protector:
             return Decision({r: a.decode() for r, a in enumerate(answers) if a})
 
         self._tier.agree("protected", job, error, judge)
+
+    def _source(self, job: Job) -> str:
+        """Where what this rank keeps comes from."""
+        if job.number not in self._begun:
+            return "peers"
+        return "recomputed" if self._redone() is not None else "replica"
+
+    def _redone(self) -> Shadow | None:
+        """States of others, if they are made here and current."""
+        return self.shadow if self.shadow is not None and self.shadow.twins.current else None
 
     def _ask(self, job: Job, decision: Decision, scheme: Scheme, group: tuple[int, ...]) -> None:
         files = decode(decision.manifest, "snapshot").file_of
@@ -145,6 +171,7 @@ class Protector:
         if lease is None or not self._finish_own(order, begun, here, lease):
             lease = self._tier.lease(job, "guard", guard_bytes(stripes))
             self._tier.client.ask(msgspec.structs.replace(order, name=lease.name), str)
+            self._learn(job, here, stripes, lease)
         assert job.plan is not None
         self._agreed = Agreed(job.plan.digest, scheme, here)
 
@@ -165,9 +192,27 @@ class Protector:
             begun=tuple(f.extras for f in begun),
             seen=tuple(self._guard.seen),
         )
+        shadow = self._redone()
         try:
             self._tier.client.ask(own, str)
         except SegmentLost as error:
             emit("replica.differs", error=error.message)
+            if shadow is not None:
+                shadow.differed()
             return False
+        if shadow is not None:
+            shadow.agreed()
         return True
+
+    def _learn(
+        self, job: Job, here: tuple[FileEntry, ...], stripes: Stripes, lease: w.Lease
+    ) -> None:
+        """From the copy of another rank's image that the agent has just fetched."""
+        if self.shadow is None or stripes.num_data > 1:
+            return
+        assert job.plan is not None
+        me = [f.rank for f in here].index(self._rank)
+        view = self._tier.slots.view(lease.name, job.live)
+        for c in stripes.contributions(me):
+            image = view[c.at : c.at + c.source.size]
+            self.shadow.learn(job.number, job.plan, here[c.source.member], job.live, image)

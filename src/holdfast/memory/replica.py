@@ -28,7 +28,7 @@ from holdfast.capture.job import Plan
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks
 from holdfast.codec.stripes import Stripes
 from holdfast.format.image import Image, plan_image
-from holdfast.format.manifest import FileEntry
+from holdfast.format.manifest import FileEntry, TensorEntry
 from holdfast.layout import Box
 from holdfast.state.live import Live
 from holdfast.state.snapshot import first_device, on_stream, raw_array
@@ -88,24 +88,34 @@ class ReplicaImage:
 
 def replica_image(plan: Plan, file: FileEntry, live: Live) -> ReplicaImage | None:
     """The image that `file` describes; None if this rank does not hold all of its tensors."""
-    tensors = plan.agreement.tensors
-    pieces = plan.placement.pieces(file.rank)
-    image = plan_image(tensors, pieces, extras_bytes=file.table - file.extras)
-    laid_out = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
-    if laid_out != (file.data, file.extras, file.table, file.bytes):
+    image, found = image_of(plan, file), []
+    if image is None:
         return None
-    found = []
-    columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
-    for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
-        entry = tensors[index]
-        n = len(entry.shape)
-        source = _held(live, entry.name, Box(tuple(start[:n]), tuple(stop[:n])))
+    for entry, box, at, size in pieces_of(plan, image, file.rank):
+        source = _held(live, entry.name, box)
         if source is None:
             return None
         if size:
-            at = image.data_start + offset
             found.append(_Piece(at, at + size, source))
     return ReplicaImage(image, found)
+
+
+def image_of(plan: Plan, file: FileEntry) -> Image | None:
+    """How the image of a rank is laid out by a plan; None if the file is laid out in another way."""
+    pieces = plan.placement.pieces(file.rank)
+    image = plan_image(plan.agreement.tensors, pieces, extras_bytes=file.table - file.extras)
+    laid_out = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
+    return image if laid_out == (file.data, file.extras, file.table, file.bytes) else None
+
+
+def pieces_of(plan: Plan, image: Image, rank: int) -> Iterator[tuple[TensorEntry, Box, int, int]]:
+    """(tensor, part of it, offset in the image, bytes) of each piece of a rank's image."""
+    pieces = plan.placement.pieces(rank)
+    columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
+    for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
+        entry = plan.agreement.tensors[index]
+        n = len(entry.shape)
+        yield entry, Box(tuple(start[:n]), tuple(stop[:n])), image.data_start + offset, size
 
 
 def _held(live: Live, name: str, box: Box) -> torch.Tensor | None:

@@ -33,15 +33,17 @@ from holdfast.format.image import Image
 from holdfast.format.manifest import FileEntry, Manifest, decode, encode
 from holdfast.here import started
 from holdfast.memory.decision import Decision, Filled
+from holdfast.memory.feed import REPLICA, Feed
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.holdings import Holdings, elsewhere
 from holdfast.memory.options import Memory
 from holdfast.memory.protecting import Protector
+from holdfast.memory.recompute import Shadow, shadow_of
 from holdfast.memory.slots import SlotBuffer, Slots
-from holdfast.state.live import Live
+from holdfast.state.live import Live, State
 from holdfast.state.protocol import Written
-from holdfast.state.snapshot import Filling, Kept, PrivateBuffer
+from holdfast.state.snapshot import Filling, Kept, Moment, PrivateBuffer
 
 LEAVE_S = 5.0
 """How long a process that ends early stays for a durable save to reach the agents."""
@@ -53,7 +55,14 @@ class MemoryTier:
     name = "snapshot"
 
     def __init__(
-        self, capture: Capture, durable: Durable, options: Memory, *, job: str, host: str
+        self,
+        capture: Capture,
+        durable: Durable,
+        options: Memory,
+        *,
+        job: str,
+        host: str,
+        state: Callable[[], State],
     ) -> None:
         self.capture = capture
         self.durable = durable
@@ -64,6 +73,10 @@ class MemoryTier:
         self.host = host
         self.client = Client(deadline_s=self.deadline_s)
         self.slots = Slots(self.client.root / "jobs" / job)
+        self._shadow = shadow_of(state()) if options.recomputes else None
+        self._feed = None
+        if options.feed == "gradient":
+            self._feed = Feed(state, self.group.rank, self.deadline_s)
         self._spare = PrivateBuffer()
         self._lock = threading.Lock()
         self._pending = 0
@@ -72,12 +85,16 @@ class MemoryTier:
         self._thread = ThreadPoolExecutor(1, "holdfast-memory")
         self._storing = ThreadPoolExecutor(1, "holdfast-storing")
         self.hello()
-        self._protector = Protector(self)
+        self._protector = Protector(self, self._shadow)
         threading._register_atexit(partial(_at_exit, weakref.ref(self)))  # type: ignore[attr-defined]
 
     @property
     def run(self) -> int:
         return self.durable.run
+
+    @property
+    def _followers(self) -> list[Shadow | Feed]:
+        return [one for one in (self._shadow, self._feed) if one is not None]
 
     def hello(self) -> None:
         """Have an agent, and be known to it."""
@@ -116,7 +133,13 @@ class MemoryTier:
             self._pending += 1
         if durable:
             self.durable.watch_over(step)
+        for follower in self._followers:
+            follower.mark(self.capture.next_number)
         return self.capture.begin(describe_live, step, self, busy=busy, durable=durable)
+
+    def arranged(self, live: Live) -> Live:
+        """In the order in which it is to be shared among ranks."""
+        return live if self._feed is None else self._feed.arranged(live)
 
     def prepare(self, describe_live: Callable[[], Live]) -> Save:
         """Plan a snapshot and have the memory for it ready.  Returns at once."""
@@ -149,6 +172,8 @@ class MemoryTier:
         finally:
             self._thread.shutdown(wait=False)
             self._storing.shutdown(wait=False)
+            for follower in self._followers:
+                follower.twins.close(LEAVE_S)
             self.slots.close()
             self._spare.close()
             with suppress(AgentUnreachable):
@@ -161,6 +186,8 @@ class MemoryTier:
 
         Also of nodes that this job no longer runs on, if they still answer.
         """
+        for follower in self._followers:
+            follower.restart()
         return Holdings(self.job, *self._asked())
 
     def survey_again(self, holdings: Holdings) -> None:
@@ -204,6 +231,8 @@ class MemoryTier:
         with self._lock:
             self._pending -= not job.released
             job.released = True
+        for follower in self._followers:
+            follower.twins.go_on(job.number)
         if job.buffer is not None:
             job.buffer = None
             self._free.set()
@@ -253,7 +282,17 @@ class MemoryTier:
 
     def beside(self, job: Job, image: Image, aside: Kept) -> Callable[[], None] | None:
         """What this rank keeps for its group is made in the window, where it can be."""
-        return self._protector.begin(job)
+        return None if job.follows else self._protector.begin(job)
+
+    def follows(self, job: Job) -> bool:
+        if self._feed is None or job.durable or self.capture.replicas == "verify":
+            return False
+        return self._feed.follows(job.live)
+
+    def moment(self, job: Job) -> Moment:
+        assert self._feed is not None
+        job.notes = {REPLICA: self._feed.exactness}
+        return self._feed.moment(job)
 
     def write(self, job: Job, image: Image | None, filling: Filling) -> None:
         """Have the agent digest the image, then commit together."""
@@ -344,6 +383,8 @@ class MemoryTier:
 
     def _digested(self, job: Job, image: Image | None, filling: Filling) -> FileEntry | None:
         filling.conclude()
+        if self._feed is not None:
+            self._feed.filled(job, image)
         if image is None or not (image.pieces.total_bytes or image.extras_bytes):
             return None
         if self._refusal(job):

@@ -15,13 +15,15 @@ from holdfast.policy.survival import Scheme, copy, none, rs
 MAX_GROUP = 8
 """Members of a group: more cost less memory, and are likelier to lose two at once."""
 
-_FORMS = ("auto", "none", "copy", "copy(3)", "parity", "rs(2)")
+RECOMPUTE = "recompute"
+"""A copy whose optimizer states the rank that keeps it redoes from gradients."""
+_FORMS = ("auto", "none", "copy", "copy(3)", "parity", "rs(2)", RECOMPUTE)
 _CALL = re.compile(r"(copy|rs)\((\d{1,2})\)")
 
 
 def parse(text: str) -> Scheme | None:
     """A scheme by its name; None for `auto`.  UsageError for anything else."""
-    named = {"none": none(), "copy": copy(2), "parity": rs(1)}
+    named = {"none": none(), "copy": copy(2), "parity": rs(1), RECOMPUTE: copy(2)}
     if text == "auto" or text in named:
         return named.get(text)
     call = _CALL.fullmatch(text.replace(" ", ""))

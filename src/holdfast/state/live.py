@@ -12,7 +12,7 @@ the others (buffers, tensors that the user handed over himself) are copied at on
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from holdfast.layout import Box
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
 from holdfast.state.placed import Placed, place, torch_dtype
 from holdfast.state.shards import extra_names, is_wrapped, names_of
+from holdfast.state.wrapped import check_wrapped, holder
 from holdfast.state.zero import Group, Zero, is_engine, is_wrapper, zeros
 
 State = dict[str, Any]
@@ -180,6 +181,7 @@ def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
                 scheduler = has_scheduler(zero, state)
                 tree = encode(live, f"{key}.engine", zero.extras(scheduler), inline=True)
                 live.extras[f"{key}.engine"] = tree
+            check_wrapped(key, value, state)
             _add_optimizer(live, key, value, zero, all_param_names(state, value, zero))
         else:
             add_plain(live, key, value, on_resize)
@@ -376,9 +378,7 @@ def _add_optimizer(
         steady = zero is None or not group.get("use_muon")
         for name, p in pairs:
             plain = {}
-            states = optimizer.state.get(p, {}) if zero is None else zero.states(p)
-            if is_copy(zero, p):
-                states = {}
+            states = states_of(optimizer, p, zero)
             for state, value in states.items():
                 if isinstance(value, torch.Tensor):
                     whole = zero is None or value.ndim > 0  # one number serves many parameters
@@ -391,6 +391,14 @@ def _add_optimizer(
                 others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
     live.extras[key] = {"$optimizer": {"groups": saved, "state": others}}
     live.rules[key] = "merge"
+
+
+def states_of(optimizer: Any, p: torch.Tensor, zero: Engine | None) -> Mapping[str, Any]:
+    """What this rank saves of a parameter's optimizer state."""
+    if zero is None:
+        inner = holder(optimizer, p)
+        return inner.state.get(p, {}) if inner is not None else {}
+    return {} if is_copy(zero, p) else zero.states(p)
 
 
 def add_state(
@@ -444,6 +452,9 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     def on_other(leaf: Any, path: str) -> Any:
         if isinstance(leaf, torch.Tensor):
             name = f"{key}.{path}"
+            if inline and is_cut(leaf):  # each rank has its part: a tensor like a module's
+                live.add(name, "tensor", leaf, steady=False)
+                return {"$at": name}
             small = leaf.numel() * leaf.element_size() <= live.inline_bytes
             if inline and (small or live.rules.get(key) in PER_RANK):
                 return inline_tensor(leaf)
@@ -464,6 +475,13 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     if isinstance(value, torch.Size):
         value = tuple(value)
     return extras.encode(value, on_other)
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold different parts of it."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
 def content_digest(tensor: torch.Tensor) -> str:

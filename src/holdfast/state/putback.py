@@ -19,6 +19,7 @@ from holdfast.errors import FormatError, RuleError, StateMismatch
 from holdfast.events import emit
 from holdfast.format import extras
 from holdfast.group import Group
+from holdfast.layout import Box, whole
 from holdfast.near import near
 from holdfast.state.live import (
     Engine,
@@ -35,8 +36,9 @@ from holdfast.state.live import (
     stages,
 )
 from holdfast.state.megatron import Megatron
-from holdfast.state.placed import place, torch_dtype
+from holdfast.state.placed import torch_dtype
 from holdfast.state.targets import Options, only_tensors, target_of, tensors_in
+from holdfast.state.wrapped import holder
 from holdfast.state.zero import Group as ParamGroup
 from holdfast.state.zero import Zero
 
@@ -91,9 +93,12 @@ class Extras:
                 live.owned.add(name)
             if is_stateful(self.state[key]) or not self.options.strict:
                 info = self.checkpoint.info(name)
-                tensor = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+                box = whole(info.shape)
+                if info.shape and callable(rows := getattr(self.state[key], "rows_of_rank", None)):
+                    first, last = rows(info.shape[0])  # the object knows which it needs
+                    box = Box((first, *box.start[1:]), (last, *box.stop[1:]))
+                tensor = torch.empty(box.shape, dtype=torch_dtype(info.dtype))
                 self._loaded[name] = tensor
-                box = place(tensor, name).box
                 index = self.checkpoint.index(name)
                 self.wants.append(Want(index, box, target_of(tensor, info.dtype)))
 
@@ -303,7 +308,7 @@ def put_plain_states(
     for params in pairs:
         for name, p in params:
             for state, value in tree["$optimizer"]["state"].get(name, {}).items():
-                if megatron is None:
-                    optimizer.state[p][state] = decode(value)
-                else:
+                if megatron is not None:
                     megatron.put_plain(p, state, decode(value))
+                elif (inner := holder(optimizer, p)) is not None:
+                    inner.state[p][state] = decode(value)

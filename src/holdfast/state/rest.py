@@ -24,7 +24,7 @@ def collect_rest(
     """Extras as `collect` finds them, but with nothing of an optimizer but its hyper-parameters.
 
     `groups`: by optimizer's key the names of the parameters of each group.  Tensors of the user's own
-    dicts are in `tensors`.
+    dicts are in `tensors`.  An object with the attribute `in_records = False` is left out.
     """
     live = Live(keys=set(state), inline_bytes=inf)
     for key, value in state.items():
@@ -39,7 +39,7 @@ def collect_rest(
             ]
             live.extras[key] = {"$optimizer": {"groups": saved, "state": {}}}
             live.rules[key] = "merge"
-        else:
+        elif getattr(value, "in_records", True):
             add_plain(live, key, value, on_resize)
     return live
 

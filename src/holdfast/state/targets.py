@@ -40,6 +40,7 @@ from holdfast.state.live import (
 from holdfast.state.megatron import Megatron
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.snapshot import raw_array
+from holdfast.state.wrapped import check_wrapped, holder
 
 _KINDS = ("param", "buffer", "tensor")
 
@@ -155,6 +156,7 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
         engine = live.engines.get(id(value))
         megatron = engine if isinstance(engine, Megatron) and stages(value) is None else None
         if megatron or (isinstance(value, Optimizer) and engine is None):
+            check_wrapped(key, value, state)
             names = all_param_names(state, value, megatron)
             changes += _optimizer_targets(checkpoint, live, key, value, megatron, names, options)
         elif isinstance(value, torch.Tensor) and options.wanted(key):
@@ -232,7 +234,7 @@ def _optimizer_targets(
     groups = groups_of(optimizer, megatron)
     for (group, _), pairs in zip(groups, named_groups(groups, names)):
         for name, p in pairs:
-            inner, master = (optimizer, p) if megatron is None else megatron.holder(p)
+            inner, master = (holder(optimizer, p), p) if megatron is None else megatron.holder(p)
             if inner is None:
                 continue  # other ranks have it
             saved = [s for s in states.get(name, []) if options.wanted(f"{key}.{name}.{s}")]

@@ -1,5 +1,6 @@
 """The agent of a node: keeps snapshots in shared memory while training processes come and go.  Torch-free.
 
-`machine` decides (pure), `segment` is what lies in shared memory, `agent` is the process, `client` talks to
-it, `fetch` reads ranges from other nodes' agents.
+`machine` decides (pure), on `jobs`, by `leases` and `commits`, and says it in `effects`.  `segment` is what
+lies in shared memory, `agent` is the process, `client` talks to it, `fetch` reads ranges from other nodes'
+agents.
 """

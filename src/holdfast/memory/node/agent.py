@@ -33,8 +33,10 @@ from holdfast.errors import HoldfastError
 from holdfast.events import counters
 from holdfast.format.manifest import decode
 from holdfast.here import fate, started, yield_to_training
-from holdfast.memory.node import machine as m
+from holdfast.memory.node import effects as e
+from holdfast.memory.node import machine
 from holdfast.memory.node import words as w
+from holdfast.memory.node.jobs import Job, Slot
 from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import Encoding, protect
 from holdfast.memory.node.segment import Segments, check_home, home
@@ -55,7 +57,7 @@ class Agent:
         self.segments = segments
         self.card = w.Card(secrets.token_hex(8), host, "")
         self._secret = secrets.token_bytes(32)
-        self.state = m.adopted(budget, segments.find(), time.time(), stay=stay)
+        self.state = machine.adopted(budget, segments.find(), time.time(), stay=stay)
         self.stopped = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
@@ -80,45 +82,45 @@ class Agent:
             self._waiting.pop(number, None)
 
     def tell(self, message: w.Message, ask: int = 0) -> None:
-        self.state, effects = m.step(self.state, message, time.time(), ask)
+        self.state, effects = machine.step(self.state, message, time.time(), ask)
         failed = ""
         for effect in effects:
-            if failed and isinstance(effect, m.Reply):
-                effect = m.Refuse(effect.ask, "OutOfSpace", failed)
+            if failed and isinstance(effect, e.Reply):
+                effect = e.Refuse(effect.ask, "OutOfSpace", failed)
             try:
                 self._do(effect)
             except OSError as error:  # a note that cannot be written: shared memory is full
                 failed = f"{self.segments.root}: {error.strerror or error}"
                 log.error("%s", failed)
 
-    def _do(self, effect: m.Effect) -> None:
+    def _do(self, effect: e.Effect) -> None:
         match effect:
-            case m.Reply(ask, value):
+            case e.Reply(ask, value):
                 self._reply(ask, {"ok": value})
-            case m.Refuse(ask, kind, text, hint):
+            case e.Refuse(ask, kind, text, hint):
                 log.warning("refused: %s: %s", kind, text)
                 self._reply(ask, {"error": kind, "text": text, "hint": hint})
-            case m.Answer(ask, job):
+            case e.Answer(ask, job):
                 self._reply(ask, {"ok": self.held(job) if job else self.report()})
-            case m.Greet(ask, job):
+            case e.Greet(ask, job):
                 self.segments.note_job(self.state.jobs[job])
                 self._reply(ask, {"ok": self.card_of(job)})
-            case m.Note(job, slot):
+            case e.Note(job, slot):
                 self.segments.note(job, slot)
-            case m.KeepManifest(job, attempt, step, manifest, cards):
+            case e.KeepManifest(job, attempt, step, manifest, cards):
                 if cards:
                     self.segments.keep_peers(job, cards)
                 self.segments.keep_manifest(job, attempt, step, manifest)
-            case m.Remove(job, names, attempts):
+            case e.Remove(job, names, attempts):
                 self.segments.remove(job, names, attempts)
-            case m.RemoveJob(job):
+            case e.RemoveJob(job):
                 self.segments.remove_job(job)
-            case m.Make(job, name, capacity):
+            case e.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
-            case m.Digest(job, slot):
+            case e.Digest(job, slot):
                 digest = partial(self.segments.digest, job, slot)
                 self._later(self._digest(job, slot, "memory", digest))
-            case m.Encode(job, slot, order):
+            case e.Encode(job, slot, order):
                 slots = self.state.jobs[job].slots.values()
                 here = [x for x in slots if x.kind == "share" and x.attempt == slot.attempt]
                 files = {x.rank: x.name for x in here if x.phase == "ready"}
@@ -127,16 +129,16 @@ class Agent:
                 self._encodings.append(work)
                 fill = partial(protect, self.segments, self.card.agent, files, slot, order, work)
                 self._later(self._digest(job, slot, "peers", fill))
-            case m.Write(slot, order):
+            case e.Write(slot, order):
                 self._later(self._write(slot, order))
-            case m.CommitLate(order):
+            case e.CommitLate(order):
                 self._later(self._commit_late(order))
-            case m.Exit():
+            case e.Exit():
                 self.stopped.set()
 
-    def _is_needed(self, job: str, slot: m.Slot) -> bool:
+    def _is_needed(self, job: str, slot: Slot) -> bool:
         """Whether somebody still waits for what a slot is being filled with.  From any thread."""
-        known = self.state.jobs.get(job, m.Job(job)).slots.get(slot.name)
+        known = self.state.jobs.get(job, Job(job)).slots.get(slot.name)
         return known is not None and known.owner != 0
 
     def _reply(self, ask: int, value: Any) -> None:
@@ -157,7 +159,7 @@ class Agent:
             error = failed.strerror or str(failed)
         self.tell(w.Made(job, name, error))
 
-    async def _digest(self, job: str, slot: m.Slot, pool: str, work: Callable[[], str]) -> None:
+    async def _digest(self, job: str, slot: Slot, pool: str, work: Callable[[], str]) -> None:
         digest, error = "", ""
         try:
             digest = await self._in_thread(pool, work)
@@ -166,7 +168,7 @@ class Agent:
             error = str(failed)
         self.tell(w.Digested(job, slot.name, slot.attempt, digest, error))
 
-    async def _write(self, slot: m.Slot, order: w.Persist) -> None:
+    async def _write(self, slot: Slot, order: w.Persist) -> None:
         error, kind = "", ""
         try:
             await self._in_thread("storage", persist, self.segments, slot, order)
@@ -204,7 +206,7 @@ class Agent:
             if not self.segments.is_home():
                 log.info("%s was deleted, with all that was held", self.segments.root)
                 self.stopped.set()
-            self._encodings = [e for e in self._encodings if not e.over]
+            self._encodings = [one for one in self._encodings if not one.over]
             for encoding in self._encodings:
                 encoding.end_if_given_up()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -219,7 +221,7 @@ class Agent:
 
     def held(self, name: str) -> w.Held:
         """What other nodes and restarted processes need to know of a job."""
-        job = self.state.jobs.get(name, m.Job(name))
+        job = self.state.jobs.get(name, Job(name))
         images = tuple(
             w.HeldImage(
                 s.kind,

@@ -24,8 +24,8 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.segment import is_sound, mapped
 from holdfast.memory.node.sources import LocalImage, RebuiltImage, RemoteImage
-from holdfast.store import LocalStore, Reader, Store, Writer
-from holdfast.store.base import Bytes
+from holdfast.store import LocalStore, Reader, Store
+from holdfast.store.views import ViewStore
 from holdfast.threads import in_threads
 
 ELSEWHERE_S = 3.0
@@ -197,8 +197,10 @@ def elsewhere(job: str, helds: list[w.Held]) -> list[w.Held]:
     return sorted(found, key=lambda held: held.card.agent)
 
 
-class SnapshotStore:
-    """Read-only `Store` over the snapshots in memory; what is nowhere there is read from `behind`."""
+class SnapshotStore(ViewStore):
+    """The snapshots in memory; what is nowhere there is read from `behind`."""
+
+    shows = "what agents hold"
 
     def __init__(self, holdings: Holdings, behind: Store | None = None) -> None:
         self.url = "memory of the nodes"
@@ -225,30 +227,6 @@ class SnapshotStore:
         attempt, rank = _parse(key)
         return self._holdings.find(attempt).file_of[rank].bytes
 
-    def read(self, key: str, offset: int, into: memoryview) -> None:
-        reader = self.open(key)
-        try:
-            reader.read(offset, into)
-        finally:
-            reader.close()
-
-    def get(self, key: str) -> bytes:
-        data = bytearray(self.size(key))
-        self.read(key, 0, memoryview(data))
-        return bytes(data)
-
-    def list(self, prefix: str = "") -> list[str]:
-        return []
-
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
-        raise _read_only(key)
-
-    def create(self, key: str, size: int) -> Writer:
-        raise _read_only(key)
-
-    def delete(self, key: str) -> None:
-        raise _read_only(key)
-
 
 def image_of(key: str | None) -> tuple[str, int] | None:
     """(attempt, rank) of the image with that key of a store; None if it is no image's."""
@@ -261,7 +239,3 @@ def _parse(key: str) -> tuple[str, int]:
     if found is None:
         raise NotFound("no such key among the snapshots in memory", key=key)
     return found
-
-
-def _read_only(key: str) -> HoldfastError:
-    return HoldfastError("snapshots in memory are read only", key=key)

@@ -13,7 +13,7 @@ from holdfast.checkpoint.tidying import attempt_of
 from holdfast.errors import StoreError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.memory.node import words as w
-from holdfast.memory.node.machine import Slot
+from holdfast.memory.node.jobs import Slot
 from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.segment import Segments, mapped
 from holdfast.store import Store, open_store

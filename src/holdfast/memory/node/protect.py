@@ -10,7 +10,7 @@ from holdfast.codec.stripes import Contribution, Stripes
 from holdfast.errors import Corrupt, NotFound, SegmentLost, UsageError
 from holdfast.memory.node import words as w
 from holdfast.memory.node.fetch import Peer
-from holdfast.memory.node.machine import Slot
+from holdfast.memory.node.jobs import Slot
 from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.segment import Segments, mapped, put_table, with_table
 from holdfast.memory.node.sources import LocalImage, RemoteImage, Verified, room

@@ -34,7 +34,7 @@ from holdfast.codec.digest import (
     num_chunks,
 )
 from holdfast.errors import UnsupportedVersion, UsageError
-from holdfast.memory.node.machine import Job, Slot
+from holdfast.memory.node.jobs import Job, Slot
 from holdfast.memory.node.words import VERSION, Card
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")

@@ -1,0 +1,372 @@
+"""The record under way: a slot of the ring, the copies into it, and its way to the writer.
+
+Gradients on a device are copied by a thread while the optimizer reads them.  On the CPU they are copied
+before its step: the threads of its kernels wait for one another, and a copy beside them, which takes a core
+from one of them, would hold up all.  The caller copies what follows them (buffers, extras), and the thread
+hands the record over, behind its copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.codec.digest import hexdigest
+from holdfast.delta.options import Delta
+from holdfast.delta.packing import NotSparse, Pack, parted
+from holdfast.delta.queue import Queue
+from holdfast.delta.recording import (
+    SPARE_ROOM,
+    Layout,
+    Steps,
+    agree,
+    check_grad,
+    copy,
+    held,
+    kind_of,
+    missing_of,
+    places,
+    plan_of,
+    spread,
+)
+from holdfast.delta.ring import Ring
+from holdfast.delta.segment import (
+    Applied,
+    Header,
+    Identity,
+    Record,
+    aligned,
+    encode_header,
+    put_plan,
+)
+from holdfast.delta.space import Space, needed_bytes
+from holdfast.errors import AgentError, HoldfastError
+from holdfast.events import emit
+from holdfast.format.image import ALIGN
+from holdfast.group import Group
+from holdfast.layout import Mesh
+from holdfast.state.rest import encoded_hyper
+from holdfast.state.restore import alike
+from holdfast.store import Store
+
+Groups = dict[str, tuple[tuple[str, ...], ...]]
+"""By optimizer's key: the parameters' names, group by group."""
+
+
+@dataclass
+class Open:
+    """The record that is being made."""
+
+    slot: int
+    memory: memoryview
+    applied: list[Applied] = field(default_factory=list)
+    copying: list[Future[None]] = field(default_factory=list)
+    extras: bytes = b""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of sparse gradients that are packed."""
+    dense: tuple[str, ...] = ()
+    """Gradients that prove to be not as sparse as was declared."""
+
+
+class RecordCapture:
+    """Makes one record after the other, of one layout until another is planned."""
+
+    def __init__(
+        self,
+        group: Group,
+        store: Store,
+        options: Delta,
+        *,
+        run: int,
+        mesh: Mesh | None,
+        deadline_s: float,
+    ) -> None:
+        self.open: Open | None = None
+        self.failure: HoldfastError | None = None
+        """Why a record could not be made, or did not reach the writer."""
+        self.space = Space(options.bound, group.size)
+        self.save_every: int | None = None
+        """Steps between full saves, as far as that is known."""
+        self.notice: HoldfastError | None = None
+        """To be told to the user, once."""
+        self._group = group
+        self._store = store
+        self._options = options
+        self._run = run
+        self._mesh = mesh
+        self._deadline_s = deadline_s
+        self._queue = Queue(deadline_s)
+        self._copier = ThreadPoolExecutor(1, "holdfast-delta")
+        self._beside = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "holdfast-copy")
+        self._layout: Layout | None = None
+        self._header: Header | None = None
+        self._planned = 0
+        self._rebatched = False
+        self._record_bytes = 0
+        self._room = 0
+        """For extras, at least; they have grown before."""
+        self._dense: set[str] = set()
+        """Gradients that are recorded whole, whatever was declared of them."""
+
+    @property
+    def error(self) -> HoldfastError | None:
+        """Why nothing can be recorded any more."""
+        return self.failure or self._queue.error
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether to begin anew would mean to wait for storage, which was not wanted."""
+        return self._options.when_full == "drop" and not self._queue.is_empty
+
+    # -- what records hold ------------------------------------------------------------------------
+
+    @property
+    def is_planned(self) -> bool:
+        return self._layout is not None
+
+    def unplan(self) -> None:
+        """The record under way is dropped; another plan is made before the next one."""
+        self.drop()
+        self._layout = None
+
+    def plan(
+        self, steps: list[Steps], groups: Groups, values: dict[str, torch.Tensor], extras: bytes
+    ) -> None:
+        """What records hold from now on; room is left for such `extras`.  Collective; blocks."""
+        live = held(steps, values, self._dense)
+        self._planned += 1
+        together = agree(self._group, live, self._mesh, self._planned)
+        agreement, few = parted(together, self._group.size)
+        plan = plan_of(agreement, few)
+        name = hexdigest(msgspec.json.encode(plan))
+        if self._group.rank == 0:
+            put_plan(self._store, self._run, plan)
+        room = aligned(max(self._room, len(extras) * 5 // 4 + SPARE_ROOM))
+        self._layout = Layout.of(agreement, few, self._group.rank, live, steps, room)
+        kinds = {one.key: kind_of(one.optimizer) for one in steps}
+        self._header = Header(self._run, self._group.rank, self._group.size, name, groups, kinds)
+        self._check_space(self._layout.image.total_bytes, len(encode_header(self._header)))
+        self._open_queue()
+
+    def _check_space(self, image_bytes: int, header_bytes: int) -> None:
+        """Before anything is recorded.  Collective if there is a bound."""
+        self._record_bytes = aligned(image_bytes) + header_bytes + ALIGN
+        if self.space.max_bytes:
+            if self._planned == 1:
+                there = self._group.from_rank0(lambda: str(needed_bytes(self._store)).encode())
+                self.space.add(int(there) // self._group.size)
+            with alike(self._group, 0):
+                self.space.check(self._record_bytes)
+        if self._group.rank == 0 and self._planned == 1:
+            self.notice = self.space.lacking(self._store, self._record_bytes, self.save_every)
+
+    def rebatch(self, batch: int) -> None:
+        """So many records per file from now on."""
+        if batch != self._options.batch:
+            assert self.open is None, "a record is under way"
+            self._options = replace(self._options, batch=batch)
+            self._rebatched = self._layout is not None
+
+    def _open_queue(self) -> None:
+        """Memory for records, and a writer that knows them.  Blocks while earlier ones are written."""
+        assert self._layout is not None and self._header is not None
+        self._layout.forget_places()
+        ring = Ring(self._options.slots, aligned(self._layout.image.total_bytes))
+        threading.Thread(target=ring.populate, name="holdfast-ring", daemon=True).start()
+        self._queue.open(self._store.url, self._header, ring, self._options.batch)
+        self._rebatched = False
+
+    # -- one record -------------------------------------------------------------------------------
+
+    def begin(self) -> Open | None:
+        """A record of the planned layout; None if no slot can be had, or storage may take no more.  Blocks
+        while the queue is full."""
+        if self._rebatched:
+            self._open_queue()
+        if not self.space.has_room(self._record_bytes):
+            self.notice = self.space.pause()
+            return None
+        slot = self._queue.take(wait=self._options.when_full == "wait")
+        if slot is None:
+            return None
+        assert self._queue.ring is not None
+        self.open = Open(slot, self._queue.ring.slot(slot))
+        return self.open
+
+    def gradients(self, one: Steps) -> None:
+        """Begin to copy those of one optimizer; they must stay as they are until `wait_copied`."""
+        record = self.open
+        assert record is not None and self._layout is not None
+        for name, p in one.params:
+            if p.grad is not None:
+                check_grad(name, p)
+        record.applied.append(_applied(one))
+        found = self._layout.places(record.slot, record.memory, one.key)
+        grads = [(p, p.piece.tensor.grad) for p in found if p.piece.tensor.grad is not None]
+        given = [p.grad for _, p in one.params if p.grad is not None]
+        ready = _event(given[0].device) if given else None
+        pack = self._layout.packs.get(one.key)
+        if ready is None:
+            self._copy_here(grads)
+            _pack(record, pack, self._beside.map if torch.get_num_threads() > 1 else map)
+            return
+        record.copying.append(self._copier.submit(_copy, grads, ready, record, pack))
+
+    def _copy_here(self, grads: list[Any]) -> None:
+        """With as many threads as the optimizer's kernels have."""
+        parts = spread(grads, torch.get_num_threads())
+        others = [self._beside.submit(copy, part) for part in parts[1:]]
+        for part in parts[:1]:
+            copy(part)
+        for other in others:
+            other.result()
+
+    def wait_copied(self) -> tuple[str, ...]:
+        """The gradients may be changed after this.  Those that were declared sparse and are not: the
+        record cannot be, and the next plan has them whole."""
+        if self.open is None:
+            return ()
+        for copying in self.open.copying:
+            copying.result()
+        self._dense |= set(self.open.dense)
+        return self.open.dense
+
+    def fill(self, extras: bytes, values: dict[str, torch.Tensor]) -> str:
+        """What the record holds besides gradients.  Why it cannot hold it, if it cannot."""
+        record, layout = self.open, self._layout
+        assert record is not None and layout is not None
+        if len(extras) > layout.image.extras_bytes:
+            self._room = max(self._room, 2 * len(extras))
+            return f"extras of {len(extras)} bytes"
+        written = [(piece, values[name]) for name, piece in layout.values if name in values]
+        if any(tensor.shape != piece.tensor.shape for piece, tensor in written):
+            return "a buffer has another shape"
+        record.extras = extras
+        found = places(record.memory, (piece for piece, _ in written))
+        copy([(place, tensor) for place, (_, tensor) in zip(found, written)])
+        return ""
+
+    def hand_over(
+        self,
+        step: int,
+        parent: Identity,
+        unchanged: tuple[str, ...],
+        notes: dict[str, tuple[str, str]],
+    ) -> Identity:
+        """The record is complete: off it goes.  The state that it leads to.  Returns at once."""
+        record, layout = self.open, self._layout
+        assert record is not None and layout is not None
+        entry = Record(step, parent, 0, 0, 0, 0, tuple(record.applied), unchanged, notes)
+        self.open = None
+        self.space.add(self._record_bytes)
+        self._copier.submit(self._put, record, entry, layout)
+        return self._run, step
+
+    def _put(self, record: Open, entry: Record, layout: Layout) -> None:
+        """On the copying thread, behind the copies."""
+        try:
+            for copying in record.copying:
+                copying.result()
+            image = layout.seal(record.memory, record.sizes, record.extras)
+            entry = msgspec.structs.replace(
+                entry, bytes=image.total_bytes, data=image.data_start, extras=image.extras_start,
+                table=image.table_start, sizes=record.sizes,
+            )  # fmt: skip
+            self._queue.put(record.slot, entry)
+        except BaseException as error:
+            emit("delta.failed", step=entry.step, error=str(error))
+            self._queue.give_back(record.slot)
+            self.failure = AgentError(f"the record of step {entry.step} is lost: {error}")
+
+    def drop(self) -> None:
+        """The record under way shall not be."""
+        record, self.open = self.open, None
+        if record is not None:
+            for copying in record.copying:
+                copying.result()
+            self._queue.give_back(record.slot)
+
+    # -- the way to storage -----------------------------------------------------------------------
+
+    def handed_over(self, limit_s: float | None) -> None:
+        """Wait until every record is the writer's, and outlives this process.  TimeoutError."""
+        self._copier.submit(lambda: None).result(limit_s)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way to storage any more."""
+        self.drop()
+        self.handed_over(self._deadline_s)
+        if self._queue.error is None:
+            self._queue.flush(self._deadline_s)
+
+    def revive(self) -> None:
+        """Try again after an error, with another writer if that one gave up."""
+        self.unplan()
+        if self._queue.error is not None:
+            self._queue.close(0.0)
+            self._queue = Queue(self._deadline_s)
+        self.failure = None
+
+    def adopt(self, run: int) -> None:
+        """Go on as another run, with a writer of its own.  Blocks until all is written."""
+        self._run = run
+        self.unplan()
+        self._queue.close(self._deadline_s)
+        self._queue = Queue(self._deadline_s)
+
+    def close(self, limit_s: float) -> None:
+        self.drop()
+        try:
+            self.handed_over(limit_s)
+        finally:
+            self._copier.shutdown(wait=False)
+            self._beside.shutdown(wait=False)
+            self._queue.close(limit_s)
+
+
+def _applied(one: Steps) -> Applied:
+    """The step that an optimizer is about to make."""
+    scale = [_number(getattr(one.optimizer, n, None)) for n in ("found_inf", "grad_scale")]
+    hyper = tuple(encoded_hyper(one.key, g) for g in one.optimizer.param_groups)
+    return Applied(one.key, hyper, missing_of(one), *scale)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _event(device: torch.device) -> torch.Event | None:
+    """After all that the training thread's stream has been given; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def _copy(
+    grads: list[Any], ready: torch.Event, record: Open, pack: tuple[Pack, int] | None
+) -> None:
+    """On the copying thread.  Blocks until all are copied, and what is sparse is packed."""
+    stream = torch.Stream(ready.device)
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream) if ready.device.type == "cuda" else stream:
+        copy(grads)
+        _pack(record, pack, map)
+    stream.synchronize()
+
+
+def _pack(record: Open, pack: tuple[Pack, int] | None, each: Callable[..., Iterable[Any]]) -> None:
+    """`each`: a `map`, over threads or not."""
+    if pack is None:
+        return
+    try:
+        record.sizes[pack[0].name] = pack[0].into(record.memory[pack[1] :], each)
+    except NotSparse as error:
+        record.dense += error.names

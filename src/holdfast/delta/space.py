@@ -1,0 +1,146 @@
+"""Room for the log: how much of storage records may take, and whether there is as much.
+
+A bound holds for the records of all ranks together, and each rank keeps to its part of it without asking:
+with a quarter recorded since the newest full save it asks for another one, and with half it pauses until
+that is complete.  Then older records go, until no more than the other half is left (`log.tidy_log`).
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoint.names import Saved, committed
+from holdfast.delta.segment import Identity, parse_key
+from holdfast.errors import NotFound, OutOfSpace, UsageError
+from holdfast.sizes import size_text
+from holdfast.store import LocalStore, Store
+
+if TYPE_CHECKING:
+    from holdfast.capture import Save
+
+
+class Space:
+    """What a rank has recorded since the newest full save.  `max_bytes`: of all ranks; 0 is no bound."""
+
+    def __init__(self, max_bytes: int, num_ranks: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_ranks = num_ranks
+        self._recorded = 0
+        self._covered = 0
+        """Recorded before that save."""
+        self._saving: list[tuple[Save, int]] = []
+        self._paused = False
+
+    @property
+    def _share(self) -> int:
+        return self.max_bytes // self.num_ranks
+
+    def add(self, num_bytes: int) -> None:
+        """So much is recorded now, too."""
+        self._recorded += num_bytes
+
+    def saving(self, save: Save) -> None:
+        """A full save has begun."""
+        self._saving.append((save, self._recorded))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a full save is under way."""
+        done = [one for one in self._saving if one[0].done()]
+        self._saving = [one for one in self._saving if one not in done]
+        good = [before for save, before in done if save.error is None and not save.skipped]
+        self._covered = max([self._covered, *good])
+        return bool(self._saving)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a full save is to be made, for older records to go."""
+        return self._share > 0 and not self.is_saving and self._since() >= self._share // 4
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether another record keeps within the bound."""
+        return not self._share or self._since() + num_bytes <= self._share // 2
+
+    def _since(self) -> int:
+        _ = self.is_saving
+        return self._recorded - self._covered
+
+    def check(self, record_bytes: int) -> None:
+        """UsageError for a bound within which one cannot record."""
+        if self._share and record_bytes > self._share // 4:
+            least = 4 * record_bytes * self.num_ranks
+            took = size_text(record_bytes)
+            raise UsageError(
+                f"Delta(max_bytes={self.max_bytes}): a step's record takes {took} on this rank",
+                hint=f"at least four steps must fit, of all ranks: about {size_text(least)}",
+            )
+
+    def lacking(self, store: Store, record_bytes: int, steps: int | None) -> OutOfSpace | None:
+        """What to tell if a local disk has no room for the records of `steps` steps, or for the bound."""
+        free = free_bytes(store)
+        step_bytes = record_bytes * self.num_ranks
+        need = min(n for n in (self.max_bytes, (steps or 0) * step_bytes, 1 << 62) if n)
+        if free is None or need <= free or need == 1 << 62:
+            return None
+        return OutOfSpace(
+            f"records take about {size_text(step_bytes)} a step and {size_text(need)} until older ones "
+            f"go, but {size_text(free)} are free in {store.url}",
+            hint="save more often (Every(durable=...)), or bound the log (Delta(max_bytes=...))",
+        )
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether older records have to go first: they do when the full save under way is complete."""
+        self._paused = self._paused and self.is_saving
+        return self._paused
+
+    def pause(self) -> OutOfSpace:
+        """Nothing is recorded until then; what to tell of it."""
+        self._paused = True
+        return OutOfSpace(
+            "records pause: since the newest full save they take half of "
+            f"Delta(max_bytes={self.max_bytes})",
+            hint="they begin again when the save under way is complete; a larger bound leaves it time",
+        )
+
+
+def newest_of(saved: Iterable[Saved]) -> Identity:
+    """The state that the latest run saved last."""
+    return max(((s.run, s.step) for s in saved), default=(0, 0))
+
+
+def weigh(store: Store, newest: Identity) -> list[tuple[int, str, bool]]:
+    """Size and key of every segment, oldest first, and whether it may lead on from full step `newest`."""
+    found = []
+    for key in store.list("log/"):
+        parsed = parse_key(key)
+        if parsed is not None:
+            run, _, last, _ = parsed
+            needed = run > newest[0] or (run == newest[0] and last > newest[1])
+            found.append(((run, last), _size(store, key), key, needed))
+    return [(size, key, needed) for _, size, key, needed in sorted(found)]
+
+
+def needed_bytes(store: Store) -> int:
+    """What the records after the newest full step take."""
+    sizes = weigh(store, newest_of(committed(store)))
+    return sum(size for size, _, needed in sizes if needed)
+
+
+def _size(store: Store, key: str) -> int:
+    try:
+        return store.size(key)
+    except NotFound:  # deleted meanwhile
+        return 0
+
+
+def free_bytes(store: Store) -> int | None:
+    """Of a local disk; None if nobody can tell."""
+    if not isinstance(store, LocalStore):
+        return None
+    room = os.statvfs(store.root)
+    return room.f_bavail * room.f_frsize

@@ -1,0 +1,421 @@
+"""The gradient feed: snapshots from a replica on the host that is kept current by the gradients alone.
+
+Instead of the state, every step's gradient goes to the host, where twins of the optimizers make the same
+steps (the CPU replica of LowDiff+, Yao et al., 2025).  They have what this rank saves, and no more: a part
+of the model as large as its share.  A snapshot copies from them, so it needs no window, and durable saves
+follow from snapshots without the device; the training is held for the copy of its gradients alone.
+
+Nothing is taken from the replica before it has proved itself: the snapshot after the one that it learned
+from is of the live state, too, and compared with it.  So is every durable save.
+Where they differ, the difference is told (`feed.drift`), and the replica learns anew.  Where training runs
+on CPUs there is none (tested); where a device computes in another way than the host, a snapshot says so in
+its manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.capture.job import Job, Plan, text_of
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.events import emit
+from holdfast.format.image import Image
+from holdfast.layout import Box, whole
+from holdfast.memory.replica import pieces_of
+from holdfast.memory.twin import Part, Twins
+from holdfast.state.live import (
+    Live,
+    LiveTensor,
+    State,
+    is_optimizer,
+    named_groups,
+    named_parameters,
+    param_names,
+    stages,
+)
+from holdfast.state.placed import Placed
+from holdfast.state.snapshot import Moment, raw_array
+from holdfast.state.wrapped import ELEMENTWISE, is_zero1, writes
+
+REPLICA = "replica"
+"""The entry of a manifest's `software` that says how exact a snapshot from gradients is."""
+EXACT = "bit-exact"
+MOST_DRIFT = 1e-3
+"""By one step, of a tensor's largest element: more is no rounding, on whatever device."""
+Where = dict[tuple[str, Box], tuple[int, int]]
+"""Offset and bytes in this rank's image of a part of a tensor."""
+Named = tuple[str, Any, list[tuple[str, torch.Tensor]]]
+"""An optimizer's key, the optimizer, and its parameters by name."""
+
+
+@dataclass
+class Fed:
+    """One part of a parameter in a twin, and under which names it is saved."""
+
+    part: Part
+    name: str
+    """Of the weight."""
+    prefix: str
+    """Of the states."""
+    box: Box
+    optimizer: Any
+    """That has the states; which tensors they are may change."""
+    scalars: frozenset[str]
+    """States of another shape than the weight's."""
+    states: dict[str, torch.dtype]
+    """The others."""
+    aside: dict[str, torch.Tensor] = field(default_factory=dict)
+    """As they were at the mark from which is learned: scalars, and what is not in this rank's image."""
+    weight: torch.Tensor | None = None
+    """The same of the weight, where that is not in the image with its states."""
+
+
+class Feed:
+    """The replica of what this rank saves."""
+
+    def __init__(self, state: Callable[[], State], rank: int, deadline_s: float) -> None:
+        check_feedable(state())
+        self.twins = Twins(
+            low_priority=True, check=self._written_elsewhere, after_step=self._after_step
+        )
+        self.drift: float | None = None
+        """The largest difference that has been seen between the replica and the live state, if any."""
+        self._state = state
+        self._rank = rank
+        self._deadline_s = deadline_s
+        self._fed: list[list[Fed]] = []
+        """By twin."""
+        self._named: list[Named] = []
+        """As found on the training thread: to name what is sharded, it must not be gathered."""
+        self._made_for: Plan | None = None
+        self._names: list[str] = []
+        self._trained: set[str] = set()
+        self._where: Where = {}
+        self._tensors: dict[str, LiveTensor] = {}
+        self._watched: list[tuple[Any, torch.Tensor]] = []
+        """Optimizers and parameters of theirs that are in the replica, at least in part."""
+        self._written = 0, 0
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Of steady tensors that are not in the replica: which they were at the last snapshot, and how
+        often they had been written."""
+        self._moving: set[str] = set()
+        """Those of them that change, such as an average of the weights."""
+        self._on_device = False
+        self._proved = False
+        """Whether the replica has been compared since it last learned."""
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def mark(self, number: int) -> None:
+        """What comes next is after the snapshot of that number."""
+        self.twins.mark(number, self._set_aside)
+
+    def arranged(self, live: Live) -> Live:
+        """The same, with what belongs together side by side, and such that what the replica has not and
+        changes is copied at the call: when the replica has come to that step, the training may have gone
+        on."""
+        self._named = named_params(self._state())
+        live, trained = together(live, self._named), self._trained
+        if self._made_for is None:
+            return live
+        tensors, before, self._seen = dict(live.tensors), self._seen, {}
+        for name, t in live.tensors.items():
+            if t.steady and name not in trained:
+                seen = self._seen[name] = id(t.source), t.version
+                if before.get(name, seen) != seen:
+                    self._moving.add(name)
+                if name in self._moving:
+                    tensors[name] = replace(t, steady=False)
+        return replace(live, tensors=tensors)
+
+    def follows(self, live: Live) -> bool:
+        """Whether a snapshot of this state can be taken from the replica."""
+        if not self.twins.current:
+            return False
+        if list(live.tensors) != self._names:
+            self.twins.forget("the state has other tensors now")
+        return self.twins.current and self._proved
+
+    def _set_aside(self) -> None:
+        """What cannot be learned from the image."""
+        self._written = self._writes()
+        with torch.no_grad():
+            for some in self._fed:  # a snapshot may still be copying from the twins
+                for fed in some:
+                    live = fed.optimizer.state.get(fed.part.param, {})
+                    states = {s: live[s] for s in fed.scalars if s in live}
+                    if not self._is_saved(fed):
+                        states |= {s: fed.part.of(live[s]) for s in fed.states if s in live}
+                        fed.weight = fed.part.of(fed.part.param).cpu().clone()
+                    fed.aside = {k: v.detach().cpu().clone() for k, v in states.items()}
+
+    def _is_saved(self, fed: Fed) -> bool:
+        """Whether all of a part is in this rank's image."""
+        names = [fed.name, *(fed.prefix + s for s in fed.states)]
+        return all((name, fed.box) in self._where for name in names)
+
+    def _written_elsewhere(self) -> str:
+        """Called before each step and mark; the steps themselves write, too."""
+        if self._writes() != self._written:
+            return "weights or states were written outside optimizer.step()"
+        return ""
+
+    def _after_step(self) -> None:
+        self._written = self._writes()
+
+    def _writes(self) -> tuple[int, int]:
+        """Another pair after every write to weights and states, or when a state is another tensor."""
+        tensors = [p for _, p in self._watched]
+        for optimizer, p in self._watched:
+            states = optimizer.state.get(p, {}).values()
+            tensors += [v for v in states if isinstance(v, torch.Tensor)]
+        return writes(tensors), hash(tuple(map(id, tensors)))
+
+    def restart(self) -> None:
+        """The state will be another."""
+        self.twins.restart()
+        self._made_for = None
+
+    # -- capture thread ---------------------------------------------------------------------------
+
+    def moment(self, job: Job) -> Moment:
+        """The state of a snapshot, as the replica has it.  Blocks; HoldfastError if it is lost."""
+        if job.plan is not self._made_for:
+            self.twins.forget("the ranks have planned anew")
+        if not self.twins.at(job.number, self._deadline_s):
+            raise HoldfastError(
+                "the replica was lost while the snapshot waited for it", step=job.step
+            )
+        emit("feed.followed", step=job.step)
+        steady = [n for n, t in job.live.tensors.items() if t.steady]
+        called = dict(zip(steady, job.moment.versions))
+        rest = {n: t for n, t in job.live.tensors.items() if n not in self._trained}
+        live = replace(job.live, tensors={**rest, **self._tensors})
+        versions = [
+            called[n] if n in rest else t.version for n, t in live.tensors.items() if t.steady
+        ]
+        return Moment(live, versions, job.moment.ready)
+
+    # -- memory thread ----------------------------------------------------------------------------
+
+    def filled(self, job: Job, image: Image | None) -> None:
+        """A snapshot's image is complete.  That it is does not depend on the replica."""
+        try:
+            if image is not None and not job.follows and not self.twins.closed:
+                self._look_at(job, image)
+        except Exception as error:
+            self.twins.end(text_of(error))
+        self.twins.go_on(job.number)
+
+    def _look_at(self, job: Job, image: Image) -> None:
+        """Make, learn or compare, by an image of the live state."""
+        assert job.plan is not None and job.buffer is not None
+        if job.plan is not self._made_for:
+            self._make(job, job.plan, image)
+        elif self.twins.current:
+            self._compare(job, job.buffer.view)
+        else:
+            self._learn(job, job.buffer.view)
+
+    def _make(self, job: Job, plan: Plan, image: Image) -> None:
+        """Twins for what this rank saves by a plan; they learn from the snapshot after."""
+        self.restart()
+        self._where = {
+            (entry.name, box): (at, size)
+            for entry, box, at, size in pieces_of(plan, image, self._rank)
+        }
+        boxes: dict[str, list[Box]] = {}
+        for name, box in self._where:
+            boxes.setdefault(name, []).append(box)
+        self._names, self._trained, self._watched = list(job.live.tensors), set(), []
+        wanted, fed = [], []
+        for key, optimizer, pairs in self._named:
+            some = list(self._parts(key, optimizer, pairs, job.live, boxes))
+            if some:
+                wanted.append((optimizer, [one.part for one in some]))
+                fed.append(some)
+        self._on_device = any(p.device.type != "cpu" for _, p in self._watched)
+
+        def then() -> None:
+            self._fed, self._made_for = fed, plan
+
+        self.twins.make(wanted, then)
+
+    def _parts(
+        self,
+        key: str,
+        optimizer: Any,
+        pairs: list[tuple[str, torch.Tensor]],
+        live: Live,
+        boxes: dict[str, list[Box]],
+    ) -> Iterator[Fed]:
+        weights = {id(t.source): t for t in live.tensors.values() if t.state == "param"}
+        for name, p in pairs:
+            weight, prefix = weights[id(p)], f"{key}.{name}."
+            names = [s for s in list(optimizer.state.get(p, {})) if prefix + s in live.tensors]
+            states = {s: live.tensors[prefix + s] for s in names}
+            whole_ones = {s for s, t in states.items() if t.placed.shape == weight.placed.shape}
+            self._trained |= {weight.name, *(prefix + s for s in states)}
+            here = [weight.name, *(prefix + s for s in whole_ones)]
+            found = dict.fromkeys(box for n in here for box in boxes.get(n, ()))
+            if not found and any(prefix + s in boxes for s in states):
+                found = {_first(weight.placed.box): None}
+            if found:
+                self._watched.append((optimizer, p))
+            for box in found:
+                at = box.within(weight.placed.box.start) if box.shape else None
+                yield Fed(
+                    Part(f"{prefix}{box}", p, at), weight.name, prefix, box, optimizer,
+                    frozenset(states.keys() - whole_ones),
+                    {s: states[s].placed.local.dtype for s in whole_ones},
+                )  # fmt: skip
+
+    def _learn(self, job: Job, view: memoryview) -> None:
+        def states() -> list[list[dict[str, torch.Tensor]]]:
+            return [
+                [self._state_of(fed, mine, view) for mine, fed in zip(twin.weights, some)]
+                for twin, some in zip(self.twins.all, self._fed)
+            ]
+
+        if self.twins.learn(job.number, states):
+            self._tensors, self._proved = dict(self._saved()), False
+
+    def _state_of(self, fed: Fed, mine: torch.Tensor, view: memoryview) -> dict[str, torch.Tensor]:
+        """The states of a part as they were in an image; its weight is put in place."""
+        found = dict(fed.aside)
+        if self._is_saved(fed):
+            with torch.no_grad():
+                mine.copy_(self._in_image(fed.name, fed.box, mine, view))
+            for state, dtype in fed.states.items():
+                like = torch.empty(fed.box.shape, dtype=dtype)
+                found[state] = like.copy_(self._in_image(fed.prefix + state, fed.box, like, view))
+        elif fed.weight is not None:
+            with torch.no_grad():
+                mine.copy_(fed.weight)
+        fed.aside, fed.weight = {}, None
+        return found
+
+    def _in_image(self, name: str, box: Box, like: torch.Tensor, view: memoryview) -> torch.Tensor:
+        at, size = self._where[name, box]
+        return torch.frombuffer(view[at : at + size], dtype=like.dtype).view(like.shape)
+
+    def _saved(self) -> Iterator[tuple[str, LiveTensor]]:
+        """What this rank saves of it, by name."""
+        found: dict[str, list[tuple[Box, torch.Tensor, str, tuple[int, ...]]]] = {}
+        for twin, some in zip(self.twins.all, self._fed):
+            for mine, states, fed in zip(twin.weights, twin.states(), some):
+                shape = tuple(fed.part.param.shape)
+                found.setdefault(fed.name, []).append((fed.box, mine.detach(), "param", shape))
+                for state, value in states.items():
+                    plain = state in fed.scalars
+                    entry = (whole(tuple(value.shape)), value, state, tuple(value.shape))
+                    found.setdefault(fed.prefix + state, []).append(
+                        entry if plain else (fed.box, value, state, shape)
+                    )
+        for name, parts in found.items():
+            placed = [Placed(value, shape, box, None) for box, value, _, shape in parts]
+            yield (
+                name,
+                LiveTensor(name, parts[0][2], placed[0], True, parts[0][1], tuple(placed[1:])),
+            )
+
+    def _compare(self, job: Job, view: memoryview) -> None:
+        """Whether the replica is as the live state was."""
+        if not self.twins.at(job.number, self._deadline_s):
+            return
+        most, part, where = 0.0, 0.0, ""
+        for (name, box), (at, size) in self._where.items():
+            t = self._tensors.get(name)
+            if t is None or not size:
+                continue
+            value = t.parts[t.holder(box)]
+            mine = value.local[box.within(value.box.start)] if box.shape else value.local
+            live = torch.frombuffer(view[at : at + size], dtype=mine.dtype).view(mine.shape)
+            if not np.array_equal(raw_array(mine), raw_array(live)):
+                off = float((mine.double() - live.double()).abs().nan_to_num(inf).max())
+                part = max(part, off / max(float(live.double().abs().max()), 1e-30))
+                where = where or name
+                most, where = (off, name) if off > most else (most, where)
+        if not where:
+            self._proved = True
+            self.drift = self.drift if self._on_device else None
+            return
+        self.drift = max(self.drift or 0.0, most)
+        emit("feed.drift", step=job.step, most=most, tensor=where)
+        if self._on_device and not self._proved and part <= MOST_DRIFT:
+            self._proved = True
+        else:
+            self.twins.forget("it differs from the live state")
+
+    @property
+    def exactness(self) -> str:
+        """Of the snapshots from this replica, as their manifests have it."""
+        if not self._on_device and self.drift is None:
+            return EXACT
+        return f"numerically equal, differences seen so far up to {self.drift or 0.0:.2g}"
+
+
+def _first(box: Box) -> Box:
+    """Its first element."""
+    return Box(box.start, tuple(a + 1 for a in box.start))
+
+
+def optimizers(state: State) -> dict[str, Any]:
+    """By key."""
+    return {key: value for key, value in state.items() if is_optimizer(value)}
+
+
+def check_feedable(state: State) -> None:
+    """UsageError for optimizers that no twin can follow on parts of a parameter."""
+    found = optimizers(state)
+    for key, optimizer in found.items():
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer) or is_zero1(optimizer):
+            raise UsageError(
+                f'Memory(feed="gradient"): {key!r} is a {kind}, whose steps cannot be made on the host',
+                hint='use torch optimizers, or feed="state"',
+            )
+        if kind not in ELEMENTWISE or type(optimizer).__module__.split(".")[0] != "torch":
+            raise UsageError(
+                f'Memory(feed="gradient"): {key!r}, a {kind}, is not known to treat each element by itself',
+                hint=f"known are {', '.join(sorted(ELEMENTWISE))} of torch",
+            )
+    if not found:
+        raise UsageError('Memory(feed="gradient") needs an optimizer in the state')
+    known = {id(p) for v in state.values() for m in stages(v) or () for _, p in named_parameters(m)}
+    if any(id(p) not in known for o in found.values() for g in o.param_groups for p in g["params"]):
+        raise UsageError(
+            'Memory(feed="gradient"): an optimizer has parameters that no module of the state has',
+            hint="hand over every module that is trained",
+        )
+
+
+def named_params(state: State) -> list[Named]:
+    """Of each optimizer; on the training thread, between two steps."""
+    found = []
+    for key, optimizer in optimizers(state).items():
+        groups = [(g, g["params"]) for g in optimizer.param_groups]
+        pairs = named_groups(groups, param_names(state, optimizer, None))
+        found.append((key, optimizer, [pair for some in pairs for pair in some]))
+    return found
+
+
+def together(live: Live, named: list[Named]) -> Live:
+    """The same, with each weight's states behind it, so that a rank saves most of them together."""
+    states: dict[int, list[str]] = {}
+    for key, optimizer, pairs in named:
+        for name, p in pairs:
+            full = [f"{key}.{name}.{s}" for s in optimizer.state.get(p, {})]
+            states.setdefault(id(p), []).extend(n for n in full if n in live.tensors)
+    order: dict[str, LiveTensor] = {}
+    for name, t in live.tensors.items():
+        order[name] = t
+        if t.state == "param":
+            order |= {n: live.tensors[n] for n in states.get(id(t.source), ())}
+    return replace(live, tensors=order)

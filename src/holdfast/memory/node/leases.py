@@ -1,0 +1,162 @@
+"""Slots from the request for memory to the digested image: given out, filled, given up.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast.memory.node import words as w
+from holdfast.memory.node.effects import (
+    Digest,
+    Effect,
+    Encode,
+    Make,
+    Note,
+    Refuse,
+    Remove,
+    Reply,
+    Result,
+)
+from holdfast.memory.node.jobs import Job, Phase, Slot, State
+
+
+def take(state: State, job: Job, m: w.Take, ask: int) -> Result:
+    """A slot that fits and may be overwritten; else a new one, for which others may have to go."""
+    if m.pid not in job.trainers:  # it would not be missed, and others would look for a dead agent
+        text = f"process {m.pid} is unknown to this agent, which is another than the one it met"
+        return state, [Refuse(ask, "SegmentLost", text, "say hello")]
+    free = [s for s in job.slots.values() if job.is_free(s) and s.attempt != m.attempt]
+    free.sort(key=lambda s: _age(job, s))
+    fits = [s for s in free if s.kind == m.kind]
+    fits = [s for s in fits if m.bytes <= s.capacity <= m.bytes * 5 // 4 + (1 << 20)]
+    if not fits:
+        return _make(state, job, m, ask, free)
+    slot = _for(min(fits, key=lambda s: s.rank != m.rank), m, "filling")
+    lease = w.Lease(slot.name, slot.capacity)
+    return state.with_job(job.with_slots(slot)), [Note(job.name, slot), Reply(ask, lease)]
+
+
+def _make(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Result:
+    """A new slot, in the place of as many free ones as the budget wants; they come the oldest first."""
+    over = state.used + m.bytes - state.budget
+    gone: list[Slot] = []
+    for slot in free:
+        if over > 0 or (slot.kind, slot.rank) == (m.kind, m.rank):  # of a size that is over
+            gone.append(slot)
+            over -= slot.capacity
+    if over > 0:
+        return state, [_too_large(state, m, ask)]
+    slot = _for(Slot(f"{m.kind}-{m.rank:05d}-{job.number}", m.bytes, m.kind, m.rank), m, "making")
+    slot = replace(slot, ask=ask)
+    kept = {name: s for name, s in job.slots.items() if s not in gone}
+    state = state.with_job(job, slots={**kept, slot.name: slot}, number=job.number + 1)
+    removed: list[Effect] = [Remove(job.name, tuple(s.name for s in gone))] if gone else []
+    return state, [*removed, Make(job.name, slot.name, slot.capacity)]
+
+
+def _age(job: Job, slot: Slot) -> int:
+    """What is to be given out first: nothing, what was never committed, the oldest."""
+    order = [attempt for attempt, _ in job.commits]
+    if slot.phase == "empty":
+        return 0
+    return 2 + order.index(slot.attempt) if slot.attempt in order else 1
+
+
+def _for(slot: Slot, m: w.Take, phase: Phase) -> Slot:
+    return replace(
+        slot, kind=m.kind, rank=m.rank, phase=phase, attempt=m.attempt, step=m.step,
+        bytes=m.bytes, owner=m.pid, digest="", table=0, ask=0, members=(), num_data=1, num_parity=0,
+    )  # fmt: skip
+
+
+def _too_large(state: State, m: w.Take, ask: int) -> Refuse:
+    jobs = state.jobs.values()
+    needed = sum(s.capacity for job in jobs for s in job.slots.values() if not job.is_free(s))
+    return Refuse(
+        ask,
+        "OutOfSpace",
+        f"{m.bytes} bytes for the {m.kind} of rank {m.rank}: the agent's budget is {state.budget} bytes, "
+        f"of which {needed} are in use",
+        "raise Memory(budget=...), or free what other jobs left: `holdfast agent status`, `clean`",
+    )
+
+
+def made(state: State, job: Job, m: w.Made, _: int) -> Result:
+    """The file of a new slot is there, or cannot be."""
+    slot = job.slots.get(m.name)
+    if slot is None or slot.phase != "making":
+        return state, [Remove(job.name, (m.name,))]
+    if m.error:
+        kept = {name: s for name, s in job.slots.items() if name != m.name}
+        text = f"{slot.capacity} bytes of shared memory for rank {slot.rank}: {m.error}"
+        hint = "a larger /dev/shm (in containers --shm-size), or a smaller Memory(budget=...)"
+        refuse = Refuse(slot.ask, "OutOfSpace", text, hint)
+        return state.with_job(job, slots=kept), [Remove(job.name, (m.name,)), refuse]
+    if not slot.owner:
+        empty = slot.emptied()
+        return state.with_job(job.with_slots(empty)), [Note(job.name, empty)]
+    done = replace(slot, phase="filling", ask=0)
+    reply = Reply(slot.ask, w.Lease(slot.name, slot.capacity))
+    return state.with_job(job.with_slots(done)), [Note(job.name, done), reply]
+
+
+def ready(state: State, job: Job, m: w.Ready, ask: int) -> Result:
+    """A rank has filled its slot."""
+    slot = job.slots.get(m.name)
+    if slot is None or slot.phase != "filling" or slot.attempt != m.attempt:
+        text = f"{m.name} is not being filled for attempt {m.attempt}"
+        return state, [Refuse(ask, "SegmentLost", text)]
+    if not 0 <= m.table <= m.bytes <= slot.capacity:
+        return state, [Refuse(ask, "UsageError", f"{m.bytes} bytes in a slot of {slot.capacity}")]
+    slot = replace(slot, table=m.table, bytes=m.bytes, ask=ask)
+    return state.with_job(job.with_slots(slot)), [Digest(job.name, slot)]
+
+
+def protect(state: State, job: Job, m: w.Protect, ask: int) -> Result:
+    """A guard can be filled."""
+    slot = job.slots.get(m.name)
+    if slot is None or slot.phase != "filling" or (slot.attempt, slot.rank) != (m.attempt, m.rank):
+        return state, [Refuse(ask, "SegmentLost", f"{m.name} is not kept for attempt {m.attempt}")]
+    slot = replace(
+        slot, members=tuple(x.rank for x in m.members), num_data=m.num_data,
+        num_parity=m.num_parity, table=m.table, bytes=m.bytes, ask=ask,
+    )  # fmt: skip
+    return state.with_job(job.with_slots(slot)), [Encode(job.name, slot, m)]
+
+
+def digested(state: State, job: Job, m: w.Digested, _: int) -> Result:
+    """What a slot holds may be used, or cannot be."""
+    slot = job.slots.get(m.name)
+    if slot is None or slot.phase != "filling" or slot.attempt != m.attempt:
+        return state, []
+    if m.error or not slot.owner:
+        empty = slot.emptied()
+        refuse = Refuse(slot.ask, "SegmentLost", f"{m.name}: {m.error or 'it was given up'}")
+        return state.with_job(job.with_slots(empty)), [Note(job.name, empty), refuse]
+    done = replace(slot, phase="ready", digest=m.digest, ask=0)
+    reply = Reply(slot.ask, m.digest)
+    return state.with_job(job.with_slots(done)), [Note(job.name, done), reply]
+
+
+def drop(state: State, job: Job, m: w.Drop, ask: int) -> Result:
+    """An attempt has failed."""
+    dropped = [
+        _given_up(s) for s in job.slots.values() if s.attempt == m.attempt and s.phase == "filling"
+    ]  # others may know it as committed: what is ready serves until it is given out
+    return state.with_job(job.with_slots(*dropped)), [*notes(job, dropped), Reply(ask, None)]
+
+
+def deserted(job: Job, pids: tuple[int, ...]) -> list[Slot]:
+    """The slots that dead processes were filling or waiting for, as they are to be now."""
+    owned = [s for s in job.slots.values() if s.owner in pids]
+    filling = [_given_up(s) for s in owned if s.phase == "filling"]
+    return filling + [replace(s, owner=0, ask=0) for s in owned if s.phase == "making"]
+
+
+def notes(job: Job, changed: list[Slot]) -> list[Effect]:
+    """Of those that are empty; the others are noted when this agent is done with them."""
+    return [Note(job.name, s) for s in changed if s.phase == "empty"]
+
+
+def _given_up(slot: Slot) -> Slot:
+    """Empty; or, while this agent still writes to it, nobody's until that ends."""
+    return replace(slot, owner=0) if slot.ask else slot.emptied()

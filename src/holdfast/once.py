@@ -1,0 +1,79 @@
+"""One save or load by itself, without a `Checkpointer`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.capture import Capture
+from holdfast.checkpoint.claiming import newest_claim, once_attempt
+from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.tidying import sweep
+from holdfast.durable import Durable
+from holdfast.errors import HoldfastError
+from holdfast.events import emit
+from holdfast.group import Group
+from holdfast.restoring import load_from, open_shared
+from holdfast.roots import check_own, sweep_host
+from holdfast.state.live import State, check_keys, collect
+from holdfast.state.targets import Options
+from holdfast.store import Store
+
+
+def save(
+    url: str | os.PathLike[str], state: State, *, step: int, deadline_s: float = 600.0
+) -> None:
+    """Save once, and wait until it is durable.  Collective; RankErrors if it failed anywhere."""
+    check_own(url)
+    check_keys(state)
+    group = Group(deadline_s)
+    store = open_shared(url, group)
+    sweep_host(store)
+    run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store)))
+    capture = Capture(group, deadline_s=deadline_s)
+    durable = Durable(store, capture, claim=None, run=run, attempt=attempt)
+    try:
+        durable.begin(lambda: collect(state), step, must=True).wait()
+    finally:
+        durable.close()
+        capture.close()
+        group.close()
+
+
+def _once(store: Store) -> bytes:
+    held = newest_claim(store)
+    run = max([held.run if held else 0, *(s.run for s in committed(store))])
+    try:
+        sweep(store)
+    except HoldfastError as error:
+        emit("sweep.failed", error=str(error))
+    return msgspec.json.encode((run, once_attempt()))
+
+
+def load(
+    url: str | os.PathLike[str],
+    state: State,
+    step: int | None = None,
+    *,
+    only: str | Sequence[str] | None = None,
+    cast: bool = False,
+    strict: bool = True,
+    on_resize: dict[str, str] | None = None,
+    verify: bool = True,
+    deadline_s: float = 600.0,
+) -> int:
+    """Load step `step` (or the newest) into the live objects of `state`; returns its number.
+
+    Only what `state` names is loaded: `{"model": model}` loads weights alone.  `only`: patterns of
+    tensor names (`model.h.0.*`).  `cast`: convert dtypes.  Collective; blocks.  NotRecoverable if
+    there is no step.  Foreign checkpoints are read where they lie, as `holdfast.open` finds them.
+    """
+    patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
+    options = Options(patterns, cast, strict, on_resize or {})
+    group = Group(deadline_s)
+    try:
+        return load_from(os.fspath(url), group, state, step, options, verify=verify)
+    finally:
+        group.close()

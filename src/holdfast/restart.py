@@ -1,0 +1,163 @@
+"""A restart: what there is over all tiers, the choice, the reading, and the steps that are done again."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from holdfast.delta.log import Log, Step
+from holdfast.delta.replay import Replay, survey
+from holdfast.delta.segment import Identity
+from holdfast.errors import HoldfastError, HoldfastWarning, NotRecoverable
+from holdfast.events import emit
+from holdfast.format.manifest import Manifest
+from holdfast.memory.feed import EXACT, REPLICA
+from holdfast.recovery import Candidate, newest_first, newest_good
+from holdfast.restoring import load_snapshot, load_step, saved_steps
+from holdfast.state.live import State
+from holdfast.state.targets import Options
+from holdfast.tiers import Tiers
+
+
+class Restart:
+    """What the live state can be restored from.  Its methods are collective and block."""
+
+    def __init__(self, tiers: Tiers, state: State, options: Options) -> None:
+        """Looks at all tiers.  Nothing may be under way to them."""
+        self.tiers = tiers
+        self.state = state
+        self.options = options
+        self.durable = saved_steps(tiers.store, tiers.group)
+        self.snapshots = None if tiers.memory is None else tiers.memory.survey()
+        bases = [Candidate(s.run, s.step) for s in self.durable]
+        if self.snapshots is not None:
+            bases += [Candidate(m.run, m.step, m.attempt) for m in self.snapshots.manifests]
+        self.log = self._survey_log(bases)
+        self.candidates = newest_first(self._with_tip(base) for base in bases)
+        self.taken: Candidate | None = None
+        self.reached: Identity | None = None
+        """The state that is live now."""
+
+    def _survey_log(self, bases: list[Candidate]) -> Log:
+        """The records that may lead on from one of these steps."""
+        tiers = self.tiers
+        if tiers.delta is None or not bases:
+            return Log(tiers.store, ())
+        return survey(tiers.store, tiers.group, min(c.step for c in bases), tiers.run)
+
+    def _after(self, base: Candidate) -> list[Step]:
+        """The recorded steps that lead on from it."""
+        return self.log.after((base.run, base.step))
+
+    def _with_tip(self, base: Candidate) -> Candidate:
+        steps = self._after(base)
+        return replace(base, tip=steps[-1].identity) if steps else base
+
+    # -- the choice -------------------------------------------------------------------------------
+
+    def to_newest(self) -> int:
+        """Restore what leads to the newest state, as far as it is sound; the step reached, 0 if there is
+        nothing.  Warns of what is passed over."""
+        self.taken = newest_good(self.candidates, self._attempt, _passed_over)
+        if self.reached is None:
+            return 0
+        self._warn_of_lost(self.reached)
+        return self.reached[1]
+
+    def to_step(self, step: int) -> int:
+        """Restore that step, or the nearest from which records lead to it.  NotRecoverable."""
+        self.taken = self._leading_to(step)
+        found = self._attempt(self.taken, until=step)[1]
+        if found != step:
+            raise NotRecoverable(
+                f"step {step} cannot be reached: the record of the step after {found} is damaged",
+                step=step,
+                hint=f"the live state is that of step {found} now",
+            )
+        return found
+
+    def _leading_to(self, step: int) -> Candidate:
+        found = next((c for c in self.candidates if c.step == step), None)
+        if found is None:
+            leading = [c for c in self.candidates if step in [s.step for s in self._after(c)]]
+            found = max(leading, key=lambda c: c.step, default=None)
+        return found or Candidate(0, step)
+
+    def _warn_of_lost(self, reached: Identity) -> None:
+        """Records behind one that is missing or damaged lead nowhere."""
+        behind = self.log.behind(reached)
+        if behind:
+            warnings.warn(
+                f"the record of the step after {reached[1]} is missing or damaged: records up to step "
+                f"{behind[-1]} are there and cannot be used",
+                HoldfastWarning,
+                stacklevel=4,
+            )
+
+    # -- the reading ------------------------------------------------------------------------------
+
+    def _attempt(self, candidate: Candidate, until: int | None = None) -> Identity:
+        """Read a step, and do the recorded steps after it again; the state that this leads to."""
+        self._fetch(candidate)
+        self.reached = self._replay(candidate, until)
+        return self.reached
+
+    def _fetch(self, candidate: Candidate) -> None:
+        tiers, snapshots = self.tiers, self.snapshots
+        if candidate.in_memory and snapshots is not None and tiers.memory is not None:
+            manifest = snapshots.find(candidate.attempt)
+            load_snapshot(
+                snapshots, manifest, tiers.store, tiers.group, self.state, self.options,
+                tiers.memory.survey_again,
+            )  # fmt: skip
+            tiers.memory.adopt(manifest)
+            _tell_of_replica(manifest)
+        else:
+            load_step(tiers.store, tiers.group, candidate.step, self.state, self.options)
+
+    def _replay(self, base: Candidate, until: int | None) -> Identity:
+        """As many steps as are sound."""
+        delta = self.tiers.delta
+        steps = [s for s in self._after(base) if until is None or s.step <= until]
+        if delta is None or not steps:
+            return base.run, base.step
+        with delta.pause():
+            last = Replay(self.log, self.tiers.group, self.state, self.options).run(steps)
+        return (base.run, base.step) if last is None else last.identity
+
+    # -- what follows -----------------------------------------------------------------------------
+
+    def leaves_behind(self) -> bool:
+        """Whether there is anything newer than the state that was reached."""
+        delta = self.tiers.delta
+        if delta is not None and self.tiers.group.any(delta.recorded):
+            return True
+        if not self.candidates or self.reached is None:
+            return False
+        return self.reached[1] != self.candidates[0].end[1]
+
+    def is_unsaved(self) -> bool:
+        """Whether what was taken is in memory only."""
+        taken = self.taken
+        if taken is None or not taken.in_memory:
+            return False
+        return all(s.step != taken.step for s in self.durable)
+
+
+def _tell_of_replica(manifest: Manifest) -> None:
+    """How exact a snapshot is that was made from gradients."""
+    exactness = manifest.software.get(REPLICA)
+    if exactness is not None:
+        emit("restore.from_replica", step=manifest.step, exactness=exactness)
+    if exactness not in (None, EXACT):
+        warnings.warn(
+            f"step {manifest.step} in memory was made from gradients on the host, not copied from the "
+            f"device: {exactness}",
+            HoldfastWarning,
+            stacklevel=5,
+        )
+
+
+def _passed_over(candidate: Candidate, error: HoldfastError) -> None:
+    emit("restore.passed_over", step=candidate.step, error=str(error))
+    warnings.warn(f"{candidate} cannot be used: {error}", HoldfastWarning, stacklevel=5)

@@ -1,0 +1,74 @@
+"""Stores that show what others hold under keys of their own, and are only read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from holdfast.errors import UsageError
+from holdfast.store.base import Bytes, Reader, Writer
+
+
+class ViewStore(ABC):
+    """A `Store` that is told by how its objects are opened; nothing can be written to it."""
+
+    url: str
+    shows: ClassVar[str]
+    """What it is, for who tries to write: `a foreign checkpoint`."""
+
+    @abstractmethod
+    def open(self, key: str) -> Reader:
+        """As `Store.open`."""
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """As `Store.size`."""
+
+    def read(self, key: str, offset: int, into: memoryview) -> None:
+        """As `Store.read`."""
+        reader = self.open(key)
+        try:
+            reader.read(offset, into)
+        finally:
+            reader.close()
+
+    def get(self, key: str) -> bytes:
+        """As `Store.get`."""
+        data = bytearray(self.size(key))
+        self.read(key, 0, memoryview(data))
+        return bytes(data)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Nothing: who reads a view knows its keys."""
+        return []
+
+    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
+        """UsageError."""
+        raise self._refusal(key)
+
+    def create(self, key: str, size: int) -> Writer:
+        """UsageError."""
+        raise self._refusal(key)
+
+    def delete(self, key: str) -> None:
+        """UsageError."""
+        raise self._refusal(key)
+
+    def _refusal(self, key: str) -> UsageError:
+        return UsageError(f"{self.url} is {self.shows}: holdfast only reads it", key=key)
+
+
+class PartReader:
+    """A reader of the bytes of another from `start` on."""
+
+    def __init__(self, inner: Reader, start: int) -> None:
+        self._inner = inner
+        self._start = start
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        self._inner.read(self._start + offset, into)
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        self._inner.close()

@@ -1,0 +1,132 @@
+"""Where a run keeps its state: in storage always, in host memory and in records where that is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Literal
+
+from holdfast.addresses import own_address
+from holdfast.capture import Capture
+from holdfast.checkpoint.claiming import release
+from holdfast.checkpoint.tidying import Keep
+from holdfast.delta.log import tidy_log
+from holdfast.delta.options import Delta
+from holdfast.delta.tier import DeltaTier
+from holdfast.durable import Durable
+from holdfast.errors import HoldfastError
+from holdfast.events import emit
+from holdfast.group import Group
+from holdfast.layout import Mesh
+from holdfast.memory.job import job_of
+from holdfast.memory.options import Memory
+from holdfast.memory.tier import MemoryTier
+from holdfast.roots import claim_together, sweep_host
+from holdfast.state.live import State
+from holdfast.state.restore import alike
+from holdfast.store import Store
+
+
+class Tiers:
+    """The tiers of a run.  All ranks call its methods in the same order."""
+
+    def __init__(
+        self,
+        store: Store,
+        group: Group,
+        state: Callable[[], State],
+        *,
+        keep: Keep | None,
+        mesh: Mesh | None,
+        replicas: Literal["trust", "verify"],
+        carry_bytes: int,
+    ) -> None:
+        """Takes the root for this run.  Collective.  `state`: gives the live state."""
+        self.store = store
+        self.group = group
+        self.state = state
+        self.mesh = mesh
+        self.claim, self.crashed = claim_together(store, group)
+        """`crashed`: the run before did not end by closing."""
+        sweep_host(store)
+        self.capture = Capture(
+            group,
+            mesh=mesh,
+            deadline_s=group.deadline_s,
+            replicas=replicas,
+            carry_bytes=carry_bytes,
+        )
+        self.durable = Durable(store, self.capture, claim=self.claim, run=self.run, keep=keep)
+        self.memory: MemoryTier | None = None
+        self.delta: DeltaTier | None = None
+
+    @property
+    def run(self) -> int:
+        return self.claim.run
+
+    def keep_in_memory(self, options: Memory) -> None:
+        """Collective."""
+        job = job_of(self.store, self.group)
+        host = os.environ.get("HOLDFAST_HOST") or own_address()
+        with alike(self.group, 0):
+            self.memory = MemoryTier(
+                self.capture, self.durable, options, job=job, host=host, state=self.state
+            )
+
+    def keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
+        """Collective."""
+        with alike(self.group, 0):
+            self.delta = DeltaTier(
+                self.state,
+                self.group,
+                self.store,
+                options,
+                run=self.run,
+                mesh=self.mesh,
+                on_resize=on_resize,
+                deadline_s=self.group.deadline_s,
+            )
+        self.durable.also_tidy = partial(tidy_log, self.store, options.bound)
+
+    def leave_behind(self) -> None:
+        """The run went back: as a run of its own, what it saves now is newer than what it left."""
+        if self.memory is not None:
+            self.memory.settle(self.group.deadline_s)
+        self.durable.settle(self.group.deadline_s)
+        self.claim, _ = claim_together(self.store, self.group)
+        self.durable.adopt(self.claim)
+        if self.delta is not None:
+            self.delta.adopt(self.run)
+        if self.memory is not None:
+            self.memory.hello()
+
+    def close(self, timeout: float | None, *, finished: bool) -> None:
+        """Wait for what is pending and end.  `finished`: snapshots are needed no more."""
+        try:
+            with ExitStack() as last:
+                last.callback(self.durable.close, timeout)
+                if self.memory is not None:
+                    last.callback(self.memory.close, timeout, finished=finished)
+                if self.delta is not None:
+                    last.callback(self._tidy_log)
+                    self.delta.close(self.group.deadline_s if timeout is None else timeout)
+        finally:
+            self.capture.close()
+
+    def _tidy_log(self) -> None:
+        """Records that were written after the last save had tidied up."""
+        if self.group.rank == 0:
+            try:
+                self.durable.also_tidy()
+            except HoldfastError as error:
+                emit("tidy.failed", error=str(error))
+
+    def release(self) -> None:
+        """Give up the root."""
+        if self.group.rank == 0:
+            try:
+                release(self.store, self.claim)
+            except HoldfastError as error:
+                emit("release.failed", error=str(error))

@@ -1,0 +1,97 @@
+"""What may happen to a training process: SIGKILL at a moment, a writer that stands still, helpers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from delta import dying_writer
+from delta.test_damage import writers
+from holdfast.delta import capture
+from holdfast.delta.capture import RecordCapture
+from holdfast.delta.queue import Queue
+from holdfast.store import LocalStore
+
+
+def arrange(at: str, number: int, out: Path) -> None:
+    """Die at the `number`-th time that this process comes to a moment: `copy` (half of a step's gradients
+    are copied), `plan` (the plan of records is put), `put` and `put-done` (before and after a record is
+    handed to the writer), `delete` (of a file of the log), `writer` (with its writer, before that calls
+    to change a file)."""
+    count = itertools.count(1)
+
+    def now() -> bool:
+        return next(count) == number
+
+    def before(call: Callable[..., Any], counts: Callable[..., bool]) -> Callable[..., Any]:
+        def killed(*args: Any, **kwargs: Any) -> Any:
+            if counts(*args) and now():
+                die()
+            return call(*args, **kwargs)
+
+        return killed
+
+    match at:
+        case "copy":
+            whole = RecordCapture._copy_here
+
+            def half(record: RecordCapture, grads: list[Any]) -> None:
+                if now():
+                    whole(record, grads[: len(grads) // 2])
+                    die()
+                whole(record, grads)
+
+            RecordCapture._copy_here = half  # type: ignore[method-assign]
+        case "plan":
+            capture.put_plan = before(capture.put_plan, lambda *_: True)
+        case "put":
+            Queue.put = before(Queue.put, lambda *_: True)  # type: ignore[method-assign]
+        case "put-done":
+            put = Queue.put
+
+            def done(queue: Queue, *args: Any) -> None:
+                put(queue, *args)
+                if now():
+                    die()
+
+            Queue.put = done  # type: ignore[method-assign]
+        case "delete":
+            of_log = before(LocalStore.delete, lambda _, key: key.startswith("log/"))
+            LocalStore.delete = of_log  # type: ignore[method-assign]
+        case "writer":
+            dying_writer.install(numbers=[number], calls=out / "calls", trainer=True)
+        case _:
+            raise AssertionError(at)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_writer(seconds: float) -> None:
+    """The writer of this process stands still, as on storage that does not answer."""
+    (pid,) = writers()
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+
+
+def helper(seconds: float) -> int:
+    """A process that is forked from this one, with all that it holds open, and sleeps."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(seconds)
+        os._exit(0)
+    return pid
+
+
+def halve(optimizer: Any, *_: Any) -> None:
+    """A hook that changes gradients just before the step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.mul_(0.5)

@@ -1,0 +1,67 @@
+"""The real writer, which gets SIGKILL before its n-th call that changes a file; with it its training
+process, if that is asked for, as when a node is lost.
+
+    python -m delta.dying_writer LINE PARENT NUMBER TRAINER CALLS      # writes the calls' names to CALLS
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from holdfast.delta import queue, writer
+
+CALLS = ("mkdir", "pwrite", "fsync", "link", "replace", "unlink", "rmdir", "ftruncate")
+
+
+def instead(numbers: list[int], calls: Path, *, trainer: bool) -> Any:
+    """For `queue.subprocess`: the i-th writer that is started dies before its `numbers[i]`-th call."""
+    left = itertools.chain(numbers, itertools.repeat(0))
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        assert command[-3] == writer.__name__
+        how = [str(next(left)), str(int(trainer)), str(calls)]
+        return subprocess.Popen([*command[:-3], __name__, *command[-2:], *how], **options)
+
+    return SimpleNamespace(
+        Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
+def install(**options: Any) -> None:
+    """In a process that is only for this."""
+    queue.subprocess = instead(**options)
+
+
+def main() -> int:
+    number, trainer, calls = int(sys.argv[3]), bool(int(sys.argv[4])), Path(sys.argv[5])
+    count = itertools.count(1)
+
+    def before(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if name != "open" or args[1] & os.O_CREAT:
+                with calls.open("a") as file:
+                    dies = next(count) == number
+                    file.write(f"{'died ' * dies}{name}\n")
+                if dies:
+                    if trainer:
+                        os.kill(os.getppid(), signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in ("open", *CALLS):
+        setattr(os, name, before(name, getattr(os, name)))
+    return writer.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Training processes and writers that are killed at every phase of a record, on two ranks.
+
+After each death: all ranks restore the same step, in the very state that the uninterrupted training had
+after it, and no more is lost than is promised.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.delta import queue
+from holdfast.delta.segment import parse_key
+from holdfast.store import LocalStore
+from memory.zygote import Lives, Told
+
+from . import dying_writer
+from .test_damage import at_step
+from .test_delta_lives import KILLED
+from .test_exact import OPTIMIZERS, Run, check_equal, checkpointer, forget, root  # noqa: F401
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+FAR = 1000
+FSDP: dict[str, Any] = {"layout": "fsdp", "memory": None, "grace_s": 0.3, "settle": False}
+
+
+@pytest.fixture
+def reference(lives: Lives) -> dict[int, str]:
+    """Digests of the uninterrupted training."""
+    return lives.live(nodes=[0, 0], until=40, layout="fsdp", reference=True)[0].digests
+
+
+class Chain:
+    """Lives of one training; each begins with what the one before left, and so tells what was lost."""
+
+    def __init__(self, lives: Lives, reference: dict[int, str], **script: Any) -> None:
+        self.lives = lives
+        self.reference = reference
+        self.script = {**FSDP, **script}
+        self.step = 0
+        """That the last life has restored."""
+        self.allowed: Iterable[int] = (0,)
+        """What the next one may restore."""
+
+    def live(self, *deaths: tuple[int, str, int], **script: Any) -> list[Told]:
+        """Until those (rank, moment, number) die; what each rank told."""
+        options = {"until": FAR, **self.script, **script, "deaths": deaths}
+        told = self.lives.live(nodes=[0, 0], **options)
+        for rank, at, _ in deaths:
+            assert told[rank].status == KILLED, (at, told[rank].lines[-3:], self.lives.errors())
+        assert all(one.lines for one in told), self.lives.errors()
+        self.step = told[0].restored
+        assert {one.restored for one in told} == {self.step}
+        assert self.step in self.allowed, (self.step, self.allowed, deaths)
+        if self.step:
+            assert {one.start for one in told} == {self.reference[self.step]}, self.lives.errors()
+        return told
+
+    def die(self, at: str, ranks: Iterable[int], number: int) -> None:
+        """At the `number`-th record of a life."""
+        self.live(*((rank, at, number) for rank in ranks))
+        begun = self.step or 1  # a new training begins with a full save of step 1
+        self.allowed = (begun + number - (at != "put-done"),)
+
+    def end(self) -> None:
+        self.live(until=0)
+
+
+def last_step(told: Told) -> int:
+    """That a rank has done, with its record."""
+    return max(told.digests, default=told.restored)
+
+
+def test_a_trainer_dies(lives: Lives, reference: dict[int, str]) -> None:
+    """At each moment of a record, on one rank or on both.  What was handed over is not lost, and what one
+    rank alone has handed over is not taken."""
+    chain = Chain(lives, reference, delta={})
+    chain.die("copy", [1], 2)
+    chain.die("copy", [0, 1], 3)
+    chain.die("put", [0], 1)
+    chain.die("put", [1], 3)
+    chain.die("put", [0, 1], 2)
+    chain.die("put-done", [1], 1)
+    chain.die("put-done", [0, 1], 3)
+    chain.end()
+
+
+def test_a_trainer_dies_in_mid_batch(lives: Lives, reference: dict[int, str]) -> None:
+    """The writer still writes what is no whole batch."""
+    chain = Chain(lives, reference, delta={"batch": 3})
+    chain.die("put-done", [0, 1], 2)
+    chain.die("put-done", [1], 4)
+    chain.die("put-done", [0, 1], 5)
+    chain.die("put-done", [0], 1)
+    chain.end()
+
+
+def test_a_trainer_dies_while_ranks_plan(lives: Lives, reference: dict[int, str]) -> None:
+    """Nothing is recorded yet."""
+    chain = Chain(lives, reference, delta={})
+    chain.live((0, "plan", 1))
+    chain.allowed = (0, 1)  # the full save of the first step may be complete or not
+    chain.die("put", [0], 3)
+    chain.live((0, "plan", 1))
+    chain.allowed = (chain.step,)
+    chain.end()
+
+
+def test_a_node_dies_while_it_writes(lives: Lives, reference: dict[int, str]) -> None:
+    """Rank 1 and its writer, before each call of the writer that changes a file: what it had said to be
+    written is there."""
+    chain = Chain(lives, reference, delta={"queue": 1})
+    calls_of_a_record = {f"died {call}" for call in ("open", "pwrite", "fsync", "link", "unlink")}
+    died: set[str] = set()
+    wrote: list[int] = []
+    for number in itertools.chain((1, 6), range(11, 50)):  # the first ten announce the writer
+        told = chain.live((1, "writer", number))
+        calls = (lives.place / f"life{lives.number}" / "calls").read_text().splitlines()
+        died |= {line for line in calls if line.startswith("died")}
+        wrote = [int(e["step"]) for e in told[1].events("delta.wrote")]
+        done = last_step(told[1])  # before it, one record that is written, and one that waits
+        chain.allowed = range(max([chain.step, done - 2, *wrote]), done + 2)
+        if wrote and calls_of_a_record <= died:
+            break
+    chain.end()
+    assert calls_of_a_record <= died
+    for file in lives.place.glob("root/log/*/*.writing"):  # of writers that were killed
+        file.unlink()
+
+
+def test_a_trainer_dies_while_records_are_deleted(
+    lives: Lives,
+    reference: dict[int, str],
+) -> None:
+    """Those that no step needs which is kept."""
+    chain = Chain(lives, reference, delta={}, durable=3, keep={"last": 1}, settle=True)
+    for number in (1, 2, 4):
+        done = last_step(chain.live((0, "delete", number))[0])
+        chain.allowed = (done, done + 1)
+    chain.end()
+    oldest = min(holdfast.steps(str(lives.place / "root")))
+    logs = map(parse_key, LocalStore(lives.place / "root").list("log/"))
+    assert all(last > oldest for _, _, last, _ in filter(None, logs))
+
+
+def test_a_writer_dies(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before each call that changes a file, and its successors, too; the training goes on, and nothing is
+    lost."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    expected = at_step(5)
+    died: set[str] = set()
+    for number in itertools.count(1, 3):
+        here, calls = root / str(number), root / f"calls{number}"
+        numbers = [number, number + 1, number + 2]
+        fake = dying_writer.instead(numbers, calls, trainer=False)
+        with monkeypatch.context() as patched:
+            patched.setattr(queue, "subprocess", fake)
+            run = Run(OPTIMIZERS["adamw"])
+            with checkpointer(here, run, batch=2) as ckpt:
+                for step in range(1, 6):
+                    run.step(step)
+                    ckpt.step(step)
+        lines = {x for x in calls.read_text().splitlines() if x.startswith("died")}
+        if not lines:
+            break
+        died |= lines
+        forget(here, 4)
+        again = Run(OPTIMIZERS["adamw"])
+        with checkpointer(here, again) as ckpt:
+            assert ckpt.restore() == 5
+        check_equal(again.everything(), expected)
+    assert {"died open", "died pwrite", "died fsync", "died link", "died unlink"} <= died

@@ -1,0 +1,37 @@
+"""Lives of trainings, for the packages of tests whose conftest names them."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.memory.node import words as w
+from holdfast.memory.node.client import Client
+from memory.agents import await_gone, pid_of
+from memory.zygote import Lives
+
+WRITERS_S = 20.0
+
+
+@pytest.fixture(scope="package")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    lives = Lives(tmp_path_factory.mktemp("lives"))
+    yield lives
+    lives.close()
+
+
+@pytest.fixture
+def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
+    """Agents and writers are gone before the next test."""
+    zygote.place = tmp_path
+    yield zygote
+    for node in tmp_path.glob("node*"):
+        client = Client(node, deadline_s=30.0)
+        if client.is_there():
+            client.ask(w.Stop(free=True))
+            await_gone(pid_of(node))
+    until = time.monotonic() + WRITERS_S
+    while list(tmp_path.glob("root/log/*/*.writing")):  # writers end by themselves
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -1,0 +1,362 @@
+"""Snapshots from gradients, in one process: what a restart finds is the training's state, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import UsageError
+from holdfast.memory.feed import Feed
+from holdfast.memory.twin import Gradient, Twin
+from memory.agents import kill
+
+
+class Net(nn.Module):
+    """With a frozen weight, one that has no gradient at some steps, and buffers that change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(30, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.last = nn.Linear(40, 30)
+        self.frozen = nn.Linear(30, 30).requires_grad_(False)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.last(self.norm(self.first(x)))) * self.gain
+
+
+class Run:
+    """A training with a snapshot of every step, fed by gradients."""
+
+    def __init__(
+        self, folder: Path, kind: Any = torch.optim.AdamW, model: Net | None = None, **options: Any
+    ) -> None:
+        self.model = Net() if model is None else model
+        options = {"lr": 0.01, **options}
+        groups = [
+            {"params": [p for n, p in self.model.named_parameters() if n != "first.bias"]},
+            {"params": [self.model.first.bias], "lr": 0.1},
+        ]
+        self.optimizer = kind(groups, **options)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.average = copy.deepcopy(self.model.last).requires_grad_(False)
+        state = {
+            "model": self.model,
+            "optim": self.optimizer,
+            "sched": self.scheduler,
+            "average": self.average,
+        }
+        memory = holdfast.Memory("none", feed="gradient")
+        self.ckpt = holdfast.Checkpointer(
+            folder / "root", state, every=holdfast.Every(memory=1), memory=memory, deadline_s=20
+        )
+        self.step = 0
+        self.averages = True
+        self.events: list[holdfast.events.Event] = []
+        self.listening = holdfast.events.listen(self.events.append)
+        self.listening.__enter__()
+
+    def train(self, *, closure: bool = False) -> None:
+        self.step += 1
+        torch.manual_seed(self.step)
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 30)).square().mean().backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        if self.step % 3 == 0:
+            self.model.last.bias.grad = None
+        self.optimizer.step((lambda: torch.tensor(0.0)) if closure else None)
+        self.scheduler.step()
+        if self.averages:
+            for mean, p in zip(self.average.parameters(), self.model.last.parameters()):
+                mean.lerp_(p.detach(), 0.1)
+
+    def save(self, *, wait: bool = True) -> None:
+        self.ckpt.step(self.step)
+        if wait:
+            self.ckpt.wait(20)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        found = {k: v.clone() for k, v in self.model.state_dict().items()}
+        found |= {f"average.{k}": v.clone() for k, v in self.average.state_dict().items()}
+        for name, p in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                found[f"{name}.{key}"] = value.clone()
+        return found | {"lr": torch.tensor([g["lr"] for g in self.optimizer.param_groups])}
+
+    def restore(self) -> int:
+        """What memory has, after all of it here was ruined."""
+        with torch.no_grad():
+            for module in (self.model, self.average):
+                for tensor in module.state_dict().values():
+                    tensor.zero_()
+        self.optimizer.state.clear()
+        return self.ckpt.restore()
+
+    def seen(self, name: str) -> list[Any]:
+        return [e.fields for e in self.events if e.name == name]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    wrong = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not wrong
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
+    yield tmp_path
+    if (tmp_path / "node" / "agent.json").exists():
+        kill(tmp_path / "node")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (torch.optim.Adam, {"weight_decay": 0.1, "foreach": True}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    ],
+)
+def test_it_is_the_state(folder: Path, kind: Any, options: dict[str, Any]) -> None:
+    run = Run(folder, kind, **options)
+    for _ in range(8):
+        run.train()
+        run.save()
+    assert [f["step"] for f in run.seen("feed.followed")] == [4, 5, 6, 7, 8]
+    expected = run.values()
+    assert run.restore() == 8
+    assert run.seen("restore.from_replica") == [{"step": 8, "exactness": "bit-exact"}]
+    same(run.values(), expected)
+    for _ in range(4):  # the replica begins anew
+        run.train()
+        run.save()
+    assert run.seen("feed.followed")[-1]["step"] == 12
+    expected = run.values()
+    assert run.restore() == 12
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
+def test_snapshots_that_nobody_waits_for(folder: Path) -> None:
+    """Training goes on meanwhile; the replica stops at each snapshot's step until it is copied."""
+    run = Run(folder)
+    at = {}
+    while len(run.seen("feed.followed")) < 2 and run.step < 3000:
+        run.train()
+        at[run.step] = run.values()
+        run.save(wait=False)
+    run.ckpt.wait(20)
+    assert len(run.seen("feed.followed")) >= 2
+    step = run.restore()
+    assert step > 2
+    same(run.values(), at[step])
+    run.ckpt.close()
+
+
+@pytest.mark.parametrize("when", ["before the snapshot", "after it"])
+def test_weights_that_are_written_elsewhere(folder: Path, when: str) -> None:
+    """The next snapshot is of the state itself."""
+    run = Run(folder)
+    for _ in range(6):
+        run.train()
+        if run.step == 4 and when == "before the snapshot":
+            with torch.no_grad():
+                run.model.first.weight.mul_(0.5)
+        run.save()
+        if run.step == 4 and when == "after it":
+            with torch.no_grad():
+                run.model.first.weight.mul_(0.5)
+    assert [f["why"] for f in run.seen("twins.lost")] == [
+        "weights or states were written outside optimizer.step()"
+    ]
+    expected = run.values()
+    assert run.restore() == 6
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
+@pytest.mark.parametrize("what", ["loaded", "written"])
+def test_states_that_are_set_elsewhere(folder: Path, what: str) -> None:
+    run = Run(folder)
+    while run.step < 8 or run.seen("feed.followed")[-1]["step"] != run.step:
+        assert run.step < 30
+        run.train()
+        if run.step == 4 and what == "loaded":
+            run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+            for state in run.optimizer.state.values():
+                state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        if run.step == 4 and what == "written":
+            run.optimizer.state[run.model.gain]["exp_avg"].zero_()
+        if run.step == 5:  # the replica learns from this one, or from the one before
+            run.ckpt._tiers.memory._feed.twins.forget("a test")
+        run.save()
+    assert "written outside" in run.seen("twins.lost")[0]["why"]
+    assert not run.seen("feed.drift")
+    expected = run.values()
+    assert run.restore() == run.step
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
+def test_what_the_replica_has_not_is_of_the_same_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An average of the weights, while the training goes on before the snapshot is copied."""
+    run, going_on = Run(folder), threading.Event()
+    moment = Feed.moment
+
+    def late(feed: Feed, job: Any) -> Any:
+        assert going_on.wait(20)
+        return moment(feed, job)
+
+    for _ in range(4):
+        run.train()
+        run.save()
+    monkeypatch.setattr(Feed, "moment", late)
+    run.train()
+    run.save(wait=False)
+    expected = run.values()
+    run.train()
+    run.train()
+    going_on.set()
+    run.ckpt.wait(20)
+    assert run.seen("feed.followed")[-1]["step"] == 5
+    assert run.restore() == 5
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
+def test_an_average_that_begins_while_a_snapshot_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That nobody had set it aside is found; the snapshot before stays."""
+    run, going_on = Run(folder), threading.Event()
+    run.averages = False
+    moment = Feed.moment
+
+    def late(feed: Feed, job: Any) -> Any:
+        assert going_on.wait(20)
+        return moment(feed, job)
+
+    for _ in range(4):
+        run.train()
+        run.save()
+    expected = run.values()
+    monkeypatch.setattr(Feed, "moment", late)
+    run.train()
+    run.save(wait=False)
+    run.averages = True
+    run.train()
+    going_on.set()
+    with pytest.warns(holdfast.HoldfastWarning, match="written outside"):
+        run.ckpt.wait(20)
+    assert run.restore() == 4
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
+def test_sharded_modules_are_left_to_the_training_thread(folder: Path) -> None:
+    """`reshard`, as FSDP2 has it, in the middle of a forward pass would be its end."""
+
+    class Sharded(Net):
+        threads: ClassVar[set[str]] = set()
+
+        def reshard(self) -> None:
+            self.threads.add(threading.current_thread().name)
+
+        def unshard(self) -> None: ...
+
+    run = Run(folder, model=Sharded())
+    for _ in range(4):
+        run.train()
+        run.save()
+    assert run.seen("feed.followed")
+    assert Sharded.threads == {threading.main_thread().name}
+    run.ckpt.close()
+
+
+def test_no_save_fails_by_the_replica(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(Feed, "_make", fail)
+    run = Run(folder)
+    run.train()
+    run.ckpt.save(1).wait(20)
+    assert run.seen("twins.ended") == [{"why": "MemoryError: no more"}]
+    run.ckpt.close()
+
+
+def test_a_replica_that_differs_is_found_by_a_durable_save(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(folder)
+    apply = Twin.apply
+
+    def inexactly(twin: Twin, gradient: Gradient) -> None:
+        apply(twin, gradient)
+        with torch.no_grad():
+            twin.weights[0].add_(1e-3)
+
+    for _ in range(7):
+        run.train()
+        run.save()
+        if run.step == 4:
+            monkeypatch.setattr(Twin, "apply", inexactly)
+    monkeypatch.setattr(Twin, "apply", apply)
+    run.ckpt.save(7).wait(20)
+    (drift,) = run.seen("feed.drift")
+    assert 2.5e-3 < drift["most"] < 3.5e-3
+    assert drift["tensor"] == "model.gain"
+    for _ in range(2):
+        run.train()
+        run.save()
+    followed = len(run.seen("feed.followed"))
+    run.train()
+    run.save()
+    assert len(run.seen("feed.followed")) == followed + 1
+    expected = run.values()
+    assert run.restore() == 10
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
+def test_a_closure_cannot_be_followed(folder: Path) -> None:
+    run = Run(folder, torch.optim.SGD)
+    for _ in range(6):
+        run.train(closure=True)
+        run.save()
+    assert not run.seen("feed.followed")
+    expected = run.values()
+    assert run.restore() == 6
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
+def test_what_cannot_be_followed_is_refused(folder: Path) -> None:
+    model = nn.Linear(4, 4)
+    memory = holdfast.Memory(feed="gradient")
+    for optimizer, text in (
+        (torch.optim.LBFGS(model.parameters()), "not known to treat each element"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(2))]), "that no module of the state has"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            holdfast.Checkpointer(folder / "r", {"m": model, "o": optimizer}, memory=memory)
+    with pytest.raises(UsageError, match="needs an optimizer"):
+        holdfast.Checkpointer(folder / "r", {"m": model}, memory=memory)
+    with pytest.raises(UsageError, match="must be state or gradient"):
+        holdfast.Memory(feed="gradients")  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""A twin of an optimizer makes the same steps, bit for bit, with the optimizer states of another rank.
+
+The optimizers are torch's, inside its ZeroRedundancyOptimizer on one rank, whose own states the twin is to
+arrive at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from holdfast.errors import UsageError
+from holdfast.memory.recompute import shadow_of
+from holdfast.memory.twin import MOST_AHEAD, Part, Twin
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made(kind: Any, **options: Any) -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.Linear(33, 40))
+    model[1].bias.requires_grad_(False)
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.3}]
+    return model, ZeroRedundancyOptimizer(groups, kind, lr=0.01, **options)
+
+
+def gradients(model: torch.nn.Module, step: int) -> None:
+    """One parameter has none at some steps, one never."""
+    torch.manual_seed(step)
+    model(torch.randn(8, 40)).square().mean().backward()
+    if step in (0, 3):
+        model[0].bias.grad = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {"momentum": 0.9}),
+        (torch.optim.NAdam, {}),
+    ],
+)
+def test_the_same_steps(kind: Any, options: dict[str, Any]) -> None:
+    model, optimizer = made(kind, **options)
+    parts = [Part(name, p) for name, p in model.named_parameters()]
+    twin = Twin(optimizer, parts)
+    twin.copy_weights()
+    for step in range(6):
+        gradients(model, step)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        taken = twin.take()
+        assert taken is not None
+        optimizer.step()
+        optimizer.zero_grad()
+        twin.apply(taken)
+        twin.give_back(taken)
+    for part, mine, redone in zip(parts, twin.weights, twin.states()):
+        assert torch.equal(mine, part.param), part.name
+        for state, value in optimizer.optim.state[part.param].items():
+            assert torch.equal(redone.pop(state), value), (part.name, state)
+        assert not redone
+
+
+def test_gradients_that_wait_are_bounded() -> None:
+    model, optimizer = made(torch.optim.SGD)
+    twin = Twin(optimizer, [Part("0.weight", model[0].weight)])
+    gradients(model, 1)
+    taken = [twin.take() for _ in range(MOST_AHEAD + 1)]
+    assert taken[-1] is None
+    assert None not in taken[:-1]
+    twin.give_back(taken[0])
+    assert twin.take() is not None
+
+
+def test_other_optimizers_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    with pytest.raises(UsageError, match="ZeroRedundancyOptimizer under DDP") as failed:
+        shadow_of(state)
+    assert failed.value.hint == "choose copy or parity"
