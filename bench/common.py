@@ -72,6 +72,13 @@ def parser(doc: str, *, rounds: int, ranks: str) -> argparse.ArgumentParser:
     return p  # fmt: skip
 
 
+def with_compute(p: argparse.ArgumentParser) -> None:
+    """For `main(extend=...)`: how long a step computes."""
+    p.add_argument(
+        "--compute", type=float, default=1.0, help="seconds of computing per step (default: 1)"
+    )
+
+
 def main(
     name: str,
     doc: str,

@@ -12,13 +12,23 @@ and beside doing those steps again.
 
 from __future__ import annotations
 
-import argparse
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
-from common import Job, main, over_ranks, ratio, row, seconds, settle, slowest, take_turns
+from common import (
+    Job,
+    main,
+    over_ranks,
+    ratio,
+    row,
+    seconds,
+    settle,
+    slowest,
+    take_turns,
+    with_compute,
+)
 from stall import Trainer
 
 
@@ -222,11 +232,5 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
-def extend(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--compute", type=float, default=1.0, help="seconds of computing per step (default: 1)"
-    )
-
-
 if __name__ == "__main__":
-    main("delta", __doc__, work, rows, rounds=3, ranks="1,2", extend=extend)
+    main("delta", __doc__, work, rows, rounds=3, ranks="1,2", extend=with_compute)

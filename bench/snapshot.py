@@ -3,7 +3,8 @@
 One *step* is a compute loop (matrix products and nothing else, in the place of forward and backward) and a
 real AdamW step over the whole state.
 held        of the training thread by a snapshot: its call, plus what the optimizer's step takes longer than
-            the one just before, without a snapshot (medians), beside dcp.async_save with its defaults
+            the one just before, without a snapshot (medians), beside dcp.async_save with its defaults;
+            and the same with no snapshot at all, which is how far steps differ by themselves
 complete    from the call until the snapshot is committed, digests and protection included, with nothing
             else running, beside dcp.async_save, and beside a plain copy of the same bytes by one thread
 copy        of that, the copying into shared memory alone
@@ -14,7 +15,6 @@ loop        steps per second with a snapshot every tenth step, and of the same l
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import time
@@ -22,7 +22,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import Job, main, over_ranks, ratio, row, seconds, settle, slowest, take_turns
+from common import (
+    Job,
+    main,
+    over_ranks,
+    ratio,
+    row,
+    seconds,
+    settle,
+    slowest,
+    take_turns,
+    with_compute,
+)
 from stall import Trainer
 
 LOOP_STEPS = 20
@@ -75,7 +86,7 @@ def work(job: Job) -> dict[str, Any]:
         return answer.result
 
     steps: list[float] = []
-    held: dict[str, list[tuple[float, float]]] = {n: [] for n in (*ckpts, "dcp")}
+    held: dict[str, list[tuple[float, float]]] = {n: [] for n in (*ckpts, "dcp", "nothing")}
     copy_s: dict[str, list[float]] = {n: [] for n in ckpts}
 
     def holding(name: str) -> float:
@@ -83,7 +94,7 @@ def work(job: Job) -> dict[str, Any]:
         steps.append(compute + update)
         dist.barrier()
         started = time.perf_counter()
-        wait = save(name)
+        wait = save(name) if name != "nothing" else lambda: None
         called = time.perf_counter() - started
         trainer.compute()
         held[name].append((called, trainer.update() - update))
@@ -153,7 +164,8 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
             what = f"{who}, {name}"
             part = 100 * median(f["held"][name]) / f["step_s"]
             out += [
-                row(f"held by a snapshot, {what}", seconds(f["held"], name), f"step {f['step_s']:.2f} s",
+                row(f"held by a snapshot, {what}", seconds(f["held"], name),
+                    f"step {f['step_s']:.2f} s; without a snapshot {seconds(f['held'], 'nothing')}",
                     part, "<= 2", " %"),
                 row(f"held by a snapshot, {what}", seconds(f["held"], name),
                     f"dcp.async_save {seconds(f['held'], 'dcp')}", ratio(f["held"], "dcp", name), ">= 20"),
@@ -170,11 +182,5 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
-def extend(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--compute", type=float, default=1.0, help="seconds of computing per step (default: 1)"
-    )
-
-
 if __name__ == "__main__":
-    main("snapshot", __doc__, work, rows, rounds=6, ranks="1,2,4", extend=extend)
+    main("snapshot", __doc__, work, rows, rounds=6, ranks="1,2,4", extend=with_compute)

@@ -15,12 +15,11 @@ dcp staged   async_save with a DefaultStager that stages in a thread and is kept
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import median
 from typing import Any
 
-from common import Job, main, over_ranks, ratio, row, seconds, settle, take_turns
+from common import Job, main, over_ranks, ratio, row, seconds, settle, take_turns, with_compute
 
 DCP = ("dcp thread", "dcp process", "dcp staged")
 
@@ -149,11 +148,5 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
-def extend(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--compute", type=float, default=1.0, help="seconds of computing per step (default: 1)"
-    )
-
-
 if __name__ == "__main__":
-    main("stall", __doc__, work, rows, rounds=4, extend=extend)
+    main("stall", __doc__, work, rows, rounds=4, extend=with_compute)

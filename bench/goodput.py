@@ -1,0 +1,359 @@
+"""Goodput under failures: a training of which a rank is killed about once a minute, until it has ended.
+
+2 ranks of examples/gpt.py, wider, under FSDP2 and `torchrun --max-restarts`.  Contestants make the same
+steps on the same data, and a rank gets SIGKILL by the same schedule (`--seed`): which one, and 40 to 80 s
+after the training has begun or was taken up again.  Each goes on from what it had kept:
+holdfast   a record of every step, a snapshot in memory of every 10th, a full save of every 100th
+dcp        torch.distributed.checkpoint.async_save as often as is optimal after Young and Daly: every
+           sqrt(2 C M) seconds, C what one save takes from the training (measured before) and M 60 s
+Both are held against a training without failures (a bare step's time, the median of measurements before,
+between and after, times the steps) plus what every restart takes before anything is restored: torchrun,
+Python, imports, model.
+
+Steps lost by a failure were done and had to be done again; so has the step under way, by anybody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from common import HERE, Job, main, over_ranks, row, settle
+
+BARE, NAMES = (" before", " between", " after"), (" holdfast", " dcp")
+MTBF_S = 60.0
+BARE_STEPS = 20
+LIVES = 1000
+
+
+class Training:
+    """A model, its optimizer and its data."""
+
+    def __init__(self, job: Job) -> None:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sys.path.insert(0, str(HERE.parent / "examples"))
+        import gpt
+        import text
+
+        small = job.args.small
+        shape = gpt.Shape() if small else gpt.Shape(dim=384, hidden=1024, num_layers=8)
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (job.size, 1), mesh_dim_names=("dp", "tp"))
+        self.model = gpt.build(mesh, shape)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
+        batch = job.args.batch
+        self.loader = text.Loader(
+            batch=batch, context=shape.context, seed=0, rank=job.rank, num_ranks=job.size
+        )
+        self.number = 0
+
+    def step(self) -> None:
+        import torch.nn.functional as F  # noqa: N812
+
+        inputs, targets = next(self.loader)
+        F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten()).backward()
+        self.optim.step()
+        self.optim.zero_grad()
+        self.number += 1
+
+    def went_back(self, number: int) -> None:
+        self.number = self.loader.step = number
+
+    def checksum(self) -> int:
+        """Of the bits of all parameters on all ranks."""
+        import torch
+
+        parts = [
+            p.to_local().detach().reshape(-1).view(torch.int32) for p in self.model.parameters()
+        ]
+        return int(over_ranks(sum(int(p.sum(dtype=torch.int64)) % (1 << 40) for p in parts), "SUM"))
+
+
+class Holdfast:
+    """Records of every step, on top of snapshots and full saves."""
+
+    def __init__(self, job: Job, training: Training, _: dict[str, Any]) -> None:
+        import holdfast
+
+        self.training = training
+        self.ckpt = holdfast.Checkpointer(
+            job.root / "holdfast",
+            {"model": training.model, "optim": training.optim, "loader": training.loader},
+            every=holdfast.Every(durable=100, memory=10, delta=1),
+            memory=holdfast.Memory(),
+            delta=holdfast.Delta(),
+            keep=holdfast.Keep(last=2),
+            on_resize={"loader": "same"},
+        )
+
+    def restore(self) -> int:
+        return self.ckpt.restore()
+
+    def done(self) -> None:
+        self.ckpt.step(self.training.number)
+
+    def close(self) -> None:
+        self.ckpt.close()
+
+
+class Dcp:
+    """Asynchronous saves, one at a time, the newest two kept."""
+
+    def __init__(self, job: Job, training: Training, bare: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        self.job, self.training = job, training
+        self.folder = job.root / "dcp"
+        self.every = bare.get("dcp_every", 0)
+        self.group = dist.new_group(backend="gloo")
+        self.flying: Any = None
+
+    def tree(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optim = get_state_dict(self.training.model, self.training.optim)
+        return {"model": model, "optim": optim}
+
+    def complete(self) -> list[int]:
+        return sorted(int(p.parent.name) for p in self.folder.glob("*/.metadata"))
+
+    def restore(self) -> int:
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        newest = [max(self.complete(), default=0)]
+        dist.broadcast_object_list(newest)
+        if newest[0]:
+            tree = self.tree()
+            dcp.load(tree, checkpoint_id=self.folder / str(newest[0]), process_group=self.group)
+            set_state_dict(
+                self.training.model, self.training.optim,
+                model_state_dict=tree["model"], optim_state_dict=tree["optim"],
+            )  # fmt: skip
+        return newest[0]
+
+    def done(self) -> None:
+        if self.training.number % self.every == 0:
+            self.save()
+
+    def save(self) -> Any:
+        import torch.distributed.checkpoint as dcp
+
+        self.close()
+        if self.job.rank == 0:
+            for old in self.complete()[:-2]:
+                shutil.rmtree(self.folder / str(old))
+            shutil.rmtree(self.folder / str(self.training.number), ignore_errors=True)
+        self.flying = dcp.async_save(
+            self.tree(),
+            checkpoint_id=self.folder / str(self.training.number),
+            process_group=self.group,
+        )
+        return self.flying
+
+    def close(self) -> None:
+        """Wait for the save under way."""
+        if self.flying is not None:
+            self.flying.result()
+
+
+# -- before ---------------------------------------------------------------------------------------
+
+
+def measured(job: Job) -> dict[str, Any]:
+    """The time of a bare step; the first time also what an asynchronous save takes from the training."""
+    training = Training(job)
+    for _ in range(3):
+        training.step()
+    step_s = steps(job, training, BARE_STEPS) / BARE_STEPS
+    if job.phase != BARE[0]:
+        return {"step_s": step_s}
+    dcp = Dcp(job, training, {})
+    for _ in range(2):  # the second with everything allocated
+        settle(job)
+        began, count = time.perf_counter(), 0
+        done: list[float] = []
+        dcp.save().add_done_callback(lambda _, done=done: done.append(1.0))
+        while over_ranks(len(done), "MIN") < 1:
+            training.step()
+            count += 1
+        took = over_ranks(time.perf_counter() - began)
+    cost = max(took - count * step_s, 1e-3)
+    dcp.close()
+    settle(job, dcp.folder)
+    bare = {
+        "step_s": step_s,
+        "dcp_cost_s": cost,
+        "dcp_every": max(1, round(math.sqrt(2 * cost * MTBF_S) / step_s)),
+        "steps": round(job.args.minutes * 60 / step_s),
+        "params": over_ranks(sum(p.to_local().numel() for p in training.model.parameters()), "SUM"),
+    }
+    if job.rank == 0:
+        (job.root / "bare.json").write_text(json.dumps(bare))
+    return bare
+
+
+def steps(job: Job, training: Training, number: int) -> float:
+    settle(job)
+    began = time.perf_counter()
+    for _ in range(number):
+        training.step()
+    return over_ranks(time.perf_counter() - began)
+
+
+# -- a life ---------------------------------------------------------------------------------------
+
+
+def life() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def kills(seed: int, ranks: int) -> list[tuple[float, int]]:
+    """By life: after how many seconds which rank is killed."""
+    chance = random.Random(seed)
+    return [(chance.uniform(40, 80), chance.randrange(ranks)) for _ in range(LIVES)]
+
+
+def doomed(job: Job, say: Any) -> None:
+    """This life's kill, if it comes to that."""
+    after, rank = kills(job.args.seed, job.size)[life()]
+    if rank != job.rank:
+        return
+
+    def strike() -> None:
+        say(event="killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    timer = threading.Timer(after, strike)
+    timer.daemon = True
+    timer.start()
+
+
+def lived(job: Job) -> dict[str, Any] | None:
+    """From where the life before had come to, on to the last step."""
+    path = job.root / f"log{job.phase.strip()}"
+
+    def say(**fields: Any) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps({"life": life(), "time": time.time(), **fields}) + "\n")
+
+    bare = json.loads((job.root / "bare.json").read_text())
+    training = Training(job)
+    if job.rank == 0:
+        say(event="model")
+    one = (Holdfast if job.phase == NAMES[0] else Dcp)(job, training, bare)
+    training.went_back(one.restore())
+    if job.rank == 0:
+        say(event="restored", step=training.number)
+    doomed(job, say)
+    while training.number < bare["steps"]:
+        training.step()
+        one.done()
+        if job.rank == 0:
+            say(event="step", step=training.number)
+    one.close()
+    if job.rank == 0:
+        say(event="end")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return {"log": brief(found), "checksum": training.checksum(), **summary(found)}
+
+
+def brief(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [x for x in log if x["event"] != "step"]
+
+
+def summary(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """Times and losses of all lives."""
+    lost, restarts = [], []
+    for n in range(max(x["life"] for x in log)):
+        done = max([x["step"] for x in log if x["life"] == n and "step" in x], default=0)
+        killed = next(x["time"] for x in log if x["life"] == n and x["event"] == "killed")
+        after = {x["event"]: x for x in log if x["life"] == n + 1 and x["event"] != "step"}
+        lost.append(max(0, done - after["restored"]["step"]))
+        restarts.append(after["model"]["time"] - killed)
+    began = next(x["time"] for x in log if x["event"] == "restored")
+    return {
+        "seconds": log[-1]["time"] - began,
+        "failures": len(lost),
+        "lost_steps": lost,
+        "restarts_s": restarts,
+    }
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def memory() -> Path:
+    return Path("/dev/shm") / f"holdfast-bench-{os.environ['TORCHELASTIC_RUN_ID']}"
+
+
+def work(job: Job) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    if job.phase in BARE:
+        return measured(job)
+    os.environ["HOLDFAST_MEMORY_DIR"] = str(memory())
+    found = lived(job)
+    dist.barrier()
+    if job.rank == 0:
+        shutil.rmtree(memory(), ignore_errors=True)
+    settle(job, job.root / "holdfast", job.root / "dcp")
+    return found or {}
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    by_phase = {" " + key.split()[1]: one for key, one in found.items()}
+    bare, (ours, theirs) = by_phase[BARE[0]], (by_phase[name] for name in NAMES)
+    step_s = median(by_phase[phase]["step_s"] for phase in BARE)
+    ideal = [bare["steps"] * step_s + sum(one["restarts_s"]) for one in (ours, theirs)]
+    lost = [mean(one["lost_steps"] or [0]) for one in (ours, theirs)]
+    what = f"{bare['steps']} steps of {step_s:.2f} s"
+    every = f"async_save every {bare['dcp_every']} steps"
+    return [
+        row(f"{what}, a rank killed about every {MTBF_S:.0f} s",
+            f"{ours['seconds']:.0f} s, {ours['failures']} failures",
+            f"without failures, with its restarts {ideal[0]:.0f} s", ours["seconds"] / ideal[0],
+            "<= 1.05"),
+        row(f"the same, {every}", f"{ours['seconds']:.0f} s",
+            f"dcp {theirs['seconds']:.0f} s, {theirs['failures']} failures; without failures, with its "
+            f"restarts {ideal[1]:.0f} s", theirs["seconds"] / ideal[1]),
+        row("steps lost by a failure", f"{lost[0]:.1f}", f"dcp {lost[1]:.1f}", lost[0], "<= 1", ""),
+        row("same weights at the end", str(ours["checksum"] % 10**6), str(theirs["checksum"] % 10**6),
+            float(ours["checksum"] == theirs["checksum"]), ">= 1", ""),
+    ]  # fmt: skip
+
+
+def extend(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--minutes", type=float, default=10.0, help="of training without failures (10)")
+    p.add_argument("--batch", type=int, default=8, help="rows of the global batch (8)")
+    p.add_argument("--seed", type=int, default=0, help="of the kills (0)")
+
+
+def phases(numbers: list[int]) -> list[tuple[int, str]]:
+    order = (BARE[0], NAMES[0], BARE[1], NAMES[1], BARE[2])
+    return [(numbers[0], phase) for phase in order]
+
+
+def restarts(_: argparse.Namespace, phase: str) -> int:
+    return 0 if phase in BARE else LIVES
+
+
+if __name__ == "__main__":
+    main(
+        "goodput", __doc__, work, rows,
+        rounds=1, ranks="2", phases=phases, extend=extend, restarts=restarts,
+    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""Whether dense gradients should be packed without loss before they are written: how small, and how fast.
+
+    pip install zstandard lz4
+    python bench/packing.py
+
+Gradients of a GPT (examples/gpt.py) that has trained for some steps on this repository's own text, in
+float32 and bfloat16, whole and by byte planes (the first bytes of all elements, then the second ones, ...).
+Speed is that of one core, of the gradients' own bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from common import HERE
+
+sys.path.insert(0, str(HERE.parent / "examples"))
+STEPS = 60
+
+
+def gradients() -> list[object]:
+    """Of the last step, flat."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812  its usual name
+    from gpt import GPT, Shape
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    shape = Shape()
+    text = b"".join(p.read_bytes() for p in sorted((HERE.parent / "docs").glob("*.md")))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    model = GPT(shape)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        optim.zero_grad()
+        at = torch.randint(len(data) - shape.context - 1, (8,)).tolist()
+        tokens = torch.stack([data[a : a + shape.context + 1] for a in at])
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optim.step()
+    return [torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
+
+
+def main() -> None:
+    import lz4.frame
+    import numpy as np
+    import torch
+    import zstandard
+
+    (grad,) = gradients()
+    assert isinstance(grad, torch.Tensor)
+    codecs: dict[str, Callable[[bytes], bytes]] = {
+        "zstd -1": zstandard.ZstdCompressor(level=1).compress,
+        "zstd -3": zstandard.ZstdCompressor(level=3).compress,
+        "lz4": lz4.frame.compress,
+    }
+    print("| gradients | planes | codec | size | MB/s |\n|---|---|---|---|---|")
+    for dtype, raw in ((torch.float32, np.uint32), (torch.bfloat16, np.uint16)):
+        bits = grad.to(dtype).view({4: torch.int32, 2: torch.int16}[dtype.itemsize]).numpy()
+        table = bits.view(raw).view(np.uint8).reshape(-1, dtype.itemsize)
+        for planes in (False, True):
+            for name, compress in codecs.items():
+                best, size = float("inf"), 0
+                for _ in range(3):
+                    began = time.perf_counter()
+                    data = np.ascontiguousarray(table.T) if planes else table
+                    size = len(compress(data.tobytes()))
+                    best = min(best, time.perf_counter() - began)
+                how = "yes" if planes else "no"
+                part, speed = 100 * size / table.size, table.size / best / 1e6
+                kind = str(dtype).removeprefix("torch.")
+                print(f"| {kind} | {how} | {name} | {part:.1f} % | {speed:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
