@@ -625,21 +625,28 @@ def test_not_durable_until_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 3 * MIB + 5])
-def test_reread_is_what_was_written(tmp_path: Path, size: int) -> None:
+def test_what_is_read_once_is_what_was_written(tmp_path: Path, size: int) -> None:
     store, data = LocalStore(tmp_path), os.urandom(size)
     store.put("x", data)
-    into = memoryview(mmap.mmap(-1, 4 * MIB))
-    store.reread("x", 0, into[:size])
-    assert into[:size] == data
-    if size > 4096:
-        store.reread("x", 4096, into[: size - 4096])
-        assert into[: size - 4096] == data[4096:]
-    for more in (1, 5000):
-        with pytest.raises(Corrupt, match=str(size)):
-            store.reread("x", 0, into[: size + more])
+    reader = store.open_once("x")
+    for shift in (0, 1):  # where in a page the memory begins
+        into = memoryview(mmap.mmap(-1, 4 * MIB))[shift:]
+        for start, stop in ((0, size), (4096, size), (1, size - 1), (5000, 5001), (4095, 8193)):
+            if start < stop <= size:
+                reader.read(start, into[: stop - start])
+                assert into[: stop - start] == data[start:stop], (shift, start, stop)
+                assert into[stop - start :][:4096] == bytes(min(4096, len(into) - stop + start))
+                into[: stop - start] = bytes(stop - start)
+        for more in (1, 5000):
+            with pytest.raises(Corrupt, match=str(size)):
+                reader.read(0, into[: size + more])
+            into[:size] = bytes(size)
+    reader.close()
+    with pytest.raises(UsageError):
+        reader.read(0, into[:1])
 
 
-def test_reread_where_direct_reads_are_refused(
+def test_read_once_where_direct_reads_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(tmp_path)
@@ -655,5 +662,9 @@ def test_reread_where_direct_reads_are_refused(
     real = os.preadv
     monkeypatch.setattr(os, "preadv", preadv)
     into = memoryview(bytearray(15000))
-    store.reread("x", 0, into)
+    reader = store.open_once("x")
+    reader.read(0, into)
     assert into == b"abc" * 5000 and refused
+    reader.read(3, into[:6])
+    assert into[:6] == b"abcabc" and len(refused) == 1  # it does not ask again
+    reader.close()

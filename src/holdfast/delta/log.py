@@ -278,7 +278,8 @@ class LogStore(ViewStore):
 
     def open(self, key: str) -> Reader:
         found, record = self._place(key)
-        return PartReader(self._store.open(found.key), found.start + record.at)
+        once = getattr(self._store, "open_once", self._store.open)
+        return PartReader(once(found.key), found.start + record.at)
 
     def size(self, key: str) -> int:
         return self._place(key)[1].bytes

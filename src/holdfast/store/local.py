@@ -13,7 +13,6 @@ training data out of the page cache.
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 import threading
@@ -34,6 +33,7 @@ from holdfast.store.contract import (
     past_end,
     target_view,
 )
+from holdfast.store.direct import DirectReader
 from holdfast.store.directories import (
     fsync_directories,
     fsync_directory,
@@ -41,8 +41,8 @@ from holdfast.store.directories import (
     remove_empty_directories,
     walk,
 )
-from holdfast.store.oserrors import REFUSED, translated
-from holdfast.store.tempfiles import TempFile, open_direct, open_temp, sweep
+from holdfast.store.oserrors import translated
+from holdfast.store.tempfiles import TempFile, open_temp, sweep
 from holdfast.threads import in_threads
 
 SYNC_THREADS = 16
@@ -111,26 +111,11 @@ class LocalStore:
         with translated("read", key, path):
             return LocalReader(key, path, os.open(path, os.O_RDONLY))
 
-    def reread(self, key: str, offset: int, into: memoryview) -> None:
-        """As `read`, but what the disk holds: past the page cache where the file system has O_DIRECT.
-
-        `offset` is a multiple of 4096, and `into` starts at one in memory.
-        """
-        path, view = self._path(key), target_view(into, offset)
+    def open_once(self, key: str) -> DirectReader:
+        """As `open`, for what is read once: past the page cache."""
+        path = self._path(key)
         with translated("read", key, path):
-            fd, direct = open_direct(path, os.O_RDONLY)
-            try:
-                missing = (_fill_blocks if direct else _fill)(fd, offset, view)
-                size = os.fstat(fd).st_size if missing else 0
-            except OSError as error:
-                if not (direct and error.errno in REFUSED):
-                    raise
-                missing = size = 0
-                self.read(key, offset, into)
-            finally:
-                os.close(fd)
-        if missing:
-            raise past_end(key, offset, offset + len(view), size)
+            return DirectReader(key, path)
 
     def size(self, key: str) -> int:
         """Length of an object in bytes."""
@@ -190,19 +175,6 @@ def _fill(fd: int, offset: int, view: memoryview) -> int:
         offset += num_bytes
         view = view[num_bytes:]
     return len(view)
-
-
-def _fill_blocks(fd: int, offset: int, view: memoryview) -> int:
-    """As `_fill`, in whole blocks, as O_DIRECT must be read."""
-    whole = len(view) // BLOCK_BYTES * BLOCK_BYTES
-    missing = _fill(fd, offset, view[:whole])
-    if missing or whole == len(view):
-        return missing + len(view) - whole
-    last = memoryview(mmap.mmap(-1, BLOCK_BYTES))
-    got = BLOCK_BYTES - _fill(fd, offset + whole, last)
-    rest = view[whole:]
-    rest[:] = last[: len(rest)]
-    return max(len(rest) - got, 0)
 
 
 class LocalReader:

@@ -158,7 +158,7 @@ class TempFile:
         """Write all of `view` at `offset`, a multiple of 4096; may write more up to the next."""
         aligned = len(view)
         if self.direct:
-            aligned = len(view) // BLOCK_BYTES * BLOCK_BYTES if _is_aligned(view) else 0
+            aligned = len(view) // BLOCK_BYTES * BLOCK_BYTES if is_aligned(view) else 0
         self._write_all(offset, view[:aligned])
         if aligned < len(view):
             self._write_copied(offset + aligned, view[aligned:])
@@ -250,7 +250,8 @@ class TempFile:
         self.direct = False  # after F_SETFL: a thread that reads False writes without the flag
 
 
-def _is_aligned(view: memoryview) -> bool:
+def is_aligned(view: memoryview) -> bool:
+    """Whether memory starts at a block."""
     return np.frombuffer(view, np.uint8).ctypes.data % BLOCK_BYTES == 0
 
 

@@ -1,0 +1,88 @@
+"""Reading a file past the page cache: for what is read once and not again.
+
+Filling the cache costs the kernel a copy and fresh pages, on the cores that a restart computes with, and
+pushes out what training reads again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from contextlib import suppress
+
+from holdfast.errors import UsageError
+from holdfast.store.contract import BLOCK_BYTES, past_end, target_view
+from holdfast.store.oserrors import REFUSED, translated
+from holdfast.store.tempfiles import O_DIRECT, is_aligned, open_direct
+
+SPARE_BYTES = 2 << 20
+
+
+class _Spare(threading.local):
+    """Memory of one thread that starts at a page."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(mmap.mmap(-1, SPARE_BYTES))
+
+
+_spare = _Spare()
+
+
+class DirectReader:
+    """One object being read with O_DIRECT, or through the page cache where the file system refuses it.
+
+    Whole blocks are read straight into memory that starts at one; else into memory of the reading thread,
+    and copied out.
+    """
+
+    def __init__(self, key: str, path: str) -> None:
+        self._key = key
+        self._path = path
+        self._fd, self._direct = open_direct(path, os.O_RDONLY)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        if self._fd < 0:
+            raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
+        view, at = target_view(into, offset), offset
+        with translated("read", self._key, self._path):
+            while view:
+                got = self._piece(at, view)
+                if not got:
+                    break
+                view, at = view[got:], at + got
+            size = os.fstat(self._fd).st_size if view else 0
+        if view:
+            raise past_end(self._key, offset, at + len(view), size)
+
+    def _piece(self, at: int, view: memoryview) -> int:
+        """Read some bytes from `at` on into the head of `view`; how many, 0 at the file's end."""
+        if at % BLOCK_BYTES == 0 and len(view) >= BLOCK_BYTES and is_aligned(view):
+            return self._blocks(at, view[: len(view) // BLOCK_BYTES * BLOCK_BYTES])
+        before = at % BLOCK_BYTES
+        stop = min(SPARE_BYTES, -(-(before + len(view)) // BLOCK_BYTES) * BLOCK_BYTES)
+        got = min(self._blocks(at - before, _spare.view[:stop]) - before, len(view))
+        if got <= 0:
+            return 0
+        view[:got] = _spare.view[before : before + got]
+        return got
+
+    def _blocks(self, at: int, into: memoryview) -> int:
+        try:
+            return os.preadv(self._fd, [into], at)
+        except OSError as error:
+            if not self._direct or error.errno not in REFUSED:
+                raise
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~O_DIRECT)
+        self._direct = False
+        return os.preadv(self._fd, [into], at)
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
