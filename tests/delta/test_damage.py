@@ -103,6 +103,25 @@ def test_replay_ends_before_a_damaged_record(
         check_equal(again.everything(), expected)
 
 
+@pytest.mark.parametrize(("damage", "where"), [(flip, 0.5), (cut, 0.5), (cut, 0.0), (lose, 0.0)])
+def test_a_damaged_plan_costs_the_records_it_describes(
+    root: Path,  # noqa: F811
+    damage: Callable[[Path, float], None],
+    where: float,
+) -> None:
+    """And not the full step that they lead on from."""
+    recorded(root, new, LAST)
+    (plan,) = (root / "log").glob("*/plan-*.json")
+    damage(plan, where)
+    run = new()
+    with checkpointer(root, run) as ckpt:
+        with pytest.warns(holdfast.HoldfastWarning, match="after 4 is missing or damaged"):
+            assert ckpt.restore() == 4
+        check_equal(run.everything(), at_step(4))
+    _, damaged = open_log(open_store(str(root)))
+    assert damaged == [str(plan.relative_to(root))]
+
+
 def test_a_step_behind_a_damaged_record_is_not_given_out(root: Path) -> None:  # noqa: F811
     """Who asks for a step gets it, or an error."""
     recorded(root, new, LAST)

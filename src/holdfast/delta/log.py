@@ -20,6 +20,7 @@ from holdfast.delta.segment import (
     Plan,
     Record,
     parse_key,
+    plan_key,
     read_header,
     read_plan,
 )
@@ -111,10 +112,13 @@ def tidy_log(store: Store, max_bytes: int = 0) -> None:
 
 
 def open_log(store: Store) -> tuple[Log, list[str]]:
-    """All records of a root, and the keys of segments that cannot be read."""
+    """All records of a root, and the keys of segments and plans that cannot be read."""
     keys = segments(store)
     found = read_headers(store, keys)
-    return Log(store, found), sorted(set(keys) - {one.key for one in found})
+    log = Log(store, found)
+    plans = log.damaged_plans()
+    log.leave_out(plans)
+    return log, sorted({*keys, *plans} - {one.key for one in found})
 
 
 @dataclass
@@ -168,6 +172,7 @@ class Log:
         self.store = store
         self._plans: dict[tuple[int, str], Manifest] = {}
         self._read: dict[tuple[int, str], Plan] = {}
+        self._left_out: set[str] = set()
         steps: dict[tuple[int, int, str], Step] = {}
         for one in found:
             h = one.header
@@ -184,8 +189,26 @@ class Log:
     def follows(self) -> Mapping[Identity, list[tuple[Identity, Step]]]:
         found: dict[Identity, list[tuple[Identity, Step]]] = {}
         for step in self.steps.values():
-            found.setdefault(step.parent, []).append((step.identity, step))
+            if plan_key(step.run, step.plan) not in self._left_out:
+                found.setdefault(step.parent, []).append((step.identity, step))
         return found
+
+    def damaged_plans(self) -> list[str]:
+        """Keys of the plans that cannot be read: without its plan a record is only bytes."""
+        damaged = []
+        for run, name in sorted({(s.run, s.plan) for s in self.steps.values()}):
+            try:
+                self._read[run, name] = read_plan(self.store, run, name)
+            except (UnsupportedVersion, Unavailable):
+                raise  # it may be sound
+            except HoldfastError as error:
+                emit("log.damaged", key=plan_key(run, name), error=str(error))
+                damaged.append(plan_key(run, name))
+        return damaged
+
+    def leave_out(self, plans: Iterable[str]) -> None:
+        """Nothing leads on by a record of one of these plans."""
+        self._left_out.update(plans)
 
     def after(self, base: Identity) -> list[Step]:
         """The steps that lead on from a state, in order."""

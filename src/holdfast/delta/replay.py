@@ -53,7 +53,7 @@ PASSED_OVER = (Corrupt, FormatError, NotFound)
 def survey(store: Store, group: Group, since: int, run: int) -> Log:
     """What records there are after step `since`, when the writers of runs before `run` are done.
 
-    Each rank reads its part of the headers.  Collective.
+    Each rank reads its part of the headers, and all plans.  Collective.
     """
     with alike(group, since):
         if left := await_others(store, run):
@@ -66,7 +66,13 @@ def survey(store: Store, group: Group, since: int, run: int) -> Log:
     )
     mine = read_headers(store, keys[group.rank :: group.size])
     told = group.share(msgspec.msgpack.encode(mine))
-    return Log(store, [f for data in told for f in msgspec.msgpack.decode(data, type=list[Found])])
+    log = Log(store, [f for data in told for f in msgspec.msgpack.decode(data, type=list[Found])])
+    plans: list[str] = []
+    with alike(group, since):
+        plans = log.damaged_plans()
+    for data in group.share(msgspec.json.encode(plans)):
+        log.leave_out(msgspec.json.decode(data, type=list[str]))
+    return log
 
 
 class Gradients:
