@@ -27,7 +27,8 @@ from holdfast.policy.tuning import Auto
 from holdfast.restart import Restart
 from holdfast.restoring import load_from, open_shared
 from holdfast.roots import check_own
-from holdfast.state.live import Live, State, check_keys, collect
+from holdfast.state.collecting import collect
+from holdfast.state.live import Live, State, check_keys
 from holdfast.state.putback import RULES
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options

@@ -17,7 +17,8 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.restoring import load_from, open_shared
 from holdfast.roots import check_own, sweep_host
-from holdfast.state.live import State, check_keys, collect
+from holdfast.state.collecting import collect
+from holdfast.state.live import State, check_keys
 from holdfast.state.targets import Options
 from holdfast.store import Store
 

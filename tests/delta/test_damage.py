@@ -52,14 +52,44 @@ def segment(root: Path, step: int) -> Path:  # noqa: F811
     return next((root / "log").glob(f"*/{step:010d}-{step:010d}/r00000.log"))
 
 
-def flip(path: Path, where: float) -> None:
-    """One bit, at a part of the file's length."""
+def places(root: Path, step: int) -> dict[str, int]:  # noqa: F811
+    """Where in a segment of one record each kind of its bytes lies."""
+    log, _ = open_log(open_store(str(root)))
+    found, record = log.steps[1, step].records[0]
+    body = int.from_bytes((root / found.key).read_bytes()[8:16], "little")
+    at = found.start + record.at
+    return {
+        "magic": 2,
+        "length": 9,
+        "digest of the header": 17,
+        "header": 40,
+        "end of the header": 24 + body - 1,
+        "image's header": at + 10,
+        "first of the gradients": at + record.data,
+        "gradients": at + (record.data + record.extras) // 2,
+        "extras": at + record.extras + 100,
+        "table of digests": at + record.table,
+        "last byte": at + record.bytes - 1,
+    }
+
+
+PLACES = (
+    "magic", "length", "digest of the header", "header", "end of the header", "image's header",
+    "first of the gradients", "gradients", "extras", "table of digests", "last byte",
+)  # fmt: skip
+
+
+def flip_at(path: Path, at: int) -> None:
     with path.open("r+b") as file:
-        at = min(int(where * path.stat().st_size), path.stat().st_size - 1)
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 16]))
+
+
+def flip(path: Path, where: float) -> None:
+    """One bit, at a part of the file's length."""
+    flip_at(path, min(int(where * path.stat().st_size), path.stat().st_size - 1))
 
 
 def cut(path: Path, where: float) -> None:
@@ -70,22 +100,19 @@ def lose(path: Path, _: float) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize(
-    ("damage", "where"),
-    [
-        (flip, 0.0), (flip, 0.001), (flip, 0.4), (flip, 0.6), (flip, 0.8),
-        (cut, 0.0), (cut, 0.0005), (cut, 0.3), (cut, 0.9), (lose, 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("damage", [flip_at, os.truncate, lose], ids=["flip", "cut", "lose"])
+@pytest.mark.parametrize("place", PLACES)
 def test_replay_ends_before_a_damaged_record(
     root: Path,  # noqa: F811
-    damage: Callable[[Path, float], None],
-    where: float,
+    damage: Callable[[Path, int], None],
+    place: str,
 ) -> None:
     """Exactly there, aloud, in the state of the step before; and the run goes on from it."""
     recorded(root, new, LAST)
+    where = places(root, BAD)
+    assert list(where) == list(PLACES)
     forget(root, BAD)
-    damage(segment(root, BAD), where)
+    damage(segment(root, BAD), where[place])
     run = new()
     ckpt = checkpointer(root, run)
     with pytest.warns(holdfast.HoldfastWarning, match=f"after {BAD - 1} is missing or damaged"):
@@ -134,24 +161,25 @@ def test_a_step_behind_a_damaged_record_is_not_given_out(root: Path) -> None:  #
         ckpt.restore(5)
 
 
-@pytest.mark.parametrize("part", ["values", "extras"])
-def test_all_of_a_record_is_verified_before_it_is_applied(root: Path, part: str) -> None:  # noqa: F811
-    """Also what is not needed for the step itself."""
-    recorded(root, new, LAST)
-    forget(root, 4)
+@pytest.mark.parametrize("damage", [flip_at, os.truncate], ids=["flip", "cut"])
+@pytest.mark.parametrize("bad", [6, 7, 8])
+def test_a_record_among_others_of_a_segment(
+    root: Path,  # noqa: F811
+    bad: int,
+    damage: Callable[[Path, int], None],
+) -> None:
+    """Those before it in the same file are sound."""
+    recorded(root, new, 9, batch=4)
     log, _ = open_log(open_store(str(root)))
-    (found, record) = log.steps[1, LAST].records[0]
-    at = record.extras - 40 if part == "values" else record.extras + 100
-    with (root / found.key).open("r+b") as file:
-        file.seek(found.start + record.at + at)
-        byte = file.read(1)[0]
-        file.seek(found.start + record.at + at)
-        file.write(bytes([byte ^ 1]))
+    found, record = log.steps[1, bad].records[0]
+    assert len(found.header.records) > 1
+    forget(root, 8)
+    damage(root / found.key, found.start + record.at + record.data)
     run = new()
     with checkpointer(root, run) as ckpt:
         with pytest.warns(holdfast.HoldfastWarning, match="missing or damaged"):
-            assert ckpt.restore() == LAST - 1
-        check_equal(run.everything(), at_step(LAST - 1))
+            assert ckpt.restore() == bad - 1
+        check_equal(run.everything(), at_step(bad - 1))
 
 
 def writers() -> list[int]:

@@ -35,17 +35,19 @@ from holdfast.state.agreed import Agreement, Description, describe, merge
 from holdfast.state.live import (
     Live,
     State,
-    all_param_names,
     is_optimizer,
     is_stateful,
     named_buffers,
-    named_groups,
     named_parameters,
     stages,
 )
+from holdfast.state.optimizers import (
+    all_param_names,
+    named_groups,
+    tensors_in,
+)
 from holdfast.state.placed import Placed
 from holdfast.state.snapshot import raw_array
-from holdfast.state.targets import tensors_in
 from holdfast.state.wrapped import stepping
 
 GRAD = "grad"

@@ -34,11 +34,10 @@ from holdfast.state.live import (
     LiveTensor,
     State,
     is_optimizer,
-    named_groups,
     named_parameters,
-    param_names,
     stages,
 )
+from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import Placed
 from holdfast.state.snapshot import Moment, raw_array
 from holdfast.state.wrapped import ELEMENTWISE, is_zero1, writes

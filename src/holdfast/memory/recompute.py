@@ -22,7 +22,8 @@ from holdfast.errors import UsageError
 from holdfast.format.manifest import FileEntry, TensorEntry
 from holdfast.memory.replica import image_of, pieces_of
 from holdfast.memory.twin import Part, Twins
-from holdfast.state.live import Live, LiveTensor, State, named_groups, param_names
+from holdfast.state.live import Live, LiveTensor, State
+from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.wrapped import is_zero1
 

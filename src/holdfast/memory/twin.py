@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.events import emit
-from holdfast.state.live import hyper
+from holdfast.state.optimizers import hyper
 from holdfast.state.wrapped import stepping
 
 MOST_AHEAD = 8

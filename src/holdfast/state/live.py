@@ -12,7 +12,7 @@ the others (buffers, tensors that the user handed over himself) are copied at on
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,7 @@ from holdfast.layout import Box
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
 from holdfast.state.placed import Placed, place, torch_dtype
 from holdfast.state.shards import extra_names, is_wrapped, names_of
-from holdfast.state.wrapped import check_wrapped, holder
-from holdfast.state.zero import Group, Zero, is_engine, is_wrapper, zeros
+from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
 State = dict[str, Any]
 Engine = Zero | Megatron
@@ -162,45 +161,6 @@ def is_in(state: State, value: Any) -> bool:
     return any(known is value for known in state.values())
 
 
-def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
-    """Name and place everything.  Shares memory with the live tensors; encodes the extras.
-
-    `on_resize` declares, by key, what becomes of extras when the number of ranks changes.
-    """
-    check_keys(state)
-    live = Live(keys=set(state))
-    engines = engines_in(state)
-    for key, value in state.items():
-        modules = stages(value)
-        if modules is not None:
-            for module in modules:
-                _add_module(live, key, module, engines.get(id(module)))
-        elif is_optimizer(value):
-            zero = engines.get(id(value))
-            if zero is not None:
-                scheduler = has_scheduler(zero, state)
-                tree = encode(live, f"{key}.engine", zero.extras(scheduler), inline=True)
-                live.extras[f"{key}.engine"] = tree
-            check_wrapped(key, value, state)
-            _add_optimizer(live, key, value, zero, all_param_names(state, value, zero))
-        else:
-            add_plain(live, key, value, on_resize)
-    return live
-
-
-def add_plain(live: Live, key: str, value: Any, on_resize: dict[str, str] | None) -> None:
-    """What is no module and no optimizer."""
-    if is_stateful(value):
-        rule = (on_resize or {}).get(key) or getattr(value, "on_resize", None)
-        if rule or is_loader(value):
-            live.rules[key] = rule or "ask"
-        live.extras[key] = encode(live, key, value.state_dict(), inline=True)
-    elif isinstance(value, torch.Tensor):
-        live.add(key, "tensor", value, steady=False)
-    else:
-        live.extras[key] = encode(live, key, value, inline=False)
-
-
 def check_keys(state: State) -> None:
     if not isinstance(state, dict) or not state:
         raise UsageError(
@@ -267,7 +227,7 @@ def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield names.get(own, own), part
 
 
-def _add_module(live: Live, key: str, module: nn.Module, zero: Engine | None) -> None:
+def add_module(live: Live, key: str, module: nn.Module, zero: Engine | None) -> None:
     first: dict[int, str] = {}
     for kind, pairs in (("param", named_parameters(module)), ("buffer", named_buffers(module))):
         for name, tensor in pairs:
@@ -303,144 +263,6 @@ def add_tensor(
 def is_copy(zero: Engine | None, p: torch.Tensor) -> bool:
     """Whether this rank's values are saved by another one."""
     return isinstance(zero, Megatron) and zero.is_copy(p)
-
-
-# -- optimizers -----------------------------------------------------------------------------------
-
-
-def groups_of(optimizer: Any, zero: Engine | None) -> list[Group]:
-    """Each parameter group's dict, and the parameters of the model that are in it."""
-    if zero is not None:
-        return zero.groups
-    return [(group, group["params"]) for group in optimizer.param_groups]
-
-
-def param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, str]:
-    """Fully qualified names of the parameters of an optimizer, by object."""
-    return {i: names[0] for i, names in all_param_names(state, optimizer, zero).items()}
-
-
-def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, list[str]]:
-    """As `param_names`, with every name of a tied parameter.
-
-    A name carries its module's key only where two modules that the optimizer serves share a
-    parameter name; what other modules the state has makes no difference.
-    """
-    served = {id(p) for _, params in groups_of(optimizer, zero) for p in params}
-    found: dict[int, list[tuple[str, str]]] = {}
-    keys: dict[str, set[str]] = {}
-    for key, value in state.items():
-        pairs = [pair for module in stages(value) or () for pair in named_parameters(module)]
-        if not any(id(p) in served for _, p in pairs):
-            continue
-        for name, p in pairs:
-            found.setdefault(id(p), []).append((key, name))
-            keys.setdefault(name, set()).add(key)
-    return {
-        i: [name if len(keys[name]) == 1 else f"{key}.{name}" for key, name in dict.fromkeys(pairs)]
-        for i, pairs in found.items()
-    }
-
-
-def named_groups(
-    groups: list[Group], names: dict[int, str]
-) -> list[list[tuple[str, torch.Tensor]]]:
-    """(name, parameter) of each group; names from the state's modules, else by position."""
-    return [
-        [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(params)]
-        for g, (_, params) in enumerate(groups)
-    ]
-
-
-NO_HYPER = ("params", "param_names", "is_expert_parallel")
-"""Of a group: what is not how it is trained, but whom it has, and how Megatron's ranks lie."""
-
-
-def hyper(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in NO_HYPER}
-
-
-def _add_optimizer(
-    live: Live, key: str, optimizer: Any, zero: Engine | None, all_names: dict[int, list[str]]
-) -> None:
-    saved: list[Any] = []
-    others: dict[str, Any] = {}
-    names = {i: found[0] for i, found in all_names.items()}
-    groups = groups_of(optimizer, zero)
-    for (group, _), pairs in zip(groups, named_groups(groups, names)):
-        saved.append(
-            {
-                "params": [n for name, p in pairs for n in all_names.get(id(p), [name])],
-                "hyper": encode(live, key, hyper(group), inline=True),
-            }
-        )
-        # DeepSpeed's Muon writes its momentum before the optimizer's step begins
-        steady = zero is None or not group.get("use_muon")
-        for name, p in pairs:
-            plain = {}
-            states = states_of(optimizer, p, zero)
-            for state, value in states.items():
-                if isinstance(value, torch.Tensor):
-                    whole = zero is None or value.ndim > 0  # one number serves many parameters
-                    prefix, still = f"{key}.{name}", steady and whole
-                    add_state(live, prefix, str(state), p, value, zero, steady=still)
-                    add_ties(live, key, str(state), all_names.get(id(p), ()))
-                else:
-                    plain[str(state)] = encode(live, f"{key}.{name}.{state}", value, inline=True)
-            if plain:
-                others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
-    live.extras[key] = {"$optimizer": {"groups": saved, "state": others}}
-    live.rules[key] = "merge"
-
-
-def states_of(optimizer: Any, p: torch.Tensor, zero: Engine | None) -> Mapping[str, Any]:
-    """What this rank saves of a parameter's optimizer state."""
-    if zero is None:
-        inner = holder(optimizer, p)
-        return inner.state.get(p, {}) if inner is not None else {}
-    return {} if is_copy(zero, p) else zero.states(p)
-
-
-def add_state(
-    live: Live,
-    prefix: str,
-    state: str,
-    p: torch.Tensor,
-    value: torch.Tensor,
-    zero: Engine | None,
-    *,
-    steady: bool = True,
-) -> None:
-    """One tensor of a parameter's optimizer state."""
-    name = f"{prefix}.{state}"
-    parts = (place_state(p, value, name),) if zero is None else zero.state_parts(p, value, name)
-    live.add_parts(name, state, parts, value, steady=steady)
-    if isinstance(zero, Megatron) and value.ndim and zero.is_padded(p):
-        live.padded.add(name)
-
-
-def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
-    """State of a tied parameter goes by each of its names, as the parameter itself does."""
-    for name in names[1:]:
-        live.aliases[f"{key}.{name}.{state}"] = f"{key}.{names[0]}.{state}"
-
-
-def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
-    """Like `place`, but a plain tensor of the shape of a sharded parameter's local part lies as it."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(p, DTensor) and not isinstance(value, DTensor) and value.ndim:
-        like = place(p, name)
-        if like.box.shape != like.shape:
-            if tuple(value.shape) != like.box.shape:
-                raise UsageError(
-                    f"{name!r}: a plain tensor of shape {tuple(value.shape)} beside a sharded "
-                    f"parameter of shape {like.shape} (here {like.box.shape}): "
-                    "which part of what it is cannot be known",
-                    hint="let the optimizer keep this state as a DTensor",
-                )
-            return Placed(value.detach(), like.shape, like.box, like.cuts)
-    return place(value, name)
 
 
 # -- the rest -------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
 from holdfast.layout import Box
-from holdfast.state.live import Live, State, add_state, add_ties, all_param_names, named_groups
+from holdfast.state.live import Live, State
+from holdfast.state.optimizers import add_state, add_ties, all_param_names, named_groups
 from holdfast.state.placed import torch_dtype
 from holdfast.state.targets import Options, saved_states, target_of
 from holdfast.state.zero import Zero

@@ -26,18 +26,21 @@ from holdfast.state.live import (
     Live,
     State,
     extra_states,
-    groups_of,
     has_scheduler,
     is_optimizer,
     is_stateful,
-    named_groups,
     outline_tensor,
-    param_names,
     stages,
 )
 from holdfast.state.megatron import Megatron
+from holdfast.state.optimizers import (
+    groups_of,
+    named_groups,
+    param_names,
+    tensors_in,
+)
 from holdfast.state.placed import torch_dtype
-from holdfast.state.targets import Options, only_tensors, target_of, tensors_in
+from holdfast.state.targets import Options, only_tensors, target_of
 from holdfast.state.wrapped import holder
 from holdfast.state.zero import Group as ParamGroup
 from holdfast.state.zero import Zero

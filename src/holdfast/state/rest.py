@@ -6,16 +6,9 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from holdfast.state.live import (
-    Live,
-    State,
-    add_extra_states,
-    add_plain,
-    encode,
-    hyper,
-    is_optimizer,
-    stages,
-)
+from holdfast.state.collecting import add_plain
+from holdfast.state.live import Live, State, add_extra_states, encode, is_optimizer, stages
+from holdfast.state.optimizers import hyper
 
 
 def collect_rest(

@@ -6,7 +6,6 @@ their parameters.  Nothing is read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,20 +23,24 @@ from holdfast.layout import Mesh
 from holdfast.state.live import (
     Live,
     State,
-    add_state,
     add_tensor,
-    add_ties,
-    all_param_names,
     engines_in,
-    groups_of,
     is_stateful,
     named_buffers,
-    named_groups,
     named_parameters,
     stages,
     unwrap,
 )
 from holdfast.state.megatron import Megatron
+from holdfast.state.optimizers import (
+    add_state,
+    add_ties,
+    all_param_names,
+    groups_of,
+    named_groups,
+    own_params,
+    tensors_in,
+)
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.snapshot import raw_array
 from holdfast.state.wrapped import check_wrapped, holder
@@ -159,6 +162,9 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
             check_wrapped(key, value, state)
             names = all_param_names(state, value, megatron)
             changes += _optimizer_targets(checkpoint, live, key, value, megatron, names, options)
+            for name, p in () if megatron else own_params(state, key, value, names):
+                if options.wanted(name):
+                    live.add(name, "param", p, steady=True)
         elif isinstance(value, torch.Tensor) and options.wanted(key):
             live.add(key, "tensor", value, steady=True)
         elif not is_stateful(value) and stages(value) is None:
@@ -166,18 +172,6 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
                 if options.wanted(f"{key}.{path}"):
                     live.add(f"{key}.{path}", "tensor", tensor, steady=True)
     return live, changes
-
-
-def tensors_in(value: Any, path: str = "") -> Iterable[tuple[str, torch.Tensor]]:
-    """Tensors of nested dicts and lists with their paths, as `format.extras` names them."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for k, v in value.items():
-            yield from tensors_in(v, f"{path}.{k}" if path else str(k))
-    elif isinstance(value, (list, tuple)):
-        for i, v in enumerate(value):
-            yield from tensors_in(v, f"{path}[{i}]")
 
 
 def only_tensors(value: Any) -> bool:

@@ -1,0 +1,192 @@
+"""Optimizers of the live state: whose parameters they have, under which names, and what they keep of each.
+
+Parameters that nothing else in the state has, such as float32 masters of a bfloat16 model, are saved with
+their optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import UsageError
+from holdfast.state.live import (
+    Engine,
+    Live,
+    State,
+    encode,
+    is_copy,
+    is_optimizer,
+    is_stateful,
+    named_parameters,
+    stages,
+)
+from holdfast.state.megatron import Megatron
+from holdfast.state.placed import Placed, place
+from holdfast.state.wrapped import holder
+from holdfast.state.zero import Group
+
+
+def groups_of(optimizer: Any, zero: Engine | None) -> list[Group]:
+    """Each parameter group's dict, and the parameters of the model that are in it."""
+    if zero is not None:
+        return zero.groups
+    return [(group, group["params"]) for group in optimizer.param_groups]
+
+
+def param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, str]:
+    """Fully qualified names of the parameters of an optimizer, by object."""
+    return {i: names[0] for i, names in all_param_names(state, optimizer, zero).items()}
+
+
+def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, list[str]]:
+    """As `param_names`, with every name of a tied parameter.
+
+    A name carries its module's key only where two modules that the optimizer serves share a
+    parameter name; what other modules the state has makes no difference.
+    """
+    served = {id(p) for _, params in groups_of(optimizer, zero) for p in params}
+    found: dict[int, list[tuple[str, str]]] = {}
+    keys: dict[str, set[str]] = {}
+    for key, value in state.items():
+        pairs = [pair for module in stages(value) or () for pair in named_parameters(module)]
+        if not any(id(p) in served for _, p in pairs):
+            continue
+        for name, p in pairs:
+            found.setdefault(id(p), []).append((key, name))
+            keys.setdefault(name, set()).add(key)
+    return {
+        i: [name if len(keys[name]) == 1 else f"{key}.{name}" for key, name in dict.fromkeys(pairs)]
+        for i, pairs in found.items()
+    }
+
+
+def own_params(
+    state: State, key: str, optimizer: Any, names: Collection[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """An optimizer's parameters that nothing else in the state has.  `names`: by id, the others'."""
+    others = {id(t) for value in state.values() if is_plain(value) for _, t in tensors_in(value)}
+    for pairs in named_groups(groups_of(optimizer, None), {}):
+        for name, p in pairs:
+            if id(p) not in names and id(p) not in others:
+                yield f"{key}.{name}.value", p
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value of the state is tensors, lists and dicts."""
+    return stages(value) is None and not is_stateful(value) and not is_optimizer(value)
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of nested dicts and lists with their paths, as `format.extras` names them."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for k, v in value.items():
+            yield from tensors_in(v, f"{path}.{k}" if path else str(k))
+    elif isinstance(value, (list, tuple)):
+        for i, v in enumerate(value):
+            yield from tensors_in(v, f"{path}[{i}]")
+
+
+def named_groups(
+    groups: list[Group], names: dict[int, str]
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """(name, parameter) of each group; names from the state's modules, else by position."""
+    return [
+        [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(params)]
+        for g, (_, params) in enumerate(groups)
+    ]
+
+
+NO_HYPER = ("params", "param_names", "is_expert_parallel")
+"""Of a group: what is not how it is trained, but whom it has, and how Megatron's ranks lie."""
+
+
+def hyper(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in NO_HYPER}
+
+
+def add_optimizer(
+    live: Live, key: str, optimizer: Any, zero: Engine | None, all_names: dict[int, list[str]]
+) -> None:
+    saved: list[Any] = []
+    others: dict[str, Any] = {}
+    names = {i: found[0] for i, found in all_names.items()}
+    groups = groups_of(optimizer, zero)
+    for (group, _), pairs in zip(groups, named_groups(groups, names)):
+        saved.append(
+            {
+                "params": [n for name, p in pairs for n in all_names.get(id(p), [name])],
+                "hyper": encode(live, key, hyper(group), inline=True),
+            }
+        )
+        # DeepSpeed's Muon writes its momentum before the optimizer's step begins
+        steady = zero is None or not group.get("use_muon")
+        for name, p in pairs:
+            plain = {}
+            states = states_of(optimizer, p, zero)
+            for state, value in states.items():
+                if isinstance(value, torch.Tensor):
+                    whole = zero is None or value.ndim > 0  # one number serves many parameters
+                    prefix, still = f"{key}.{name}", steady and whole
+                    add_state(live, prefix, str(state), p, value, zero, steady=still)
+                    add_ties(live, key, str(state), all_names.get(id(p), ()))
+                else:
+                    plain[str(state)] = encode(live, f"{key}.{name}.{state}", value, inline=True)
+            if plain:
+                others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
+    live.extras[key] = {"$optimizer": {"groups": saved, "state": others}}
+    live.rules[key] = "merge"
+
+
+def states_of(optimizer: Any, p: torch.Tensor, zero: Engine | None) -> Mapping[str, Any]:
+    """What this rank saves of a parameter's optimizer state."""
+    if zero is None:
+        inner = holder(optimizer, p)
+        return inner.state.get(p, {}) if inner is not None else {}
+    return {} if is_copy(zero, p) else zero.states(p)
+
+
+def add_state(
+    live: Live,
+    prefix: str,
+    state: str,
+    p: torch.Tensor,
+    value: torch.Tensor,
+    zero: Engine | None,
+    *,
+    steady: bool = True,
+) -> None:
+    """One tensor of a parameter's optimizer state."""
+    name = f"{prefix}.{state}"
+    parts = (place_state(p, value, name),) if zero is None else zero.state_parts(p, value, name)
+    live.add_parts(name, state, parts, value, steady=steady)
+    if isinstance(zero, Megatron) and value.ndim and zero.is_padded(p):
+        live.padded.add(name)
+
+
+def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
+    """State of a tied parameter goes by each of its names, as the parameter itself does."""
+    for name in names[1:]:
+        live.aliases[f"{key}.{name}.{state}"] = f"{key}.{names[0]}.{state}"
+
+
+def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
+    """Like `place`, but a plain tensor of the shape of a sharded parameter's local part lies as it."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(p, DTensor) and not isinstance(value, DTensor) and value.ndim:
+        like = place(p, name)
+        if like.box.shape != like.shape:
+            if tuple(value.shape) != like.box.shape:
+                raise UsageError(
+                    f"{name!r}: a plain tensor of shape {tuple(value.shape)} beside a sharded "
+                    f"parameter of shape {like.shape} (here {like.box.shape}): "
+                    "which part of what it is cannot be known",
+                    hint="let the optimizer keep this state as a DTensor",
+                )
+            return Placed(value.detach(), like.shape, like.box, like.cuts)
+    return place(value, name)
