@@ -153,7 +153,7 @@ def report(
         "what": doc.strip().splitlines()[0],
         "machine": machine(args.root or HERE.parent.parent),
         "arguments": {
-            k: v for k, v in vars(args).items() if k in ("ranks", "rounds", "small", "width")
+            k: v for k, v in vars(args).items() if k not in ("root", "out", "worker", "phase")
         },
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),

@@ -17,7 +17,7 @@ import pytest
 import holdfast
 from holdfast.delta import queue
 from holdfast.delta.log import open_log
-from holdfast.errors import AgentError, NotRecoverable
+from holdfast.errors import AgentError, Deadline, NotRecoverable
 from holdfast.store import open_store
 
 from .test_exact import (
@@ -236,6 +236,42 @@ def test_a_writer_that_dies_while_it_is_waited_for(root: Path) -> None:  # noqa:
     with checkpointer(root, again) as ckpt:
         assert ckpt.restore() == 5
         check_equal(again.everything(), expected)
+
+
+def test_a_writer_that_stands_still_is_not_waited_for_for_ever(root: Path) -> None:  # noqa: F811
+    """A step that finds no room says so after `deadline_s`; what was written is there."""
+    run = new()
+    ckpt = holdfast.Checkpointer(
+        root,
+        run.state,
+        every=holdfast.Every(durable=BAD, delta=1),
+        delta=holdfast.Delta(queue=2),
+        on_error="raise",
+        deadline_s=3,
+    )
+
+    def train() -> None:
+        for number in range(1, 20):
+            run.step(number)
+            ckpt.step(number)
+            if number == LAST:
+                ckpt.wait()
+                for pid in writers():
+                    os.kill(pid, signal.SIGSTOP)
+
+    began = time.monotonic()
+    with pytest.raises(Deadline, match="storage took no record for 3 s"):
+        train()
+    assert 3 < time.monotonic() - began < 15
+    with pytest.raises(Deadline, match="still on their way"):
+        ckpt.close()
+    for pid in writers():
+        os.kill(pid, signal.SIGKILL)
+    forget(root, 8)
+    again = new()
+    with checkpointer(root, again) as other:
+        assert (step := other.restore()) >= BAD
+        check_equal(again.everything(), at_step(step))
 
 
 def test_a_writer_that_always_dies_is_given_up(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
@@ -44,6 +45,28 @@ def test_other_numbers_of_ranks(lives: Lives) -> None:
     check(lives, alone, 4, first[0].digests)
     three = lives.live(nodes=[0] * 3, until=7, **FSDP)
     check(lives, three, 6, alone[0].digests)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adagrad", "rmsprop"])
+def test_fewer_ranks_with_each_optimizer(lives: Lives, optimizer: str) -> None:
+    """All are killed; four ranks' records are replayed on two, and those of both on one."""
+    script = {**FSDP, "optimizer": optimizer}
+    four = lives.live(nodes=[0] * 4, until=5, die=True, **script)
+    assert [t.status for t in four] == [KILLED] * 4, lives.errors()
+    two = lives.live(nodes=[0] * 2, until=7, die=True, **script)
+    check(lives, two, 5, four[0].digests)
+    check(lives, lives.live(nodes=[0], until=8, **script), 7, two[0].digests)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_an_optimizer_that_looks_at_whole_tensors(lives: Lives) -> None:
+    """Its records are replayed on the layout that made them, and refused on another."""
+    script = {**FSDP, "optimizer": "muon"}
+    told = lives.live(nodes=[0] * 2, until=4, die=True, **script)
+    refused = lives.live(nodes=[0], until=5, **script)
+    assert not [x for x in refused[0].lines if "restored" in x]
+    assert "'optim' looks at whole tensors" in lives.errors()
+    check(lives, lives.live(nodes=[0] * 2, until=5, **script), 4, told[0].digests)
 
 
 def test_one_rank_is_killed_before_its_record(lives: Lives) -> None:

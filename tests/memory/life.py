@@ -14,6 +14,7 @@ import signal
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ from memory.agents import kill
 
 WIDTH = 400
 RECORDS = ("delta.wrote", "delta.broken", "delta.wait", "delta.writer_died")
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5),
+    "muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.02),
+}
 
 
 def make(layout: str, width: int = WIDTH) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -187,6 +197,8 @@ class Life:
             return
         self.width = s.get("width", WIDTH)
         model, optim = make(s["layout"], self.width)
+        if "optimizer" in s:
+            optim = OPTIMIZERS[s["optimizer"]](model.parameters())
         topk = holdfast.compression.TopK(**s.get("topk", {}))
         if s["layout"] == "topk":
             topk.register(model)

@@ -646,6 +646,27 @@ def test_what_is_read_once_is_what_was_written(tmp_path: Path, size: int) -> Non
         reader.read(0, into[:1])
 
 
+def test_forks_read_into_memory_of_their_own(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    data = [bytes([number]) * (MIB + 1) for number in range(2)]
+    for number in range(2):
+        store.put(f"x{number}", data[number])
+
+    def read(number: int) -> bool:
+        reader, into = store.open_once(f"x{number}"), bytearray(MIB + 1)
+        for _ in range(50):
+            reader.read(0, memoryview(into))
+            if into != data[number]:
+                return False
+        return True
+
+    child = os.fork()
+    if child == 0:
+        os._exit(not read(1))
+    assert read(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_read_once_where_direct_reads_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

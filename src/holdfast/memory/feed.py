@@ -2,11 +2,11 @@
 
 Instead of the state, every step's gradient goes to the host, where twins of the optimizers make the same
 steps (the CPU replica of LowDiff+, Yao et al., 2025).  They have what this rank saves, and no more: a part
-of the model as large as its share.  A snapshot copies from them, so it needs no window, and durable saves
-follow from snapshots without the device; the training is held for the copy of its gradients alone.
+of the model as large as its share.  A snapshot copies from them, so it needs no window; the training is
+held for the copy of its gradients alone.
 
 Nothing is taken from the replica before it has proved itself: the snapshot after the one that it learned
-from is of the live state, too, and compared with it.  So is every durable save.
+from is of the live state, too, and compared with it.  So is every durable save: it is of the live state.
 Where they differ, the difference is told (`feed.drift`), and the replica learns anew.  Where training runs
 on CPUs there is none (tested); where a device computes in another way than the host, a snapshot says so in
 its manifest.

@@ -21,10 +21,10 @@ SPARE_BYTES = 2 << 20
 
 
 class _Spare(threading.local):
-    """Memory of one thread that starts at a page."""
+    """Memory of one thread that starts at a page; a fork has its own."""
 
     def __init__(self) -> None:
-        self.view = memoryview(mmap.mmap(-1, SPARE_BYTES))
+        self.view = memoryview(mmap.mmap(-1, SPARE_BYTES, flags=mmap.MAP_PRIVATE))
 
 
 _spare = _Spare()
