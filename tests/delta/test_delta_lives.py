@@ -96,12 +96,15 @@ def test_ranks_are_tuned_alike(lives: Lives) -> None:
     check(lives, again, again[0].restored, told[0].digests)
 
 
-def test_memory_and_records(lives: Lives) -> None:
-    """From the newest snapshot in memory, by the records after it."""
-    script = {"layout": "fsdp", "memory": 4, "delta": {}, "options": {"redundancy": "none"}}
+@pytest.mark.parametrize("feed", ["state", "gradient"])
+def test_memory_and_records(lives: Lives, feed: str) -> None:
+    """From the newest snapshot in memory, by the records after it; when nodes are lost, from storage."""
+    options = {"redundancy": "none", "feed": feed}
+    script = {"layout": "fsdp", "memory": 2, "delta": {}, "options": options}
     told = lives.live(nodes=[0, 1], until=7, die=True, **script)
     again = lives.live(nodes=[0, 1], until=8, **script)
     check(lives, again, 7, told[0].digests)
+    assert all(bool(one.events("restore.from_replica")) == (feed == "gradient") for one in again)
     assert all(one.moved.get("memory.local.bytes") for one in again)
     for n in (0, 1):
         kill(lives.node(n))
