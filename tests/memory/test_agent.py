@@ -8,8 +8,10 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -143,43 +145,47 @@ def test_only_this_user_can_open_the_files(root: Path) -> None:
             assert not mode & 0o077, (path, oct(mode))
 
 
+@pytest.fixture
+def open_root() -> Iterator[Path]:
+    """As `root`, in a directory that other users may enter; pytest's own they may not."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-test-") as place:
+        os.chmod(place, 0o711)
+        yield Path(place) / "node"
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user takes root")
-def test_another_user_is_refused_on_the_socket(root: Path) -> None:
-    """Even one who gets at the socket: the kernel says who he is."""
-    with agent(root) as client:
+def test_another_user_is_refused_on_the_socket(open_root: Path) -> None:
+    """He cannot get at it; and if he could, the kernel says who he is."""
+    with agent(open_root) as client:
         hello(client)
-        script = (
-            "import os, socket, sys\n"
-            "s = socket.socket(socket.AF_UNIX)\n"
-            f"s.connect({str(root / 'agent.sock')!r})\n"
-            "os.setuid(65534)\n"
-            "t = socket.socket(socket.AF_UNIX)\n"
-            f"os.chdir('/')\n"
-            "try:\n"
-            f"    t.connect({str(root / 'agent.sock')!r})\n"
-            "    print('connected')\n"
-            "except PermissionError:\n"
-            "    print('no entry')\n"
-        )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert done.stdout == "no entry\n", done
-        for path in (root.parent.parent, root.parent, root):
-            os.chmod(path, 0o755)
-        os.chmod(root / "agent.sock", 0o777)  # as if it were open to all
-        script = (
-            "import os, http.client, socket\n"
-            "os.setuid(65534)\n"
-            "line = http.client.HTTPConnection('localhost')\n"
-            "line.sock = socket.socket(socket.AF_UNIX)\n"
-            f"line.sock.connect({str(root / 'agent.sock')!r})\n"
-            f"line.request('POST', '/', {msgspec.msgpack.encode(w.Ask(JOB))!r})\n"
-            "answer = line.getresponse()\n"
-            "print(answer.status, answer.read())\n"
-        )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        os.chmod(root, 0o700)
-        if "Permission" not in done.stderr:  # pytest's folder may be closed further up
-            assert done.stdout == "401 b''\n", done
+        assert asked_by(65534, open_root) == "PermissionError\n"
+        os.chmod(open_root, 0o711)
+        os.chmod(open_root / "agent.sock", 0o777)  # as if it were open to all
+        try:
+            assert asked_by(65534, open_root) == "401 0\n"
+            assert asked_by(0, open_root).startswith("200 ")
+        finally:
+            os.chmod(open_root, 0o700)
+
+
+def asked_by(uid: int, root: Path) -> str:
+    """Status and length of the agent's answer to a process of that user, or the error that it got."""
+    script = (
+        "import os, http.client, socket\n"
+        f"os.setuid({uid})\n"
+        "line = http.client.HTTPConnection('localhost')\n"
+        "line.sock = socket.socket(socket.AF_UNIX)\n"
+        "try:\n"
+        f"    line.sock.connect({str(root / 'agent.sock')!r})\n"
+        "except OSError as error:\n"
+        "    raise SystemExit(print(type(error).__name__))\n"
+        f"line.request('POST', '/', {msgspec.msgpack.encode(w.Ask(JOB))!r})\n"
+        "answer = line.getresponse()\n"
+        "print(answer.status, len(answer.read()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert not done.stderr, done
+    return done.stdout
 
 
 def test_strangers_from_outside_learn_nothing(root: Path) -> None:
