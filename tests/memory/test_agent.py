@@ -33,10 +33,8 @@ from holdfast.here import started
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.fetch import Peer
-from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.node.tls import serving
-from holdfast.threads import in_threads
 from memory.agents import JOB, agent, await_gone, hello, is_gone, kill, noise, pid_of, put
 
 DATA = noise(3_000_000, 1)
@@ -463,13 +461,6 @@ def test_it_survives_its_starter(root: Path) -> None:
     assert Client(root).is_there() and not is_gone(pid_of(root))
     Client(root).ask(w.Stop(free=True))
     await_gone(pid_of(root))
-
-
-def test_a_cap_on_bandwidth_is_kept() -> None:
-    """60 MB at 200 MB/s from several threads: a quarter of a second at least."""
-    pace, began = Pace(200_000_000), time.monotonic()
-    in_threads(lambda _: pace.wait(1_000_000), list(range(61)), 4)
-    assert 0.28 < time.monotonic() - began < 5
 
 
 # -- a guard that is given up ----------------------------------------------------------------------

@@ -37,6 +37,7 @@ from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Job, Slot
+from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import Encoding, protect
 from holdfast.memory.node.segment import Segments, check_home, home
@@ -66,6 +67,8 @@ class Agent:
         }
         self._tasks: set[asyncio.Task[None]] = set()
         self._encodings: list[Encoding] = []
+        self._paces: dict[tuple[str, int, int], Pace] = {}
+        """By job, rank and cap: one for all that is done for a rank."""
 
     # -- deciding ---------------------------------------------------------------------------------
 
@@ -115,6 +118,7 @@ class Agent:
                 self.segments.remove(job, names, attempts)
             case e.RemoveJob(job):
                 self.segments.remove_job(job)
+                self._paces = {key: pace for key, pace in self._paces.items() if key[0] != job}
             case e.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
             case e.Digest(job, slot):
@@ -127,7 +131,10 @@ class Agent:
                 needed = partial(self._is_needed, job, slot)
                 work = Encoding(needed)
                 self._encodings.append(work)
-                fill = partial(protect, self.segments, self.card.agent, files, slot, order, work)
+                pace = self._pace(job, slot.rank)
+                fill = partial(
+                    protect, self.segments, self.card.agent, files, slot, order, pace, work
+                )
                 self._later(self._digest(job, slot, "peers", fill))
             case e.Write(slot, order):
                 self._later(self._write(slot, order))
@@ -140,6 +147,11 @@ class Agent:
         """Whether somebody still waits for what a slot is being filled with.  From any thread."""
         known = self.state.jobs.get(job, Job(job)).slots.get(slot.name)
         return known is not None and known.owner != 0
+
+    def _pace(self, job: str, rank: int) -> Pace:
+        """Of what protects and stores a rank's images, together."""
+        cap = self.state.jobs.get(job, Job(job)).bytes_per_s
+        return self._paces.setdefault((job, rank, cap), Pace(cap))
 
     def _reply(self, ask: int, value: Any) -> None:
         waiting = self._waiting.get(ask)
@@ -171,7 +183,8 @@ class Agent:
     async def _write(self, slot: Slot, order: w.Persist) -> None:
         error, kind = "", ""
         try:
-            await self._in_thread("storage", persist, self.segments, slot, order)
+            pace = self._pace(order.job, order.rank)
+            await self._in_thread("storage", persist, self.segments, slot, order, pace)
         except Exception as failed:
             log.warning("%s to storage: %s", order.key, failed)
             error, kind = getattr(failed, "message", str(failed)), type(failed).__name__
