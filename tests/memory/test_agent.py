@@ -187,19 +187,43 @@ def asked_by(uid: int, root: Path) -> str:
 
 
 def test_strangers_from_outside_learn_nothing(root: Path) -> None:
+    """Whatever they ask for, with whatever token, the answer is the same: not even who answers."""
     with agent(root) as client:
         card = hello(client).card
         put(client, "0001-000001", DATA)
-        for path in (
-            f"/v1/{JOB}", f"/v1/{JOB}/0001-000001/share/0", f"/v1/{JOB}/0001-000001/share/0/check",
-            "/v1/unknown",
+        answers = set()
+        for method, path in (
+            ("GET", f"/v1/{JOB}"), ("GET", f"/v1/{JOB}/0001-000001/share/0"),
+            ("GET", f"/v1/{JOB}/0001-000001/share/0/check"), ("GET", "/v1/unknown"), ("GET", "/"),
+            ("GET", "/v1"), ("GET", "/v2/x"), ("GET", f"/v1/{JOB}/"), ("GET", f"/v1/{JOB}/a/b"),
+            ("POST", "/"), ("POST", f"/v1/{JOB}"), ("DELETE", f"/v1/{JOB}"), ("OPTIONS", "*"),
+            ("GET", "/../etc/passwd"), ("GET", "/%00"),
         ):  # fmt: skip
             for token in (None, "", "\xff", "Bearer", "Bearer " + "0" * 64, f"Basic {card.token}"):
                 line = http.client.HTTPConnection(card.address, timeout=10)
-                line.request("GET", path, headers={"Authorization": token} if token else {})
+                line.request(method, path, headers={"Authorization": token} if token else {})
                 answer = line.getresponse()
                 assert (answer.status, answer.read()) == (401, b""), (path, token)
+                answers.add(tuple((k, v) for k, v in answer.getheaders() if k != "Date"))
                 line.close()
+        assert len(answers) == 1
+        assert not any(word in str(answers).lower() for word in ("aiohttp", "python", "holdfast"))
+
+
+@pytest.mark.parametrize(
+    "said", [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"x" * 9000]
+)
+def test_what_is_no_http_learns_nothing(root: Path, said: bytes) -> None:
+    with agent(root) as client:
+        host, port = hello(client).card.address.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as line:
+            line.sendall(said + b"\r\n\r\n")
+            heard = b""
+            with suppress(ConnectionResetError):
+                while more := line.recv(1 << 16):
+                    heard += more
+        assert heard.startswith(b"HTTP/1.0 400 ")
+        assert not any(word in heard.lower() for word in (b"aiohttp", b"python", b"holdfast"))
 
 
 def test_a_token_opens_one_job_alone(root: Path) -> None:
