@@ -198,6 +198,7 @@ class MemoryTier:
     def _asked(self) -> tuple[list[w.Held], str]:
         """What every agent answers, and the name of this node's."""
         mine = None
+        self.client.ask_again()
         with suppress(HoldfastError):
             self.hello()
             mine = self.client.ask(w.Ask(self.job), w.Held, timeout_s=self.deadline_s)
