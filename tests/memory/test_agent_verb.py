@@ -55,9 +55,14 @@ def test_status_shows_what_is_left_and_stop_frees_it(lives: Lives) -> None:
     train(lives, 3, [0], options={"redundancy": "none"})
     node = lives.node(0)
     job, pid = job_of(node), pid_of(node)
-    status, shown = agent(node, "status", "--json")
-    told = json.loads(shown)
-    (one,) = told["jobs"]
+    until = time.monotonic() + 30
+    while True:  # it looks each second
+        status, shown = agent(node, "status", "--json")
+        told = json.loads(shown)
+        (one,) = told["jobs"]
+        if not one["trainers"]:
+            break
+        assert time.monotonic() < until
     assert (status, told["running"], told["pid"]) == (0, True, pid)
     assert (one["job"], one["trainers"], one["steps"]) == (job, [], [2, 3])
     assert one["root"] == f"file://{lives.place}/root" and one["images"] == 2
@@ -95,6 +100,7 @@ def training(lives: Lives) -> Iterator[int]:
 
 
 def test_what_runs_is_shown_and_not_freed(lives: Lives) -> None:
+    """Until it is dead, and the agent has noticed."""
     node = lives.node(0)
     with training(lives) as pid:
         job = job_of(node)
