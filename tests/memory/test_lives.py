@@ -353,6 +353,25 @@ def test_a_crash_without_a_restart_is_flushed(lives: Lives) -> None:
     assert [(t.restored, t.start) for t in told] == [(4, digests[4])] * 2
 
 
+def test_a_flush_without_a_node_commits_nothing(lives: Lives) -> None:
+    """Its images are not there, and a flush rebuilds none.  A restart does, and saves the step."""
+    options = {"redundancy": "copy", "flush_after_s": 3.0}
+    digests = train(lives, 4, [0, 1], options=options)
+    lose(lives, 1)
+    root, until = lives.place / "root", time.monotonic() + 30
+    while not list(root.glob("steps/*/*/r00000.safetensors")):
+        assert time.monotonic() < until, (lives.node(0) / "agent.log").read_text()
+        time.sleep(0.1)
+    assert not list(root.glob("steps/*/*/r00001.safetensors"))
+    assert holdfast.steps(str(root)) == []
+    told = lives.live(nodes=[0, 1], until=5, durable=100, die=True, options=options)
+    check(lives, told, 4, digests)
+    assert holdfast.steps(str(root)) == [4]
+    assert len(list(root.glob("steps/*/*"))) == 2  # the manifest, and what it names
+    log = lives.node(0) / "agent.log"
+    assert "is not committed" in log.read_text() and "was taken over by run 2" in log.read_text()
+
+
 def test_a_root_that_was_made_anew_begins_anew(lives: Lives) -> None:
     """Snapshots of the run that lived there before are another job's."""
     train(lives, 3, [0, 1], options={"redundancy": "none"})
