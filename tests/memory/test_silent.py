@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import holdfast
 from holdfast.errors import AgentUnreachable
 from holdfast.memory.node import client as c
 from holdfast.memory.node import words as w
@@ -117,8 +118,10 @@ def test_one_that_takes_no_more_connections_is_silent(tmp_path: Path) -> None:
 
 
 def test_training_goes_on_beside_a_silent_agent(lives: Lives) -> None:
-    """Snapshots fail, all but a few of them at once; when it answers again, they are made again."""
-    script: dict[str, Any] = {"settle": False, "pause": 0.02, "patience": PATIENCE}
+    """Snapshots fail, all but a few of them at once, and durable saves do without it.  When it answers
+    again, snapshots are made again."""
+    script: dict[str, Any] = {"settle": False, "pause": 0.02, "durable": 20, "patience": PATIENCE}
+    root = str(lives.place / "root")
     options = {"redundancy": "none"}
     path = lives.place / f"life{lives.number + 1}" / "r1.jsonl"
     with ThreadPoolExecutor(1) as pool:
@@ -143,8 +146,10 @@ def test_training_goes_on_beside_a_silent_agent(lives: Lives) -> None:
             with stopped(lives.node(1)):
                 await_(lambda: events("agent.silent") >= 2)
                 failed, looked = events("snapshot.failed"), events("agent.silent")
+                begun = max((x["step"] for x in lines() if "events" in x), default=0)
                 await_(lambda: events("snapshot.failed") >= failed + 20)
                 assert events("agent.silent") <= looked + 2
+                await_(lambda: max(holdfast.steps(root), default=0) > begun)
             committed = events("snapshot.committed")
             await_(lambda: events("snapshot.committed") >= committed + 3)
         finally:
