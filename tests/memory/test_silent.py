@@ -15,14 +15,16 @@ import pytest
 
 import holdfast
 from holdfast.errors import AgentUnreachable
+from holdfast.events import Event, listen
 from holdfast.memory.node import client as c
 from holdfast.memory.node import words as w
+from holdfast.threads import in_threads
 from memory.agents import JOB, agent, hello, kill, pid_of, put
 from memory.zygote import Lives
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-PATIENCE = {"LOOK_S": 0.5, "SILENT_S": 0.5, "START_S": 1.0, "AGAIN_S": 2.0}
+PATIENCE = {"LOOK_S": 0.5, "SILENT_S": 0.5, "START_S": 1.0, "AGAIN_S": 4.0}
 """Shorter than in earnest."""
 
 
@@ -50,10 +52,18 @@ def stopped(root: Path) -> Iterator[int]:
 def test_who_waits_for_a_silent_agent_is_told(client: c.Client) -> None:
     """Long before the deadline of what was asked; then at once, until it is time to ask again."""
     hello(client)
+    events: list[Event] = []
     with stopped(client.root) as pid:
-        for _ in range(3):
+
+        def ask(_: int) -> None:
             with pytest.raises(AgentUnreachable, match=f"process {pid}, does not answer"):
                 client.ask(w.Ask(JOB), timeout_s=600.0)
+
+        with listen(events.append):
+            in_threads(ask, [1, 2, 3], 3)
+        assert [(e.name, e.fields["again_s"]) for e in events] == [
+            ("agent.silent", PATIENCE["AGAIN_S"])
+        ]
         began = time.monotonic()
         with pytest.raises(AgentUnreachable, match="does not answer"):
             client.start()
@@ -73,7 +83,7 @@ def test_a_silent_agent_is_looked_at_less_and_less(client: c.Client) -> None:
                 client.start()
             waits.append(client._silent_s)
             client._again_at = 1.0  # long ago
-    assert waits == [2.0, 4.0, 8.0]
+    assert waits == [4.0, 8.0, 16.0]
     await_there(client)
     client.start()
     assert client._silent_s == 0.0

@@ -143,6 +143,7 @@ class Client:
         return "there"
 
     def is_there(self) -> bool:
+        """Whether one answers."""
         return self.look() == "there"
 
     def ask_again(self) -> None:
@@ -178,9 +179,13 @@ class Client:
 
     def _was_silent(self) -> AgentUnreachable:
         """It is asked again after a while, twice as long each time: each look holds up the training."""
-        self._silent_s = min(max(2 * self._silent_s, AGAIN_S), MOST_AGAIN_S)
-        self._again_at = time.monotonic() + self._silent_s
-        emit("agent.silent", pid=self._pid(), again_s=self._silent_s)
+        with self._lock:
+            first = time.monotonic() >= self._again_at  # several threads may find out at once
+            if first:
+                self._silent_s = min(max(2 * self._silent_s, AGAIN_S), MOST_AGAIN_S)
+                self._again_at = time.monotonic() + self._silent_s
+        if first:
+            emit("agent.silent", pid=self._pid(), again_s=self._silent_s)
         return self.silence()
 
     def start(
