@@ -37,9 +37,9 @@ def load_snapshot(
     """
     asked = False
     while True:
-        checkpoint = Checkpoint(SnapshotStore(holdings, behind), manifest)
+        store = SnapshotStore(holdings, behind)
         try:
-            restore(checkpoint, state, group, options)
+            restore(Checkpoint(store, manifest), state, group, options)
             return
         except (Corrupt, NotFound) as error:
             image = image_of(error.key)
@@ -52,6 +52,8 @@ def load_snapshot(
             if not holdings.lose(_suspects(holdings, image, group)):
                 raise
             emit("memory.lost", key=error.key, error=str(error))
+        finally:
+            store.tally.tell()
 
 
 def _suspects(holdings: Holdings, image: tuple[str, int], group: Group) -> set[Key]:

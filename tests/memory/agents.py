@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,9 +59,14 @@ def agent(root: Path, budget: int = 1 << 30, *, tls: bool = False) -> Iterator[C
         await_gone(pid_of(root))
 
 
-def hello(client: Client, run: int = 1, rank: int = 0, pid: int | None = None) -> w.Held:
+def hello(
+    client: Client, run: int = 1, rank: int = 0, pid: int | None = None, **more: Any
+) -> w.Held:
     pid = pid or os.getpid()
-    client.ask(w.Hello(JOB, "file:///x", run, rank, pid, started(pid) or "0"), w.Card)
+    said = {"root": "file:///x", **more}
+    client.ask(
+        w.Hello(JOB, run=run, rank=rank, pid=pid, started=started(pid) or "0", **said), w.Card
+    )
     held: w.Held = client.ask(w.Ask(JOB), w.Held)
     return held
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 import holdfast
 from delta import deaths
+from holdfast.memory.node import client
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.twin import Gradient, Twin
 from memory.agents import kill
@@ -233,6 +234,8 @@ class Life:
             s["root"], state, every=every, memory=memory, delta=delta, deadline_s=20,
             keep=holdfast.Keep(**s["keep"]) if "keep" in s else None,
         )  # fmt: skip
+        for name, value in s.get("patience", {}).items():
+            setattr(client, name, value)
         before = Counter(holdfast.events.counters)
         if s.get("reader_kills", [-1])[0] == self.rank:
             kill_while_reading(Path(s["reader_kills"][1]))

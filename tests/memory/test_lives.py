@@ -14,7 +14,7 @@ from holdfast.codec.digest import CHUNK_BYTES
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from memory.agents import kill
-from memory.zygote import KILLED, Lives, check, lose, train
+from memory.zygote import KILLED, Lives, Told, check, lose, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -67,6 +67,8 @@ def test_nodes_are_lost(lives: Lives, redundancy: str, lost: list[int], layout: 
     lose(lives, *lost)
     told = lives.live(nodes=[0, 1, 2, 3], until=5, layout=layout, options=options)
     check(lives, told, 4, digests)
+    check_sources(told)
+    assert {x["source"] for one in told for x in one.events("memory.read")} >= {"local", "rebuilt"}
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in told) > 0
 
 
@@ -228,6 +230,40 @@ def test_more_is_lost_than_the_scheme_bears(lives: Lives) -> None:
     assert any("2 of 4 members are lost" in reason for reason in reasons), reasons
 
 
+@pytest.mark.parametrize(
+    ("redundancy", "nodes", "lost"), [("none", [0, 1], [1]), ("parity", [0, 1, 2], [0, 2])]
+)
+def test_what_memory_cannot_give_is_read_from_storage(
+    lives: Lives, redundancy: str, nodes: list[int], lost: list[int]
+) -> None:
+    """More is lost than the scheme bears, but the snapshot was saved durably, too: its lost images are read
+    there, those that are left in memory, and the events say where every byte came from."""
+    options = {"redundancy": redundancy}
+    digests = train(lives, 3, nodes, options=options, durable=3)
+    lose(lives, *lost)
+    told = lives.live(nodes=nodes, until=4, options=options)
+    assert [(one.restored, one.start) for one in told] == [(3, digests[3])] * len(nodes)
+    assert not any(one.events("restore.passed_over") for one in told)
+    reads = [read for one in told for read in one.events("memory.read")]
+    for n in nodes:
+        of_it = [x for x in reads if x["key"].endswith(f"r{n:05d}.safetensors")]
+        assert {x["source"] for x in of_it} <= ({"storage"} if n in lost else {"local", "peer"})
+        (file,) = (lives.place / "root").glob(f"steps/0000000003/*/r{n:05d}.safetensors")
+        assert 0.9 * file.stat().st_size < sum(int(x["bytes"]) for x in of_it)
+    check_sources(told)
+    from_storage = {x["key"] for one in told for x in one.events("memory.from_storage")}
+    assert {key[-17:-12] for key in from_storage} == {f"{n:05d}" for n in lost}
+
+
+def check_sources(told: list[Told]) -> None:
+    """Every byte that was read is told of by events, and counted."""
+    for one in told:
+        reads = one.events("memory.read")
+        assert sum(int(x["bytes"]) for x in reads) == one.moved["read.bytes"] > 0
+        stored = sum(int(x["bytes"]) for x in reads if x["source"] == "storage")
+        assert stored == one.moved.get("memory.storage.bytes", 0)
+
+
 def test_an_agent_is_killed_while_training_goes_on(lives: Lives) -> None:
     """Snapshots fail until another agent is there; nothing that was committed is lost."""
     options = {"redundancy": "parity"}
@@ -315,6 +351,25 @@ def test_a_crash_without_a_restart_is_flushed(lives: Lives) -> None:
     lose(lives, 0, 1)
     told = lives.live(nodes=[0, 1], until=5, options=options)
     assert [(t.restored, t.start) for t in told] == [(4, digests[4])] * 2
+
+
+def test_a_flush_without_a_node_commits_nothing(lives: Lives) -> None:
+    """Its images are not there, and a flush rebuilds none.  A restart does, and saves the step."""
+    options = {"redundancy": "copy", "flush_after_s": 3.0}
+    digests = train(lives, 4, [0, 1], options=options)
+    lose(lives, 1)
+    root, until = lives.place / "root", time.monotonic() + 30
+    while not list(root.glob("steps/*/*/r00000.safetensors")):
+        assert time.monotonic() < until, (lives.node(0) / "agent.log").read_text()
+        time.sleep(0.1)
+    assert not list(root.glob("steps/*/*/r00001.safetensors"))
+    assert holdfast.steps(str(root)) == []
+    told = lives.live(nodes=[0, 1], until=5, durable=100, die=True, options=options)
+    check(lives, told, 4, digests)
+    assert holdfast.steps(str(root)) == [4]
+    assert len(list(root.glob("steps/*/*"))) == 2  # the manifest, and what it names
+    log = lives.node(0) / "agent.log"
+    assert "is not committed" in log.read_text() and "was taken over by run 2" in log.read_text()
 
 
 def test_a_root_that_was_made_anew_begins_anew(lives: Lives) -> None:

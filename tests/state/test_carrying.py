@@ -143,6 +143,39 @@ def test_a_copy_that_fails_holds_up_nobody() -> None:
     assert answers == [False]
 
 
+def taken(carried: Carried, number: int) -> list[torch.Tensor]:
+    """What the copier gets, if it gets anything within a few seconds."""
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(carried.take(number)), daemon=True)
+    thread.start()
+    thread.join(5)
+    return found
+
+
+def test_room_that_cannot_be_had_holds_up_nobody() -> None:
+    """Training waits for the copy, as without carrying, and the copier does not wait for training."""
+    tensors = [torch.zeros(10) for _ in range(2)]
+    carried = Carried(tensors, Room(1 << 60), sound=lambda: True)
+    events: list[holdfast.events.Event] = []
+    with holdfast.events.listen(events.append):
+        assert not carried.carry()
+    assert [e.name for e in events] == ["window.not_carried"]
+    assert "memory" in events[0].fields["error"]
+    assert taken(carried, 0)[0] is tensors[0]
+
+
+def test_an_error_while_the_rest_is_set_aside_holds_up_nobody() -> None:
+    tensors = [torch.zeros(10) for _ in range(2)]
+
+    def unsound() -> bool:
+        raise ValueError("versions cannot be read")
+
+    carried = Carried(tensors, Room(10_000), sound=unsound)
+    with pytest.raises(ValueError, match="cannot be read"):
+        carried.carry()
+    assert taken(carried, 0)[0] is tensors[0]
+
+
 def test_a_snapshot_whose_copy_fails_lets_training_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,10 @@ class Capture:
         return job
 
     def _settle(self) -> None:
-        """Wait for earlier captures: what was set aside for them must have gone into the image."""
+        """Wait for earlier captures: what was set aside for them must have gone into the image.
+
+        They end, for whatever they wait for has a deadline.
+        """
         self._pool.submit(lambda: None).result()
 
     @property

@@ -55,7 +55,9 @@ def run(
         action = "status"
     if action == "clean":
         _clean(client, job, as_json)
-    elif not client.is_there():
+    elif (found := client.look()) != "there":
+        if found == "silent":
+            raise client.silence()
         _nobody(client, as_json)
     elif action == "stop":
         client.ask(w.Stop(free))

@@ -165,7 +165,7 @@ class Protector:
         stripes = Stripes(tuple(f.bytes for f in here), num_data, num_parity)
         order = w.Protect(
             self._tier.job, "", self._tier.attempt(job), self._rank, members, num_data, num_parity,
-            stripes.kept_bytes, guard_bytes(stripes), bytes_per_s=self._tier.options.bytes_per_s,
+            stripes.kept_bytes, guard_bytes(stripes),
         )  # fmt: skip
         begun, lease = self._begun.pop(job.number, ((), None))
         if lease is None or not self._finish_own(order, begun, here, lease):

@@ -110,6 +110,7 @@ class MemoryTier:
             started(pid) or "0",
             msgspec.json.encode(self.durable.claim),
             self.options.flush_after_s or 0.0,
+            self.options.bytes_per_s,
         )
         self.card: w.Card = self.client.ask(message, w.Card)
         if tls and not self.card.fingerprint:
@@ -197,6 +198,7 @@ class MemoryTier:
     def _asked(self) -> tuple[list[w.Held], str]:
         """What every agent answers, and the name of this node's."""
         mine = None
+        self.client.ask_again()
         with suppress(HoldfastError):
             self.hello()
             mine = self.client.ask(w.Ask(self.job), w.Held, timeout_s=self.deadline_s)
@@ -464,7 +466,7 @@ class MemoryTier:
         mine = msgspec.json.encode(claim) if self.group.rank == 0 and claim is not None else b""
         return w.Persist(
             self.job, self.attempt(job), self.group.rank, os.getpid(), self.durable.store.url,
-            step_prefix(job.step) + file.path, self.deadline_s, mine, self.options.bytes_per_s,
+            step_prefix(job.step) + file.path, self.deadline_s, mine,
         )  # fmt: skip
 
     def _drop(self, job: Job) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from holdfast.events import emit
+
 
 class Room:
     """Memory of `size` bytes for what is carried over, on its device; made when first used."""
@@ -94,12 +96,16 @@ class Carried:
             if not self._room.size:
                 return False
             self._wanted = True
-            self._changed.wait_for(self._fits)
-            if not self._closed and self._sound():
-                self._set_aside()
-                self.is_carried = True
-            self._wanted = False
-            self._changed.notify_all()
+            try:
+                self._changed.wait_for(self._fits)
+                if not self._closed and self._sound():
+                    self._set_aside()
+                    self.is_carried = True
+            except RuntimeError as error:  # torch's, where there is no memory for the room
+                emit("window.not_carried", error=str(error))
+            finally:  # the copier may be waiting
+                self._wanted = False
+                self._changed.notify_all()
             return self.is_carried
 
     def _set_aside(self) -> None:

@@ -128,7 +128,10 @@ class Refilled(Exception):
 
 
 class Filling:
-    """How far an image is filled: the copier advances, the writer waits.  Thread-safe."""
+    """How far an image is filled: the copier advances, the writer waits.  Thread-safe.
+
+    The waits need no deadline of their own: a copier completes or fails, whatever becomes of it.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -183,7 +186,10 @@ class Filling:
 
 
 class Window:
-    """From a snapshot's call to the next optimizer step, which waits for the copy."""
+    """From a snapshot's call to the next optimizer step, which waits for the copy.
+
+    However a capture ends, it ends the wait, and everything that a capture waits for has a deadline.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -1,7 +1,7 @@
 """The agent process: one per node and user, in a session of its own.
 
-It listens on a Unix socket for the processes of this node (their user is checked) and on TCP for other
-nodes' (a token is checked).  What it decides is in `machine`; here are only the effects.
+It listens on a Unix socket for the processes of this node and on TCP for other nodes'; who is let in says
+`doors`.  What it decides is in `machine`; here are only the effects.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +34,9 @@ from holdfast.here import fate, started, yield_to_training
 from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
 from holdfast.memory.node import words as w
+from holdfast.memory.node.doors import inside, outside
 from holdfast.memory.node.jobs import Job, Slot
+from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import Encoding, protect
 from holdfast.memory.node.segment import Segments, check_home, home
@@ -47,7 +47,6 @@ log = logging.getLogger("holdfast.agent")
 TICK_S = 1.0
 THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4}
 """By what holds them up: a slow peer or a full disk must not keep others from their memory."""
-MAX_MESSAGE_BYTES = 1 << 30
 
 
 class Agent:
@@ -66,6 +65,8 @@ class Agent:
         }
         self._tasks: set[asyncio.Task[None]] = set()
         self._encodings: list[Encoding] = []
+        self._paces: dict[tuple[str, int, int], Pace] = {}
+        """By job, rank and cap: one for all that is done for a rank."""
 
     # -- deciding ---------------------------------------------------------------------------------
 
@@ -115,6 +116,7 @@ class Agent:
                 self.segments.remove(job, names, attempts)
             case e.RemoveJob(job):
                 self.segments.remove_job(job)
+                self._paces = {key: pace for key, pace in self._paces.items() if key[0] != job}
             case e.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
             case e.Digest(job, slot):
@@ -127,7 +129,10 @@ class Agent:
                 needed = partial(self._is_needed, job, slot)
                 work = Encoding(needed)
                 self._encodings.append(work)
-                fill = partial(protect, self.segments, self.card.agent, files, slot, order, work)
+                pace = self._pace(job, slot.rank)
+                fill = partial(
+                    protect, self.segments, self.card.agent, files, slot, order, pace, work
+                )
                 self._later(self._digest(job, slot, "peers", fill))
             case e.Write(slot, order):
                 self._later(self._write(slot, order))
@@ -140,6 +145,11 @@ class Agent:
         """Whether somebody still waits for what a slot is being filled with.  From any thread."""
         known = self.state.jobs.get(job, Job(job)).slots.get(slot.name)
         return known is not None and known.owner != 0
+
+    def _pace(self, job: str, rank: int) -> Pace:
+        """Of what protects and stores a rank's images, together."""
+        cap = self.state.jobs.get(job, Job(job)).bytes_per_s
+        return self._paces.setdefault((job, rank, cap), Pace(cap))
 
     def _reply(self, ask: int, value: Any) -> None:
         waiting = self._waiting.get(ask)
@@ -171,7 +181,8 @@ class Agent:
     async def _write(self, slot: Slot, order: w.Persist) -> None:
         error, kind = "", ""
         try:
-            await self._in_thread("storage", persist, self.segments, slot, order)
+            pace = self._pace(order.job, order.rank)
+            await self._in_thread("storage", persist, self.segments, slot, order, pace)
         except Exception as failed:
             log.warning("%s to storage: %s", order.key, failed)
             error, kind = getattr(failed, "message", str(failed)), type(failed).__name__
@@ -259,89 +270,18 @@ class Agent:
         state = self.state
         return w.Report(os.getpid(), self.card.address, state.budget, state.used, fetched, jobs)
 
-    # -- serving ----------------------------------------------------------------------------------
-
-    async def control(self, request: web.Request) -> web.Response:
-        """A message from a process of this node."""
-        pid, uid = _peer(request)
-        if uid != os.getuid():
-            return web.Response(status=401)
-        try:
-            message = msgspec.msgpack.decode(await request.read(), type=w.MESSAGES)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            refused = {"error": "UsageError", "text": f"not a message: {error}", "hint": ""}
-            return web.Response(body=w.encode(refused))
-        if isinstance(message, w.Hello) and pid != message.pid:
-            # of another pid namespace: by which number it is here, nobody can say
-            message = msgspec.structs.replace(message, started="?")
-        return web.Response(body=await self.ask(message))
-
-    async def image(self, request: web.Request) -> web.StreamResponse:
-        """Bytes of an image, for another node."""
-        if not self._knows(request):
-            return web.Response(status=401)
-        found = self._asked(request)
-        if found is None:
-            return web.Response(status=404)
-        return web.FileResponse(self.segments.path(*found))
-
-    async def check(self, request: web.Request) -> web.Response:
+    async def is_sound(self, job: str, name: str) -> bool:
         """Whether an image is what was written."""
-        if not self._knows(request):
-            return web.Response(status=401)
-        found = self._asked(request)
-        if found is None:
-            return web.Response(status=404)
-        slot = self.state.jobs[found[0]].slots[found[1]]
-        sound = await self._in_thread("peers", self.segments.is_sound, found[0], slot)
-        return web.Response(body=b"sound" if sound else b"damaged")
-
-    def _asked(self, request: web.Request) -> tuple[str, str] | None:
-        """Job and name of what a path means."""
-        asked = request.match_info
-        wanted = (asked["kind"], asked["attempt"], asked["rank"], "ready")
-        job = self.state.jobs.get(asked["job"])
-        for slot in job.slots.values() if job is not None else ():
-            if (slot.kind, slot.attempt, str(slot.rank), slot.phase) == wanted:
-                return asked["job"], slot.name
-        return None
-
-    async def about(self, request: web.Request) -> web.Response:
-        """What is held of a job, for another node."""
-        if not self._knows(request):
-            return web.Response(status=401)
-        return web.Response(body=w.encode(self.held(request.match_info["job"])))
-
-    def _knows(self, request: web.Request) -> bool:
-        given = request.headers.get("Authorization", "")
-        token = self.card_of(request.match_info["job"]).token
-        return hmac.compare_digest(
-            given.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()
-        )
-
-
-def _peer(request: web.Request) -> tuple[int, int]:
-    """(process, user) at the other end of a Unix socket, as they are known here; -1 if unknown."""
-    transport = request.transport
-    sock = transport.get_extra_info("socket") if transport is not None else None
-    if sock is None or sock.family != socket.AF_UNIX:
-        return -1, -1
-    size = struct.calcsize("3i")
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(pid), int(uid)
+        slot = self.state.jobs[job].slots[name]
+        return bool(await self._in_thread("peers", self.segments.is_sound, job, slot))
 
 
 async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) -> None:
     """Until told to stop, or no longer needed."""
     agent = Agent(Segments(root), host, budget, stay=stay)
-    inside = web.Application(client_max_size=MAX_MESSAGE_BYTES)
-    inside.router.add_post("/", agent.control)
-    outside = web.Application()
-    outside.router.add_get("/v1/{job}", agent.about)
-    outside.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}", agent.image)
-    outside.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}/check", agent.check)
     runners = [
-        web.AppRunner(app, access_log=None, shutdown_timeout=1.0) for app in (inside, outside)
+        web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        for app in (inside(agent), outside(agent))
     ]
     for runner in runners:
         await runner.setup()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -11,17 +12,24 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from holdfast import errors
 from holdfast.errors import AgentUnreachable, HoldfastError
+from holdfast.events import emit
+from holdfast.here import fate
 from holdfast.memory.node import words as w
 from holdfast.memory.node.segment import check_home, home
 
 START_S = 20.0
 HURRIED_S = 1.0
+LOOK_S, SILENT_S = 15.0, 5.0
+"""Who waits for an answer looks so often whether the agent still says anything, twice for so long each."""
+AGAIN_S, MOST_AGAIN_S = 60.0, 900.0
+"""How long a silent agent is left alone, at first and at most."""
+Found = Literal["there", "silent", "nobody"]
 _T = TypeVar("_T")
 
 
@@ -54,6 +62,9 @@ class Client:
         self._lock = threading.Lock()
         self._open: set[_Connection] = set()
         self._leaving = False
+        self._silent_s = 0.0
+        """How long an agent that was silent is left alone; 0: it was not."""
+        self._again_at = 0.0
 
     def hurry(self) -> None:
         """End every call under way with AgentUnreachable, and later ones after a second."""
@@ -63,8 +74,28 @@ class Client:
                 line.hang_up()
 
     def ask(self, message: w.Message, kind: type[_T] | Any = Any, timeout_s: float = 0.0) -> Any:
-        """The answer, as `kind`; the error that the agent answers with; AgentUnreachable."""
+        """The answer, as `kind`; the error that the agent answers with; AgentUnreachable.
+
+        At once if it was silent lately.
+        """
         limit = timeout_s or self.deadline_s
+        if self._is_waiting():
+            raise self.silence()
+        try:
+            answer = self._ask(message, limit)
+        except TimeoutError:
+            raise AgentUnreachable(
+                f"the agent of this node did not answer within {limit:g} s",
+                hint=f"its log is {self.root}/agent.log",
+            ) from None
+        except BlockingIOError:
+            raise self.silence() from None
+        if "error" in answer:
+            raise _error(answer)
+        return msgspec.convert(answer["ok"], kind)
+
+    def _ask(self, message: w.Message, limit: float) -> dict[str, Any]:
+        """The answer as it comes.  TimeoutError, BlockingIOError, AgentUnreachable."""
         with self._lock:
             limit = min(limit, HURRIED_S) if self._leaving else limit
             line = _Connection(self.root / "agent.sock", limit)
@@ -72,13 +103,11 @@ class Client:
         try:
             check_home(self.root)
             line.request("POST", "/", w.encode(message))
+            self._await_answer(line.sock, limit)
             response = line.getresponse()
             status, body = response.status, response.read()
-        except TimeoutError:
-            raise AgentUnreachable(
-                f"the agent of this node did not answer within {limit:g} s",
-                hint=f"its log is {self.root}/agent.log",
-            ) from None
+        except (TimeoutError, BlockingIOError):
+            raise
         except (OSError, http.client.HTTPException) as error:
             raise AgentUnreachable(
                 f"the agent of this node cannot be reached: {type(error).__name__}: {error}",
@@ -90,18 +119,74 @@ class Client:
             line.close()
         if status != 200:
             raise AgentUnreachable(f"the agent of this node refused: {status}")
-        answer = msgspec.msgpack.decode(body)
-        if "error" in answer:
-            raise _error(answer)
-        return msgspec.convert(answer["ok"], kind)
+        answer: dict[str, Any] = msgspec.msgpack.decode(body)
+        return answer
 
-    def is_there(self) -> bool:
+    def _await_answer(self, sock: socket.socket, limit: float) -> None:
+        """Until there is something to read.  TimeoutError; AgentUnreachable if the agent is silent."""
+        poll, until = select.poll(), time.monotonic() + limit
+        poll.register(sock, select.POLLIN)
+        while not poll.poll(1000 * min(LOOK_S, max(until - time.monotonic(), 0.0))):
+            if time.monotonic() >= until:
+                raise TimeoutError
+            if self.look() == self.look() == "silent":
+                raise self._was_silent()
+
+    def look(self) -> Found:
         """Whether an agent answers."""
         try:
-            self.ask(w.Status(), timeout_s=5.0)
+            self._ask(w.Status(), SILENT_S)
+        except (TimeoutError, BlockingIOError):  # or so many wait already that it takes no more
+            return "silent"
         except AgentUnreachable:
+            return "nobody"
+        return "there"
+
+    def is_there(self) -> bool:
+        """Whether one answers."""
+        return self.look() == "there"
+
+    def ask_again(self) -> None:
+        """That an agent was silent counts no more."""
+        self._silent_s = self._again_at = 0.0
+
+    def silence(self) -> AgentUnreachable:
+        """The error of an agent that runs and does not answer."""
+        pid = self._pid()
+        return AgentUnreachable(
+            f"the agent of this node, process {pid}, does not answer",
+            hint=f"is it stopped, or stuck? `kill -9 {pid}` ends it; what it holds stays for the next one",
+        )
+
+    def _pid(self) -> int:
+        return self._agent()[0]
+
+    def _agent(self) -> tuple[int, str]:
+        """Process and start time of the last agent that was here; 0 if none was."""
+        try:
+            card = msgspec.json.decode((self.root / "agent.json").read_bytes())
+            return int(card["pid"]), str(card["started"])
+        except (OSError, msgspec.DecodeError, KeyError, ValueError):
+            return 0, ""
+
+    def _is_waiting(self) -> bool:
+        """Whether an agent that was silent is not to be asked yet."""
+        if time.monotonic() >= self._again_at:
             return False
-        return True
+        if fate(*self._agent()) == "gone":
+            self.ask_again()
+        return self._again_at > 0.0
+
+    def _was_silent(self) -> AgentUnreachable:
+        """It is asked again after a while, twice as long each time: each look holds up the training."""
+        with self._lock:
+            first = time.monotonic() >= self._again_at  # several threads may find out at once
+            if first:
+                self._silent_s = min(max(2 * self._silent_s, AGAIN_S), MOST_AGAIN_S)
+                self._again_at = time.monotonic() + self._silent_s
+        if first:
+            emit("agent.silent", pid=self._pid(), again_s=self._silent_s)
+        return self.silence()
 
     def start(
         self, host: str = "", budget: int = 0, *, stay: bool = False, tls: bool = False
@@ -110,8 +195,14 @@ class Client:
 
         `stay`: one that is started now does not leave by itself; `tls`: it serves other nodes so.
         """
-        if self.is_there():
+        if self._is_waiting():
+            raise self.silence()
+        found = self.look()
+        if found == "there":
+            self.ask_again()
             return
+        if found == "silent" and self._silent_s:
+            raise self._was_silent()
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_home(self.root)
         command = [sys.executable, "-m", "holdfast.memory.node.agent", f"--host={host}"]
@@ -124,8 +215,10 @@ class Client:
                 start_new_session=True, env=_environment(self.root), cwd="/",
             )  # fmt: skip
         until = time.monotonic() + START_S
-        while not self.is_there():
+        while (found := self.look()) != "there":
             status = process.poll()
+            if found == "silent" and time.monotonic() > until:
+                raise self._was_silent()
             if status or time.monotonic() > until:
                 why = f"it ended with {status}" if status else f"none answers within {START_S:g} s"
                 raise AgentUnreachable(

@@ -23,7 +23,15 @@ from holdfast.format.manifest import Manifest, decode
 from holdfast.memory.node import words as w
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.segment import is_sound, mapped
-from holdfast.memory.node.sources import LocalImage, RebuiltImage, RemoteImage
+from holdfast.memory.node.sources import (
+    AnImage,
+    LocalImage,
+    RebuiltImage,
+    RemoteImage,
+    StoredImage,
+    Tallied,
+    Tally,
+)
 from holdfast.store import LocalStore, Reader, Store
 from holdfast.store.views import ViewStore
 from holdfast.threads import in_threads
@@ -138,7 +146,7 @@ class Holdings:
         except (HoldfastError, OSError, ValueError):
             return False
 
-    def raw(self, kind: str, attempt: str, rank: int, key: str) -> Reader:
+    def raw(self, kind: str, attempt: str, rank: int, key: str) -> LocalImage | RemoteImage:
         """For the ranges of an image where it lies.  NotFound."""
         place = self._places.get((kind, attempt, rank))
         if place is None:
@@ -151,7 +159,7 @@ class Holdings:
         except NotFound as error:
             raise NotFound(error.message, key=key) from None
 
-    def reader(self, attempt: str, rank: int, key: str) -> Reader:
+    def reader(self, attempt: str, rank: int, key: str) -> AnImage:
         """For the ranges of a rank's image, where it lies or rebuilt.  NotFound says why not."""
         if ("share", attempt, rank) in self._places:
             return self.raw("share", attempt, rank, key)
@@ -198,7 +206,10 @@ def elsewhere(job: str, helds: list[w.Held]) -> list[w.Held]:
 
 
 class SnapshotStore(ViewStore):
-    """The snapshots in memory; what is nowhere there is read from `behind`."""
+    """The snapshots in memory; what is nowhere there is read from `behind`.
+
+    `tally`: what was read, and from where.
+    """
 
     shows = "what agents hold"
 
@@ -206,9 +217,13 @@ class SnapshotStore(ViewStore):
         self.url = "memory of the nodes"
         self._holdings = holdings
         self._behind = behind
+        self.tally = Tally()
 
     def open(self, key: str) -> Reader:
         """A range reader of one image."""
+        return Tallied(self._find(key), key, self.tally)
+
+    def _find(self, key: str) -> AnImage:
         attempt, rank = _parse(key)
         try:
             return self._holdings.reader(attempt, rank, key)
@@ -216,9 +231,9 @@ class SnapshotStore(ViewStore):
             reason = error
         if self._behind is not None:
             try:
-                reader = self._behind.open(key)
+                stored = StoredImage(self._behind.open(key))
                 emit("memory.from_storage", key=key)
-                return reader
+                return stored
             except NotFound:
                 pass  # why memory cannot give it is what counts
         raise reason

@@ -69,6 +69,8 @@ class Job:
     crashed: bool = False
     claim: bytes = b""
     flush_s: float = 0.0
+    bytes_per_s: int = 0
+    """Cap for each rank, on what protects and stores its images; 0: none."""
     flushed: str = ""
     """The attempt that was sent to storage because everybody had died."""
     number: int = 0

@@ -102,6 +102,7 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
         seen=now,
         claim=m.claim if m.run >= job.run else job.claim,
         flush_s=m.flush_s,
+        bytes_per_s=m.bytes_per_s,
     )
     return state, [Greet(ask, m.job)]
 

@@ -25,15 +25,15 @@ POLL_S = 0.25
 SECOND_LOOK_S = 1.0
 
 
-def persist(segments: Segments, slot: Slot, order: w.Persist) -> None:
+def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> None:
     """Write an image, durable when this returns.  Blocks; StoreError."""
     with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
         writer = open_store(order.store).create(order.key, slot.bytes)
-        pace = Pace(order.bytes_per_s)
 
         def one(start: int) -> None:
-            pace.wait(WRITE_BYTES)
-            with view[start : min(start + WRITE_BYTES, slot.bytes)] as part:
+            stop = min(start + WRITE_BYTES, slot.bytes)
+            pace.wait(stop - start)
+            with view[start:stop] as part:
                 writer.write(start, part)
 
         try:

@@ -55,20 +55,19 @@ def protect(
     names: Mapping[int, str],
     slot: Slot,
     order: w.Protect,
-    encoding: Encoding | None = None,
+    pace: Pace,
+    encoding: Encoding,
 ) -> str:
     """Fill a guard; the digest of its table.  Blocks; what is read of others is verified.
 
     `names`: files of this agent that hold images of the group, by rank.  `encoding`: ends it early.
     """
-    encoding = encoding or Encoding(lambda: True)
     lengths = tuple(x.bytes for x in order.members)
     stripes = Stripes(lengths, order.num_data, order.num_parity)
     if slot.bytes < guard_bytes(stripes):
         raise UsageError(f"{guard_bytes(stripes)} bytes to keep, in a slot of {slot.bytes}")
     me = [x.rank for x in order.members].index(order.rank)
     memory = memoryview(bytearray(room(WINDOW_BYTES)))
-    pace = Pace(order.bytes_per_s)
     opened: dict[int, tuple[Reader, Verified]] = {}
     try:
         for number, first, digests in order.seen:

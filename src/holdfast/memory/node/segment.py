@@ -50,6 +50,7 @@ class JobNote(msgspec.Struct, frozen=True):
     trainers: dict[int, tuple[int, str]] = {}
     claim: bytes = b""
     flush_s: float = 0.0
+    bytes_per_s: int = 0
     version: int = VERSION
 
 
@@ -109,7 +110,7 @@ class Segments:
         self._put(job, f"{slot.name}.json", msgspec.json.encode(slot))
 
     def note_job(self, job: Job) -> None:
-        about = JobNote(job.root, job.run, job.trainers, job.claim, job.flush_s)
+        about = JobNote(job.root, job.run, job.trainers, job.claim, job.flush_s, job.bytes_per_s)
         self._put(job.name, "job.json", msgspec.json.encode(about))
 
     def keep_manifest(self, job: str, attempt: str, step: int, manifest: bytes) -> None:
@@ -193,7 +194,7 @@ class Segments:
             about = self._about(folder)
             yield Job(
                 folder.name, about.root, about.run, slots, commits, about.trainers,
-                claim=about.claim, flush_s=about.flush_s, number=number,
+                claim=about.claim, flush_s=about.flush_s, bytes_per_s=about.bytes_per_s, number=number,
             )  # fmt: skip
 
     def _slot(self, job: str, path: Path) -> Slot | None:

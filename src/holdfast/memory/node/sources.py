@@ -1,8 +1,9 @@
-"""Where ranges of images come from: this node's memory, or another node's agent."""
+"""Where ranges of images come from: this node's memory, another node's agent, or storage."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,7 @@ from holdfast.codec.digest import CHUNK_BYTES, Digests, first_difference, hexdig
 from holdfast.codec.erasure import Bytes
 from holdfast.codec.stripes import Extent, Piece, Stripes
 from holdfast.errors import AgentUnreachable, Corrupt, NotFound
-from holdfast.events import count
+from holdfast.events import count, emit
 from holdfast.memory.node.fetch import Peer
 from holdfast.store import Reader
 
@@ -21,6 +22,8 @@ REBUILD_BYTES = 4 << 20
 
 class LocalImage:
     """A file of this node's agent."""
+
+    source = "local"
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -36,6 +39,8 @@ class LocalImage:
 
 class RemoteImage:
     """An image in another node's memory.  One out of reach is as good as gone: NotFound."""
+
+    source = "peer"
 
     def __init__(self, peer: Peer, path: str, key: str) -> None:
         self._peer = peer
@@ -56,6 +61,59 @@ class RemoteImage:
         """The connection stays for the next image."""
 
 
+class StoredImage:
+    """An image that was saved durably, too."""
+
+    source = "storage"
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        self._reader.read(offset, into)
+        count("memory.storage.bytes", len(into))
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class Tally:
+    """How many bytes of each image were read, by key and source.  Thread-safe."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, key: str, source: str, size: int) -> None:
+        with self._lock:
+            self._bytes[key, source] += size
+
+    def tell(self) -> None:
+        """An event `memory.read` for each, and begin anew."""
+        with self._lock:
+            told, self._bytes = self._bytes, Counter()
+        for (key, source), size in sorted(told.items()):
+            emit("memory.read", key=key, source=source, bytes=size)
+
+
+class Tallied:
+    """A reader whose bytes are tallied."""
+
+    def __init__(self, image: AnImage, key: str, tally: Tally) -> None:
+        self._image = image
+        self._key = key
+        self._tally = tally
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """As `Reader.read`."""
+        self._image.read(offset, into)
+        self._tally.add(self._key, self._image.source, len(into))
+
+    def close(self) -> None:
+        self._image.close()
+
+
 class Scratch(threading.local):
     """Memory of each thread that is used again."""
 
@@ -74,6 +132,8 @@ class RebuiltImage:
 
     `open_area(member, area)` opens what a member still has.
     """
+
+    source = "rebuilt"
 
     def __init__(
         self,
@@ -123,6 +183,9 @@ class RebuiltImage:
         for reader in self._opened.values():
             reader.close()
         self._opened.clear()
+
+
+AnImage = LocalImage | RemoteImage | RebuiltImage | StoredImage
 
 
 class Verified:

@@ -27,6 +27,8 @@ class Hello(Message, frozen=True):
     claim: bytes = b""
     flush_s: float = 0.0
     """So long after the last process died the newest snapshot goes to storage, by this claim; 0: never."""
+    bytes_per_s: int = 0
+    """A cap on what protecting and storing the images of each rank may take; 0: none."""
     version: int = VERSION
 
 
@@ -96,8 +98,6 @@ class Protect(Message, frozen=True):
     """By member: up to where its image is in it already."""
     seen: tuple[Seen, ...] = ()
     """Then: member, first chunk and digests of its chunks as they went in; refused if they are others."""
-    bytes_per_s: int = 0
-    """A cap; 0: none."""
 
 
 class Persist(Message, frozen=True):
@@ -115,7 +115,6 @@ class Persist(Message, frozen=True):
     key: str
     deadline_s: float
     claim: bytes = b""
-    bytes_per_s: int = 0
 
 
 class Settled(Message, frozen=True):
