@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -146,6 +147,17 @@ def kill_while_reading(node: Path) -> None:
     Peer.read = counted  # type: ignore[method-assign]
 
 
+def slow_down(seconds: float) -> None:
+    """Each piece that is copied from now on takes so long."""
+    copyto = np.copyto
+
+    def slowly(into: Any, source: Any) -> None:
+        time.sleep(seconds)
+        copyto(into, source)
+
+    np.copyto = slowly
+
+
 def err_in_a_twin(at: list[int]) -> None:
     """The twin of another rank's optimizer makes these of its steps wrongly."""
     apply, steps = Twin.apply, itertools.count(1)
@@ -182,6 +194,8 @@ class Life:
             "restore.",
             "replica.",
             "snapshot.protect",
+            "snapshot.copy",
+            "window.",
             *RECORDS,
         )
         if "failed" in event.name or event.name.startswith(kept):
@@ -255,12 +269,14 @@ class Life:
                 state["told"]["long"] = "x" * 300_000
             if s.get("writer_stops", ())[:2] == [self.rank, step]:
                 deaths.stop_writer(s["writer_stops"][2])
+            if s.get("slow", ())[:1] == [step]:
+                slow_down(s["slow"][1])
             ckpt.step(step)
             if s.get("helper", ())[:1] == [step]:
                 self.write(helper=deaths.helper(s["helper"][1]))
             if s.get("rebatch", ())[:1] == [step]:
                 ckpt._tiers.delta.rebatch(s["rebatch"][1])
-            if s.get("settle", True):
+            if s.get("settle", True) and step < s.get("hurry_from", step + 1):
                 self._settle(ckpt)
             took, began = time.monotonic() - began, time.monotonic()
             self.write(step=step, digest=digest(model, optim), events=dict(self.events), took=took)

@@ -94,6 +94,41 @@ def test_replicas_protect_each_other_without_the_network(
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in again) > 0
 
 
+@pytest.mark.parametrize(
+    ("layout", "source", "carry", "lost"),
+    [
+        ("ddp", "replica", "20MB", 0),
+        ("ddp", "replica", "3MB", 1),
+        ("zero1", "recomputed", "3MB", 0),
+    ],
+    ids=["all fits", "part fits", "recompute"],
+)
+def test_a_snapshot_and_its_guard_spread_over_steps(
+    lives: Lives, layout: str, source: str, carry: str, lost: int
+) -> None:
+    """Copying takes longer than two steps, which do not wait for it.  What each rank saves, and what it
+    keeps for the other one, are of the moment of the call all the same."""
+    redundancy = "copy" if source == "replica" else "recompute"
+    options = {"redundancy": redundancy, "carry": carry}
+    script = {"layout": layout, "memory": 4, "options": options}
+    slow = {"hurry_from": 12, "slow": [12, 0.15]}
+    told = lives.live(nodes=[0, 1], until=15, die=True, **slow, **script)
+    for one in told:
+        assert one.status == KILLED, lives.errors()
+        assert [x["source"] for x in one.events("snapshot.protect")][-1] == source, one.lines
+        assert not one.events("replica.differs")
+        assert one.events("window.wait")[-1]["carried"] == "True"
+        lines = [x for x in one.lines if "digest" in x or x.get("event") == "snapshot.copy"]
+        order = [x.get("step") for x in lines]  # of events as text
+        assert order.index(14) < order.index("12"), order
+    again = lives.live(nodes=[0, 1], until=12, die=True, **script)
+    check(lives, again, 12, told[0].digests)
+    lose(lives, lost)
+    rebuilt = lives.live(nodes=[0, 1], until=13, **script)
+    check(lives, rebuilt, 12, told[0].digests)
+    assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in rebuilt) > 0
+
+
 def test_states_of_a_lost_shard_are_redone_from_gradients(lives: Lives) -> None:
     """Under ZeRO-1 no rank has another's optimizer states.  After two exchanges each rank redoes those that
     it keeps from its own gradients; they are the other's bit for bit, and nothing crosses the network."""
