@@ -33,6 +33,8 @@ from torch.distributed.tensor.parallel import (
 
 import holdfast
 from delta import deaths
+from holdfast.capture import planning
+from holdfast.memory import protecting
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.twin import Gradient, Twin
 from memory.agents import kill
@@ -158,6 +160,26 @@ def slow_down(seconds: float) -> None:
     np.copyto = slowly
 
 
+def count_plans() -> Counter[str]:
+    """How often something is planned from now on, by what."""
+    found: Counter[str] = Counter()
+
+    def watch(owner: Any, name: str, wrap: Any = lambda f: f) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrap(counted))
+
+    watch(planning.Planner, "make_plan")
+    watch(planning, "plan_image")
+    watch(planning.Copies, "plan", staticmethod)
+    watch(protecting, "replica_guard")
+    return found
+
+
 def err_in_a_twin(at: list[int]) -> None:
     """The twin of another rank's optimizer makes these of its steps wrongly."""
     apply, steps = Twin.apply, itertools.count(1)
@@ -248,6 +270,7 @@ class Life:
             keep=holdfast.Keep(**s["keep"]) if "keep" in s else None,
         )  # fmt: skip
         before = Counter(holdfast.events.counters)
+        planned = count_plans()
         if s.get("reader_kills", [-1])[0] == self.rank:
             kill_while_reading(Path(s["reader_kills"][1]))
         err_in_a_twin(s.get("twin_errs", {}).get(str(self.rank), []))
@@ -279,7 +302,8 @@ class Life:
             if s.get("settle", True) and step < s.get("hurry_from", step + 1):
                 self._settle(ckpt)
             took, began = time.monotonic() - began, time.monotonic()
-            self.write(step=step, digest=digest(model, optim), events=dict(self.events), took=took)
+            seen = {"events": dict(self.events), "planned": dict(planned)}
+            self.write(step=step, digest=digest(model, optim), took=took, **seen)
             time.sleep(s.get("pause", 0.0))
         if s.get("die"):
             self._settle(ckpt)

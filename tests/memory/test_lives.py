@@ -94,6 +94,20 @@ def test_replicas_protect_each_other_without_the_network(
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in again) > 0
 
 
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_plans_are_made_once(lives: Lives, layout: str) -> None:
+    """What ranks agree on, an image's layout, the list of copies for each of its two slots, and what a rank
+    makes of its own replica, if it has one: the snapshots that follow plan nothing."""
+    options = {"redundancy": "copy"}
+    for one in lives.live(nodes=[0, 1], until=9, layout=layout, options=options):
+        planned = {x["step"]: x["planned"] for x in one.lines if "planned" in x}
+        assert planned[9] == {"make_plan": 1, "plan_image": 1, "plan": 2, "replica_guard": 1}
+        assert planned[4] == planned[9]
+        assert one.events("snapshot.protect")[-1]["source"] == {"ddp": "replica"}.get(
+            layout, "peers"
+        )
+
+
 @pytest.mark.parametrize(
     ("layout", "source", "carry", "lost"),
     [
