@@ -27,7 +27,7 @@ from holdfast.state.snapshot import Copies, Filling
 EXTRAS = 4096
 
 
-def trained() -> tuple[Live, Callable[[], None]]:
+def trained(device: str = "cpu") -> tuple[Live, Callable[[], None]]:
     """A state of many kinds of tensors, and the optimizer's next step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -35,6 +35,7 @@ def trained() -> tuple[Live, Callable[[], None]]:
     )
     model[1].weight.data = torch.randn(400, 300).t()
     model[2].to(torch.bfloat16)
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step() -> None:
