@@ -342,14 +342,14 @@ def test_restarts_over_the_same_damage_converge(lives: Lives, in_storage: bool, 
         flip(lives, 0, "share", 5)
         flip_in_storage(lives, 4)
     passed_over = []
-    for _ in range(4):
+    for _ in range(3):
         told = lives.live(nodes=[0, 1], until=good, die=True, options=options)
         assert [t.restored for t in told] == [good] * 2, lives.errors()
         assert {t.start for t in told} == {digests[good]}
         passed_over.append(len(told[0].events("restore.passed_over")))
     assert passed_over[0] >= 1
     assert passed_over == sorted(passed_over, reverse=True)
-    for step in range(good + 1, good + 4):
+    for step in range(good + 1, good + 3):
         told = lives.live(nodes=[0, 1], until=step, die=True, options=options)
         assert [t.restored for t in told] == [step - 1] * 2, lives.errors()
         assert {t.start for t in told} == {digests.get(step - 1, told[0].start)}

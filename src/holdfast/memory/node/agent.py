@@ -48,6 +48,9 @@ TICK_S = 1.0
 THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4}
 """By what holds them up: a slow peer or a full disk must not keep others from their memory."""
 MAX_MESSAGE_BYTES = 1 << 30
+IDLE_S = 60.0
+"""A connection of another node is closed after so long without a request; a node that vanishes closes
+none."""
 
 
 class Agent:
@@ -341,7 +344,8 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) ->
     outside.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}", agent.image)
     outside.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}/check", agent.check)
     runners = [
-        web.AppRunner(app, access_log=None, shutdown_timeout=1.0) for app in (inside, outside)
+        web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=idle_s)
+        for app, idle_s in ((inside, 3600.0), (outside, IDLE_S))
     ]
     for runner in runners:
         await runner.setup()
