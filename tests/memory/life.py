@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,8 @@ from torch.distributed.tensor.parallel import (
 
 import holdfast
 from delta import deaths
+from holdfast.capture import planning
+from holdfast.memory import protecting
 from holdfast.memory.node import client
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.twin import Gradient, Twin
@@ -147,6 +150,37 @@ def kill_while_reading(node: Path) -> None:
     Peer.read = counted  # type: ignore[method-assign]
 
 
+def slow_down(seconds: float) -> None:
+    """Each piece that is copied from now on takes so long."""
+    copyto = np.copyto
+
+    def slowly(into: Any, source: Any) -> None:
+        time.sleep(seconds)
+        copyto(into, source)
+
+    np.copyto = slowly
+
+
+def count_plans() -> Counter[str]:
+    """How often something is planned from now on, by what."""
+    found: Counter[str] = Counter()
+
+    def watch(owner: Any, name: str, wrap: Any = lambda f: f) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrap(counted))
+
+    watch(planning.Planner, "make_plan")
+    watch(planning, "plan_image")
+    watch(planning.Copies, "plan", staticmethod)
+    watch(protecting, "replica_guard")
+    return found
+
+
 def err_in_a_twin(at: list[int]) -> None:
     """The twin of another rank's optimizer makes these of its steps wrongly."""
     apply, steps = Twin.apply, itertools.count(1)
@@ -183,6 +217,8 @@ class Life:
             "restore.",
             "replica.",
             "snapshot.protect",
+            "snapshot.copy",
+            "window.",
             *RECORDS,
         )
         if "failed" in event.name or event.name.startswith(kept):
@@ -237,6 +273,7 @@ class Life:
         for name, value in s.get("patience", {}).items():
             setattr(client, name, value)
         before = Counter(holdfast.events.counters)
+        planned = count_plans()
         if s.get("reader_kills", [-1])[0] == self.rank:
             kill_while_reading(Path(s["reader_kills"][1]))
         err_in_a_twin(s.get("twin_errs", {}).get(str(self.rank), []))
@@ -258,15 +295,18 @@ class Life:
                 state["told"]["long"] = "x" * 300_000
             if s.get("writer_stops", ())[:2] == [self.rank, step]:
                 deaths.stop_writer(s["writer_stops"][2])
+            if s.get("slow", ())[:1] == [step]:
+                slow_down(s["slow"][1])
             ckpt.step(step)
             if s.get("helper", ())[:1] == [step]:
                 self.write(helper=deaths.helper(s["helper"][1]))
             if s.get("rebatch", ())[:1] == [step]:
                 ckpt._tiers.delta.rebatch(s["rebatch"][1])
-            if s.get("settle", True):
+            if s.get("settle", True) and step < s.get("hurry_from", step + 1):
                 self._settle(ckpt)
             took, began = time.monotonic() - began, time.monotonic()
-            self.write(step=step, digest=digest(model, optim), events=dict(self.events), took=took)
+            seen = {"events": dict(self.events), "planned": dict(planned)}
+            self.write(step=step, digest=digest(model, optim), took=took, **seen)
             time.sleep(s.get("pause", 0.0))
         if s.get("die"):
             self._settle(ckpt)

@@ -11,6 +11,7 @@ import pytest
 
 import holdfast
 from holdfast.codec.digest import CHUNK_BYTES
+from holdfast.format.manifest import decode
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from memory.agents import kill
@@ -94,6 +95,55 @@ def test_replicas_protect_each_other_without_the_network(
     again = lives.live(nodes=[0, 1, 2, 3], until=6, layout=layout, options=options)
     check(lives, again, 5, told[0].digests)
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in again) > 0
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_plans_are_made_once(lives: Lives, layout: str) -> None:
+    """What ranks agree on, an image's layout, the list of copies for each of its two slots, and what a rank
+    makes of its own replica, if it has one: the snapshots that follow plan nothing."""
+    options = {"redundancy": "copy"}
+    for one in lives.live(nodes=[0, 1], until=9, layout=layout, options=options):
+        planned = {x["step"]: x["planned"] for x in one.lines if "planned" in x}
+        assert planned[9] == {"make_plan": 1, "plan_image": 1, "plan": 2, "replica_guard": 1}
+        assert planned[4] == planned[9]
+        assert one.events("snapshot.protect")[-1]["source"] == {"ddp": "replica"}.get(
+            layout, "peers"
+        )
+
+
+@pytest.mark.parametrize(
+    ("layout", "source", "carry", "lost"),
+    [
+        ("ddp", "replica", "20MB", 0),
+        ("ddp", "replica", "3MB", 1),
+        ("zero1", "recomputed", "3MB", 0),
+    ],
+    ids=["all fits", "part fits", "recompute"],
+)
+def test_a_snapshot_and_its_guard_spread_over_steps(
+    lives: Lives, layout: str, source: str, carry: str, lost: int
+) -> None:
+    """Copying takes longer than two steps, which do not wait for it.  What each rank saves, and what it
+    keeps for the other one, are of the moment of the call all the same."""
+    redundancy = "copy" if source == "replica" else "recompute"
+    options = {"redundancy": redundancy, "carry": carry}
+    script = {"layout": layout, "memory": 4, "options": options}
+    slow = {"hurry_from": 12, "slow": [12, 0.15]}
+    told = lives.live(nodes=[0, 1], until=15, die=True, **slow, **script)
+    for one in told:
+        assert one.status == KILLED, lives.errors()
+        assert [x["source"] for x in one.events("snapshot.protect")][-1] == source, one.lines
+        assert not one.events("replica.differs")
+        assert one.events("window.wait")[-1]["carried"] == "True"
+        lines = [x for x in one.lines if "digest" in x or x.get("event") == "snapshot.copy"]
+        order = [x.get("step") for x in lines]  # of events as text
+        assert order.index(14) < order.index("12"), order
+    again = lives.live(nodes=[0, 1], until=12, die=True, **script)
+    check(lives, again, 12, told[0].digests)
+    lose(lives, lost)
+    rebuilt = lives.live(nodes=[0, 1], until=13, **script)
+    check(lives, rebuilt, 12, told[0].digests)
+    assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in rebuilt) > 0
 
 
 def test_states_of_a_lost_shard_are_redone_from_gradients(lives: Lives) -> None:
@@ -273,19 +323,16 @@ def test_an_agent_is_killed_while_training_goes_on(lives: Lives) -> None:
     check(lives, told, 3, digests)
 
 
-def flip(lives: Lives, node: int, kind: str, attempt_of: int) -> None:
-    """One bit of what a node holds of the newest snapshot."""
+def flip(lives: Lives, node: int, kind: str, step: int) -> None:
+    """One bit of what a node holds of the snapshot of a step."""
     client = Client(lives.node(node), deadline_s=30.0)
     client.start("127.0.0.1")
     job = next((lives.node(node) / "jobs").iterdir()).name
     held = client.ask(w.Ask(job), w.Held)
-    newest = max(i.attempt for i in held.images)
-    image = next(i for i in held.images if (i.kind, i.attempt) == (kind, newest))
-    with open(Path(held.directory) / image.name, "r+b") as file:
-        file.seek(image.bytes // 3)
-        byte = file.read(1)[0]
-        file.seek(image.bytes // 3)
-        file.write(bytes([byte ^ 16]))
+    manifests = [decode(m, "snapshot") for m in held.manifests]
+    (attempt,) = {m.attempt for m in manifests if m.step == step}
+    image = next(i for i in held.images if (i.kind, i.attempt) == (kind, attempt))
+    flip_bit(Path(held.directory) / image.name, image.bytes // 3)
 
 
 def test_a_bit_flips_in_a_segment(lives: Lives) -> None:
@@ -315,6 +362,47 @@ def test_a_bit_flips_in_a_parity_block_and_a_node_is_lost(lives: Lives) -> None:
     lose(lives, 2)
     told = lives.live(nodes=[0, 1, 2, 3], until=5, options=options)
     check(lives, told, 4, digests)
+
+
+@pytest.mark.parametrize(
+    ("in_storage", "good"), [(False, 5), (True, 2)], ids=["the newest snapshot", "all but one step"]
+)
+def test_restarts_over_the_same_damage_converge(lives: Lives, in_storage: bool, good: int) -> None:
+    """(Megatron-LM#5281: 44 restarts on a damaged replica.)  Each of several lives that do not get to a new
+    snapshot restores the same step as the first; then each that makes one step is one step further."""
+    options = {"redundancy": "none"}
+    digests = train(lives, 6, [0, 1], options=options, durable=2)
+    flip(lives, 1, "share", 6)
+    flip_in_storage(lives, 6)
+    if in_storage:
+        flip(lives, 0, "share", 5)
+        flip_in_storage(lives, 4)
+    passed_over = []
+    for _ in range(3):
+        told = lives.live(nodes=[0, 1], until=good, die=True, options=options)
+        assert [t.restored for t in told] == [good] * 2, lives.errors()
+        assert {t.start for t in told} == {digests[good]}
+        passed_over.append(len(told[0].events("restore.passed_over")))
+    assert passed_over[0] >= 1
+    assert passed_over == sorted(passed_over, reverse=True)
+    for step in range(good + 1, good + 3):
+        told = lives.live(nodes=[0, 1], until=step, die=True, options=options)
+        assert [t.restored for t in told] == [step - 1] * 2, lives.errors()
+        assert {t.start for t in told} == {digests.get(step - 1, told[0].start)}
+
+
+def flip_in_storage(lives: Lives, step: int) -> None:
+    """One bit of what rank 1 has saved durably of a step."""
+    (path,) = lives.place.glob(f"root/steps/{step:010d}/*/r00001.safetensors")
+    flip_bit(path, path.stat().st_size // 3)
+
+
+def flip_bit(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
 
 
 def test_memory_is_full(lives: Lives) -> None:

@@ -173,12 +173,12 @@ def train(root: Path, logs: Path, options: Options) -> None:
     end = logs / "end"
     while not end.exists() or step < int(end.read_text()):
         until = time.monotonic() + STEP_S
-        log.write(**training.step(step))
+        log.write(**training.step(step), files=len(os.listdir("/proc/self/fd")))
         step += 1
         ckpt.step(step)
         time.sleep(max(0.0, until - time.monotonic()))
     ckpt.close()
-    log.write(closed=step, open_files=len(os.listdir("/proc/self/fd")))
+    log.write(closed=step)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,12 +98,17 @@ class Story:
         self._retries = retries
         for node in cluster.nodes:
             self.impatient(node)
-        text = json.dumps(dataclasses.asdict(options or Options()))
-        self.job = cluster.torchrun(
+        self._options = json.dumps(dataclasses.asdict(options or Options()))
+        self.start([node for node in cluster.nodes if node.alive], nnodes)
+
+    def start(self, nodes: list[Node], nnodes: str = "") -> None:
+        """Start torchrun there; for as many nodes, if nothing else is said."""
+        self.job = self.cluster.torchrun(
             Path(__file__).with_name("elastic_train.py"),
-            [self.root, self.logs, text],
-            nnodes=nnodes,
-            nproc=nproc,
+            [self.root, self.logs, self._options],
+            nodes=nodes,
+            nnodes=nnodes or f"{len(nodes)}:{len(nodes)}",
+            nproc=self.nproc,
             max_restarts=1000,
             torchrun=FORKING,
         )
@@ -179,7 +185,8 @@ class Story:
     def slots(self, node: Node) -> Iterator[dict[str, Any]]:
         """Headers of the slots there, as the next agent would find them."""
         for path in node.path(f"{HOME}/jobs").glob("*/*-*.json"):
-            yield json.loads(path.read_bytes())
+            with suppress(FileNotFoundError):  # the agent has just removed it
+                yield json.loads(path.read_bytes())
 
     def segments(self, node: Node) -> list[str]:
         """Whatever is kept on a node for any job."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .chaos import OPTIONS, Chaos
+from .chaos import OPTIONS, Chaos, check_files
 from .cluster import Cluster
 from .story import Story
 from .told import Told, check_nothing_left
@@ -22,21 +22,16 @@ pytestmark = [
 ]
 FAULTS = int(os.environ.get("HOLDFAST_CHAOS_FAULTS", "4"))
 SEED = int(os.environ.get("HOLDFAST_CHAOS_SEED", "1"))
-MOST_FILES = 100
-"""Open in an agent or a rank at the end, however many faults there were."""
 
 
-@pytest.mark.timeout(600 + 30 * FAULTS)
+@pytest.mark.timeout(600 + 60 * FAULTS)
 def test_random_faults(tmp_path: Path) -> None:
     with Cluster(4, tmp_path / "nodes", head=True) as cluster:
         story = Story(cluster, tmp_path, OPTIONS, nnodes="4:4")
         told = Told(cluster, story)
         chaos = Chaos(told, SEED)
         chaos.run(FAULTS)
-        for node in told.here:
-            agent = node.processes()[story.agent(node)]
-            assert len(os.listdir(f"/proc/{agent}/fd")) < MOST_FILES
         story.end(told.here)
         check_nothing_left(story, told.here)
-        assert all(life.start["open_files"] < MOST_FILES for life in story.newest(told.here))
+        check_files(story.newest(told.here))
     assert len(chaos.lines) == FAULTS

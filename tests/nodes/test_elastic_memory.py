@@ -1,7 +1,7 @@
 """Elastic torchrun with snapshots in memory: whatever is lost, training goes on from the newest kept.
 
 Three jobs, each with one failure after the other: four nodes with a rank each, which become three, five,
-three and two; and two nodes with two ranks each, under HSDP and under tensor parallelism.  After each
+three and two; four nodes with two ranks each, under HSDP; two of them under tensor parallelism.  After each
 failure all ranks must have restored one step, no older than the newest that was complete, bit for bit,
 without a byte from storage; and the steps that follow must be those of the same ranks without holdfast.
 """
@@ -78,23 +78,6 @@ class Four(Told):
         found = [s for s in self.story.slots(node) if s["kind"] == "guard"]
         return max(int(s["step"]) for s in found if s["phase"] == "ready")
 
-    def lose_while(self, lost: Node, other: Node) -> None:
-        """A node vanishes, and the agent of another dies while the ranks rebuild what the first held."""
-        counts = {node: len(self.story.lives(node)) for node in self.here}
-
-        def rebuilding() -> bool:
-            lives = [(self.story.lives(node), counts[node]) for node in self.here]
-            return any(of[-1].of("memory.rebuilt") for of, old in lives if len(of) > old)
-
-        def kill() -> None:
-            self.story.job.await_(rebuilding, "an image being rebuilt")
-            self.story.kill_agent(other)
-            assert not any(life.begun for life in self.story.newest(self.here))
-            other.normal()
-
-        other.slow("4mbit")
-        self.lose(lost, meanwhile=kill)
-
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
@@ -105,7 +88,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
         told = Four(cluster, Story(cluster, folder, SEVERAL, nnodes="1:5"))
         told.links_fail()
         told.agents_die()
-        told.lose_while(nodes[0], nodes[1])
+        told.kill_agent_in_rebuild(nodes[1], of=told.lose, lost=nodes[0])
         told.add(2)
         told.lose(nodes[1], nodes[4])
         told.lose(nodes[2])
@@ -160,36 +143,60 @@ def test_two_of_three_nodes_go_on(four: Four) -> None:
     check(four.story, before, after, kept)
     for life in four.story.newest(four.here):
         assert [e["kept"] for e in life.of("memory.weaker")] == ["parity"]
-        assert life.committed[-1] == life.last
+        assert life.committed[-1] > life.start["restored"]
 
 
 # -- two ranks per node ---------------------------------------------------------------------------
 
 
-def test_two_ranks_of_a_node_share_an_agent(tmp_path: Path) -> None:
-    """HSDP.  The agent dies and both go on with the next; both are killed; then a node vanishes."""
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    """Four nodes with two ranks each, under HSDP: an agent is killed, one rank is, a node vanishes."""
+    folder = tmp_path_factory.mktemp("eight")
     options = Options(
         layout="hsdp", every={"memory": 1, "durable": 1000}, memory={}, sigterm_s=None
     )
-    with Cluster(2, tmp_path / "nodes", head=True) as cluster:
-        told = Told(cluster, Story(cluster, tmp_path, options, nnodes="2:2", nproc=2))
-        a, b = cluster.nodes
+    with Cluster(4, folder / "nodes", head=True) as cluster:
+        told = Told(cluster, Story(cluster, folder, options, nnodes="4:4", nproc=2))
+        a, b, c, _ = cluster.nodes
         told.story.kill_agent(b)
         told.commits(3)
-        told.kill_ranks(b)
+        told.kill_rank(c, 1)
+        told.commits(2)
         told.replace(a)
-        told.story.end([a, b])
-        check_nothing_left(told.story, [a, b])
-    for chapter in told.chapters:
-        check(told.story, *chapter)
-    first, _, _ = told.chapters[0]
-    reference = told.story.reference()
-    assert all(x.steps[n]["digest"] == reference[n]["digest"] for x in first for n in x.steps)
-    assert sum(life.moved("rebuilt") for life in told.chapters[1][1]) > 0
+        told.story.end(told.here)
+        check_nothing_left(told.story, told.here)
+        yield told
+
+
+def test_two_ranks_of_a_node_share_an_agent(eight: Told) -> None:
+    """It dies, and both go on with the next."""
+    before, _, _ = eight.chapters[0]
+    reference = eight.story.reference()
+    assert all(x.steps[n]["digest"] == reference[n]["digest"] for x in before for n in x.steps)
+    restarted = [life.start["rank"] for life in before if life.of("agent.restarted")]
+    assert sorted(restarted) == [2, 3]
+
+
+def test_one_rank_of_eight_is_killed(eight: Told) -> None:
+    """SIGKILL.  torchrun ends the others and starts all again: each has its image where it is."""
+    before, after, kept = eight.chapters[0]
+    assert len(kept) == len(after) == 8
+    check(eight.story, before, after, kept)
+    assert not any(life.moved("peer") or life.moved("rebuilt") for life in after)
+
+
+def test_a_node_with_two_ranks_of_eight_vanishes(eight: Told) -> None:
+    """What they held is rebuilt from what their replicas on another node have kept."""
+    before, after, kept = eight.chapters[1]
+    assert len(kept) == 6
+    check(eight.story, before, after, kept)
+    assert sum(life.moved("rebuilt") for life in after) > 0
 
 
 def test_memory_is_full_and_then_it_is_not(tmp_path: Path) -> None:
-    """Tensor parallelism.  Durable saves go to storage without the agent; snapshots come back."""
+    """Tensor parallelism.  Durable saves go to storage without the agent; snapshots come back, and serve
+    when all ranks of a node are killed, and when the other node vanishes."""
     options = Options(
         layout="tp", width=192, every={"memory": 1, "durable": 5}, memory={}, sigterm_s=None
     )
@@ -204,9 +211,12 @@ def test_memory_is_full_and_then_it_is_not(tmp_path: Path) -> None:
         (first, *_) = told.story.newest([a])
         b.call(["rm", "/dev/shm/full"])
         told.commits(2)
+        told.kill_ranks(b)
+        told.commits(2)
         told.replace(a)
         told.story.end([a, b])
         check_nothing_left(told.story, [a, b])
-    check(told.story, *told.chapters[0])
+    for chapter in told.chapters:
+        check(told.story, *chapter)
     assert not first.of("snapshot.committed") and first.of("save.committed")
     assert any("No space left on device" in e["error"] for e in first.of("snapshot.failed"))

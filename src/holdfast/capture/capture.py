@@ -20,6 +20,7 @@ from holdfast.state.live import Live
 from holdfast.state.replicas import check_replicas, replica_digests
 from holdfast.state.snapshot import (
     MAX_RETAKES,
+    Beside,
     Buffer,
     Filling,
     Gate,
@@ -40,7 +41,7 @@ class Tier(Protocol):
     def take(self, job: Job) -> Buffer:
         """Memory for the image, which is the job's until `release`.  Blocks; Deadline."""
 
-    def beside(self, job: Job, image: Image, aside: Kept) -> Callable[[], None] | None:
+    def beside(self, job: Job, image: Image, aside: Kept) -> Beside | None:
         """What else is to be read from the live tensors at the same moment."""
 
     def write(self, job: Job, image: Image | None, filling: Filling) -> None:
@@ -174,6 +175,7 @@ class Capture:
             self.planner.make_plan(job, verdict.describe)
         if job.window is None:
             self.planner.lay_out(job, self.aside)
+            self._make_room(job)
             tier.warm(job)
             return
         self._check_replicas(job)
@@ -191,7 +193,11 @@ class Capture:
             job.moment = tier.moment(job)
         return self.planner.lay_out(job, self.aside)
 
-    def _beside(self, job: Job, tier: Tier, image: Image | None) -> Callable[[], None] | None:
+    def _make_room(self, job: Job) -> None:
+        if self.room.size and job.copies is not None:
+            self.room.make(source.device for source in job.copies.sources)
+
+    def _beside(self, job: Job, tier: Tier, image: Image | None) -> Beside | None:
         """It can be done without; other ranks wait for this one."""
         if image is None:
             return None
@@ -238,9 +244,7 @@ class Capture:
             f"replicas/{job.number}", mine, lambda a: check_replicas(a, names), self.deadline_s
         )
 
-    def _fill(
-        self, job: Job, image: Image, filling: Filling, beside: Callable[[], None] | None
-    ) -> None:
+    def _fill(self, job: Job, image: Image, filling: Filling, beside: Beside | None) -> None:
         """Copy the live tensors into the image; a failure is the tier's to report."""
         try:
             assert job.copies is not None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from holdfast.capture import Job, text_of
 from holdfast.codec.digest import hexdigest
@@ -21,6 +21,7 @@ from holdfast.memory.recompute import Shadow
 from holdfast.memory.replica import ReplicaGuard, replica_guard
 from holdfast.policy.redundancy import choose, fitting, groups, parse
 from holdfast.policy.survival import Scheme
+from holdfast.state.carrying import Carried
 
 if TYPE_CHECKING:
     from holdfast.memory.tier import MemoryTier
@@ -38,6 +39,25 @@ class Agreed:
 def _shape(file: FileEntry) -> tuple[int, ...]:
     """How an image is laid out."""
     return file.rank, file.data, file.extras, file.table, file.bytes
+
+
+@dataclass(frozen=True)
+class Making:
+    """What this rank keeps for its group of one snapshot, to be made in the window (`Beside`)."""
+
+    protector: Protector
+    number: int
+    """Of the job."""
+    guard: ReplicaGuard
+    view: memoryview
+    shadow: Shadow | None
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        return self.guard.sources
+
+    def run(self, carried: Carried | None, first: int, ready: torch.Event | None) -> None:
+        self.protector.fill(self, carried, first, ready)
 
 
 class Protector:
@@ -60,7 +80,7 @@ class Protector:
 
     # -- capture thread ---------------------------------------------------------------------------
 
-    def begin(self, job: Job) -> Callable[[], None] | None:
+    def begin(self, job: Job) -> Making | None:
         """How to make what this rank keeps for its group from its own replica; None if it holds none."""
         agreed, plan = self._agreed, job.plan
         if agreed is None or plan is None or agreed.plan != plan.digest:
@@ -72,8 +92,7 @@ class Protector:
         if key != self._guard_key or self._guard_mark is not plan.fingerprint:
             lengths = tuple(f.bytes for f in agreed.files)
             stripes = Stripes(lengths, *agreed.scheme.blocks(len(lengths)))
-            live = replace(job.live, tensors={**job.live.tensors, **redone})
-            self._guard = replica_guard(plan, live, stripes, agreed.files, me)
+            self._guard = replica_guard(plan, job.live, redone, stripes, agreed.files, me)
             self._guard_key, self._guard_mark = key, plan.fingerprint
         guard = self._guard
         if guard is None:
@@ -84,15 +103,15 @@ class Protector:
         except (HoldfastError, OSError):
             return None  # the agents will say so when it is their turn
         self._begun = {job.number: (agreed.files, lease)}
-        return lambda: self._fill(job.number, guard, view, shadow)
+        return Making(self, job.number, guard, view, shadow)
 
-    def _fill(
-        self, number: int, guard: ReplicaGuard, view: memoryview, shadow: Shadow | None
-    ) -> None:
+    def fill(self, making: Making, *how: Any) -> None:
+        """Make it, when what is redone here has come so far; not at all if it will not."""
+        number, shadow = making.number, making.shadow
         if shadow is not None and not shadow.twins.at(number, self._tier.deadline_s):
             self._begun.pop(number, None)
             return
-        guard.fill(view)
+        making.guard.fill(making.view, *how)
         if shadow is not None:
             shadow.twins.go_on(number)
 

@@ -15,8 +15,7 @@ not believed but checked, snapshot by snapshot: by the digests of the chunks tha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +25,12 @@ from numpy.typing import NDArray
 
 from holdfast.capture.job import Plan
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks
-from holdfast.codec.stripes import Stripes
+from holdfast.codec.stripes import Contribution, Stripes
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import FileEntry, TensorEntry
 from holdfast.layout import Box
-from holdfast.state.live import Live
+from holdfast.state.carrying import Carried
+from holdfast.state.live import Live, LiveTensor
 from holdfast.state.snapshot import first_device, on_stream, raw_array
 
 WINDOW_BYTES = 4 << 20
@@ -40,63 +40,85 @@ Flat = NDArray[np.uint8]
 
 
 @dataclass
+class _Read:
+    """Bytes `skip..skip + size` of a tensor, which go to `at` of the window that they are in."""
+
+    source: torch.Tensor
+    skip: int
+    at: int
+    size: int
+    is_live: bool
+    """Whether the training's next optimizer step changes it."""
+
+    def into(self, window: Flat, source: torch.Tensor) -> None:
+        """Copy from `source`, which is the tensor where it is now."""
+        part = window[self.at : self.at + self.size]
+        if source.device.type != "cpu":
+            flat = source.reshape(-1).view(torch.uint8)[self.skip : self.skip + self.size]
+            torch.from_numpy(part).copy_(flat)
+            return
+        raw = raw_array(source)
+        if self.size == raw.nbytes and not raw.flags.c_contiguous:
+            np.copyto(part.view(raw.dtype).reshape(raw.shape), raw)
+        else:
+            flat = np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
+            np.copyto(part, flat[self.skip : self.skip + self.size])
+
+
+@dataclass
 class _Piece:
     """Bytes `start..stop` of an image, and the tensor that they are."""
 
     start: int
     stop: int
     source: torch.Tensor
+    is_live: bool = True
 
-    def read(self, start: int, stop: int, into: Flat) -> None:
-        """Bytes start..stop of the piece."""
-        source = self.source
-        if source.device.type != "cpu":
-            flat = source.reshape(-1).view(torch.uint8)[start:stop]
-            torch.from_numpy(into).copy_(flat)
-            return
-        raw = raw_array(source)
-        if raw.flags.c_contiguous:
-            np.copyto(into, raw.reshape(-1).view(np.uint8)[start:stop])
-        elif stop - start == self.stop - self.start:
-            np.copyto(into.view(raw.dtype).reshape(raw.shape), raw)
-        else:
-            np.copyto(into, np.ascontiguousarray(raw).reshape(-1).view(np.uint8)[start:stop])
+    def read(self, start: int, stop: int, at: int) -> _Read:
+        """Bytes `start..stop` of the piece: of its elements or rows, as few as have them."""
+        source, size = self.source, stop - start
+        if source.is_contiguous():
+            source = source.reshape(-1)
+        unit = source[0].numel() * source.element_size()
+        first = start // unit
+        return _Read(source[first : -(-stop // unit)], start - first * unit, at, size, self.is_live)
 
 
 class ReplicaImage:
     """The image of another rank up to its extras, out of this rank's tensors."""
 
     def __init__(self, image: Image, pieces: list[_Piece]) -> None:
-        self._header = np.frombuffer(image.header, np.uint8)
-        self._pieces = pieces
-        self._starts = [p.start for p in pieces]
+        header = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
+        self._pieces = [_Piece(0, len(header), header, is_live=False), *pieces]
+        self._starts = [p.start for p in self._pieces]
 
-    def read(self, start: int, stop: int, into: Flat) -> None:
-        """Fill `into` with bytes start..stop."""
+    def reads(self, start: int, stop: int) -> Iterator[_Read]:
+        """What makes up bytes start..stop."""
         at = start
-        if at < len(self._header):
-            end = min(stop, len(self._header))
-            np.copyto(into[: end - at], self._header[at:end])
-            at = end
         number = bisect_right(self._starts, at) - 1
         while at < stop:
             piece = self._pieces[number]
             end = min(stop, piece.stop)
-            piece.read(at - piece.start, end - piece.start, into[at - start : end - start])
+            yield piece.read(at - piece.start, end - piece.start, at - start)
             at, number = end, number + 1
 
 
-def replica_image(plan: Plan, file: FileEntry, live: Live) -> ReplicaImage | None:
-    """The image that `file` describes; None if this rank does not hold all of its tensors."""
+def replica_image(
+    plan: Plan, file: FileEntry, live: Live, redone: Mapping[str, LiveTensor]
+) -> ReplicaImage | None:
+    """The image that `file` describes; None if this rank does not hold all of its tensors.
+
+    `redone`: those that are made here (`recompute`), by name; they stay as they are until they are read.
+    """
     image, found = image_of(plan, file), []
     if image is None:
         return None
     for entry, box, at, size in pieces_of(plan, image, file.rank):
-        source = _held(live, entry.name, box)
+        source = _held(redone.get(entry.name) or live.tensors.get(entry.name), box)
         if source is None:
             return None
         if size:
-            found.append(_Piece(at, at + size, source))
+            found.append(_Piece(at, at + size, source, entry.name not in redone))
     return ReplicaImage(image, found)
 
 
@@ -118,15 +140,26 @@ def pieces_of(plan: Plan, image: Image, rank: int) -> Iterator[tuple[TensorEntry
         yield entry, Box(tuple(start[:n]), tuple(stop[:n])), image.data_start + offset, size
 
 
-def _held(live: Live, name: str, box: Box) -> torch.Tensor | None:
+def _held(t: LiveTensor | None, box: Box) -> torch.Tensor | None:
     """The part of a tensor, where this rank holds all of it, and the optimizer alone changes it."""
-    t = live.tensors.get(name)
     if t is None or not t.steady:
         return None
     for part in t.parts:
         if part.box & box == box:
             return part.local.detach()[box.within(part.box.start)]
     return None
+
+
+@dataclass
+class _Window:
+    """What goes to `at..stop` of what is kept: `size` bytes from `start` of a member's image on."""
+
+    of: Contribution
+    at: int
+    stop: int
+    start: int
+    size: int
+    reads: list[_Read]
 
 
 class ReplicaGuard:
@@ -144,30 +177,63 @@ class ReplicaGuard:
         self.seen: list[tuple[int, int, bytes]] = []
         """Of the last time: member, first chunk, and digests of chunks as they are on this rank."""
         self.files = tuple(files)
-        self._me = me
-        self._images = images
         pinned = device is not None and device.type == "cuda"
         self._scratch = torch.empty(WINDOW_BYTES, dtype=torch.uint8, pin_memory=pinned).numpy()
+        self._device = device
         self._stream = torch.Stream(device) if device is not None else None
+        self._windows = list(self._planned(me, images))
+        self.sources = [r.source for w in self._windows for r in w.reads if r.is_live]
+        """What is read of the training's own tensors, in the order in which it is."""
 
-    def fill(self, view: memoryview) -> None:
-        """Make it in `view`, where the agent's memory for it is."""
-        with on_stream(self._stream) if self._stream is not None else nullcontext():
-            self._fill(view)
+    def _planned(self, me: int, images: dict[int, ReplicaImage]) -> Iterator[_Window]:
+        for c in self.stripes.contributions(me):
+            member = c.source.member
+            last = min(c.source.stop, self.files[member].extras)
+            for start, end in _windows(c.source.start, c.source.start + self.stripes.block_bytes):
+                stop = max(min(end, last), start)
+                at = c.at + start - c.source.start
+                reads = list(images[member].reads(start, stop))
+                if reads or c.index == 0:
+                    yield _Window(c, at, at + end - start, start, stop - start, reads)
 
-    def _fill(self, view: memoryview) -> None:
+    def fill(
+        self,
+        view: memoryview,
+        carried: Carried | None = None,
+        first: int = 0,
+        ready: torch.Event | None = None,
+    ) -> None:
+        """Make it in `view`, where the agent's memory for it is.
+
+        In `carried`, `sources` are those from number `first` on.  Nothing is read before `ready`; without
+        that, after all that the device has been given.
+        """
+        if self._stream is None:
+            self._fill(view, carried, first)
+            return
+        if ready is not None and ready.device == self._device:
+            self._stream.wait_event(ready)
+        else:
+            torch.accelerator.synchronize(self._device)
+        with on_stream(self._stream):
+            self._fill(view, carried, first)
+
+    def _fill(self, view: memoryview, carried: Carried | None, number: int) -> None:
         self.seen = []
         kept: Any = np.frombuffer(view, np.uint8)
-        for c in self.stripes.contributions(self._me):
-            stop = min(c.source.stop, self.files[c.source.member].extras)
-            for at, end in _windows(c.source.start, c.source.start + self.stripes.block_bytes):
-                rows = kept[c.at + at - c.source.start : c.at + end - c.source.start]
-                block = self._scratch[: max(min(end, stop) - at, 0)]
-                if len(block):
-                    self._images[c.source.member].read(at, at + len(block), block)
-                    self._look_at(c.source.member, at, block)
-                if len(block) or c.index == 0:
-                    self.stripes.code.accumulate({c.row: rows}, c.index, block, fresh=c.index == 0)
+        for window in self._windows:
+            block, c = self._scratch[: window.size], window.of
+            for read in window.reads:
+                if carried is None or not read.is_live:
+                    read.into(block, read.source)
+                else:
+                    read.into(block, carried.take(number))
+                    carried.done()
+                number += read.is_live
+            if window.size:
+                self._look_at(c.source.member, window.start, block)
+            rows = kept[window.at : window.stop]
+            self.stripes.code.accumulate({c.row: rows}, c.index, block, fresh=c.index == 0)
 
     def _look_at(self, member: int, at: int, block: Flat) -> None:
         """Keep the digests of the whole chunks in bytes of an image that begin at `at`."""
@@ -188,12 +254,17 @@ def _windows(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def replica_guard(
-    plan: Plan, live: Live, stripes: Stripes, files: Sequence[FileEntry], me: int
+    plan: Plan,
+    live: Live,
+    redone: Mapping[str, LiveTensor],
+    stripes: Stripes,
+    files: Sequence[FileEntry],
+    me: int,
 ) -> ReplicaGuard | None:
     """A guard from this rank's own tensors; None if it does not hold what the others save."""
     images = {}
     for member in {c.source.member for c in stripes.contributions(me)}:
-        image = replica_image(plan, files[member], live)
+        image = replica_image(plan, files[member], live, redone)
         if image is None:
             return None
         images[member] = image

@@ -43,7 +43,7 @@ from holdfast.memory.recompute import Shadow, shadow_of
 from holdfast.memory.slots import SlotBuffer, Slots
 from holdfast.state.live import Live, State
 from holdfast.state.protocol import Written
-from holdfast.state.snapshot import Filling, Kept, Moment, PrivateBuffer
+from holdfast.state.snapshot import Beside, Filling, Kept, Moment, PrivateBuffer
 
 LEAVE_S = 5.0
 """How long a process that ends early stays for a durable save to reach the agents."""
@@ -282,7 +282,7 @@ class MemoryTier:
         self.release(job)
         finish(job, self, None)
 
-    def beside(self, job: Job, image: Image, aside: Kept) -> Callable[[], None] | None:
+    def beside(self, job: Job, image: Image, aside: Kept) -> Beside | None:
         """What this rank keeps for its group is made in the window, where it can be."""
         return None if job.follows else self._protector.begin(job)
 

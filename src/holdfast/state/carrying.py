@@ -9,7 +9,7 @@ as it takes.  All of it is of one moment: the optimizer has changed nothing yet 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -17,21 +17,25 @@ from holdfast.events import emit
 
 
 class Room:
-    """Memory of `size` bytes for what is carried over, on its device; made when first used."""
+    """Memory of `size` bytes for what is carried over, on its device."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._memory: dict[torch.device, torch.Tensor] = {}
+
+    def make(self, devices: Iterable[torch.device]) -> None:
+        """Have it, once; off the training thread, which new pages would hold up for ten times a copy."""
+        for device in dict.fromkeys(devices):
+            if device not in self._memory:
+                memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+                self._memory[device] = memory.zero_() if device.type == "cpu" else memory
 
     def views(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Room for all of them, which have `size` bytes in all at most; aligned to 16 bytes."""
         used: dict[torch.device, int] = {}
         found = []
         for source in sources:
-            memory = self._memory.get(source.device)
-            if memory is None:
-                memory = torch.empty(self.size, dtype=torch.uint8, device=source.device)
-                self._memory[source.device] = memory
+            memory = self._memory[source.device]
             at = used.get(source.device, 0)
             end = at + source.numel() * source.element_size()
             used[source.device] = -(-end // 16) * 16
@@ -47,6 +51,7 @@ class Carried:
     ) -> None:
         self._sources = list(sources)
         self._room = room
+        room.make(s.device for s in sources)
         self._sound = sound
         """Whether nothing was written since the snapshot's moment."""
         self._sizes = [-(-s.numel() * s.element_size() // 16) * 16 for s in sources]

@@ -123,6 +123,17 @@ def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return plain.view(_RAW[size]).numpy() if plain.dtype != torch.bool else plain.numpy()
 
 
+class Beside(Protocol):
+    """What reads the same tensors at the same moment, for somebody else."""
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """What it reads of them, in the order in which it does."""
+
+    def run(self, carried: Carried | None, first: int, ready: torch.Event | None) -> None:
+        """Read them, not before `ready`; `carried` has them from number `first` on."""
+
+
 class Refilled(Exception):
     """The image is being filled again; what was read of it is stale."""
 
@@ -413,27 +424,28 @@ def copy_steadily(
     *,
     step: int,
     retakes: int,
-    beside: Callable[[], None] | None = None,
+    beside: Beside | None = None,
     window: Window | None = None,
     room: Room | None = None,
 ) -> None:
     """Copy until nothing changed meanwhile, at most `retakes` times more.
 
-    With `room`, what is not copied when the window ends is carried over in it.  `beside` reads the same
-    tensors at the same moment for somebody else.  HoldfastError if tensors changed to the last.
+    With `room`, what neither is copied nor read `beside` when the window ends is carried over in it.
+    HoldfastError if tensors changed to the last.
     """
     live, before = moment.live, moment.versions
     for attempt in range(retakes + 1):
-        carried = None
-        if room is not None and room.size and beside is None:
-            carried = Carried(copies.sources, room, partial(_unchanged, live, before))
+        carried, ready = None, moment.ready if attempt == 0 else None
+        if room is not None and room.size:
+            sources = copies.sources + (beside.sources if beside is not None else [])
+            carried = Carried(sources, room, partial(_unchanged, live, before))
         if window is not None:
             window.begin(carried)
         try:
             with span("snapshot.copy", step=step):
-                copies.run(filling, moment.ready if attempt == 0 else None, carried)
+                copies.run(filling, ready, carried)
                 if beside is not None:
-                    beside()
+                    beside.run(carried, len(copies.device) + len(copies.host), ready)
         finally:  # the training thread may be waiting to carry
             done = carried is not None and carried.close()
         if done:

@@ -47,6 +47,9 @@ log = logging.getLogger("holdfast.agent")
 TICK_S = 1.0
 THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4}
 """By what holds them up: a slow peer or a full disk must not keep others from their memory."""
+IDLE_S = 60.0
+"""A connection of another node is closed after so long without a request; a node that vanishes closes
+none."""
 
 
 class Agent:
@@ -280,8 +283,8 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) ->
     """Until told to stop, or no longer needed."""
     agent = Agent(Segments(root), host, budget, stay=stay)
     runners = [
-        web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        for app in (inside(agent), outside(agent))
+        web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=idle_s)
+        for app, idle_s in ((inside(agent), 3600.0), (outside(agent), IDLE_S))
     ]
     for runner in runners:
         await runner.setup()
