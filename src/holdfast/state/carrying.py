@@ -24,11 +24,18 @@ class Room:
         self._memory: dict[torch.device, torch.Tensor] = {}
 
     def make(self, devices: Iterable[torch.device]) -> None:
-        """Have it, once; off the training thread, which new pages would hold up for ten times a copy."""
-        for device in dict.fromkeys(devices):
-            if device not in self._memory:
-                memory = torch.empty(self.size, dtype=torch.uint8, device=device)
-                self._memory[device] = memory.zero_() if device.type == "cpu" else memory
+        """Have it, once; off the training thread, which new pages would hold up for ten times a copy.
+
+        Where it cannot be had nothing is carried over, from then on.
+        """
+        try:
+            for device in dict.fromkeys(devices):
+                if device not in self._memory and self.size:
+                    memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+                    self._memory[device] = memory.zero_() if device.type == "cpu" else memory
+        except RuntimeError as error:  # torch's
+            self.size = 0
+            emit("window.not_carried", error=str(error))
 
     def views(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Room for all of them, which have `size` bytes in all at most; aligned to 16 bytes."""
@@ -106,8 +113,6 @@ class Carried:
                 if not self._closed and self._sound():
                     self._set_aside()
                     self.is_carried = True
-            except RuntimeError as error:  # torch's, where there is no memory for the room
-                emit("window.not_carried", error=str(error))
             finally:  # the copier may be waiting
                 self._wanted = False
                 self._changed.notify_all()
