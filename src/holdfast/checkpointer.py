@@ -228,7 +228,10 @@ class Checkpointer:
         return live if memory is None else memory.arranged(live)
 
     def _report(self) -> None:
-        """Tell the user of saves that have failed since the last call."""
+        """Tell the user of saves that have failed since the last call, and of what memory cannot bear."""
+        memory = self._tiers.memory
+        while memory is not None and memory.news:
+            warnings.warn(memory.news.pop(0), HoldfastWarning, stacklevel=3)
         done = [s for s in self._saves if s.done()]
         self._saves = [s for s in self._saves if not s.done()]
         for save in done:
