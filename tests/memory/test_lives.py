@@ -321,6 +321,19 @@ def test_memory_for_what_is_kept_is_missed_before_the_first_snapshot(lives: Live
     assert holdfast.steps(str(lives.place / "root")) == [2, 4]
 
 
+def test_all_memory_is_taken_before_the_first_snapshot(lives: Lives) -> None:
+    """Two images and two guards of each rank; no snapshot needs other memory."""
+    told = lives.live(
+        nodes=[0, 1, 2], until=7, die=True, memory=2, options={"redundancy": "parity"}
+    )
+    for rank, one in enumerate(told):
+        assert one.lines[-1]["done"] == 7, lives.errors()
+        found = [p.name for p in lives.node(rank).glob("jobs/*/*") if not p.suffix]
+        found = [name for name in found if name.startswith(("share", "guard"))]
+        kinds = ["share", "share", "guard", "guard"]
+        assert sorted(found) == sorted(f"{k}-{rank:05d}-{n}" for n, k in enumerate(kinds))
+
+
 def test_auto_keeps_nothing_where_memory_does_not_hold_it(lives: Lives) -> None:
     """It says so, and snapshots are taken."""
     options = {"budget": "5MB"}

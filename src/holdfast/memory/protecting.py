@@ -20,6 +20,7 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.recompute import Shadow
 from holdfast.memory.replica import ReplicaGuard, replica_guard
+from holdfast.memory.slots import SlotBuffer
 from holdfast.policy.survival import Scheme
 
 if TYPE_CHECKING:
@@ -121,8 +122,9 @@ class Protector:
         """
         chosen = self._grouping.find(decision)
         check_room(decision, chosen)
-        share = decision.sizes[self._rank]
-        kept = kept_bytes(decision, chosen.scheme, self._in(chosen.groups)) if share else 0
+        assert isinstance(job.buffer, SlotBuffer) and job.buffer.lease is not None
+        share, saves = job.buffer.lease.capacity, decision.sizes[self._rank] > 0
+        kept = kept_bytes(decision, chosen.scheme, self._in(chosen.groups)) if saves else 0
         for kind, size in (("share", share), ("guard", kept), ("guard", kept)):
             if size:
                 try:
