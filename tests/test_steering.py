@@ -187,6 +187,21 @@ def test_what_a_batch_takes_is_shared_by_its_records(tmp_path: Path) -> None:
     assert learned["batch_stall"] >= 0
 
 
+@pytest.mark.parametrize(("ranks", "bound"), [("1", False), ("1000000000", True)])
+def test_memory_bounds_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str, bound: bool
+) -> None:
+    """Where many ranks share the node's memory, there is none but for what the user asked for."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    one, delta = Training(), holdfast.Delta(batch=5)
+    with holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto(), delta=delta) as ckpt:
+        for step in range(1, 5):
+            one.step()
+            ckpt.step(step)
+        most = ckpt._steering._tuner.most_batch  # type: ignore[union-attr]
+    assert most == 5 if bound else most > 1000
+
+
 def test_node_losses_are_beyond_what_is_not_protected(tmp_path: Path) -> None:
     """As the memory tier tells it."""
     with holdfast.Checkpointer(tmp_path, Training().state, every=holdfast.Auto()) as ckpt:
