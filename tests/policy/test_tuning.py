@@ -206,6 +206,16 @@ def test_what_was_learned_is_known_from_the_first_step() -> None:
     assert again.costs is not None and again.costs.durable_stall_s == 0.4
 
 
+def test_a_batch_to_begin_with_lies_between_two_bases() -> None:
+    long = Frequencies(durable=100, memory=10, delta=1, batch=64)
+    assert Tuner(Auto(), ALL, start=long).frequencies == Frequencies(100, 10, 1, 10)
+    assert Tuner(Auto(), ("delta",), start=long).frequencies == Frequencies(100, None, 1, 64)
+    assert Tuner(Auto(), ("memory",), start=long).frequencies == Frequencies(100, 10)
+    made = Tuner(Auto(), ALL, start=long, known=COSTS)
+    made.ran(1, 1.0)
+    assert made.predicted() is not None
+
+
 def test_what_is_not_measured_is_guessed() -> None:
     costs = tuner(Auto(), memory_load=3.0).costs
     assert costs is not None

@@ -135,12 +135,7 @@ class Tuner:
         self.auto = auto
         self.tiers = frozenset(tiers)
         self.history = history or History()
-        self.frequencies = Frequencies(
-            start.durable,
-            start.memory if "memory" in self.tiers else None,
-            start.delta if "delta" in self.tiers else None,
-            start.batch if "delta" in self.tiers else None,
-        )
+        self.frequencies = _used(start, self.tiers)
         self.most_batch = MAX_BATCH
         """As many records as memory holds at a time."""
         self._known = {what: s for what, s in (known or {}).items() if what in _COSTS}
@@ -282,6 +277,15 @@ class Tuner:
         hours = 1 / (3600 * (rates.process + rates.node))
         how = "given" if self.auto.mtbf_hours is not None else "estimated"
         return f"a failure every {hours:.3g} h ({how})"
+
+
+def _used(start: Frequencies, tiers: Collection[str]) -> Frequencies:
+    """Of these tiers alone; a batch is not longer than the time between two bases."""
+    memory = start.memory if "memory" in tiers else None
+    if "delta" not in tiers or start.batch is None:
+        return Frequencies(start.durable, memory)
+    least = min(n for n in (start.durable, memory, start.batch) if n is not None)
+    return Frequencies(start.durable, memory, start.delta, least)
 
 
 def _mean(recent: list[float]) -> float:
