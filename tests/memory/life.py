@@ -241,6 +241,8 @@ class Life:
             kill_while_reading(Path(s["reader_kills"][1]))
         err_in_a_twin(s.get("twin_errs", {}).get(str(self.rank), []))
         step = ckpt.restore()
+        if self.rank in s.get("kill_restored", ()):
+            os.kill(os.getpid(), signal.SIGKILL)
         moved = Counter(holdfast.events.counters) - before
         moved = {k: v for k, v in moved.items() if k.endswith("bytes") or k.startswith("memory")}
         self.write(

@@ -46,11 +46,12 @@ def test_the_loss_of_a_node_is_one_of_a_node(lives: Lives) -> None:
     nodes = [0, 1, 2]
     train(lives, 12, nodes, **script)
     lose(lives, 1)
-    told = lives.live(nodes=nodes, until=99, kill=[0, 1, 2], kill_at=13, **script)
-    assert [t.restored for t in told] == [10, 10, 10], lives.errors()
+    told = lives.live(nodes=nodes, until=99, kill_restored=nodes, **script)
+    assert [t.status for t in told] == [KILLED] * 3, lives.errors()
     assert (kept(lives)["process"], kept(lives)["node"]) == (0, 1)
     told = lives.live(nodes=nodes, until=13, **script)
     assert [t.status for t in told] == [0, 0, 0], lives.errors()
+    assert [t.restored for t in told] == [10, 10, 10]
     assert (kept(lives)["process"], kept(lives)["node"]) == (1, 1)
     assert newest(told[0], "learned")["memory_load"] > 0
 
