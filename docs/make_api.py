@@ -34,7 +34,9 @@ SECTIONS = (
         (
             "Checkpointer",
             "Every",
+            "Auto",
             "Memory",
+            "Delta",
             "Keep",
             "Save",
             "save",

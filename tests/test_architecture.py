@@ -23,7 +23,7 @@ LAYERS = (
     ("capture",),
     ("durable", "roots", "compression"),
     ("memory", "delta"),
-    ("recovery", "tiers"),
+    ("history", "recovery", "tiers"),
     ("restoring",),
     ("looking", "once", "restart", "steering", "stopping"),
     ("checkpointer",),

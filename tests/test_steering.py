@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import holdfast
 from holdfast import events
+from holdfast.delta.log import segments
+from holdfast.delta.segment import parse_key
 from holdfast.errors import UsageError
+from holdfast.store import LocalStore
 
 pytestmark = pytest.mark.slow
 
@@ -66,17 +71,157 @@ def test_it_is_never_above_the_overhead(tmp_path: Path) -> None:
     assert train.every.durable > 100  # type: ignore[attr-defined]
 
 
-def test_failures_are_counted_over_runs(tmp_path: Path) -> None:
-    train(tmp_path, holdfast.Auto(), 120)
-    first = json.loads((tmp_path / "tuning.json").read_text())
-    assert first["process"] == 0
-    assert first["trained_s"] > 0.2
-    (claim,) = (tmp_path / "claims").iterdir()
-    claim.write_text(claim.read_text().replace("closed", "0"))  # as if it had not come to that
-    train(tmp_path, holdfast.Auto(), 150)
-    second = json.loads((tmp_path / "tuning.json").read_text())
-    assert second["process"] == 1
-    assert second["trained_s"] > first["trained_s"]
+def kept(root: Path) -> Any:
+    return json.loads((root / "tuning.json").read_text())
+
+
+def test_what_is_learned_is_kept(tmp_path: Path) -> None:
+    """A run that closes is no failure; the next one goes on where it was."""
+    train(tmp_path, holdfast.Auto(mtbf_hours=1 / 60, overhead=0.5), 250)
+    first = kept(tmp_path)
+    assert (first["process"], first["node"]) == (0, 0)
+    assert first["trained_s"] > 0.4
+    last = train.every  # type: ignore[attr-defined]
+    assert last.durable not in (None, 100)
+    one = Training()
+    auto = holdfast.Auto(mtbf_hours=1 / 60, overhead=0.5)
+    with holdfast.Checkpointer(tmp_path, one.state, every=auto) as ckpt:
+        assert ckpt.every == last
+    with holdfast.Checkpointer(tmp_path, one.state, every=auto, delta=holdfast.Delta()) as ckpt:
+        assert (ckpt.every.durable, ckpt.every.delta) == (100, 1)  # other tiers, other frequencies
+    assert kept(tmp_path)["trained_s"] >= first["trained_s"]
+
+
+@pytest.mark.parametrize(
+    ("error", "failures"),
+    [(RuntimeError("a peer is gone"), 1), (KeyboardInterrupt(), 0), (SystemExit(143), 0)],
+)
+def test_a_run_that_ends_by_an_error_has_failed(
+    tmp_path: Path, error: BaseException, failures: int
+) -> None:
+    """Though it closes its root on the way out, as those do whose peers were killed."""
+    one = Training()
+
+    def run() -> None:
+        with holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto()) as ckpt:
+            for step in range(1, 6):
+                one.step()
+                ckpt.step(step)
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    for _ in range(2):  # counted once
+        holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto()).close()
+        assert kept(tmp_path)["process"] == failures
+
+
+@pytest.mark.parametrize("damaged", ["", "{", '{"frequencies":[0,1,2,3],"costs":{"x":1}}', "[]"])
+def test_a_history_that_cannot_be_used(tmp_path: Path, damaged: str) -> None:
+    tmp_path.joinpath("tuning.json").write_text(damaged)
+    with holdfast.Checkpointer(tmp_path, Training().state, every=holdfast.Auto()) as ckpt:
+        assert ckpt.every.durable == 100
+
+
+class Large:
+    """A step that takes as long as it is told, with gradients of 64 MB."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(1 << 24))
+        self.weight.grad = torch.ones_like(self.weight)
+        self.optim = torch.optim.SGD([self.weight], lr=1.0)
+        self.state = {"model": torch.nn.ParameterList([self.weight]), "optim": self.optim}
+
+    def step(self) -> None:
+        time.sleep(0.01)
+        self.optim.step()
+
+
+def test_the_copy_of_gradients_is_a_cost_of_records(tmp_path: Path) -> None:
+    """And no part of what a step takes: without records it takes as long."""
+    one, alone = Large(), []
+    for _ in range(20):
+        began = time.perf_counter()
+        one.step()
+        alone.append(time.perf_counter() - began)
+    into = torch.zeros(1 << 24).numpy()
+    began = time.perf_counter()
+    for _ in range(5):
+        np.copyto(into, one.weight.grad.numpy())  # type: ignore[union-attr]
+    copy_s = (time.perf_counter() - began) / 5
+    delta = holdfast.Delta(queue=40)
+    with holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto(), delta=delta) as ckpt:
+        ckpt.step(1)
+        ckpt.wait()
+        for step in range(2, 22):
+            one.step()
+            ckpt.step(step)
+        tuner = ckpt._steering._tuner  # type: ignore[union-attr]
+        stall_s = tuner.learned["record_stall"]
+        step_s = sum(s for _, s in tuner._step_s) / len(tuner._step_s)
+    assert stall_s > 0.5 * copy_s
+    assert step_s < median(alone) + 0.5 * copy_s
+
+
+def test_what_a_batch_takes_is_shared_by_its_records(tmp_path: Path) -> None:
+    told: list[events.Event] = []
+    one, delta = Training(256), holdfast.Delta(batch=4)
+    with (
+        events.listen(lambda e: told.append(e) if e.name == "delta.wrote" else None),
+        holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto(), delta=delta) as ckpt,
+    ):
+        for step in range(1, 50):
+            one.step()
+            ckpt.step(step)
+            if step == 1:
+                ckpt.wait()
+        ckpt._tiers.delta.settle()  # type: ignore[union-attr]
+        learned = ckpt._steering._tuner.learned  # type: ignore[union-attr]
+    batches = [e.fields for e in told][1:]
+    assert {b["records"] for b in batches} == {4}
+    assert all(0 < b["fixed_s"] < b["seconds"] for b in batches)
+    each = [(b["seconds"] - b["fixed_s"]) / 4 for b in batches]
+    assert learned["record"] == pytest.approx(sum(each) / len(each))
+    fixed = [b["fixed_s"] for b in batches]
+    assert learned["batch"] == pytest.approx(sum(fixed) / len(fixed))
+    assert learned["batch_stall"] >= 0
+
+
+@pytest.mark.parametrize(("ranks", "bound"), [("1", False), ("1000000000", True)])
+def test_memory_bounds_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str, bound: bool
+) -> None:
+    """Where many ranks share the node's memory, there is none but for what the user asked for."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    one, delta = Training(), holdfast.Delta(batch=5)
+    with holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto(), delta=delta) as ckpt:
+        for step in range(1, 5):
+            one.step()
+            ckpt.step(step)
+        most = ckpt._steering._tuner.most_batch  # type: ignore[union-attr]
+    assert most == 5 if bound else most > 1000
+
+
+def test_node_losses_are_beyond_what_is_not_protected(tmp_path: Path) -> None:
+    """As the memory tier tells it."""
+    with holdfast.Checkpointer(tmp_path, Training().state, every=holdfast.Auto()) as ckpt:
+        tuner = ckpt._steering._tuner  # type: ignore[union-attr]
+        for kept, nodes, beyond in (("parity", 3, 0.01), ("parity", 1, 1.0), ("none", 3, 1.0)):
+            events.emit("memory.redundancy", wanted="auto", kept=kept, nodes=nodes)
+            assert tuner.rates.beyond == beyond
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_batches_begin_as_the_user_says(tmp_path: Path, batch: int) -> None:
+    """Until costs are known."""
+    one, delta = Training(), holdfast.Delta(batch=batch)
+    with holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto(), delta=delta) as ckpt:
+        for step in range(1, 9):
+            one.step()
+            ckpt.step(step)
+    keys = [parse_key(key) for key in segments(LocalStore(tmp_path), 0)]
+    spans = [last - first + 1 for _, first, last, _ in filter(None, keys)]
+    assert spans[0] == batch and sum(spans) == 7
 
 
 def test_records_and_their_batches_are_tuned_too(tmp_path: Path) -> None:

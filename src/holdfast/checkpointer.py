@@ -36,9 +36,6 @@ from holdfast.steering import Every, Steering, check_every
 from holdfast.stopping import Stop
 from holdfast.tiers import Tiers
 
-BEYOND = 0.01
-"""The share of node losses that protected snapshots are taken not to survive."""
-
 
 class Checkpointer:
     """Keeps a training run's state; made once, on every rank, with the same arguments.
@@ -114,7 +111,7 @@ class Checkpointer:
             self._tiers.keep_records(delta, self.on_resize)
         self._steering = _steering(every, self._tiers) if isinstance(every, Auto) else None
         if self._steering is not None:
-            self.every = self._steering.at(0)
+            self.every = self._steering.every
         self._stop = Stop(self._group, sigterm_s) if sigterm_s is not None else None
 
     def __enter__(self) -> Checkpointer:
@@ -128,7 +125,7 @@ class Checkpointer:
     ) -> None:
         if error is not None and self._tiers.memory is not None:
             self._tiers.memory.leave()
-        self._end(None, finished=error is None)
+        self._end(None, finished=error is None, error=error)
 
     def _everything(self) -> State:
         return {**self.state, **self._rng}
@@ -141,7 +138,7 @@ class Checkpointer:
         if self._stop is not None and self._stop.now(step):
             self._save_and_stop(step)
         if self._steering is not None:
-            self.every = self._steering.at(step)
+            self.every = self._steering.at(step, self._tiers.delta)
         every, memory = self.every, self._tiers.memory
         due, due_in_memory = (
             n is not None and step % n == 0 for n in (every.durable, every.memory)
@@ -228,7 +225,10 @@ class Checkpointer:
         return live if memory is None else memory.arranged(live)
 
     def _report(self) -> None:
-        """Tell the user of saves that have failed since the last call."""
+        """Tell the user of saves that have failed since the last call, and of what memory cannot bear."""
+        memory = self._tiers.memory
+        while memory is not None and memory.news:
+            warnings.warn(memory.news.pop(0), HoldfastWarning, stacklevel=3)
         done = [s for s in self._saves if s.done()]
         self._saves = [s for s in self._saves if not s.done()]
         for save in done:
@@ -283,6 +283,8 @@ class Checkpointer:
         options = Options(cast=cast, strict=strict, on_resize=self.on_resize, mesh=mesh)
         restart = Restart(self._tiers, self._everything(), options)
         origin = None if restart.candidates else self._origin(source)
+        if self._steering is not None:
+            self._steering.lost(*restart.lost_with_nodes())
         with span("restore") as fields:
             if origin is not None:
                 fields["source"] = origin
@@ -333,7 +335,9 @@ class Checkpointer:
         `timeout` seconds (`deadline_s` if none are given).  Snapshots in memory are freed."""
         self._end(timeout, finished=True)
 
-    def _end(self, timeout: float | None, *, finished: bool) -> None:
+    def _end(
+        self, timeout: float | None, *, finished: bool, error: BaseException | None = None
+    ) -> None:
         if self._closed:
             return
         self._closed = True
@@ -341,7 +345,7 @@ class Checkpointer:
             self._tiers.close(timeout, finished=finished)
         finally:
             if self._steering is not None:
-                self._steering.close()
+                self._steering.close(error)
             if self._stop is not None:
                 self._stop.close()
             self._tiers.release()
@@ -356,10 +360,8 @@ class Checkpointer:
 def _steering(auto: Auto, tiers: Tiers) -> Steering:
     used = {"memory": tiers.memory, "delta": tiers.delta}
     names = tuple(name for name, tier in used.items() if tier is not None)
-    memory = tiers.memory
-    alone = memory is None or memory.options.redundancy == "none" or tiers.group.size == 1
-    beyond = 1.0 if alone else BEYOND
-    return Steering(auto, names, tiers.group, tiers.store, beyond=beyond, crashed=tiers.crashed)
+    batch = tiers.delta.batch if tiers.delta is not None else 1
+    return Steering(auto, names, tiers.group, tiers.store, crashed=tiers.crashed, batch=batch)
 
 
 def _named_mesh(mesh: Any) -> Mesh | None:

@@ -9,7 +9,7 @@ from holdfast.delta.log import Log, Step
 from holdfast.delta.replay import Replay, survey
 from holdfast.delta.segment import Identity
 from holdfast.errors import HoldfastError, HoldfastWarning, NotRecoverable
-from holdfast.events import emit
+from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
 from holdfast.memory.feed import EXACT, REPLICA
 from holdfast.recovery import Candidate, newest_first, newest_good
@@ -106,14 +106,20 @@ class Restart:
         tiers, snapshots = self.tiers, self.snapshots
         if candidate.in_memory and snapshots is not None and tiers.memory is not None:
             manifest = snapshots.find(candidate.attempt)
-            load_snapshot(
-                snapshots, manifest, tiers.store, tiers.group, self.state, self.options,
-                tiers.memory.survey_again,
-            )  # fmt: skip
+            with span("restore.load", step=candidate.step, tier="memory"):
+                load_snapshot(
+                    snapshots, manifest, tiers.store, tiers.group, self.state, self.options,
+                    tiers.memory.survey_again,
+                )  # fmt: skip
             tiers.memory.adopt(manifest)
             _tell_of_replica(manifest)
         else:
-            load_step(tiers.store, tiers.group, candidate.step, self.state, self.options)
+            with span("restore.load", step=candidate.step, tier="durable"):
+                load_step(tiers.store, tiers.group, candidate.step, self.state, self.options)
+
+    def lost_with_nodes(self) -> tuple[str, int]:
+        """The newest snapshot in memory, and how many nodes that had part of it have it no more."""
+        return ("", 0) if self.snapshots is None else self.snapshots.lost_nodes()
 
     def _replay(self, base: Candidate, until: int | None) -> Identity:
         """As many steps as are sound."""

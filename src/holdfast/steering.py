@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import msgspec
 
 from holdfast.capture import Save
-from holdfast.errors import Deadline, HoldfastError, UsageError
+from holdfast.delta.clock import Spent
+from holdfast.delta.tier import DeltaTier
+from holdfast.errors import Deadline, UsageError
 from holdfast.events import Event, emit, subscribe
 from holdfast.group import Group
-from holdfast.policy.tuning import Auto, History, Tuner
+from holdfast.history import Keeper, Kept
+from holdfast.policy.tuning import START, Auto, History, Kind, Tuner
 from holdfast.policy.wasted import Frequencies
 from holdfast.store import Store
 
-HISTORY_KEY = "tuning.json"
 LOOK_EVERY = 10
 RECENT = 64
+BEYOND = 0.01
+"""The share of node losses that protected snapshots are taken not to survive."""
 POLL_S = 0.001
 
-COSTS = {
-    "delta.call": "record_stall",
-    "delta.wrote": "record",
-    "restore.read": "durable_load",
-}
-"""Events whose durations are costs."""
+WRITE_SHARE, WRITE_LEAST_S, WRITE_S = 0.02, 1.0, 60.0
+"""How much of the time that was trained may be forgotten in a crash: a share of it, within bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +64,8 @@ class _Told(msgspec.Struct, frozen=True):
     batch: int | None
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    """`tuning.json`: what is known of failures, over all runs of a root."""
-
-    trained_s: float
-    process: int
-    node: int
-
-
 class Steering:
-    """Frequencies that are tuned.  All ranks call `at` at the same steps."""
+    """Frequencies that are tuned.  All ranks make one, and call `at` at the same steps."""
 
     def __init__(
         self,
@@ -83,53 +74,100 @@ class Steering:
         group: Group,
         store: Store,
         *,
-        beyond: float,
         crashed: bool,
+        batch: int = 1,
     ) -> None:
+        """`batch`: records per file, to begin with.  `crashed`: the run before did not close.
+        Collective."""
         self._group = group
-        self._store = store
-        self._tuner = Tuner(auto, tiers, beyond=beyond, history=self._read(), look_every=LOOK_EVERY)
-        if crashed:
-            self._tuner.failed("process")
-        self.batch = self._tuner.frequencies.batch
-        self._every = _every(self._tuner.frequencies)
+        self._keeper = Keeper(store)
+        self._kept = self._keeper.read() if group.rank == 0 else Kept()
+        self._after_failure = crashed or self._kept.failed
+        self._tuner = self._made(auto, tiers, batch)
+        self._written_s = self._kept.trained_s
         self._flying: list[tuple[str, Save, float]] = []
         """Saves under way: of which tier, and what the steps since have taken longer."""
         self._alone: deque[float] = deque(maxlen=RECENT)
         """Seconds of steps beside which nothing was saved."""
+        self._beside: deque[float] = deque(maxlen=RECENT)
+        """Of those beside which a batch of records was written."""
+        self._wrote = False
         self._since: float | None = None
+        if group.rank == 0 and self._after_failure:
+            self._tuner.failed("process")
+            self._write()
+        told = group.from_rank0(lambda: msgspec.msgpack.encode(_told(self._tuner.frequencies)))
+        self._obey(msgspec.msgpack.decode(told, type=_Told))
         self._stop_listening: Callable[[], None] = subscribe(self._heard)
 
-    def at(self, step: int) -> Every:
+    def _made(self, auto: Auto, tiers: tuple[str, ...], batch: int) -> Tuner:
+        """With what the runs before have learned, and at their frequencies if the tiers are the same."""
+        kept, start = self._kept, replace(START, batch=batch)
+        found = Frequencies(*kept.frequencies)
+        sound = all(n is None or n > 0 for n in kept.frequencies) and found.delta in (None, 1)
+        if kept.tiers == tuple(sorted(tiers)) and found.durable and sound and found.valid:
+            start = found
+        failures: dict[Kind, int] = {"process": kept.process, "node": kept.node}
+        return Tuner(
+            auto, tiers, history=History(kept.trained_s, failures),
+            look_every=LOOK_EVERY, start=start, known=kept.costs,
+        )  # fmt: skip
+
+    def at(self, step: int, records: DeltaTier | None = None) -> Every:
         """What is in force from this step on.  Ranks other than 0 wait for it at every tenth step."""
         if self._group.rank == 0:
-            self._account()
+            self._account(records)
         if step % LOOK_EVERY == 0:
             self._look(step)
         self._since = time.perf_counter()
-        return self._every
+        return self.every
 
     def saving(self, tier: str, save: Save) -> None:
         """A save has begun."""
         self._flying.append((tier, save, 0.0))
 
-    def close(self) -> None:
-        self._stop_listening()
+    def lost(self, snapshot: str, num_nodes: int) -> None:
+        """A restart has found that so many nodes which had part of a snapshot have it no more."""
+        if self._group.rank != 0 or not num_nodes or snapshot == self._kept.lost_of:
+            return
+        self._kept = msgspec.structs.replace(self._kept, lost_of=snapshot)
+        if self._after_failure:  # that was it
+            self._after_failure = False
+            self._tuner.failed("process", -1)
+            self._tuner.failed("node")
         self._write()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """`error`: by which the training ends."""
+        self._stop_listening()
+        if self._group.rank == 0:
+            self._write(failed=isinstance(error, Exception))
+        self._keeper.close()
 
     # -- rank 0 -----------------------------------------------------------------------------------
 
-    def _account(self) -> None:
+    def _account(self, records: DeltaTier | None) -> None:
         """A step is over: it tells what a step takes, or what the saves beside it take of it."""
+        spent = records.spent() if records is not None else Spent(0.0, None)
+        wrote, self._wrote = self._wrote, False
+        if records is not None:
+            self._tuner.most_batch = records.most_batch
         if self._since is None:
             return
-        took = time.perf_counter() - self._since
+        took = max(time.perf_counter() - self._since - spent.seconds, 0.0)
+        if spent.record_s is not None:
+            self._tuner.measured("record_stall", spent.record_s)
         alone = median(self._alone) if self._alone else took
         self._tuner.ran(1, min(took, alone))
-        if not self._flying:
+        if self._flying:
+            self._account_for_saves(max(took - alone, 0.0) / len(self._flying))
+        elif wrote and (self.batch or 1) > 1:
+            self._beside.append(took)
+            self._tuner.measured("batch_stall", max(median(self._beside) - alone, 0.0))
+        else:
             self._alone.append(took)
-            return
-        longer = max(took - alone, 0.0) / len(self._flying)
+
+    def _account_for_saves(self, longer: float) -> None:
         left = []
         for tier, save, held in self._flying:
             if not save.done():
@@ -139,17 +177,15 @@ class Steering:
         self._flying = left
 
     def _heard(self, event: Event) -> None:
-        if self._group.rank != 0:
+        if self._group.rank != 0 or "error" in event.fields:
             return
-        seconds = event.fields.get("seconds", event.duration_s)
-        if event.name in COSTS and seconds is not None:
-            self._tuner.measured(COSTS[event.name], float(seconds))
-        elif event.name in ("save.committed", "snapshot.committed") and seconds is not None:
-            tier = "durable" if event.name == "save.committed" else "memory"
-            if tier == "durable" or "memory" in self._tuner.tiers:
-                self._tuner.measured(tier, float(seconds))
-        elif event.name == "replay" and event.fields.get("steps") and event.duration_s:
-            self._tuner.measured("replay", event.duration_s / event.fields["steps"])
+        for what, seconds in costs_of(event):
+            if what != "memory" or "memory" in self._tuner.tiers:
+                self._tuner.measured(what, seconds)
+        self._wrote |= event.name == "delta.wrote"
+        if event.name == "memory.redundancy":
+            protected = event.fields["kept"] != "none" and event.fields["nodes"] > 1
+            self._tuner.beyond = BEYOND if protected else 1.0
 
     def _decide(self, step: int) -> Frequencies:
         retuned = self._tuner.decide(step)
@@ -158,6 +194,11 @@ class Steering:
                 "retuned", step=step, knob=retuned.knob, before=str(retuned.before),
                 after=str(retuned.after), why=retuned.why,
             )  # fmt: skip
+        trained_s = self._tuner.history.trained_s
+        due = trained_s - self._written_s > min(
+            max(WRITE_LEAST_S, WRITE_SHARE * trained_s), WRITE_S
+        )
+        if retuned is not None or (due and not self._keeper.busy):
             self._write()
         return self._tuner.frequencies
 
@@ -166,14 +207,15 @@ class Steering:
     def _look(self, step: int) -> None:
         key = f"tune/{step}"
         if self._group.rank == 0:
-            f = self._decide(step)
-            told = _Told(f.durable, f.memory, f.delta, f.batch)
+            told = _told(self._decide(step))
             if self._group.size > 1:
                 self._group.post(key, msgspec.msgpack.encode(told))
         else:
             told = msgspec.msgpack.decode(self._hear(key, step), type=_Told)
-        found = Frequencies(told.durable, told.memory, told.delta, told.batch)
-        self._every, self.batch = _every(found), found.batch
+        self._obey(told)
+
+    def _obey(self, told: _Told) -> None:
+        self.every, self.batch = Every(told.durable, told.memory, told.delta), told.batch
 
     def _hear(self, key: str, step: int) -> bytes:
         until = time.monotonic() + self._group.deadline_s
@@ -189,27 +231,38 @@ class Steering:
 
     # -- what is kept -----------------------------------------------------------------------------
 
-    def _read(self) -> History:
-        if self._group.rank != 0:
-            return History()
-        with suppress(HoldfastError, msgspec.DecodeError, UnicodeDecodeError):
-            kept = msgspec.json.decode(self._store.get(HISTORY_KEY), type=_Kept)
-            return History(kept.trained_s, {"process": kept.process, "node": kept.node})
-        return History()
-
-    def _write(self) -> None:
-        if self._group.rank != 0:
-            return
-        history = self._tuner.history
-        kept = _Kept(history.trained_s, history.failures["process"], history.failures["node"])
-        try:
-            self._store.put(HISTORY_KEY, msgspec.json.encode(kept))
-        except HoldfastError as error:
-            emit("tuning.not_kept", error=str(error))
+    def _write(self, *, failed: bool = False) -> None:
+        history, f = self._tuner.history, self._tuner.frequencies
+        self._kept = Kept(
+            history.trained_s, history.failures["process"], history.failures["node"], failed,
+            self._kept.lost_of, tuple(sorted(self._tuner.tiers)), (f.durable, f.memory, f.delta, f.batch),
+            self._tuner.learned,
+        )  # fmt: skip
+        self._written_s = history.trained_s
+        self._keeper.write(self._kept)
 
 
-def _every(f: Frequencies) -> Every:
-    return Every(f.durable, f.memory, f.delta)
+def costs_of(event: Event) -> Iterator[tuple[str, float]]:
+    """What an event tells of costs: their names in `Costs`, and seconds."""
+    given, took = event.fields, event.duration_s or 0.0
+    match event.name:
+        case "delta.wrote" if given["records"]:
+            yield "record", (given["seconds"] - given["fixed_s"]) / given["records"]
+            yield "batch", given["fixed_s"]
+        case "restore.load":
+            yield f"{given['tier']}_load", took
+        case "log.headers" if given["files"]:
+            yield "open", took / given["files"]
+        case "replay" if given.get("steps"):
+            yield "replay", took / given["steps"]
+        case "save.committed":
+            yield "durable", given["seconds"]
+        case "snapshot.committed":
+            yield "memory", given["seconds"]
+
+
+def _told(f: Frequencies) -> _Told:
+    return _Told(f.durable, f.memory, f.delta, f.batch)
 
 
 def check_every(every: Any, *, memory: bool, delta: bool) -> None:

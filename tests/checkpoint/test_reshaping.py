@@ -40,6 +40,27 @@ def test_what_ranks_want_is_what_their_boxes_hold(text: str) -> None:
         assert count.min() == count.max() >= 1  # every element, equally often
 
 
+@pytest.mark.parametrize(
+    "text", ["dp=2,tp=2", "dp=4", "fsdp=3", "dp=1,tp=4", "tp=2,cp=2", "cp=2,dp=2", "pp=2,dp=2,cp=2"]
+)
+def test_holdings_are_those_whose_boxes_are_the_same(text: str) -> None:
+    weight, cut = np.ones((8, 6), np.float32), (Cut(0, ("dp",)),)
+    staged = {
+        "a": Tensor(weight, Sharding(cut, (("pp", (0,)),))),
+        "b": Tensor(weight, Sharding(cut, (("pp", (1,)),))),
+        "steps": Tensor(np.float32(1), Sharding((Cut(0, ("pp",)),))),
+    }
+    staged_mesh = Mesh((("pp", 2), ("dp", 2)))
+    for mesh, tensors in ((FSDP_TP, transformer()), (staged_mesh, staged)):
+        reshape = Reshape.onto(build(memory(), mesh, tensors), parse_mesh(text))
+        ranks = range(reshape.mesh.world)
+        boxes = [b"".join(part.tobytes() for part in reshape.boxes(r)) for r in ranks]
+        found = reshape.holdings()
+        for a in ranks:
+            for b in ranks:
+                assert (found[a] == found[b]) == (boxes[a] == boxes[b]), (text, a, b)
+
+
 def test_the_same_mesh_reads_what_it_saved() -> None:
     manifest = build(memory(), FSDP_TP, transformer())
     reshape = Reshape.onto(manifest, parse_mesh("dp=2,tp=2"))

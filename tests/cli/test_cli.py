@@ -280,6 +280,8 @@ def test_plan_of_snapshots_in_memory(root: Path) -> None:
     code, out, _ = call("plan", root, "--mesh", "dp=8", "--nodes", 4)
     assert code == 0
     assert "parity (auto)" in out and "any 2 nodes" in out
+    assert "group 1  1 on node0, 3 on node1, 5 on node2, 7 on node3" in out
+    assert "node3  6, 7   0, 1" in out and "a block of parity" in out
     code, found = call_json("plan", root, "--mesh", "dp=8", "--nodes", 4, "--redundancy", "copy")
     assert code == 0
     (memory,) = found["memory"]
@@ -287,6 +289,23 @@ def test_plan_of_snapshots_in_memory(root: Path) -> None:
     assert ["node0", "node1"] in memory["fatal_sets"]
     assert 0 < memory["loss"] < 1e-6
     assert call("plan", root, "--mesh", "dp=8", "--nodes", 3)[0] == 2
+    four = ("--nodes", 4, "--redundancy", "parity")  # replicas along an axis that was not there
+    (memory,) = call_json("plan", root, "--mesh", "cp=2,dp=2", *four)[1]["memory"]
+    assert memory["groups"] == [[0, 2], [1, 3]]
+    assert memory["fatal_sets"] == [["node0", "node2"], ["node1", "node3"]]
+    (memory,) = call_json("plan", root, "--mesh", "dp=4", *four)[1]["memory"]
+    assert memory["groups"] == [[0, 1, 2, 3]]
+
+
+def test_plan_of_many_nodes_fits_on_a_screen(root: Path) -> None:
+    many = ("plan", root, "--mesh", "dp=512,tp=8", "--nodes", 512, "--redundancy", "copy")
+    out = call(*many)[1]
+    assert "… 504 more" in out and len(out.splitlines()) < 70
+    assert "node8 " not in out.partition("member of groups")[2]
+    assert "node511" in call(*many, "--all")[1]
+
+
+def test_plan_of_too_few_nodes(root: Path) -> None:
     assert call("plan", root, "--mesh", "dp=8", "--nodes", 2, "--redundancy", "rs(2)")[0] == 2
 
 

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,9 @@ class Life:
         s = self.script
         often, records = s.get("memory", 1), s.get("delta")
         every: Any = holdfast.Every(
-            memory=often, durable=s.get("durable"), delta=None if records is None else 1
+            memory=often or None,
+            durable=s.get("durable"),
+            delta=None if records is None else 1,
         )
         if "auto" in s:
             every = holdfast.Auto(**s["auto"])
@@ -278,9 +281,14 @@ class Life:
             kill_while_reading(Path(s["reader_kills"][1]))
         err_in_a_twin(s.get("twin_errs", {}).get(str(self.rank), []))
         step = ckpt.restore()
+        if self.rank in s.get("kill_restored", ()):
+            os.kill(os.getpid(), signal.SIGKILL)
         moved = Counter(holdfast.events.counters) - before
         moved = {k: v for k, v in moved.items() if k.endswith("bytes") or k.startswith("memory")}
-        self.write(restored=step, digest=digest(model, optim), moved=moved, nans=nans(model, optim))
+        self.write(
+            restored=step, digest=digest(model, optim), moved=moved, nans=nans(model, optim),
+            every=asdict(ckpt.every),
+        )  # fmt: skip
         began = time.monotonic()
         while step < s["until"]:
             if s.get("hook_at") == [self.rank, step]:
@@ -307,6 +315,8 @@ class Life:
             took, began = time.monotonic() - began, time.monotonic()
             seen = {"events": dict(self.events), "planned": dict(planned)}
             self.write(step=step, digest=digest(model, optim), took=took, **seen)
+            if ckpt._steering is not None:
+                self.write(learned=ckpt._steering._tuner.learned, every=asdict(ckpt.every))
             time.sleep(s.get("pause", 0.0))
         if s.get("die"):
             self._settle(ckpt)

@@ -73,6 +73,18 @@ def test_nodes_are_lost(lives: Lives, redundancy: str, lost: list[int], layout: 
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in told) > 0
 
 
+def test_a_node_with_more_ranks_than_the_others_is_lost(lives: Lives) -> None:
+    """Two ranks on one of three nodes: each finds a partner on another."""
+    nodes, options = [0, 0, 1, 2], {"redundancy": "parity"}
+    digests = train(lives, 3, nodes, options=options)
+    lose(lives, 0)
+    told = lives.live(nodes=nodes, until=4, options=options)
+    check(lives, told, 3, digests)
+    (chosen,) = told[0].events("memory.redundancy")
+    assert chosen["kept"] == "parity" and chosen["groups"] == "2"
+    assert not told[0].events("memory.weaker")
+
+
 @pytest.mark.parametrize(
     ("redundancy", "lost"), [("copy", [3]), ("parity", [1]), ("rs(2)", [0, 2])]
 )
@@ -415,6 +427,49 @@ def test_memory_is_full(lives: Lives) -> None:
     again = lives.live(nodes=[0, 1], until=5, options=options)
     assert [t.restored for t in again] == [4, 4]
     assert again[0].start == told[0].digests[4]
+
+
+def test_memory_for_what_is_kept_is_missed_before_the_first_snapshot(lives: Lives) -> None:
+    """A budget that holds both images of a rank, but not what it keeps for its group."""
+    options = {"redundancy": "copy", "budget": "5MB"}
+    told = lives.live(nodes=[0, 1, 2, 3], until=4, die=True, options=options, memory=5, durable=2)
+    for one in told:
+        (failed,) = one.events("prepare.failed")
+        assert "budget is 5000000 bytes" in failed["error"]
+        assert "3.90 MB of images, 3.90 MB kept for others, copy(2)" in failed["error"]
+        assert [x["step"] for x in one.lines if "step" in x and "digest" in x] == [1, 2, 3, 4]
+        failures = [x["event"] for x in one.lines if "failed" in x.get("event", "")]
+        assert (
+            failures[0] == "prepare.failed"
+        )  # the others are of durable saves, which need no memory
+    assert holdfast.steps(str(lives.place / "root")) == [2, 4]
+
+
+def test_all_memory_is_taken_before_the_first_snapshot(lives: Lives) -> None:
+    """Two images and two guards of each rank; no snapshot needs other memory."""
+    told = lives.live(
+        nodes=[0, 1, 2], until=7, die=True, memory=2, options={"redundancy": "parity"}
+    )
+    for rank, one in enumerate(told):
+        assert one.lines[-1]["done"] == 7, lives.errors()
+        found = [p.name for p in lives.node(rank).glob("jobs/*/*") if not p.suffix]
+        found = [name for name in found if name.startswith(("share", "guard"))]
+        kinds = ["share", "share", "guard", "guard"]
+        assert sorted(found) == sorted(f"{k}-{rank:05d}-{n}" for n, k in enumerate(kinds))
+
+
+def test_auto_keeps_nothing_where_memory_does_not_hold_it(lives: Lives) -> None:
+    """It says so, and snapshots are taken."""
+    options = {"budget": "5MB"}
+    told = lives.live(nodes=[0, 1, 2, 3], until=7, die=True, options=options, memory=3)
+    for one in told:
+        assert [x["kept"] for x in one.events("memory.redundancy")] == ["none"]
+        (weaker,) = one.events("memory.weaker")
+        assert weaker["wanted"] == "parity" and "budget is 5000000 bytes" in weaker["why"]
+        assert not one.events("snapshot.failed") and not one.events("prepare.failed")
+    again = lives.live(nodes=[0, 1, 2, 3], until=7, options=options, memory=3)
+    check(lives, again, 6, told[0].digests)
+    assert not again[0].events("prepare.failed")  # the snapshot that is there counts as one of two
 
 
 def test_durable_saves_are_made_from_memory(lives: Lives) -> None:

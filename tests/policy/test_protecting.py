@@ -8,7 +8,7 @@ from holdfast.codec.stripes import Stripes
 from holdfast.errors import UsageError
 from holdfast.policy.protecting import protection
 from holdfast.policy.redundancy import choose, groups, parse
-from holdfast.policy.survival import exponential
+from holdfast.policy.survival import exponential, rs
 
 SCHEMES = ["none", "copy", "copy(3)", "parity", "rs(2)"]
 TIMES = {"node_mtbf_s": 1e6, "repair_s": 600.0}
@@ -21,14 +21,29 @@ def stripes(lengths: list[int], scheme: str) -> Stripes:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("num_nodes", "per_node"), [(4, 1), (4, 2), (5, 1), (6, 2)])
-def test_what_is_borne_is_what_the_stripes_bear(scheme: str, num_nodes: int, per_node: int) -> None:
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node", "holdings"),
+    [
+        (4, 1, None),
+        (4, 2, None),
+        (5, 1, None),
+        (6, 2, None),
+        (4, 1, [0, 0, 0, 0]),  # DDP
+        (4, 1, [0, 1, 0, 1]),  # HSDP 2 x 2
+        (4, 2, [0, 1, 2, 3, 0, 1, 2, 3]),  # HSDP 2 x 4: a replica on two nodes
+        (6, 2, [0, 1] * 6),  # data x tensor parallelism
+        (6, 1, [0, 1, 1, 0, 2, 2]),
+    ],
+)
+def test_what_is_borne_is_what_the_stripes_bear(
+    scheme: str, num_nodes: int, per_node: int, holdings: list[int] | None
+) -> None:
     """Set by set of lost nodes: the code can rebuild every share of every group, or the plan says no."""
     nodes = [f"n{r // per_node}" for r in range(num_nodes * per_node)]
     shares = [1_000_000 + 1000 * r for r in range(len(nodes))]
     found = parse(scheme)
     assert found is not None
-    plan = protection(found, nodes, shares, **TIMES)
+    plan = protection(found, nodes, shares, holdings, **TIMES)
     q, total = exponential(1e6).failure(600.0), 0.0
     names = sorted(set(nodes))
     for size in range(num_nodes + 1):
@@ -55,6 +70,17 @@ def test_bytes_are_those_of_the_stripes(scheme: str) -> None:
     plan = protection(found, ["a", "b", "c", "d"], shares, **TIMES)
     assert plan.kept_bytes == pytest.approx(stripes(shares, scheme).kept_bytes, rel=0.1)
     assert plan.node_bytes <= 2 * (max(shares) + plan.kept_bytes)
+
+
+def test_bytes_of_pairs_of_replicas() -> None:
+    """A block of parity over one other image is as long as the image: what a copy takes."""
+    shares, nodes = [5_000_000] * 4, ["a", "b", "c", "d"]
+    whole, pairs = (protection(rs(1), nodes, shares, h, **TIMES) for h in (None, [0, 1, 0, 1]))
+    assert (whole.groups, pairs.groups) == (((0, 1, 2, 3),), ((0, 2), (1, 3)))
+    assert whole.kept_bytes == pytest.approx(5_000_000 / 3, rel=1e-6)
+    assert pairs.kept_bytes == 5_000_000 and pairs.node_bytes == 20_000_000
+    assert pairs.fatal == (frozenset("ac"), frozenset("bd"))
+    assert len(whole.fatal) == 6
 
 
 def test_names_of_schemes() -> None:

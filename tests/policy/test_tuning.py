@@ -178,6 +178,62 @@ def test_more_failures_more_saves() -> None:
     assert "(estimated)" in str(changes[0])
 
 
+def test_batches_are_as_large_as_memory_holds() -> None:
+    """Where a batch is dear and a failure rare, they would be much larger."""
+    dear = {"batch_stall": 0.3, "record_stall": 0.0001, "durable_stall": 50.0, "durable": 5000.0}
+    free, bound = (tuner(Auto(mtbf_hours=10, overhead=0.1), ("delta",), **dear) for _ in range(2))
+    bound.most_batch = 7
+    settle(free)
+    settle(bound)
+    assert free.frequencies.batch is not None and free.frequencies.batch > 20
+    assert bound.frequencies.batch == 7
+    bound.most_batch = 3  # on another machine
+    change = settle(bound, 10_000)[0]
+    assert change.after.batch != 7
+    assert "batch 7 is too large: memory holds 3 records" in change.why
+
+
+def test_what_was_learned_is_known_from_the_first_step() -> None:
+    made = tuner(Auto(mtbf_hours=1))
+    settle(made)
+    again = Tuner(Auto(mtbf_hours=1), ALL, beyond=0.01, start=made.frequencies, known=made.learned)
+    again.ran(10, 10.0)
+    assert again.costs == made.costs
+    assert again.decide(0) is None  # it is the best already
+    again.measured("durable_stall", 9.0)  # memory that is touched for the first time
+    assert again.costs == made.costs
+    again.measured("durable_stall", 0.4)
+    assert again.costs is not None and again.costs.durable_stall_s == 0.4
+
+
+def test_a_batch_to_begin_with_lies_between_two_bases() -> None:
+    long = Frequencies(durable=100, memory=10, delta=1, batch=64)
+    assert Tuner(Auto(), ALL, start=long).frequencies == Frequencies(100, 10, 1, 10)
+    assert Tuner(Auto(), ("delta",), start=long).frequencies == Frequencies(100, None, 1, 64)
+    assert Tuner(Auto(), ("memory",), start=long).frequencies == Frequencies(100, 10)
+    made = Tuner(Auto(), ALL, start=long, known=COSTS)
+    made.ran(1, 1.0)
+    assert made.predicted() is not None
+
+
+def test_what_is_not_measured_is_guessed() -> None:
+    costs = tuner(Auto(), memory_load=3.0).costs
+    assert costs is not None
+    assert (costs.memory_load_s, costs.durable_load_s, costs.open_s) == (3.0, 20.0, 0.05)
+    guessed = tuner(Auto()).costs
+    assert guessed is not None and guessed.memory_load_s == COSTS["memory"]
+
+
+def test_a_failure_that_proves_to_be_of_another_kind() -> None:
+    made = tuner(Auto())
+    made.failed("process")
+    made.failed("process", -1)
+    made.failed("node")
+    assert dict(made.history.failures) == {"process": 0, "node": 1}
+    made.failed("process", -1)
+    assert made.history.failures["process"] == 0
+
+
 def test_the_same_calls_give_the_same_decisions() -> None:
     assert settle(tuner(Auto())) == settle(tuner(Auto()))
 

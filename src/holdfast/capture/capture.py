@@ -51,7 +51,7 @@ class Tier(Protocol):
         """
 
     def warm(self, job: Job) -> None:
-        """Make the job's memory real, on a thread of the tier's own, and release it."""
+        """Make the job's memory real, on a thread of the tier's own, and release it.  Raises its error."""
 
     def follows(self, job: Job) -> bool:
         """Whether there is a replica to copy from.  On the training thread; may forbid nothing."""
@@ -174,7 +174,7 @@ class Capture:
         if verdict.describe:
             self.planner.make_plan(job, verdict.describe)
         if job.window is None:
-            self.planner.lay_out(job, self.aside)
+            self._try_out(job)
             self._make_room(job)
             tier.warm(job)
             return
@@ -187,6 +187,14 @@ class Capture:
         if image is not None:
             self._fill(job, image, filling, beside)
         job.close_window()
+
+    def _try_out(self, job: Job) -> None:
+        """Lay an image out in real memory; an error is the tier's to report, for the others wait for it."""
+        job.plan = self.planner.plan
+        try:
+            self.planner.lay_out(job, self.aside)
+        except Exception as error:
+            job.error = error
 
     def _lay_out(self, job: Job, tier: Tier) -> Image:
         if job.follows:

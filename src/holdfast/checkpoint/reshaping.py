@@ -102,6 +102,20 @@ class Reshape:
                 stop[mine, cut.dim] = np.minimum(lo + (part + 1) * step, hi)
         return start, stop
 
+    def holdings(self) -> list[int]:
+        """By rank, a number: ranks that share it want the same of every tensor."""
+        largest = [
+            int(self.table.ndim[self.table.sharding == i].max(initial=-1))
+            for i in range(len(self.shardings))
+        ]
+        used = [(s, most) for s, most in zip(self.shardings, largest) if most >= 0]
+        wanted = [
+            tuple(_part(self.mesh, rank, s, most) for s, most in used)
+            for rank in range(self.mesh.world)
+        ]
+        numbers = {one: i for i, one in enumerate(dict.fromkeys(wanted))}
+        return [numbers[one] for one in wanted]
+
     def reading(self, rank: int) -> Reading:
         """What one rank reads.  UsageError if the mesh has no such rank."""
         if not 0 <= rank < self.mesh.world:
@@ -121,6 +135,13 @@ class Reshape:
             dict(_sums(states, size)),
             sum(self.manifest.file_of[r].bytes for r, _ in by_file),
         )
+
+
+def _part(mesh: Mesh, rank: int, sharding: Sharding, ndim: int) -> tuple[int, ...] | None:
+    """Which part a rank has of tensors of up to `ndim` dims; None if it has none."""
+    if any(mesh.coordinate(rank, a) not in coords for a, coords in sharding.on):
+        return None
+    return tuple(part_of(mesh, rank, cut.axes) for cut in sharding.cuts if cut.dim < ndim)
 
 
 def _sums(keys: NDArray[Any], size: Ints) -> list[tuple[Any, int]]:

@@ -87,8 +87,8 @@ def run(
 
         share = -(-tensor_bytes(reshape) // reshape.mesh.world)  # a save divides evenly
         found = protecting.found_for(
-            nodes, redundancy, [share] * reshape.mesh.world, mtbf_hours=node_mtbf_hours,
-            repair_minutes=repair_minutes,
+            nodes, redundancy, [share] * reshape.mesh.world, reshape.holdings(),
+            mtbf_hours=node_mtbf_hours, repair_minutes=repair_minutes,
         )  # fmt: skip
     if as_json:
         memory = {"memory": protecting.plain(found)} if found else {}
@@ -100,7 +100,7 @@ def run(
     else:
         _show_ranks(checkpoint, reshape, readings)
     if nodes is not None:
-        protecting.show(found, nodes, node_mtbf_hours, repair_minutes)
+        protecting.show(found, nodes, node_mtbf_hours, repair_minutes, show_all=show_all)
 
 
 def _by_rules(

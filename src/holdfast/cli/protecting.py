@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.cli.screen import dim, heading, many, say, size, table
+from holdfast.cli.screen import dim, heading, many, ranks_text, say, size, table
 from holdfast.errors import UsageError
 from holdfast.policy.protecting import Protection, protection
 from holdfast.policy.redundancy import choose, parse
@@ -12,12 +12,14 @@ from holdfast.policy.survival import Scheme, copy, none, rs
 
 HOUR_S = 3600.0
 MOST_SETS = 6
+MOST_GROUPS = 8
 
 
 def found_for(
     num_nodes: int,
     redundancy: str,
     shares: list[int],
+    holdings: list[int],
     *,
     mtbf_hours: float,
     repair_minutes: float,
@@ -32,13 +34,20 @@ def found_for(
     times = {"node_mtbf_s": mtbf_hours * HOUR_S, "repair_s": repair_minutes * 60}
     asked = parse(redundancy)
     if asked is not None:
-        return [protection(asked, nodes, shares, **times)]
+        return [protection(asked, nodes, shares, holdings, **times)]
     schemes: list[Scheme] = [none(), copy(2), rs(1), rs(2)]
     possible = [s for s in schemes if s.losses < num_nodes]
-    return [protection(s, nodes, shares, **times) for s in possible]
+    return [protection(s, nodes, shares, holdings, **times) for s in possible]
 
 
-def show(found: list[Protection], num_nodes: int, mtbf_hours: float, repair_minutes: float) -> None:
+def show(
+    found: list[Protection],
+    num_nodes: int,
+    mtbf_hours: float,
+    repair_minutes: float,
+    *,
+    show_all: bool,
+) -> None:
     heading(f"Snapshots in memory on {many(num_nodes, 'node')}")
     auto = str(choose(num_nodes))
     rows = [
@@ -76,6 +85,45 @@ def show(found: list[Protection], num_nodes: int, mtbf_hours: float, repair_minu
         sets = [" + ".join(sorted(some)) for some in found[0].fatal[:MOST_SETS]]
         more = len(found[0].fatal) - len(sets)
         say(f"Not borne: {', '.join(sets)}" + (f" and {more:,} more" if more > 0 else ""))
+    for p in found:
+        if p.scheme.losses and (len(found) == 1 or str(p.scheme) == auto):
+            _show_groups(p, show_all)
+
+
+def _show_groups(p: Protection, show_all: bool) -> None:
+    """Who keeps whose: group by group, and node by node."""
+    heading(f"Who keeps whose: {p.scheme}")
+    most = len(p.nodes) if show_all else MOST_GROUPS
+    apart = all(len({p.nodes[r] for r in group}) == len(group) for group in p.groups)
+    rows: list[tuple[str, ...]] = [
+        (f"group {i}", ", ".join(f"{r} on {p.nodes[r]}" for r in group))
+        for i, group in enumerate(p.groups[:most])
+    ]
+    table(("", "ranks"), rows + _left_out(len(p.groups) - most, 2))
+    say()
+    nodes: dict[str, list[int]] = {}
+    for rank, node in enumerate(p.nodes):
+        nodes.setdefault(node, []).append(rank)
+    group_of = {rank: i for i, group in enumerate(p.groups) for rank in group}
+    rows = [
+        (name, ranks_text(ranks), ", ".join(str(group_of[r]) for r in ranks))
+        for name, ranks in list(nodes.items())[:most]
+    ]
+    table(("", "ranks", "member of groups"), rows + _left_out(len(nodes) - most, 3))
+    say()
+    say(dim(_what_is_kept(p.scheme) + ("" if apart else " All are on one node: it mends damage.")))
+
+
+def _left_out(count: int, num_columns: int) -> list[tuple[str, ...]]:
+    return [(dim(f"… {count:,} more"), *[""] * (num_columns - 1))] if count > 0 else []
+
+
+def _what_is_kept(scheme: Scheme) -> str:
+    if scheme.kind == "copy":
+        before = "the member" if scheme.losses == 1 else f"the {scheme.losses} members"
+        return f"Each member keeps copies of the images of {before} before it in its group."
+    blocks = "a block" if scheme.losses == 1 else f"{scheme.losses} blocks"
+    return f"Each member keeps {blocks} of parity over the images of the others of its group."
 
 
 def plain(found: list[Protection]) -> list[dict[str, Any]]:

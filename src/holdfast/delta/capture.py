@@ -8,6 +8,7 @@ hands the record over, behind its copies.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,6 +56,9 @@ from holdfast.state.rest import encoded_hyper
 from holdfast.state.restore import alike
 from holdfast.store import Store
 
+MEMORY_SHARE = 16
+"""Of a rank's part of its node's memory, one of so many parts may hold records, where batches are tuned."""
+
 Groups = dict[str, tuple[tuple[str, ...], ...]]
 """By optimizer's key: the parameters' names, group by group."""
 
@@ -98,6 +102,7 @@ class RecordCapture:
         self._group = group
         self._store = store
         self._options = options
+        self._asked_batch = options.batch
         self._run = run
         self._mesh = mesh
         self._deadline_s = deadline_s
@@ -166,6 +171,24 @@ class RecordCapture:
         if self._group.rank == 0 and self._planned == 1:
             self.notice = self.space.lacking(self._store, self._record_bytes, self.save_every)
 
+    @property
+    def batch(self) -> int:
+        """Records per file."""
+        return self._options.batch
+
+    @property
+    def most_batch(self) -> int:
+        """As many records per file as this rank's part of the node's memory holds: a sixteenth, or what the
+        user asked for."""
+        asked = self._options.queue + self._asked_batch
+        room = memory_bytes() // MEMORY_SHARE // max(self._record_bytes, 1)
+        return max(room, asked) - self._options.queue if self._record_bytes else self._asked_batch
+
+    def reopen(self) -> None:
+        """The queue has as much memory as batches need now.  Blocks while records are written."""
+        if self._rebatched:
+            self._open_queue()
+
     def rebatch(self, batch: int) -> None:
         """So many records per file from now on."""
         if batch != self._options.batch:
@@ -187,8 +210,6 @@ class RecordCapture:
     def begin(self) -> Open | None:
         """A record of the planned layout; None if no slot can be had, or storage may take no more.  Blocks
         while the queue is full."""
-        if self._rebatched:
-            self._open_queue()
         if not self.space.has_room(self._record_bytes):
             self.notice = self.space.pause()
             return None
@@ -328,6 +349,12 @@ class RecordCapture:
             self._copier.shutdown(wait=False)
             self._beside.shutdown(wait=False)
             self._queue.close(limit_s)
+
+
+def memory_bytes() -> int:
+    """Of the node, shared evenly among its ranks."""
+    all_of_it = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return all_of_it // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def _applied(one: Steps) -> Applied:

@@ -179,8 +179,9 @@ class Queue:
             self._sent.pop(slot, None)
             self._free.append(slot)
         emit(
-            "delta.wrote", step=message.last, bytes=message.bytes, seconds=round(message.seconds, 4)
-        )
+            "delta.wrote", step=message.last, bytes=message.bytes, records=len(message.slots),
+            seconds=round(message.seconds, 6), fixed_s=round(message.fixed_s, 6),
+        )  # fmt: skip
 
     def _replace(self) -> None:
         """The writer is gone: another one goes on, with all that is not known to be written."""

@@ -64,7 +64,9 @@ def survey(store: Store, group: Group, since: int, run: int) -> Log:
     keys = msgspec.json.decode(
         group.from_rank0(lambda: msgspec.json.encode(segments(store, since))), type=list[str]
     )
-    mine = read_headers(store, keys[group.rank :: group.size])
+    own = keys[group.rank :: group.size]
+    with span("log.headers", files=len(own)):
+        mine = read_headers(store, own)
     told = group.share(msgspec.msgpack.encode(mine))
     log = Log(store, [f for data in told for f in msgspec.msgpack.decode(data, type=list[Found])])
     plans: list[str] = []

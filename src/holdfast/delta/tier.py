@@ -20,6 +20,7 @@ import msgspec
 from holdfast.capture import Save
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.capture import Groups, Open, RecordCapture
+from holdfast.delta.clock import Clock, Spent
 from holdfast.delta.options import Delta
 from holdfast.delta.recording import GRAD, Steps, encode_extras, only_reads, optimizers
 from holdfast.delta.segment import Identity
@@ -76,8 +77,9 @@ class DeltaTier:
         """How often ranks have agreed on a base that one of them needed."""
         self._edits = 0
         """Records in a row that could not be, because of weights that were written."""
+        self._clock = Clock()
         self._steps = optimizers(state())
-        self._hooks = _Hooks(self._steps, self._before, self._after)
+        self._hooks = _Hooks(self._steps, self._before, self._after_step)
 
     # -- what records lead on from ----------------------------------------------------------------
 
@@ -190,7 +192,8 @@ class DeltaTier:
                 hint="call step() without one; LBFGS cannot be recorded",
             )
         try:
-            self._begin(one.key)
+            with self._clock.held():
+                self._begin(one.key)
         except UsageError:
             raise
         except (HoldfastError, OSError) as error:
@@ -217,6 +220,10 @@ class DeltaTier:
         if not only_reads(one.optimizer):
             self._after()
 
+    def _after_step(self) -> None:
+        with self._clock.held():
+            self._after()
+
     def _after(self) -> None:
         """The gradients may be changed as soon as they are copied."""
         if self._capture.open is not None:
@@ -241,8 +248,10 @@ class DeltaTier:
         if self._capture.failure is not None:
             self._break(self._capture.failure.message)
             return None
-        if not self._capture.is_planned or self._is_stale():
-            self._plan()
+        with self._clock.once():
+            if not self._capture.is_planned or self._is_stale():
+                self._plan()
+            self._capture.reopen()
         record = self._capture.begin()
         if record is None:
             error = self._capture.error
@@ -289,7 +298,7 @@ class DeltaTier:
         if step <= self.parent[1]:
             self._check_number(step, self.parent[1])
             return
-        with span("delta.call", step=step):
+        with self._clock.held(), span("delta.call", step=step):
             state = self.state()
             rest = collect_rest(state, self._groups, self.on_resize)
             changed = self._watch.changed(state)
@@ -326,7 +335,22 @@ class DeltaTier:
         self.parent = self._capture.hand_over(step, self.parent, unchanged, _notes(rest))
         self._edits = 0
         self.recorded = True
+        self._clock.made()
         self._hooks.move_last()
+
+    def spent(self) -> Spent:
+        """How long the training thread was held since this was last asked."""
+        return self._clock.take()
+
+    @property
+    def batch(self) -> int:
+        """Records per file."""
+        return self._capture.batch
+
+    @property
+    def most_batch(self) -> int:
+        """As many records per file as memory holds."""
+        return self._capture.most_batch
 
     def rebatch(self, batch: int) -> None:
         """So many records per file from now on.  All ranks say so at the same step."""

@@ -38,6 +38,8 @@ class Wrote(msgspec.Struct, frozen=True, tag=True):
     last: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    fixed_s: float = 0.0
+    """Of these: to open the file and to finish it, however much is in it."""
     error: str = ""
     kind: str = ""
 

@@ -117,15 +117,16 @@ class Writer:
         began = time.monotonic()
         slots = tuple(put.slot for put in batch)
         try:
-            size = self._segment(batch)
+            size, fixed_s = self._segment(batch)
         except Exception as error:
             text, kind = getattr(error, "message", str(error)), type(error).__name__
             self._say(w.Wrote(slots, error=text, kind=kind))
             return
         took = time.monotonic() - began
-        self._say(w.Wrote(slots, batch[-1].record.step, size, took))
+        self._say(w.Wrote(slots, batch[-1].record.step, size, took, fixed_s))
 
-    def _segment(self, batch: list[w.Put]) -> int:
+    def _segment(self, batch: list[w.Put]) -> tuple[int, float]:
+        """Bytes, and the seconds that it took to open and finish the file."""
         at, records = 0, []
         for put in batch:
             records.append(msgspec.structs.replace(put.record, at=at))
@@ -135,11 +136,15 @@ class Writer:
         key = segment_key(header.run, records[0].step, records[-1].step, header.rank)
         size = len(head) + at
         assert self._store is not None
+        began = time.monotonic()
         file = self._store.create(key, size)
+        opened = time.monotonic()
+        written = opened
         try:
             file.write(0, memoryview(head))
             for put, record in zip(batch, records):
                 self._image(file, len(head) + record.at, self._slot(put), record)
+            written = time.monotonic()
             file.finish()
         except Exists:
             file.abort()
@@ -147,7 +152,7 @@ class Writer:
         except BaseException:
             file.abort()
             raise
-        return size
+        return size, opened - began + time.monotonic() - written
 
     def _check_same(self, key: str, header: Header) -> None:
         """A writer before this one wrote it, and died before it said so; Exists if it is another."""

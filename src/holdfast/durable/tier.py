@@ -154,6 +154,8 @@ class Durable:
         """Make memory for the image real, so that the first save does not have to."""
 
         def work(job: Job, _: object) -> None:
+            if job.error is not None:
+                raise job.error
             assert job.buffer is not None
             touch(job.buffer.view)
             self.release(job)

@@ -14,6 +14,10 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     card: w.Card
     holding: str
     """What it holds of all tensors: the same for ranks that hold the same."""
+    size: int
+    """Of its image, in bytes; 0: it saves nothing."""
+    budget: int
+    """Of its agent, in bytes."""
     refusal: str = ""
     """Why its image is not in its agent's memory."""
 
@@ -28,5 +32,25 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     """By rank: which of the cards is its agent's."""
     class_of: tuple[int, ...] = ()
     """By rank: a number that ranks share which hold the same."""
+    sizes: tuple[int, ...] = ()
+    """By rank: bytes of its image; 0: it saves nothing."""
+    budgets: tuple[int, ...] = ()
+    """Of the agents, as `cards`."""
     directly: str = ""
     """Why the save must get to storage without the agents."""
+
+
+def decided(filled: list[Filled], manifest: bytes = b"") -> Decision:
+    """What follows from what all ranks have handed in."""
+    cards = {card: number for number, card in enumerate(dict.fromkeys(f.card for f in filled))}
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(f.holding for f in filled))}
+    budgets = {f.card: f.budget for f in filled}
+    return Decision(
+        {},
+        manifest,
+        tuple(cards),
+        tuple(cards[f.card] for f in filled),
+        tuple(kinds[f.holding] for f in filled),
+        tuple(f.size for f in filled),
+        tuple(budgets[card] for card in cards),
+    )

@@ -11,15 +11,16 @@ import torch
 from holdfast.capture import Job, text_of
 from holdfast.codec.digest import hexdigest
 from holdfast.codec.stripes import Stripes
-from holdfast.errors import HoldfastError, SegmentLost
+from holdfast.errors import HoldfastError, OutOfSpace, SegmentLost
 from holdfast.events import emit, span
 from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
+from holdfast.memory.grouping import Grouping, check_room, kept_bytes
 from holdfast.memory.node import words as w
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.recompute import Shadow
 from holdfast.memory.replica import ReplicaGuard, replica_guard
-from holdfast.policy.redundancy import choose, fitting, groups, parse
+from holdfast.memory.slots import SlotBuffer
 from holdfast.policy.survival import Scheme
 from holdfast.state.carrying import Carried
 
@@ -76,7 +77,11 @@ class Protector:
         self._guard_mark: object = None
         """The addresses that the guard was planned for, as the plan of copies has them."""
         self._holding = ("", "")
-        self._weaker: Scheme | None = None
+        self._grouping = Grouping(tier.options.redundancy, self._tell)
+
+    def _tell(self, text: str) -> None:
+        if self._rank == 0:
+            self._tier.news.append(text)
 
     # -- capture thread ---------------------------------------------------------------------------
 
@@ -128,23 +133,37 @@ class Protector:
             self._holding = job.plan.digest, hexdigest(msgspec.msgpack.encode(held))
         return self._holding[1]
 
-    def _group(self, decision: Decision) -> tuple[Scheme, tuple[int, ...]]:
-        """The scheme, and the ranks of this rank's group."""
-        nodes = [decision.cards[i].agent for i in decision.card_of]
-        wanted = parse(self._tier.options.redundancy) or choose(len(set(nodes)))
-        scheme = fitting(wanted, nodes, decision.class_of)
-        if scheme != wanted and scheme != self._weaker:
-            emit("memory.weaker", wanted=str(wanted), kept=str(scheme), nodes=len(set(nodes)))
-        self._weaker = scheme
-        found = groups(nodes, scheme, decision.class_of)
-        return scheme, next(g for g in found if self._rank in g)
+    def reserve(self, job: Job, decision: Decision) -> None:
+        """Have memory for two snapshots of this rank and for what it keeps of its group's.
+
+        OutOfSpace, on all ranks, if some node's budget does not hold that; on this one, if its agent has
+        not as much left.
+        """
+        chosen = self._grouping.find(decision)
+        check_room(decision, chosen)
+        assert isinstance(job.buffer, SlotBuffer) and job.buffer.lease is not None
+        share, saves = job.buffer.lease.capacity, decision.sizes[self._rank] > 0
+        kept = kept_bytes(decision, chosen.scheme, self._in(chosen.groups)) if saves else 0
+        for kind, size in (("share", share), ("guard", kept), ("guard", kept)):
+            if size:
+                try:
+                    self._tier.slots.view(self._tier.lease(job, kind, size).name, job.live)
+                except OutOfSpace:
+                    if self._tier.holds_snapshot():  # one of the two is there, and will make room
+                        return
+                    raise
+
+    def _in(self, found: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """This rank's group."""
+        return next(g for g in found if self._rank in g)
 
     def protect(self, job: Job, decision: Decision) -> None:
         """Have the agent make what this rank keeps for its group; all ranks have theirs, or none.
 
         Collective.  RankErrors if it failed anywhere.
         """
-        scheme, group = self._group(decision)
+        chosen = self._grouping.find(decision)
+        scheme, group = chosen.scheme, self._in(chosen.groups)
         if not scheme.losses:
             return
         error = b""

@@ -32,7 +32,7 @@ from holdfast.events import emit, span
 from holdfast.format.image import Image
 from holdfast.format.manifest import FileEntry, Manifest, decode, encode
 from holdfast.here import started
-from holdfast.memory.decision import Decision, Filled
+from holdfast.memory.decision import Decision, Filled, decided
 from holdfast.memory.feed import REPLICA, Feed
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
@@ -73,6 +73,10 @@ class MemoryTier:
         self.host = host
         self.client = Client(deadline_s=self.deadline_s)
         self.slots = Slots(self.client.root / "jobs" / job)
+        self.news: list[str] = []
+        """What the user is to be warned of."""
+        self._budget = 0
+        """Of this node's agent, in bytes."""
         self._shadow = shadow_of(state()) if options.recomputes else None
         self._feed = None
         if options.feed == "gradient":
@@ -112,12 +116,19 @@ class MemoryTier:
             self.options.flush_after_s or 0.0,
             self.options.bytes_per_s,
         )
-        self.card: w.Card = self.client.ask(message, w.Card)
+        card = self.client.ask(message, w.Card)
+        if not self._budget or card != self.card:
+            self._budget = self.client.ask(w.Status(), w.Report).budget
+        self.card: w.Card = card
         if tls and not self.card.fingerprint:
             raise UsageError(
                 "Memory(tls=True): the agent of this node serves without TLS",
                 hint="`holdfast agent stop`, then start again; by hand: `holdfast agent start --tls`",
             )
+
+    def holds_snapshot(self) -> bool:
+        """Whether the agent has a complete one, of a run before."""
+        return bool(self.client.ask(w.Ask(self.job), w.Held).manifests)
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -269,18 +280,27 @@ class MemoryTier:
             emit("agent.restarted", step=job.step)
 
     def warm(self, job: Job) -> None:
-        """The agent has made the memory real; have a second slot, and give both back."""
+        """The agent has made the memory real; have all that snapshots will need, and give it back."""
         self._thread.submit(guarded, self._give_back, job, self)
 
     def _give_back(self, job: Job, _: object) -> None:
-        assert isinstance(job.buffer, SlotBuffer) and job.buffer.lease is not None
+        image = job.plan.image if job.plan is not None else None
+        size = 0 if image is None or _is_empty(image) else image.total_bytes
+        mine = self._filled(job, b"", size, "" if job.error is None else text_of(job.error))
         try:
-            second = self.lease(job, "share", job.buffer.lease.capacity)
-            self.slots.view(second.name, job.live)
+            decision = self.agree("warmed", job, mine, self._judge_room)
+            self._protector.reserve(job, decision)
         finally:
             self._drop(job)
         self.release(job)
         finish(job, self, None)
+
+    @staticmethod
+    def _judge_room(_: Job, answers: list[bytes]) -> Decision:
+        """Rank 0: whether every rank could plan its image."""
+        filled = [msgspec.msgpack.decode(a, type=Filled) for a in answers]
+        errors = {r: f.refusal for r, f in enumerate(filled) if f.refusal}
+        return Decision(errors) if errors else decided(filled)
 
     def beside(self, job: Job, image: Image, aside: Kept) -> Beside | None:
         """What this rank keeps for its group is made in the window, where it can be."""
@@ -310,9 +330,13 @@ class MemoryTier:
         except Exception as failed:
             job.error = failed
         try:
-            holding, refusal = self._protector.holding(job), self._refusal(job)
-            mine = Filled(written(job, file, self.group.rank), self.card, holding, refusal)
-            decision = self.agree("filled", job, msgspec.msgpack.encode(mine), self._decide)
+            mine = self._filled(
+                job,
+                written(job, file, self.group.rank),
+                file.bytes if file else 0,
+                self._refusal(job),
+            )
+            decision = self.agree("filled", job, mine, self._decide)
             if not decision.directly:
                 decision = self._protected(job, decision)
         except BaseException:
@@ -340,6 +364,10 @@ class MemoryTier:
             self._storing.submit(guarded, store, job, self)
         else:
             finish(job, self, None)
+
+    def _filled(self, job: Job, given: bytes, size: int, refusal: str) -> bytes:
+        holding = self._protector.holding(job)
+        return w.encode(Filled(given, self.card, holding, size, self._budget, refusal))
 
     def _tell(self, commit: w.Commit) -> None:
         """Others know it as committed: so must the agent here, another one if need be."""
@@ -387,7 +415,7 @@ class MemoryTier:
         filling.conclude()
         if self._feed is not None:
             self._feed.filled(job, image)
-        if image is None or not (image.pieces.total_bytes or image.extras_bytes):
+        if image is None or _is_empty(image):
             return None
         if self._refusal(job):
             return None
@@ -417,14 +445,7 @@ class MemoryTier:
             manifest = encode(manifest_of(job, self.run, self.attempt(job), given))
         except Exception as error:
             return Decision({0: text_of(error)})
-        cards = {card: number for number, card in enumerate(dict.fromkeys(f.card for f in filled))}
-        kinds = {
-            kind: number for number, kind in enumerate(dict.fromkeys(f.holding for f in filled))
-        }
-        return Decision(
-            {}, manifest, tuple(cards), tuple(cards[f.card] for f in filled),
-            tuple(kinds[f.holding] for f in filled),
-        )  # fmt: skip
+        return decided(filled, manifest)
 
     # -- storing thread ---------------------------------------------------------------------------
 
@@ -473,6 +494,10 @@ class MemoryTier:
         """Best effort: an agent that is gone has nothing to drop."""
         with suppress(HoldfastError):
             self.client.ask(w.Drop(self.job, self.attempt(job)), timeout_s=10.0)
+
+
+def _is_empty(image: Image) -> bool:
+    return not (image.pieces.total_bytes or image.extras_bytes)
 
 
 def _at_exit(tier: weakref.ref[MemoryTier]) -> None:

@@ -20,16 +20,23 @@ _Grid = np.ndarray
 
 
 def choose_frequencies(
-    costs: Costs, rates: Rates, tiers: Collection[str], *, overhead: float, rarest: int
+    costs: Costs,
+    rates: Rates,
+    tiers: Collection[str],
+    *,
+    overhead: float,
+    rarest: int,
+    most_batch: int = MAX_BATCH,
 ) -> Frequencies | None:
     """Which of these tiers, how often; None if not even a durable save every `rarest` steps is allowed.
 
     `tiers`: of `memory` and `delta`; they are used if that wastes less.  The durable tier always is.
+    `most_batch`: as many records as memory holds.
     """
     best, least = None, np.inf
     for memory in (False, True)[: 1 + ("memory" in tiers)]:
         for delta in (False, True)[: 1 + ("delta" in tiers)]:
-            for total, found in _with(costs, rates, memory, delta, overhead, rarest):
+            for total, found in _with(costs, rates, memory, delta, overhead, rarest, most_batch):
                 if total < least:
                     best, least = found, total
     return best
@@ -50,12 +57,16 @@ def _steps(seconds: float, step_s: float) -> int:
 
 
 def _with(
-    c: Costs, rates: Rates, memory: bool, delta: bool, overhead: float, rarest: int
+    c: Costs, rates: Rates, memory: bool, delta: bool, overhead: float, rarest: int, most_batch: int
 ) -> Iterator[tuple[float, Frequencies]]:
     """The best with just these tiers, if there is any: one or none."""
     least_d, least_m, least_b = floors(c)
     periods = _grid(least_m, max(least_m, rarest)) if memory else np.array([np.nan])
-    batches = _grid(least_b, min(MAX_BATCH, max(least_d, rarest))) if delta else np.array([np.nan])
+    batches = (
+        _grid(least_b, min(MAX_BATCH, most_batch, max(least_d, rarest)))
+        if delta
+        else np.array([np.nan])
+    )
     if not len(batches):
         return
     m, b = (a.ravel() for a in np.meshgrid(periods, batches, indexing="ij"))

@@ -17,6 +17,8 @@ class Protection:
     """One scheme on a cluster.  Bytes are of host memory, times in seconds."""
 
     scheme: Scheme
+    nodes: tuple[str, ...]
+    """By rank."""
     groups: tuple[tuple[int, ...], ...]
     """Ranks."""
     share_bytes: int
@@ -38,15 +40,16 @@ def protection(
     scheme: Scheme,
     nodes: Sequence[str],
     shares: Sequence[int],
+    holdings: Sequence[int] | None = None,
     *,
     node_mtbf_s: float,
     repair_s: float,
 ) -> Protection:
-    """A scheme for ranks on these nodes, with images of so many bytes.
+    """A scheme for ranks on these nodes, with images of so many bytes; `holdings` as for `groups`.
 
     Nodes fail at a constant rate and are replaced within `repair_s`.  UsageError if the scheme needs more.
     """
-    found = groups(nodes, scheme)
+    found = groups(nodes, scheme, holdings)
     kept: dict[int, int] = {}
     for group in found:
         k, m = scheme.blocks(len(group))
@@ -62,7 +65,8 @@ def protection(
     fatal = fatal_sets(scheme, on_nodes, largest_set) if len(numbers) <= 64 else []
     lost = loss(scheme, on_nodes, exponential(node_mtbf_s).failure(repair_s))
     return Protection(
-        scheme, tuple(found), max(shares), max(kept.values()), max(by_node), _bears(scheme, on_nodes),
+        scheme, tuple(nodes), tuple(found), max(shares), max(kept.values()), max(by_node),
+        _bears(scheme, on_nodes),
         tuple(frozenset(names[i] for i in some) for some in fatal), lost,
         time_to_loss(lost, repair_s),
     )  # fmt: skip

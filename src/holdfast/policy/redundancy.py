@@ -52,19 +52,17 @@ def groups(
 
     `holdings`: numbers that ranks share which hold the same state.  Where such ranks are on enough nodes,
     they are one another's group: each can make what it keeps from its own replica.  Else the i-th ranks of
-    all nodes make up groups.  These are of even size, `most` at most.  On a single node, its ranks are a
-    group: that mends damage, not the loss of the node.  UsageError if a rank finds too few others.
+    all nodes make up groups.  These are of even size, `most` at most.  Where nodes have different numbers
+    of ranks and some would be left over, ranks are dealt to as many groups as the fullest node has ranks.
+    On a single node, its ranks are a group: that mends damage, not the loss of the node.  UsageError if a
+    rank finds too few others.
     """
     if not scheme.losses:
         return [(rank,) for rank in range(len(nodes))]
     least = scheme.losses + 1
-    if holdings is not None:
-        alike = [
-            [rank for rank, kind in enumerate(holdings) if kind == one]
-            for one in dict.fromkeys(holdings)
-        ]
-        if all(_apart(row, nodes) and len(row) > scheme.losses for row in alike):
-            return [group for row in alike for group in _even(row, least, max(most, least))]
+    alike = replicas_apart(nodes, scheme, holdings)
+    if alike is not None:
+        return [group for row in alike for group in _even(row, least, max(most, least))]
     if len(set(nodes)) == 1:
         rows = [list(range(len(nodes)))]
     else:
@@ -76,6 +74,9 @@ def groups(
         rows = [by_place[place] for place in sorted(by_place)]
     found = [group for row in rows for group in _even(row, least, max(most, least))]
     short = [group for group in found if len(group) <= scheme.losses]
+    if short and len(rows) > 1:
+        found = _dealt(nodes, least, max(most, least)) or found
+        short = [group for group in found if len(group) <= scheme.losses]
     if short:
         raise UsageError(
             f"redundancy='{scheme}' needs groups of {scheme.losses + 1} ranks on different nodes; "
@@ -83,6 +84,19 @@ def groups(
             hint="as many ranks on every node, more nodes, or a scheme that needs fewer",
         )
     return found
+
+
+def replicas_apart(
+    nodes: Sequence[str], scheme: Scheme, holdings: Sequence[int] | None
+) -> list[list[int]] | None:
+    """The ranks that hold the same, where they are on enough different nodes for the scheme."""
+    if holdings is None:
+        return None
+    alike: dict[int, list[int]] = {}
+    for rank, kind in enumerate(holdings):
+        alike.setdefault(kind, []).append(rank)
+    fit = all(_apart(row, nodes) and len(row) > scheme.losses for row in alike.values())
+    return list(alike.values()) if fit else None
 
 
 def fitting(scheme: Scheme, nodes: Sequence[str], holdings: Sequence[int] | None = None) -> Scheme:
@@ -95,6 +109,21 @@ def fitting(scheme: Scheme, nodes: Sequence[str], holdings: Sequence[int] | None
         else:
             break
     return scheme if scheme.losses else none()
+
+
+def _dealt(nodes: Sequence[str], least: int, most: int) -> list[tuple[int, ...]]:
+    """Ranks, node by node, dealt to groups as cards are: no two of a node in one, as long as there are as
+    many groups as ranks on a node.  Empty if groups would be too small; no other division has larger ones.
+    """
+    by_node: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    fullest = max(map(len, by_node.values()))
+    in_order = [rank for ranks in by_node.values() for rank in ranks]
+    for count in (max(fullest, -(-len(nodes) // most)), fullest):
+        if len(nodes) // count >= least:
+            return [tuple(in_order[i::count]) for i in range(count)]
+    return []
 
 
 def _apart(row: list[int], nodes: Sequence[str]) -> bool:

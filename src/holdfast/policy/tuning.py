@@ -19,7 +19,7 @@ from typing import Literal
 
 from holdfast.errors import UsageError
 from holdfast.near import near
-from holdfast.policy.choosing import choose_frequencies, floors
+from holdfast.policy.choosing import MAX_BATCH, choose_frequencies, floors
 from holdfast.policy.wasted import Costs, Frequencies, Rates, Waste, changed, wasted
 
 Kind = Literal["process", "node"]
@@ -124,23 +124,25 @@ class Tuner:
         beyond: float = 1.0,
         history: History | None = None,
         look_every: int = LOOK_EVERY,
+        start: Frequencies = START,
+        known: Mapping[str, float] | None = None,
     ) -> None:
+        """`start`: the frequencies until costs are known.  `known`: costs as an earlier run learned them,
+        good until there are measurements of this one."""
         for tier in tiers:
             if tier not in ("memory", "delta"):
                 raise UsageError(f"{tier!r} is no tier to tune: there are memory and delta")
         self.auto = auto
         self.tiers = frozenset(tiers)
         self.history = history or History()
-        self.frequencies = Frequencies(
-            START.durable,
-            START.memory if "memory" in self.tiers else None,
-            START.delta if "delta" in self.tiers else None,
-            START.batch if "delta" in self.tiers else None,
-        )
-        self._beyond = beyond
+        self.frequencies = _used(start, self.tiers)
+        self.most_batch = MAX_BATCH
+        """As many records as memory holds at a time."""
+        self._known = {what: s for what, s in (known or {}).items() if what in _COSTS}
+        self.beyond = beyond
         self._look_every = look_every
         self._next_look = 0
-        self._chosen: tuple[tuple[Costs, Rates] | None, Frequencies | None] = (None, None)
+        self._chosen: tuple[tuple[Costs, Rates, int] | None, Frequencies | None] = (None, None)
         self._step_s: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self._recent: dict[str, deque[float]] = {}
 
@@ -158,8 +160,11 @@ class Tuner:
         self._recent.setdefault(what, deque(maxlen=RECENT)).append(seconds)
 
     def failed(self, kind: Kind, count: int = 1) -> None:
-        """Failures of a kind since the last call."""
-        failures = {**self.history.failures, kind: self.history.failures[kind] + count}
+        """Failures of a kind since the last call; fewer, if some prove to be of another kind."""
+        failures = {
+            **self.history.failures,
+            kind: max(self.history.failures[kind] + count, 0),
+        }
         self.history = replace(self.history, failures=failures)
         self._next_look = 0
 
@@ -167,20 +172,36 @@ class Tuner:
 
     @property
     def costs(self) -> Costs | None:
-        """Means of what was measured lately; None while something is unknown that there is no guess for."""
+        """Means of what was measured lately; None while something is unknown that there is no guess for.
+
+        To load is taken to be as fast as to save, and to open a batch as to write one beside its bytes.
+        """
         needed = ["durable_stall", "durable"]
         needed += ["memory_stall"] if "memory" in self.tiers else []
         needed += ["record_stall"] if "delta" in self.tiers else []
-        if not self._step_s or any(what not in self._recent for what in needed):
+        learned = self.learned
+        if not self._step_s or any(what not in learned for what in needed):
             return None
         step_s = sum(s for _, s in self._step_s) / sum(n for n, _ in self._step_s)
-        known = {f"{what}_s": _mean(recent) for what, recent in self._recent.items()}
-        guessed = {"durable_load_s": known["durable_s"], "replay_s": REPLAY * step_s}
-        return Costs(**{"step_s": step_s, **guessed, **known})
+        guessed = {
+            "durable_load": learned["durable"],
+            "memory_load": learned.get("memory", 0.0),
+            "replay": REPLAY * step_s,
+            "open": learned.get("batch", 0.0),
+        }
+        return Costs(step_s, **{f"{what}_s": s for what, s in {**guessed, **learned}.items()})
+
+    @property
+    def learned(self) -> dict[str, float]:
+        """Costs as far as they are known."""
+        recent = {what: list(r) for what, r in list(self._recent.items())}  # others may add to it
+        few = {what: r[0] for what, r in recent.items() if len(r) == 1}
+        many = {what: _mean(r) for what, r in recent.items() if len(r) > 1}
+        return {**few, **self._known, **many}
 
     @property
     def rates(self) -> Rates:
-        return self.history.rates(self.auto, self._beyond)
+        return self.history.rates(self.auto, self.beyond)
 
     def predicted(self) -> Waste | None:
         """What the frequencies in force waste, as far as costs are known."""
@@ -216,16 +237,20 @@ class Tuner:
         ):
             if period is not None and period < least:
                 return f"{name} {period} is too often: one takes as long as {least} steps"
+        if f.batch is not None and f.batch > self.most_batch:
+            return f"batch {f.batch} is too large: memory holds {self.most_batch} records"
         return ""
 
     def _target(self, costs: Costs) -> tuple[Frequencies, str]:
         """The best frequencies; if none are within the overhead, the rarest saves, and why these."""
         rarest = max(1, int(self.auto.rarest_hours * 3600 / costs.step_s))
-        if self._chosen[0] != (costs, self.rates):
+        key = (costs, self.rates, self.most_batch)
+        if self._chosen[0] != key:
             found = choose_frequencies(
-                costs, self.rates, self.tiers, overhead=self.auto.overhead, rarest=rarest
-            )
-            self._chosen = ((costs, self.rates), found)
+                costs, self.rates, self.tiers, overhead=self.auto.overhead, rarest=rarest,
+                most_batch=self.most_batch,
+            )  # fmt: skip
+            self._chosen = (key, found)
         found = self._chosen[1]
         if found is not None:
             return found, ""
@@ -254,7 +279,15 @@ class Tuner:
         return f"a failure every {hours:.3g} h ({how})"
 
 
-def _mean(recent: deque[float]) -> float:
-    """Without the first of several: it touched its memory for the first time."""
-    values = list(recent)[1:] or list(recent)
-    return sum(values) / len(values)
+def _used(start: Frequencies, tiers: Collection[str]) -> Frequencies:
+    """Of these tiers alone; a batch is not longer than the time between two bases."""
+    memory = start.memory if "memory" in tiers else None
+    if "delta" not in tiers or start.batch is None:
+        return Frequencies(start.durable, memory)
+    least = min(n for n in (start.durable, memory, start.batch) if n is not None)
+    return Frequencies(start.durable, memory, start.delta, least)
+
+
+def _mean(recent: list[float]) -> float:
+    """Without the first: it touched its memory for the first time."""
+    return sum(recent[1:]) / len(recent[1:])

@@ -90,6 +90,27 @@ class Holdings:
         """The manifest of one of them."""
         return next(m for m in self.manifests if m.attempt == attempt)
 
+    def lost_nodes(self) -> tuple[str, int]:
+        """The newest snapshot that is known, and how many agents had part of it that is in no memory now.
+
+        An agent that died has a successor, which holds what it held.
+        """
+        manifests = self.manifests
+        if not manifests:
+            return "", 0
+        newest = max(manifests, key=lambda m: (m.run, m.step, m.attempt))
+        ranks = {f.rank for f in newest.files}
+        missing = [r for r in ranks if ("share", newest.attempt, r) not in self._places]
+        if not missing:
+            return newest.attempt, 0
+        there = [
+            held
+            for held in self.helds.values()
+            if any(image.attempt == newest.attempt for image in held.images)
+        ]
+        had = max((len(held.peers) for held in there), default=0)
+        return newest.attempt, min(max(had - len(there), 1), len(missing))
+
     def suspects(self, attempt: str, rank: int) -> list[Key]:
         """What must count as lost, as this node sees it, when an image proved damaged or out of reach.
 

@@ -1,0 +1,77 @@
+"""`tuning.json` in a root: what its runs have learned of failures and costs, and how often they save.
+
+A process may be killed at any instruction, so what must not be lost is written when it becomes known, and
+the time that was trained again and again.  Written by rank 0, on a thread of its own: storage may be slow.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+
+import msgspec
+
+from holdfast.errors import HoldfastError
+from holdfast.events import emit
+from holdfast.store import Store
+
+HISTORY_KEY = "tuning.json"
+CLOSE_S = 10.0
+"""How long the last writing may take."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What is known, over all runs of a root."""
+
+    trained_s: float = 0.0
+    process: int = 0
+    """Failures that left the memory of all nodes."""
+    node: int = 0
+    """Those that took a node's along."""
+    failed: bool = False
+    """The newest run has ended by an error, which nobody has counted yet."""
+    lost_of: str = ""
+    """The snapshot in memory whose loss was counted last."""
+    tiers: tuple[str, ...] = ()
+    frequencies: tuple[int | None, int | None, int | None, int | None] = (None,) * 4
+    """In force: of which tiers, and steps between durable saves, snapshots, records; records per file."""
+    costs: dict[str, float] = {}
+    """In seconds, by their names in `policy.wasted.Costs`."""
+
+
+class Keeper:
+    """Reads and writes it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pool = ThreadPoolExecutor(1, "holdfast-tuning")
+        self._last: Future[None] | None = None
+
+    def read(self) -> Kept:
+        """What is there; nothing, if it cannot be read."""
+        with suppress(HoldfastError, msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(self._store.get(HISTORY_KEY), type=Kept)
+        return Kept()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last writing is still under way."""
+        return self._last is not None and not self._last.done()
+
+    def write(self, kept: Kept) -> None:
+        """Returns at once."""
+        self._last = self._pool.submit(self._put, kept)
+
+    def _put(self, kept: Kept) -> None:
+        try:
+            self._store.put(HISTORY_KEY, msgspec.json.encode(kept))
+        except HoldfastError as error:
+            emit("tuning.not_kept", error=str(error))
+
+    def close(self) -> None:
+        """Wait for what is under way, for a while."""
+        if self._last is not None:
+            with suppress(FutureTimeout, TimeoutError):
+                self._last.result(CLOSE_S)
+        self._pool.shutdown(wait=False)
