@@ -253,7 +253,11 @@ class Told:
         self.story.job.await_(on, f"a life of {world} ranks")
         stay = [node for node in there if node in self.here and node not in lost]
         ended = [life for node in there for life in self.story.all_lives(node)]
-        assert all(life.begun for life in ended)  # none failed while it restored
+        worlds = {world, *(life.start.get("world") for life in before)}
+        failed = [life for life in ended if not life.begun and life.start["world"] in worlds]
+        assert not failed, (
+            failed
+        )  # while it restored; of another world, it was too early for others
         kept = [life for node in stay for life in self.story.all_lives(node)]
         self.chapters.append(
             (
