@@ -18,7 +18,7 @@ from common import HERE, RESULTS, table
 SCRIPTS = (
     "plan_scale", "save_durable", "stall", "interference", "load", "load_resharded", "memory", "convert",
     "restart", "export", "erasure", "snapshot", "replica", "restart_memory", "failure", "goodput", "delta",
-    "topk",
+    "trained",
 )  # fmt: skip
 
 

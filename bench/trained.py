@@ -1,0 +1,159 @@
+"""What a record of every step costs real trainings under DDP, of a GPT and of a ResNet, with AdamW.
+
+gpt          as large as GPT-2 small, on random bytes
+resnet       ResNet-18 on random pictures of 32 by 32
+each with its gradients as they are (dense), and compressed by `TopK(ratio=0.01)`:
+without      that training
+records      the same with holdfast, Delta(): the gradient of every step, to disk
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from common import HERE, Job, main, ratio, row, seconds, settle, slowest, take_turns
+
+sys.path.insert(0, str(HERE.parent / "examples"))
+
+STEPS = 6
+RATIO = 0.01
+CASES = tuple(f" {model} {how}" for model in ("gpt", "resnet") for how in ("dense", "topk"))
+
+
+def gpt(job: Job) -> tuple[Any, Callable[[Any], Any]]:
+    """The model, and its loss on a new batch."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812  its usual name
+    from gpt import GPT, Shape
+
+    wide = Shape(768, 2048, 4 if job.args.small else 15, 12, 12)
+
+    def loss(model: Any) -> Any:
+        tokens = torch.randint(wide.vocab, (job.args.batch, wide.context + 1))
+        logits = model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return GPT(wide), loss
+
+
+def resnet(job: Job) -> tuple[Any, Callable[[Any], Any]]:
+    import torch
+    import torch.nn.functional as F  # noqa: N812  its usual name
+    from resnet import ResNet
+
+    def loss(model: Any) -> Any:
+        pictures = torch.randn(32 * job.args.batch, 3, 32, 32)
+        return F.cross_entropy(model(pictures), torch.randint(10, (len(pictures),)))
+
+    return ResNet(), loss
+
+
+def work(job: Job) -> dict[str, Any]:
+    import torch
+    from torch import nn
+
+    import holdfast
+
+    torch.manual_seed(0)
+    _, kind, how = job.phase.split(" ")
+    inner, loss = {"gpt": gpt, "resnet": resnet}[kind](job)
+    model = nn.parallel.DistributedDataParallel(inner)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    state = {"model": model, "optim": optim}
+    if how == "topk":
+        state["topk"] = holdfast.compression.TopK(RATIO)
+        state["topk"].register(model)
+    torch.manual_seed(job.rank)
+    number = iter(range(1, 1_000_000))
+    written: list[int] = []
+    holdfast.events.subscribe(
+        lambda e: written.append(e.fields["bytes"]) if e.name == "delta.wrote" else None
+    )
+
+    def train() -> None:
+        loss(model).backward()
+        optim.step()
+        optim.zero_grad()
+
+    def loop() -> float:
+        def run() -> None:
+            for _ in range(STEPS):
+                train()
+
+        return slowest(run)
+
+    def with_records() -> float:
+        ckpt = holdfast.Checkpointer(
+            job.root / "records",
+            state,
+            every=holdfast.Every(delta=1),
+            delta=holdfast.Delta(),
+            on_error="raise",
+        )
+
+        def one() -> None:
+            train()
+            ckpt.step(next(number))
+
+        def run() -> None:
+            for _ in range(STEPS):
+                one()
+
+        one()
+        ckpt.wait()
+        for _ in range(2):  # the plan, and memory
+            one()
+        took = slowest(run)
+        ckpt.close()
+        settle(job, job.root / "records")
+        return took
+
+    for _ in range(2):
+        train()
+    samples = take_turns(
+        {"without": lambda _: loop(), "records": lambda _: with_records()}, job.args.rounds
+    )
+    full = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
+    return {"record": median(written) * job.size, "full": full, "samples": samples}
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    out = []
+    for case, f in found.items():
+        ranks, model, how = case.split(" ")
+        who = f"{model}, {how}, {ranks} rank{'s' * (ranks != '1')}"
+        s = f["samples"]
+        most, bytes_most = ("3.1", "1.5") if how == "topk" else ("5", "34")
+        out += [
+            row(f"{STEPS} steps, a record of each: {who}", seconds(s, "records"),
+                f"without {seconds(s, 'without')}", 100 * (ratio(s, "records", "without") - 1),
+                f"<= {most}", " %"),
+            row(f"bytes of a record: {who}", f"{f['record'] / 1e6:.1f} MB",
+                f"state {f['full'] / 1e6:.0f} MB", 100 * f["record"] / f["full"],
+                f"<= {bytes_most}", " %"),
+        ]  # fmt: skip
+    return out
+
+
+def extend(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--batch",
+        type=int,
+        default=2,
+        help="sequences of 128 bytes, or 32 pictures each (default: 2)",
+    )
+
+
+def phases(numbers: list[int]) -> list[tuple[int, str]]:
+    return [(n, case) for n in numbers for case in CASES]
+
+
+if __name__ == "__main__":
+    main(
+        "trained", __doc__, work, rows,
+        rounds=5, ranks="1,2", phases=phases, extend=extend,
+    )  # fmt: skip
