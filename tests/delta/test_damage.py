@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import warnings
@@ -100,19 +102,44 @@ def lose(path: Path, _: float) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [flip_at, os.truncate, lose], ids=["flip", "cut", "lose"])
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Path]:
+    """A log of LAST steps, from the first one's full save."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-") as folder:
+        recorded(Path(folder), new, LAST)
+        forget(Path(folder), BAD)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("damage", [flip_at, os.truncate], ids=["flip", "cut"])
 @pytest.mark.parametrize("place", PLACES)
 def test_replay_ends_before_a_damaged_record(
+    whole: Path,
     root: Path,  # noqa: F811
     damage: Callable[[Path, int], None],
     place: str,
 ) -> None:
-    """Exactly there, aloud, in the state of the step before; and the run goes on from it."""
-    recorded(root, new, LAST)
+    """Exactly there, aloud, in the state of the step before."""
+    shutil.copytree(whole, root, dirs_exist_ok=True)
     where = places(root, BAD)
     assert list(where) == list(PLACES)
-    forget(root, BAD)
     damage(segment(root, BAD), where[place])
+    run = new()
+    with checkpointer(root, run) as ckpt:
+        with pytest.warns(holdfast.HoldfastWarning, match=f"after {BAD - 1} is missing or damaged"):
+            assert ckpt.restore() == BAD - 1
+        check_equal(run.everything(), at_step(BAD - 1))
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lose])
+def test_a_run_goes_on_from_before_a_damaged_record(
+    root: Path,  # noqa: F811
+    damage: Callable[[Path, float], None],
+) -> None:
+    """What it records from there on leads on; what lies behind the damage does not."""
+    recorded(root, new, LAST)
+    forget(root, BAD)
+    damage(segment(root, BAD), 0.5)
     run = new()
     ckpt = checkpointer(root, run)
     with pytest.warns(holdfast.HoldfastWarning, match=f"after {BAD - 1} is missing or damaged"):
