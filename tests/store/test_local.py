@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -688,4 +689,31 @@ def test_read_once_where_direct_reads_are_refused(
     assert into == b"abc" * 5000 and refused
     reader.read(3, into[:6])
     assert into[:6] == b"abcabc" and len(refused) == 1  # it does not ask again
+    reader.close()
+
+
+def test_read_once_where_direct_reads_are_refused_to_two_threads_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put("x", b"abc" * 5000)
+    both = threading.Barrier(2)
+
+    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            both.wait(10)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, views, offset)
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    reader = store.open_once("x")
+
+    def read(start: int) -> bytes:
+        into = memoryview(bytearray(3000))
+        reader.read(start, into)
+        return bytes(into)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(read, (0, 6000))) == [b"abc" * 1000] * 2
     reader.close()

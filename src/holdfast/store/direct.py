@@ -70,10 +70,11 @@ class DirectReader:
         return got
 
     def _blocks(self, at: int, into: memoryview) -> int:
+        direct = self._direct  # as it is now: several threads may be refused at once
         try:
             return os.preadv(self._fd, [into], at)
         except OSError as error:
-            if not self._direct or error.errno not in REFUSED:
+            if not direct or error.errno not in REFUSED:
                 raise
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~O_DIRECT)
