@@ -14,7 +14,15 @@ import holdfast
 from holdfast.cli.main import app
 
 from .test_damage import segment
-from .test_exact import OPTIMIZERS, Run, checkpointer, forget, recorded, root  # noqa: F401
+from .test_exact import (
+    OPTIMIZERS,
+    Mastered,
+    Run,
+    check_equal,
+    forget,
+    recorded,
+    root,  # noqa: F401
+)
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +37,14 @@ class Plain(Run):
     def step(self, number: int) -> None:
         self.told["mean"] = torch.zeros(3)
         super().step(number)
+        del self.told["mean"]
+
+
+class PlainMastered(Mastered):
+    """As `Plain`, of a bfloat16 model with float32 masters."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZERS["adamw"], torch.bfloat16)
         del self.told["mean"]
 
 
@@ -60,6 +76,19 @@ def test_any_recorded_step_becomes_a_full_one(
     differ = [k for k in expected if not _same(expected[k], found[k])]
     assert differ == []
     assert torch.equal(_rng(root / "full"), expected["rng"])
+
+
+def test_masters_that_only_the_optimizer_has(root: Path) -> None:  # noqa: F811
+    recorded(root, PlainMastered, 5)
+    forget(root, 4)
+    status, text = call("replay", root, root / "full", "--to", 3)
+    assert status == 0, text
+    run, plain = PlainMastered(), PlainMastered()
+    for number in (1, 2, 3):
+        plain.step(number)
+    expected = plain.everything()
+    assert holdfast.load(str(root / "full"), run.state) == 3
+    check_equal(run.everything(), expected)
 
 
 def _same(a: Any, b: Any) -> bool:

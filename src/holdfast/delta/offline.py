@@ -96,18 +96,23 @@ def _way(store: Store, log: Log, step: int) -> tuple[int, list[Step]]:
 def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
     """Objects that take a full step and its records: modules, optimizers, and the rest as it is."""
     state: State = {}
+    steps = list(steps)
+    optimizers = sorted({key for step in steps for key in step.applied()})
+    params: dict[str, torch.Tensor] = {}
+    """Those that only an optimizer has, and then those of modules."""
     for name in checkpoint.names():
         info = checkpoint.info(name)
         if info.state in _PARTS and name not in checkpoint.manifest.aliases:
             key, _, rest = name.partition(".")
-            module = state.setdefault(key, nn.Module())
             tensor = torch.zeros(info.shape, dtype=torch_dtype(info.dtype))
-            put(module, rest, tensor, param=info.state == "param")
-    params = {
+            if key in optimizers:
+                params[name.removesuffix(".value")] = nn.Parameter(tensor)
+            else:
+                put(state.setdefault(key, nn.Module()), rest, tensor, param=info.state == "param")
+    params |= {
         f"{key}.{name}": p for key, module in state.items() for name, p in module.named_parameters()
     }
-    steps = list(steps)
-    for key in sorted({k for step in steps for k in step.applied()}):
+    for key in optimizers:
         state[key] = _optimizer(next(s for s in steps if key in s.applied()), key, params, state)
     recorded = {
         key for step in steps for _, record in step.records.values() for key in record.notes
@@ -134,12 +139,13 @@ def _optimizer(step: Step, key: str, params: dict[str, torch.Tensor], state: Sta
     kind = getattr(importlib.import_module(module), name)
     groups = merged_groups(step, key)["$optimizer"]["groups"]
     return kind(
-        [{"params": [_param(n, params, state) for n in g["params"]]} for g in groups], lr=1.0
+        [{"params": [_param(n, params, (key, *state)) for n in g["params"]]} for g in groups],
+        lr=1.0,
     )
 
 
-def _param(name: str, params: dict[str, torch.Tensor], state: State) -> torch.Tensor:
-    found = [params[f] for f in (name, *(f"{key}.{name}" for key in state)) if f in params]
+def _param(name: str, params: dict[str, torch.Tensor], keys: Iterable[str]) -> torch.Tensor:
+    found = [params[f] for f in (name, *(f"{key}.{name}" for key in keys)) if f in params]
     if not found:
         raise NotFound(f"no parameter {name!r} in the full step")
     return found[0]
