@@ -91,6 +91,15 @@ def test_masters_that_only_the_optimizer_has(root: Path) -> None:  # noqa: F811
     check_equal(run.everything(), expected)
 
 
+def test_tensors_of_the_scripts_own(root: Path) -> None:  # noqa: F811
+    """Refused, and told where it can be done."""
+    recorded(root, lambda: Run(OPTIMIZERS["adamw"]), 3)
+    status, text = call("replay", root, root / "full", "--to", 3)
+    assert status == 1
+    assert "'told' has tensors of the script's own" in text
+    assert "Checkpointer.restore(step)" in text
+
+
 def _same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 

@@ -55,11 +55,7 @@ def explained(error: HoldfastError) -> tuple[str, str | None]:
     """The message and the hint of an error, as a user of the command line needs them."""
     hint, error.hint = error.hint, None
     text = str(error)
-    if (
-        isinstance(error, NotRecoverable)
-        and hint is not None
-        and not hint.startswith("there is no")
-    ):
+    if isinstance(error, NotRecoverable) and hint is not None and hint.startswith("check the path"):
         hint = "check the path: it must be the folder that holds steps/"
     if isinstance(error, NotFound) and error.key is not None and error.step is None:
         hint = hint or "it was deleted, or the path is not that of a checkpoint"
