@@ -3,8 +3,9 @@
 One *step* is a compute loop (matrix products and nothing else, in the place of forward and backward) and a
 real AdamW step over the whole state.
 held        of the training thread by a snapshot: its call, plus what the optimizer's step takes longer than
-            the one just before, without a snapshot (medians), beside dcp.async_save with its defaults;
-            and the same with no snapshot at all, which is how far steps differ by themselves
+            the one just before, without a snapshot (medians), beside dcp.async_save with its defaults.
+            The same with no snapshot at all is the control: how far two steps in a row differ by
+            themselves.  The part of a step is what a snapshot adds to that
 complete    from the call until the snapshot is committed, digests and protection included, with nothing
             else running, beside dcp.async_save, and beside a plain copy of the same bytes by one thread
 copy        of that, the copying into shared memory alone
@@ -144,6 +145,8 @@ def work(job: Job) -> dict[str, Any]:
         "bytes": over_ranks(trainer.state.local_bytes, "SUM"),
         "step_s": over_ranks(median(steps)),
         "held": {name: [over_ranks(median_held(pairs))] for name, pairs in held.items()},
+        "called": {n: [over_ranks(called) for called, _ in pairs] for n, pairs in held.items()},
+        "longer": {n: [over_ranks(longer) for _, longer in pairs] for n, pairs in held.items()},
         "complete": done,
         "copy": copy_s,
         "loop": loops,
@@ -162,10 +165,12 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
         who = f"{ranks} rank{'s' * (ranks != '1')}"
         for name in f["copy"]:
             what = f"{who}, {name}"
-            part = 100 * median(f["held"][name]) / f["step_s"]
+            longer = median(f["longer"][name]) - median(f["longer"]["nothing"])
+            part = 100 * (median(f["called"][name]) + longer) / f["step_s"]
             out += [
                 row(f"held by a snapshot, {what}", seconds(f["held"], name),
-                    f"step {f['step_s']:.2f} s; without a snapshot {seconds(f['held'], 'nothing')}",
+                    f"step {f['step_s']:.2f} s; the call {seconds(f['called'], name)}; "
+                    f"without a snapshot {seconds(f['held'], 'nothing')}",
                     part, "<= 2", " %"),
                 row(f"held by a snapshot, {what}", seconds(f["held"], name),
                     f"dcp.async_save {seconds(f['held'], 'dcp')}", ratio(f["held"], "dcp", name), ">= 20"),

@@ -23,6 +23,7 @@ import holdfast
 from holdfast.codec.stripes import copy
 from holdfast.errors import (
     AgentUnreachable,
+    Corrupt,
     HoldfastError,
     NotFound,
     OutOfSpace,
@@ -34,6 +35,7 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.protect import guard_bytes
+from holdfast.memory.node.segment import with_table
 from holdfast.memory.node.tls import serving
 from memory.agents import JOB, agent, await_gone, hello, is_gone, kill, noise, pid_of, put
 
@@ -330,16 +332,51 @@ def test_ranges_for_other_nodes(root: Path) -> None:
         assert msgspec.msgpack.decode(peer.get(f"/v1/{JOB}"), type=w.Held).card == card
 
 
+def flip(path: Path, at: int) -> None:
+    """One bit."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
 def test_a_flipped_bit_is_found(root: Path) -> None:
     with agent(root) as client:
         card = hello(client).card
         lease = put(client, "0001-000001", DATA)
-        with open(root / "jobs" / JOB / lease.name, "r+b") as file:
-            file.seek(1_234_567)
-            byte = file.read(1)[0]
-            file.seek(1_234_567)
-            file.write(bytes([byte ^ 4]))
+        flip(root / "jobs" / JOB / lease.name, 1_234_567)
         assert Peer(card).get(f"/v1/{JOB}/0001-000001/share/0/check") == b"damaged"
+
+
+@pytest.mark.parametrize(
+    ("at", "what"),
+    [
+        (0, "chunk 0"),
+        (1_234_567, "chunk 4"),
+        (len(DATA) - 1, "chunk"),
+        (with_table(len(DATA)) - 1, "table of digests"),
+    ],
+    ids=["first byte", "middle", "last byte", "table"],
+)
+def test_what_changed_in_memory_is_not_stored(
+    root: Path, tmp_path: Path, at: int, what: str
+) -> None:
+    """A durable step is written from what was digested, or not at all."""
+    store = tmp_path / "store"
+    order = w.Persist(
+        JOB, "0001-000001", 0, os.getpid(), f"file://{store}", "steps/1/0001-000001/r0", 60.0
+    )
+    with agent(root) as client:
+        hello(client)
+        lease = put(client, "0001-000001", DATA)
+        flip(root / "jobs" / JOB / lease.name, at)
+        with pytest.raises(Corrupt, match=f"rank 0's image of step 1 changed in memory.*{what}"):
+            client.ask(order)
+        assert not [p for p in store.rglob("*") if p.is_file()]
+        flip(root / "jobs" / JOB / lease.name, at)
+        client.ask(order)
+        assert (store / order.key).read_bytes().startswith(DATA)
 
 
 def test_the_budget_is_kept_with_the_numbers(root: Path) -> None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import time
 
 import msgspec
+import numpy as np
 
 from holdfast.checkpoint.claiming import Claim, check_claim
 from holdfast.checkpoint.committing import check_files, commit
 from holdfast.checkpoint.names import manifest_key
 from holdfast.checkpoint.tidying import attempt_of
-from holdfast.errors import StoreError, UsageError
+from holdfast.codec.digest import (
+    CHUNK_BYTES,
+    Digests,
+    first_difference,
+    hexdigest,
+    num_chunks,
+)
+from holdfast.errors import Corrupt, StoreError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Slot
@@ -19,21 +27,26 @@ from holdfast.memory.node.segment import Segments, mapped
 from holdfast.store import Store, open_store
 from holdfast.threads import in_threads
 
-WRITE_BYTES = 8 << 20
+WRITE_BYTES = 32 * CHUNK_BYTES
 WRITE_THREADS = 4
 POLL_S = 0.25
 SECOND_LOOK_S = 1.0
 
 
 def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> None:
-    """Write an image, durable when this returns.  Blocks; StoreError."""
+    """Write an image, durable when this returns.  Blocks; StoreError.
+
+    Corrupt if memory has changed since the image was digested: then nothing is left in storage.
+    """
     with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
+        digests = table_of(view, slot)
         writer = open_store(order.store).create(order.key, slot.bytes)
 
         def one(start: int) -> None:
             stop = min(start + WRITE_BYTES, slot.bytes)
             pace.wait(stop - start)
             with view[start:stop] as part:
+                check(part[: max(slot.table - start, 0)], start, digests, slot)
                 writer.write(start, part)
 
         try:
@@ -42,6 +55,37 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
         except BaseException:
             writer.abort()
             raise
+
+
+def table_of(view: memoryview, slot: Slot) -> Digests:
+    """The digests of an image's chunks; Corrupt if they are not those that the slot's header knows."""
+    with view[slot.table : slot.table + 8 * num_chunks(slot.table)] as table:
+        found = hexdigest(table)
+        if found != slot.digest:
+            raise damaged(slot, "table of digests", slot.digest, found)
+        return np.frombuffer(bytes(table), "<u8")
+
+
+def check(part: memoryview, start: int, digests: Digests, slot: Slot) -> None:
+    """Corrupt unless bytes from `start` on, a multiple of a chunk, are what was digested."""
+    with part:
+        first = start // CHUNK_BYTES
+        expected = digests[first : first + num_chunks(len(part))]
+        wrong = first_difference(part, expected, CHUNK_BYTES)
+        if wrong is not None:
+            chunk = part[wrong * CHUNK_BYTES : (wrong + 1) * CHUNK_BYTES]
+            raise damaged(
+                slot, f"chunk {first + wrong}", f"{expected[wrong]:016x}", hexdigest(chunk)
+            )
+
+
+def damaged(slot: Slot, what: str, expected: str, found: str) -> Corrupt:
+    return Corrupt(
+        f"rank {slot.rank}'s image of step {slot.step} changed in memory before it was in storage: "
+        f"its {what} has digest {found}, not {expected}",
+        expected=expected,
+        found=found,
+    )
 
 
 def commit_late(order: w.Persist, manifest: Manifest) -> None:
