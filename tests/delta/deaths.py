@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from delta import dying_writer
 from delta.test_damage import writers
-from holdfast.delta import capture
+from holdfast.delta import capture, queue
 from holdfast.delta.capture import RecordCapture
 from holdfast.delta.queue import Queue
 from holdfast.store import LocalStore
@@ -79,6 +81,18 @@ def stop_writer(seconds: float) -> None:
     (pid,) = writers()
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+
+
+def delay_writer(seconds: float) -> None:
+    """The writer begins so much after its process was started, as on a busy machine."""
+    wait = ["sh", "-c", f'sleep {seconds}; exec "$@"', "sh"]
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*wait, *command], **options)
+
+    queue.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
 
 
 def helper(seconds: float) -> int:

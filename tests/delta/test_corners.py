@@ -203,6 +203,8 @@ def test_what_one_rank_alone_changes(lives: Lives, script: dict[str, Any]) -> No
 class InThread:
     """For `subprocess.Popen`: the real writer, in a thread, where the memory of a store is."""
 
+    pid = os.getpid()
+
     def __init__(self, command: list[str], pass_fds: list[int], **_: Any) -> None:
         line = socket.socket(fileno=os.dup(pass_fds[0]))
         one = writer.Writer(line, os.getppid())

@@ -101,6 +101,16 @@ def test_a_trainer_dies_in_mid_batch(lives: Lives, reference: dict[int, str]) ->
     chain.end()
 
 
+def test_trainers_die_before_their_writers_have_begun(
+    lives: Lives, reference: dict[int, str]
+) -> None:
+    """What they have handed over is in shared memory: who restarts waits for it to be written."""
+    chain = Chain(lives, reference, delta={})
+    chain.live((0, "put-done", 4), (1, "put-done", 4), delay_writer=1.0)
+    chain.allowed = (5,)  # the full save of the first step, and four records
+    chain.end()
+
+
 def test_a_trainer_dies_while_ranks_plan(lives: Lives, reference: dict[int, str]) -> None:
     """Nothing is recorded yet."""
     chain = Chain(lives, reference, delta={})
@@ -119,7 +129,7 @@ def test_a_node_dies_while_it_writes(lives: Lives, reference: dict[int, str]) ->
     calls_of_a_record = {f"died {call}" for call in ("open", "pwrite", "fsync", "link", "unlink")}
     died: set[str] = set()
     wrote: list[int] = []
-    for number in itertools.chain((1, 6), range(11, 50)):  # the first ten announce the writer
+    for number in range(1, 50):
         told = chain.live((1, "writer", number))
         calls = (lives.place / f"life{lives.number}" / "calls").read_text().splitlines()
         died |= {line for line in calls if line.startswith("died")}
@@ -158,9 +168,11 @@ def test_a_writer_dies(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     expected = at_step(5)
     died: set[str] = set()
-    for number in itertools.count(1, 3):
+    for number in itertools.count(-2, 3):
         here, calls = root / str(number), root / f"calls{number}"
         numbers = [number, number + 1, number + 2]
+        if number < 1:
+            numbers = [2, 2, 2]  # the second finds a directory, and dies before it opens a file
         fake = dying_writer.instead(numbers, calls, trainer=False)
         with monkeypatch.context() as patched:
             patched.setattr(queue, "subprocess", fake)

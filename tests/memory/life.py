@@ -251,6 +251,8 @@ class Life:
         for rank, at, number in s.get("deaths", ()):
             if rank == self.rank:
                 deaths.arrange(at, number, Path(s["out"]))
+        if "delay_writer" in s:
+            deaths.delay_writer(s["delay_writer"])
         if "grow_at" in s:
             state["told"] = {}
         with warnings.catch_warnings():

@@ -202,7 +202,7 @@ class RecordCapture:
         self._layout.forget_places()
         ring = Ring(self._options.slots, aligned(self._layout.image.total_bytes))
         threading.Thread(target=ring.populate, name="holdfast-ring", daemon=True).start()
-        self._queue.open(self._store.url, self._header, ring, self._options.batch)
+        self._queue.open(self._store, self._header, ring, self._options.batch)
         self._rebatched = False
 
     # -- one record -------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from holdfast import errors
 from holdfast.delta import words as w
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Header, Record
+from holdfast.delta.writers import announce
 from holdfast.errors import AgentError, Deadline, HoldfastError
 from holdfast.events import emit, span
+from holdfast.store import Store
 
 MAX_RESTARTS = 3
 """Of writers that died before they had written anything."""
@@ -34,6 +36,7 @@ class Queue:
         self._changed = threading.Condition()
         self._free: list[int] = []
         self._sent: dict[int, Record] = {}
+        self._store: Store | None = None
         self._order: w.Open | None = None
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -41,14 +44,18 @@ class Queue:
         self._restarts = 0
         self._closing = False
 
-    def open(self, root: str, header: Header, ring: Ring, batch: int) -> None:
-        """Write records of this kind from now on; what is on its way is written before.  Blocks."""
+    def open(self, store: Store, header: Header, ring: Ring, batch: int) -> None:
+        """Write records of this kind from now on; what is on its way is written before.
+
+        Blocks; StoreError.
+        """
         if self.ring is not None:
             self.flush(self.deadline_s)
         with self._changed:
             old, self.ring = self.ring, ring
             self._free = list(range(ring.slots))
-            self._order = w.Open(root, header, ring.slots, ring.slot_bytes, batch)
+            self._store = store
+            self._order = w.Open(store.url, header, ring.slots, ring.slot_bytes, batch)
             if self._line is None:
                 self._start()
             else:
@@ -133,17 +140,20 @@ class Queue:
         )
         theirs.close()
         self._line = mine
+        threading.Thread(
+            target=self._listen, args=(mine,), name="holdfast-log", daemon=True
+        ).start()
         self._send_order(mine)
         for slot, record in sorted(self._sent.items(), key=lambda item: item[1].step):
             self._say(w.Put(slot, record))
         if self._flushing:  # the one before may have died with that order
             self._say(w.Flush())
-        threading.Thread(
-            target=self._listen, args=(mine,), name="holdfast-log", daemon=True
-        ).start()
 
     def _send_order(self, line: socket.socket) -> None:
         assert self._order is not None and self.ring is not None
+        assert self._store is not None and self._process is not None
+        header = self._order.header
+        announce(self._store, header.run, header.rank, self._process.pid)
         with suppress(OSError):  # whoever listens finds that it is gone
             w.send(line, self._order, (self.ring.fd,))
 
@@ -193,5 +203,8 @@ class Queue:
             )
         else:
             emit("delta.writer_died", status=status)
-            self._start()
+            try:
+                self._start()
+            except HoldfastError as error:
+                self.error = error
         self._changed.notify_all()

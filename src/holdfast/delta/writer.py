@@ -20,8 +20,8 @@ from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chu
 from holdfast.delta import words as w
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Header, Record, aligned, encode_header, read_header, segment_key
-from holdfast.delta.writers import announce, writing_key
-from holdfast.errors import Exists, HoldfastError
+from holdfast.delta.writers import withdraw
+from holdfast.errors import Exists
 from holdfast.here import yield_to_training
 from holdfast.store import Store, open_store
 from holdfast.store import Writer as File
@@ -83,19 +83,14 @@ class Writer:
         self._write()
         if self._ring is not None:
             self._ring.close()
-            if self._order.header.run != order.header.run:
-                self._leave()
         self._order = order
         self._ring = Ring(order.slots, order.slot_bytes, fd)
         if self._store is None or self._store.url != order.root:
             self._store = open_store(order.root)
-        announce(self._store, order.header.run, order.header.rank)
 
     def _leave(self) -> None:
         if self._store is not None:
-            header = self._order.header
-            with suppress(HoldfastError):
-                self._store.delete(writing_key(header.run, header.rank))
+            withdraw(self._store, self._order.header.run, self._order.header.rank)
 
     def _slot(self, put: w.Put) -> memoryview:
         assert self._ring is not None

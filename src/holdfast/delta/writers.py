@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import suppress
 
 import msgspec
 
-from holdfast.errors import NotFound
+from holdfast.errors import HoldfastError, NotFound
 from holdfast.events import emit, span
 from holdfast.here import fate, place, started
 from holdfast.store import Store
@@ -35,10 +36,20 @@ def writing_key(run: int, rank: int) -> str:
     return f"log/{run:010d}/r{rank:05d}.writing"
 
 
-def announce(store: Store, run: int, rank: int) -> None:
-    """This process begins to write."""
-    me = Writing(place() or "", os.getpid(), started(os.getpid()) or "")
-    store.put(writing_key(run, rank), msgspec.json.encode(me))
+def announce(store: Store, run: int, rank: int, pid: int) -> None:
+    """A process shall write what a rank records.  Said by the rank, before it hands anything over: it may
+    be dead before the writer has so much as begun.  Blocks; StoreError.
+    """
+    writer = Writing(place() or "", pid, started(pid) or "")
+    store.put(writing_key(run, rank), msgspec.json.encode(writer))
+
+
+def withdraw(store: Store, run: int, rank: int) -> None:
+    """This process has written all that it had, unless another one has been announced in its place."""
+    key = writing_key(run, rank)
+    with suppress(HoldfastError, msgspec.DecodeError, UnicodeDecodeError):
+        if msgspec.json.decode(store.get(key), type=Writing).pid == os.getpid():
+            store.delete(key)
 
 
 def await_others(store: Store, run: int, limit_s: float = WAIT_S) -> list[str]:
