@@ -81,7 +81,9 @@ def train(root: str, logs: Path, total: int) -> None:
 def main() -> None:
     root, logs, *numbers = sys.argv[1:]
     total, world, max_restarts = map(int, numbers)
-    multiprocessing.set_forkserver_preload(["train_killed"])
+    multiprocessing.set_forkserver_preload(
+        ["torch._dynamo", "holdfast.checkpointer", "train_killed"]
+    )
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -46,10 +46,10 @@ def run_all(cases: list[Case]) -> None:
 
 
 def run_module(
-    module: str, num_ranks: int, out: Path, timeout_s: float, *names: str
+    module: str, num_ranks: int, out: Path, timeout_s: float, *names: str, forked: bool = False
 ) -> dict[str, list[str]]:
     """Launch a worker module (its cases with these names); by case, what went wrong on which rank."""
-    ran = launch(module, num_ranks, out, *names, timeout_s=timeout_s)
+    ran = launch(module, num_ranks, out, *names, timeout_s=timeout_s, forked=forked)
     failed: dict[str, list[str]] = {}
     for rank in range(num_ranks):
         path = out / f"{rank}.json"

@@ -4,7 +4,8 @@
     ran.check()                     # every rank ended with exit status 0, else its output is shown
 
 One launch costs three seconds of imports per process, so a worker module does many cases and writes
-what it found under `out`; the tests assert on that.
+what it found under `out`; the tests assert on that.  Where ranks import frameworks that take longer,
+`forked` ranks are forked from one process that has (see `forking`).
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ class Ran:
             raise AssertionError("\n".join([f"torchrun {how}", self.torchrun[-1500:], *texts]))
 
 
-def launch(module: str, num_ranks: int, *args: object, timeout_s: float = 120.0) -> Ran:
+def launch(
+    module: str, num_ranks: int, *args: object, timeout_s: float = 120.0, forked: bool = False
+) -> Ran:
     """Run `tests/distributed/<module>.py` on `num_ranks` ranks; kills all of it after `timeout_s`.
 
     A module of another folder of tests goes by its dotted name.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-launch-") as logs:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun = "forking" if forked else "torch.distributed.run"
+        command = [sys.executable, "-m", torchrun, "--standalone"]
         command += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}", "--redirects=3"]
         command += ["-m", module if "." in module else f"distributed.{module}", *map(str, args)]
         started = subprocess.Popen(
@@ -76,29 +80,31 @@ def _environment() -> dict[str, str]:
 
 def _end(started: subprocess.Popen[str]) -> str:
     """Stop torchrun and every rank; SIGABRT first, so that each prints where it stands."""
-    ranks = _children(started.pid)
+    ranks = _descendants(started.pid)
     for pid in ranks:
         _signal(pid, signal.SIGABRT)
     try:
         text, _ = started.communicate(timeout=10)
     except subprocess.TimeoutExpired:
-        for pid in (*ranks, *_children(started.pid), -started.pid):  # the last: its group
+        for pid in (*ranks, *_descendants(started.pid), -started.pid):  # the last: its group
             _signal(pid, signal.SIGKILL)
         text, _ = started.communicate()
     return text
 
 
-def _children(pid: int) -> list[int]:
-    """Processes whose parent is `pid`: torchrun gives each rank a session of its own."""
-    found = []
+def _descendants(pid: int) -> list[int]:
+    """Processes below `pid`: torchrun gives each rank a session of its own."""
+    parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
+        parents[int(stat.parent.name)] = int(fields[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
 def _signal(pid: int, number: int) -> None:

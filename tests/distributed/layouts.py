@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,9 @@ NO_STATE = "layers.1.attention.bias"
 """A parameter that has had no gradient yet."""
 
 
+@cache
 def values(name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The content of a whole tensor."""
+    """The content of a whole tensor; to be read alone."""
     salt = zlib.crc32(f"{name}/{kind}".encode())
     index = np.arange(int(np.prod(shape)), dtype=np.uint64)
     mixed = (index * np.uint64(2654435761) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)

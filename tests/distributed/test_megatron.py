@@ -22,12 +22,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(out: Path) -> dict[str, list[str]]:
-    return run_module("megatron_sources", 4, out, timeout_s=200)
+    return run_module("megatron_sources", 4, out, timeout_s=200, forked=True)
 
 
 @pytest.fixture(scope="module")
 def read(out: Path, saved: dict[str, list[str]]) -> dict[str, list[str]]:
-    return run_module("megatron_readers", 1, out, timeout_s=200)
+    return run_module("megatron_readers", 1, out, timeout_s=200, forked=True)
 
 
 @pytest.mark.parametrize("case", megatron_sources.CASES, ids=lambda case: case.__name__)
@@ -42,7 +42,9 @@ def test_as_megatron_loads(read: dict[str, list[str]], case: Case) -> None:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_module("megatron_live_cases", 4, tmp_path_factory.mktemp("live"), timeout_s=300)
+    return run_module(
+        "megatron_live_cases", 4, tmp_path_factory.mktemp("live"), timeout_s=300, forked=True
+    )
 
 
 @pytest.mark.parametrize("case", megatron_live_cases.CASES, ids=lambda case: case.__name__)

@@ -35,7 +35,7 @@ def test_an_engine_continues(tmp_path: Path, stage: int, ranks: int) -> None:
             expected[f"{names[p]}.{kind}"] = states[kind].clone()
     holdfast.save(tmp_path / "run", {"model": model, "optim": optim}, step=universal.STEPS)
     holdfast.convert(tmp_path / "run", tmp_path / "ds", to="deepspeed")
-    launch("universal", ranks, tmp_path / "ds", tmp_path, stage, int(one)).check()
+    launch("universal", ranks, tmp_path / "ds", tmp_path, stage, int(one), forked=True).check()
     found = torch.load(tmp_path / "state.pt")
     assert found.keys() == expected.keys()
     for name, value in expected.items():

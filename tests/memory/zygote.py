@@ -6,6 +6,7 @@ the others are killed shortly after, as torchrun would.  Each rank's node is a d
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forking import PRELOAD
 from memory.agents import kill
 
 TESTS = Path(__file__).parents[1]
@@ -196,7 +198,8 @@ def _live(script: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
-    import memory.life  # noqa: F401
+    for name in (*PRELOAD, "memory.life"):
+        importlib.import_module(name)
 
     for line in sys.stdin:
         print(json.dumps(_live(json.loads(line))), flush=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster, Node
 
 PORT = 29400
-FORKING = (str(Path(__file__).with_name("forking.py")),)
+FORKING = (str(Path(__file__).parents[1] / "forking.py"),)
 """A torchrun whose ranks start quickly."""
 QUICK = {
     "join_timeout": 60,
