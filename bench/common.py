@@ -50,10 +50,20 @@ class Job:
 # -- driver ---------------------------------------------------------------------------------------
 
 
-def parser(doc: str, *, rounds: int, ranks: str) -> argparse.ArgumentParser:
+def reporting(doc: str) -> argparse.ArgumentParser:
+    """For a script that only computes."""
     p = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    p.add_argument(
+        "--out", type=Path, default=RESULTS, help="where the JSON goes (default: bench/results)"
+    )
+    p.set_defaults(root=None)
+    return p
+
+
+def parser(doc: str, *, rounds: int, ranks: str) -> argparse.ArgumentParser:
+    p = reporting(doc)
     p.add_argument(
         "--root",
         help="an existing directory on the disk to be measured "
@@ -63,9 +73,6 @@ def parser(doc: str, *, rounds: int, ranks: str) -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=rounds, help=f"default: {rounds}")
     p.add_argument(
         "--small", action="store_true", help="a tenth of the state, to try the script out"
-    )
-    p.add_argument(
-        "--out", type=Path, default=RESULTS, help="where the JSON goes (default: bench/results)"
     )
     p.add_argument("--worker", help=argparse.SUPPRESS)
     p.add_argument("--phase", default="", help=argparse.SUPPRESS)

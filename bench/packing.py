@@ -13,14 +13,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-from common import HERE
+from common import HERE, report, reporting, row
 
 sys.path.insert(0, str(HERE.parent / "examples"))
 STEPS = 60
 
 
-def gradients() -> list[object]:
+def gradients() -> Any:
     """Of the last step, flat."""
     import torch
     import torch.nn.functional as F  # noqa: N812  its usual name
@@ -40,26 +41,27 @@ def gradients() -> list[object]:
         logits = model(tokens[:, :-1])
         F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optim.step()
-    return [torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def main() -> None:
+def packed() -> list[dict[str, Any]]:
+    """Every way to pack: its size, as a part, and its speed in bytes per second (the best of three)."""
     import lz4.frame
     import numpy as np
     import torch
     import zstandard
 
-    (grad,) = gradients()
-    assert isinstance(grad, torch.Tensor)
+    grad = gradients()
     codecs: dict[str, Callable[[bytes], bytes]] = {
         "zstd -1": zstandard.ZstdCompressor(level=1).compress,
         "zstd -3": zstandard.ZstdCompressor(level=3).compress,
         "lz4": lz4.frame.compress,
     }
-    print("| gradients | planes | codec | size | MB/s |\n|---|---|---|---|---|")
+    found = []
     for dtype, raw in ((torch.float32, np.uint32), (torch.bfloat16, np.uint16)):
         bits = grad.to(dtype).view({4: torch.int32, 2: torch.int16}[dtype.itemsize]).numpy()
         table = bits.view(raw).view(np.uint8).reshape(-1, dtype.itemsize)
+        kind = str(dtype).removeprefix("torch.")
         for planes in (False, True):
             for name, compress in codecs.items():
                 best, size = float("inf"), 0
@@ -68,10 +70,29 @@ def main() -> None:
                     data = np.ascontiguousarray(table.T) if planes else table
                     size = len(compress(data.tobytes()))
                     best = min(best, time.perf_counter() - began)
-                how = "yes" if planes else "no"
-                part, speed = 100 * size / table.size, table.size / best / 1e6
-                kind = str(dtype).removeprefix("torch.")
-                print(f"| {kind} | {how} | {name} | {part:.1f} % | {speed:.0f} |", flush=True)
+                found.append({"gradients": kind, "planes": planes, "codec": name,
+                              "part": size / table.size, "speed": table.size / best})  # fmt: skip
+    return found
+
+
+def rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        row(
+            f"{f['gradients']} gradients, {f['codec']}{', by byte planes' * f['planes']}",
+            f"{100 * f['part']:.1f} % of their size",
+            "unpacked",
+            f["speed"] / 1e6,
+            unit=" MB/s",
+        )
+        for f in found
+    ]
+
+
+def main() -> None:
+    args = reporting(__doc__).parse_args()
+    began = time.time()
+    found = packed()
+    report("packing", __doc__, args, {"packed": found}, rows(found), began)
 
 
 if __name__ == "__main__":

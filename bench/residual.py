@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
-from common import HERE
+from common import HERE, report, reporting, row
 
 sys.path.insert(0, str(HERE.parent / "examples"))
 
@@ -24,6 +26,7 @@ from gpt import GPT, Shape
 from torch import Tensor
 
 RANKS, RATIO, BASE, AFTER = 2, 0.01, 150, 100
+GAPS = 10, 50
 SHAPE = Shape(dim=64, hidden=128, num_layers=2, num_heads=4, num_kv_heads=2, context=64)
 TEXT = b"".join(p.read_bytes() for p in sorted((HERE.parent / "docs").glob("*.md")))
 DATA = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8).long()
@@ -62,34 +65,57 @@ class Training:
         self.optim.step()
 
 
+def stale(gap: int) -> dict[str, dict[str, float]]:
+    """By what the residuals were replaced with, `gap` steps after the full save: their error (relative, in
+    norm), and the loss of the training that went on."""
+    run = Training()
+    for number in range(BASE):
+        run.step(number)
+    base = copy.deepcopy(run.kept)
+    run.sent = [torch.zeros_like(s) for s in run.sent]
+    for number in range(BASE, BASE + gap):
+        run.step(number)
+    ways = {
+        "true": run.kept,
+        "base": base,
+        "empty": [[torch.zeros_like(e) for e in kept] for kept in base],
+        "masked": [[torch.where(s, 0, e) for e, s in zip(kept, run.sent)] for kept in base],
+    }
+    norm = torch.cat([e.flatten() for kept in run.kept for e in kept]).norm()
+    found = {}
+    for name, kept in ways.items():
+        pairs = [(a, b) for x, y in zip(kept, run.kept) for a, b in zip(x, y)]
+        error = torch.cat([(a - b).flatten() for a, b in pairs]).norm() / norm
+        other = copy.deepcopy(run)
+        other.kept = copy.deepcopy(kept)
+        for number in range(AFTER):
+            other.step(BASE + gap + number)
+        with torch.no_grad():
+            loss = float(loss_of(other.model, 256, 10**6))
+        found[name] = {"error": float(error), "loss": loss}
+    return found
+
+
+def rows(found: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
+    return [
+        row(
+            f"loss, {AFTER} steps after residuals of {gap} steps ago: {name}",
+            f"{one['loss']:.4f} (error of the residual {one['error']:.2f})",
+            f"true {ways['true']['loss']:.4f}",
+            100 * (one["loss"] / ways["true"]["loss"] - 1),
+            unit=" %",
+        )
+        for gap, ways in found.items()
+        for name, one in ways.items()
+    ]
+
+
 def main() -> None:
+    args = reporting(__doc__).parse_args()
     torch.set_num_threads(1)
-    print("| steps since the full save | residual | its error | loss |\n|---|---|---|---|")
-    for gap in (10, 50):
-        run = Training()
-        for number in range(BASE):
-            run.step(number)
-        base = copy.deepcopy(run.kept)
-        run.sent = [torch.zeros_like(s) for s in run.sent]
-        for number in range(BASE, BASE + gap):
-            run.step(number)
-        ways = {
-            "true": run.kept,
-            "base": base,
-            "empty": [[torch.zeros_like(e) for e in kept] for kept in base],
-            "masked": [[torch.where(s, 0, e) for e, s in zip(kept, run.sent)] for kept in base],
-        }
-        norm = torch.cat([e.flatten() for kept in run.kept for e in kept]).norm()
-        for name, kept in ways.items():
-            pairs = [(a, b) for x, y in zip(kept, run.kept) for a, b in zip(x, y)]
-            error = torch.cat([(a - b).flatten() for a, b in pairs]).norm() / norm
-            other = copy.deepcopy(run)
-            other.kept = copy.deepcopy(kept)
-            for number in range(AFTER):
-                other.step(BASE + gap + number)
-            with torch.no_grad():
-                loss = float(loss_of(other.model, 256, 10**6))
-            print(f"| {gap} | {name} | {error:.2f} | {loss:.4f} |", flush=True)
+    began = time.time()
+    found = {str(gap): stale(gap) for gap in GAPS}
+    report("residual", __doc__, args, found, rows(found), began)
 
 
 if __name__ == "__main__":
