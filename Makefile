@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: they need
 help:
 	@echo "make demo    train, kill, resume on other layouts; shows a table and demo-out/loss.png"
 	@echo "make test    all tests"
-	@echo "make unit    the fast tests only (under a minute)"
+	@echo "make unit    the fast tests only (a minute or two)"
 	@echo "make check   ruff, mypy, architecture"
 	@echo "make bench   benchmarks against torch.distributed.checkpoint and the raw device"
 
@@ -29,11 +29,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# Tests of one process side by side; those that start several have the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed"
+	$(BIN)/python -m pytest -m distributed
 
 unit: $(READY)
-	$(BIN)/python -m pytest -m "not distributed and not slow"
+	$(BIN)/python -m pytest -n 2 -m "not distributed and not slow"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -53,7 +53,7 @@ def save(root: Path) -> dict[str, Any]:
 
 def differences(url: Path, held: Held, lead: bool) -> list[str]:
     """Tensors that torch gathers to other bytes than holdfast reads, or that are not as filled."""
-    whole = {f"model.{n}": gathered(p) for n, p in held.params.items()}
+    whole = {}
     for state in STATES:
         for n, p in held.params.items():
             if state in held.optimizer.state.get(p, {}):
@@ -64,7 +64,8 @@ def differences(url: Path, held: Held, lead: bool) -> list[str]:
             whole[f"model.{n}"] = tensor
     if not lead:
         return []
-    found = [] if whole.keys() >= {f"model.{n}" for n in saved_buffers(held)} else ["buffers"]
+    expected = {f"model.{n}" for n in (*held.params, *saved_buffers(held))}
+    found = [f"{n} was not gathered" for n in expected - whole.keys()]
     with holdfast.open(str(url)) as checkpoint:
         for n, tensor in whole.items():
             if checkpoint.read(n).tobytes() != as_bytes(tensor):
@@ -126,19 +127,19 @@ def load_one(url: Path, held: Held, *, fresh: bool) -> dict[str, Any]:
         places = everyone(wanted(checkpoint, held))
         names = set().union(*places)
         size = sum(checkpoint.info(n).bytes for n in names)
-        held = chunk_bytes(url, names, checkpoint.manifest.chunk_bytes)
+        chunks = chunk_bytes(url, names, checkpoint) if dist.get_rank() == 0 else 0
     return {
         "wrong": union(wrong),
         "read": sum(everyone(read)),
         "wanted": size,
-        "chunks": held,
+        "chunks": chunks,
         "seconds": seconds,
     }
 
 
-def chunk_bytes(url: Path, names: set[str], size: int) -> int:
+def chunk_bytes(url: Path, names: set[str], checkpoint: holdfast.Checkpoint) -> int:
     """Bytes of the chunks that hold any byte of these tensors, by the headers of the files."""
-    total = 0
+    total, size = 0, checkpoint.manifest.chunk_bytes
     for path in url.rglob("*.safetensors"):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

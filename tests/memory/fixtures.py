@@ -26,11 +26,14 @@ def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
     """Agents and writers are gone before the next test."""
     zygote.place = tmp_path
     yield zygote
+    stopped = []
     for node in tmp_path.glob("node*"):
         client = Client(node, deadline_s=30.0)
         if client.is_there():
             client.ask(w.Stop(free=True))
-            await_gone(pid_of(node))
+            stopped.append(pid_of(node))
+    for pid in stopped:
+        await_gone(pid)
     until = time.monotonic() + WRITERS_S
     while list(tmp_path.glob("root/log/*/*.writing")):  # writers end by themselves
         assert time.monotonic() < until
