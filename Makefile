@@ -29,13 +29,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Tests of one process side by side; those that start several have the machine for themselves.
+# Tests that start no ranks run side by side; the others have the machine for themselves.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed"
-	$(BIN)/python -m pytest -m distributed
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed"; beside=$$?; \
+	  $(BIN)/python -m pytest -m distributed && exit $$beside
 
 unit: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not distributed and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow"
 
 check: $(READY)
 	$(BIN)/ruff check .

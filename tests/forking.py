@@ -1,12 +1,13 @@
-"""torchrun whose ranks are forked from a process that has imported all they need: a rank starts in 0.1 s.
+"""torchrun whose ranks are forked from a process that has imported torch: a rank starts in 0.1 s.
 
 Same options, same agent, same rendezvous; only how a rank's process comes to be differs.  The fork server
-is forked from torchrun itself: torch, and the module that the ranks run, are imported once per node.
+is forked from torchrun itself: torch, and with `-m` the module that ranks run, are imported once per node.
 
     python -m forking --standalone --nproc-per-node=4 -m distributed.matrix ...
 
 Ranks that are forked hash strings alike, as real ones do not: what ranks must agree on whatever the order
-of their sets is tested under a real torchrun.
+of their sets is tested under a real torchrun: saving, loading, converting, two and three ranks of the
+matrix, DeepSpeed on three.
 """
 
 import importlib

@@ -3,6 +3,8 @@ hand-overs that fail, numbers that come twice, stores that are no directories.""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import signal
 import socket
@@ -20,12 +22,12 @@ import holdfast
 import holdfast.restoring
 from holdfast.delta import capture, queue, writer
 from holdfast.delta.log import open_log
-from holdfast.errors import UnsupportedVersion, UsageError
+from holdfast.errors import Unavailable, UnsupportedVersion, UsageError
 from holdfast.store import MemoryStore, open_store
 from holdfast.testing import Counting
 from memory.zygote import Lives
 
-from .test_damage import segment
+from .test_damage import segment, writers
 from .test_delta_lives import FSDP, KILLED, check
 from .test_exact import (
     OPTIMIZERS,
@@ -125,6 +127,64 @@ def test_a_record_that_is_not_handed_over(
     with pytest.warns(holdfast.HoldfastWarning, match="after 5 is missing"):
         assert ckpt.restore() == 5
     ckpt.close()
+
+
+@pytest.mark.parametrize("fault", ["the first is not announced", "the next is not", "no process"])
+def test_a_writer_that_cannot_begin(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    """Storage does not take its name, or the machine no process in its place.  Records end there, aloud and
+    at once, and begin again with the next full save."""
+    announce, announced = queue.announce, itertools.count(1)
+    fails_at = {"the first is not announced": 1, "the next is not": 2}.get(fault, 0)
+
+    def failing(*args: Any) -> None:
+        if next(announced) == fails_at:
+            raise Unavailable("storage is away")
+        announce(*args)
+
+    def no_process(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "cannot allocate memory")
+
+    monkeypatch.setattr(queue, "announce", failing)
+    run = new()
+    options = {"every": holdfast.Every(durable=4, delta=1), "delta": holdfast.Delta()}
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        holdfast.Checkpointer(root, run.state, **options) as ckpt,
+    ):
+        warnings.simplefilter("always")
+        for step in range(1, 10):
+            run.step(step)
+            ckpt.step(step)
+            ckpt.wait()
+            if step == 2 and fails_at != 1:
+                with monkeypatch.context() as patched:
+                    if fault == "no process":
+                        patched.setattr(queue.subprocess, "Popen", no_process)
+                    (pid,) = writers()
+                    os.kill(pid, signal.SIGKILL)
+                    await_error(ckpt)
+    told = [str(w.message) for w in caught]
+    why = "cannot allocate memory" if fault == "no process" else "storage is away"
+    assert any("records end" in text and why in text for text in told), told
+    expected = run.everything()
+    forget(root, 8)
+    again = new()
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 9
+    check_equal(again.everything(), expected)
+    assert not writers()
+
+
+def await_error(ckpt: holdfast.Checkpointer) -> None:
+    """Until the queue knows that nothing is written any more."""
+    until = time.monotonic() + 20
+    while ckpt._tiers.delta.error is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_batches_of_another_size(root: Path) -> None:  # noqa: F811

@@ -38,7 +38,7 @@ NO_STATE = "layers.1.attention.bias"
 
 @cache
 def values(name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The content of a whole tensor; to be read alone."""
+    """The content of a whole tensor; only to be read, for it is shared."""
     salt = zlib.crc32(f"{name}/{kind}".encode())
     index = np.arange(int(np.prod(shape)), dtype=np.uint64)
     mixed = (index * np.uint64(2654435761) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)

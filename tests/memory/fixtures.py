@@ -4,8 +4,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from holdfast.delta.writers import Writing
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from memory.agents import await_gone, pid_of
@@ -35,6 +37,8 @@ def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
     for pid in stopped:
         await_gone(pid)
     until = time.monotonic() + WRITERS_S
-    while list(tmp_path.glob("root/log/*/*.writing")):  # writers end by themselves
+    marks = tmp_path.glob("root/log/*/*.writing")
+    writing = [msgspec.json.decode(mark.read_bytes(), type=Writing) for mark in marks]
+    while any(one.is_here() for one in writing):  # writers end by themselves
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -34,12 +34,15 @@ from holdfast.here import started
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.fetch import Peer
+from holdfast.memory.node.persist import WRITE_BYTES
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.node.segment import with_table
 from holdfast.memory.node.tls import serving
 from memory.agents import JOB, agent, await_gone, hello, is_gone, kill, noise, pid_of, put
 
 DATA = noise(3_000_000, 1)
+LARGE = noise(2 * WRITE_BYTES + len(DATA), 2)
+"""Stored in three parts."""
 
 pytestmark = pytest.mark.slow
 
@@ -353,9 +356,9 @@ def test_a_flipped_bit_is_found(root: Path) -> None:
     ("at", "what"),
     [
         (0, "chunk 0"),
-        (1_234_567, "chunk 4"),
-        (len(DATA) - 1, "chunk"),
-        (with_table(len(DATA)) - 1, "table of digests"),
+        (WRITE_BYTES + 1_234_567, "chunk 36"),
+        (len(LARGE) - 1, "chunk 75"),
+        (with_table(len(LARGE)) - 1, "table of digests"),
     ],
     ids=["first byte", "middle", "last byte", "table"],
 )
@@ -369,14 +372,14 @@ def test_what_changed_in_memory_is_not_stored(
     )
     with agent(root) as client:
         hello(client)
-        lease = put(client, "0001-000001", DATA)
+        lease = put(client, "0001-000001", LARGE)
         flip(root / "jobs" / JOB / lease.name, at)
         with pytest.raises(Corrupt, match=f"rank 0's image of step 1 changed in memory.*{what}"):
             client.ask(order)
         assert not [p for p in store.rglob("*") if p.is_file()]
         flip(root / "jobs" / JOB / lease.name, at)
         client.ask(order)
-        assert (store / order.key).read_bytes().startswith(DATA)
+        assert (store / order.key).read_bytes().startswith(LARGE)
 
 
 def test_the_budget_is_kept_with_the_numbers(root: Path) -> None:

@@ -14,7 +14,7 @@ from holdfast import errors
 from holdfast.delta import words as w
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Header, Record
-from holdfast.delta.writers import announce
+from holdfast.delta.writers import announce, writing_key
 from holdfast.errors import AgentError, Deadline, HoldfastError
 from holdfast.events import emit, span
 from holdfast.store import Store
@@ -40,6 +40,10 @@ class Queue:
         self._order: w.Open | None = None
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_told = False
+        """Whether the writer has its order."""
+        self._announced = 0
+        """The writer that restarts know of, by its number."""
         self._flushing = False
         self._restarts = 0
         self._closing = False
@@ -47,7 +51,7 @@ class Queue:
     def open(self, store: Store, header: Header, ring: Ring, batch: int) -> None:
         """Write records of this kind from now on; what is on its way is written before.
 
-        Blocks; StoreError.
+        Blocks; StoreError, and as `flush`.
         """
         if self.ring is not None:
             self.flush(self.deadline_s)
@@ -56,12 +60,13 @@ class Queue:
             self._free = list(range(ring.slots))
             self._store = store
             self._order = w.Open(store.url, header, ring.slots, ring.slot_bytes, batch)
-            if self._line is None:
-                self._start()
-            else:
-                self._send_order(self._line)
-        if old is not None:
-            old.close()
+            try:
+                line = self._start() if self._line is None else self._line
+                self._announce()
+                self._tell(line)
+            finally:
+                if old is not None:
+                    old.close()
 
     def take(self, *, wait: bool) -> int | None:
         """A free slot.  None if there is none and `wait` is off, or nothing is written any more."""
@@ -127,40 +132,58 @@ class Queue:
 
     # -- the process ------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self) -> socket.socket:
+        """A writer, which has been told nothing yet."""
         mine, theirs = socket.socketpair()
         package = str(Path(errors.__file__).resolve().parent.parent)
         path = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.delta.writer", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        )
-        theirs.close()
-        self._line = mine
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "holdfast.delta.writer",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            )
+        self._line, self._is_told = mine, False
         threading.Thread(
             target=self._listen, args=(mine,), name="holdfast-log", daemon=True
         ).start()
-        self._send_order(mine)
+        return mine
+
+    def _announce(self) -> None:
+        """Whoever restarts shall wait for this writer, no more for the one before.  Blocks; StoreError."""
+        assert self._order is not None and self._store is not None and self._process is not None
+        before, pid, header = self._announced, self._process.pid, self._order.header
+        if before != pid:
+            announce(self._store, header.run, header.rank, pid)
+            self._announced = pid
+        if before not in (0, pid):
+            with suppress(HoldfastError):
+                self._store.delete(writing_key(header.run, header.rank, before))
+
+    def _tell(self, line: socket.socket) -> None:
+        """Its order, and all that is not known to be written."""
+        assert self._order is not None and self.ring is not None
+        self._is_told = True
+        with suppress(OSError):  # whoever listens finds that it is gone
+            w.send(line, self._order, (self.ring.fd,))
         for slot, record in sorted(self._sent.items(), key=lambda item: item[1].step):
             self._say(w.Put(slot, record))
         if self._flushing:  # the one before may have died with that order
             self._say(w.Flush())
 
-    def _send_order(self, line: socket.socket) -> None:
-        assert self._order is not None and self.ring is not None
-        assert self._store is not None and self._process is not None
-        header = self._order.header
-        announce(self._store, header.run, header.rank, self._process.pid)
-        with suppress(OSError):  # whoever listens finds that it is gone
-            w.send(line, self._order, (self.ring.fd,))
-
     def _say(self, message: object) -> None:
-        assert self._line is not None
-        with suppress(OSError):
-            w.send(self._line, message)
+        """To a writer that has its order; another one will be told with it."""
+        if self._is_told and self._line is not None:
+            with suppress(OSError):
+                w.send(self._line, message)
 
     def _listen(self, line: socket.socket) -> None:
         while True:
@@ -168,13 +191,12 @@ class Queue:
                 message, _ = w.receive(line, w.FROM_WRITER)
             except OSError:
                 message = None
+            if message is None:
+                self._replace()
+                return
             with self._changed:
                 if isinstance(message, w.Wrote):
                     self._wrote(message)
-                elif message is None:
-                    if not self._closing:
-                        self._replace()
-                    return
                 self._changed.notify_all()
 
     def _wrote(self, message: w.Wrote) -> None:
@@ -194,17 +216,27 @@ class Queue:
         )  # fmt: skip
 
     def _replace(self) -> None:
-        """The writer is gone: another one goes on, with all that is not known to be written."""
-        status = self._process.wait() if self._process is not None else 0
-        self._restarts += 1
-        if self._restarts > MAX_RESTARTS:
-            self.error = AgentError(
-                f"the process that writes the log has died {MAX_RESTARTS} times (status {status})"
-            )
-        else:
-            emit("delta.writer_died", status=status)
-            try:
-                self._start()
-            except HoldfastError as error:
-                self.error = error
-        self._changed.notify_all()
+        """The writer is gone: another one goes on.  Storage is waited for without holding anybody up."""
+        try:
+            with self._changed:
+                if self._closing:
+                    return
+                status = self._process.wait() if self._process is not None else 0
+                self._restarts += 1
+                if self._restarts > MAX_RESTARTS:
+                    raise AgentError(
+                        f"the process that writes the log has died {MAX_RESTARTS} times (status {status})"
+                    )
+                emit("delta.writer_died", status=status)
+                line = self._start()
+            self._announce()
+            with self._changed:
+                if self._line is line and not self._closing:
+                    self._tell(line)
+        except Exception as error:
+            with self._changed:
+                no_other = AgentError(
+                    f"the process that writes the log has died, and no other: {error}"
+                )
+                self.error = error if isinstance(error, HoldfastError) else no_other
+                self._changed.notify_all()

@@ -14,7 +14,7 @@ from holdfast.events import emit, span
 from holdfast.here import fate, place, started
 from holdfast.store import Store
 
-_WRITING = re.compile(r"log/\d{10}/r\d{5,}\.writing")
+_WRITING = re.compile(r"log/\d{10}/r\d{5,}-\d+\.writing")
 POLL_S = 0.02
 WAIT_S = 120.0
 """For a writer that is alive: storage may be slow."""
@@ -32,24 +32,22 @@ class Writing(msgspec.Struct, frozen=True):
         return self.place == place() and fate(self.pid, self.started) == "runs"
 
 
-def writing_key(run: int, rank: int) -> str:
-    return f"log/{run:010d}/r{rank:05d}.writing"
+def writing_key(run: int, rank: int, pid: int) -> str:
+    return f"log/{run:010d}/r{rank:05d}-{pid}.writing"
 
 
 def announce(store: Store, run: int, rank: int, pid: int) -> None:
-    """A process shall write what a rank records.  Said by the rank, before it hands anything over: it may
-    be dead before the writer has so much as begun.  Blocks; StoreError.
+    """A process shall write what a rank records.  Said by the rank, before it hands anything over: the rank
+    may be dead before its writer has so much as begun.  Blocks; StoreError.
     """
     writer = Writing(place() or "", pid, started(pid) or "")
-    store.put(writing_key(run, rank), msgspec.json.encode(writer))
+    store.put(writing_key(run, rank, pid), msgspec.json.encode(writer))
 
 
 def withdraw(store: Store, run: int, rank: int) -> None:
-    """This process has written all that it had, unless another one has been announced in its place."""
-    key = writing_key(run, rank)
-    with suppress(HoldfastError, msgspec.DecodeError, UnicodeDecodeError):
-        if msgspec.json.decode(store.get(key), type=Writing).pid == os.getpid():
-            store.delete(key)
+    """This process has written all that it had."""
+    with suppress(HoldfastError):
+        store.delete(writing_key(run, rank, os.getpid()))
 
 
 def await_others(store: Store, run: int, limit_s: float = WAIT_S) -> list[str]:

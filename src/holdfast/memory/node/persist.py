@@ -46,8 +46,8 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
             stop = min(start + WRITE_BYTES, slot.bytes)
             pace.wait(stop - start)
             with view[start:stop] as part:
-                check(part[: max(slot.table - start, 0)], start, digests, slot)
                 writer.write(start, part)
+                check(part[: max(slot.table - start, 0)], start, digests, slot)
 
         try:
             in_threads(one, list(range(0, slot.bytes, WRITE_BYTES)), WRITE_THREADS)
