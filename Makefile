@@ -31,11 +31,11 @@ demo: $(READY)
 
 # Tests that start no ranks run side by side; the others have the machine for themselves.
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed"; beside=$$?; \
-	  $(BIN)/python -m pytest -m distributed && exit $$beside
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not alone"; beside=$$?; \
+	  $(BIN)/python -m pytest -m "distributed or alone" && exit $$beside
 
 unit: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow and not alone"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -137,6 +137,7 @@ class Large:
         self.optim.step()
 
 
+@pytest.mark.alone
 def test_the_copy_of_gradients_is_a_cost_of_records(tmp_path: Path) -> None:
     """And no part of what a step takes: without records it takes as long."""
     one, alone = Large(), []
