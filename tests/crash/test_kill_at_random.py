@@ -1,6 +1,6 @@
 """SIGKILL at random moments of a real training: it goes on as if nothing had happened.
 
-`HOLDFAST_KILLS` sets how often (default 20), `HOLDFAST_KILL_SEED` when.
+`HOLDFAST_KILLS` sets how often (default 30), `HOLDFAST_KILL_SEED` when.
 """
 
 import json
@@ -17,7 +17,7 @@ import pytest
 import holdfast
 
 WORLD = 4
-KILLS = int(os.environ.get("HOLDFAST_KILLS", "20"))
+KILLS = int(os.environ.get("HOLDFAST_KILLS", "30"))
 SEED = int(os.environ.get("HOLDFAST_KILL_SEED", "0"))
 TRAIN = Path(__file__).with_name("train_killed.py")
 STRIDE = 6

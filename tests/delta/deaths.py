@@ -23,7 +23,8 @@ from holdfast.store import LocalStore
 
 def arrange(at: str, number: int, out: Path) -> None:
     """Die at the `number`-th time that this process comes to a moment: `copy` (half of a step's gradients
-    are copied), `plan` (the plan of records is put), `put` and `put-done` (before and after a record is
+    are copied), `plan` (the plan of records is put), `announce` and `announced` (before and after a writer
+    is announced), `put` and `put-done` (before and after a record is
     handed to the writer), `delete` (of a file of the log), `writer` (with its writer, before that calls
     to change a file)."""
     count = itertools.count(1)
@@ -52,6 +53,17 @@ def arrange(at: str, number: int, out: Path) -> None:
             RecordCapture._copy_here = half  # type: ignore[method-assign]
         case "plan":
             capture.put_plan = before(capture.put_plan, lambda *_: True)
+        case "announce":
+            queue.announce = before(queue.announce, lambda *_: True)
+        case "announced":
+            announce = queue.announce
+
+            def announced(*args: Any) -> None:
+                announce(*args)
+                if now():
+                    die()
+
+            queue.announce = announced
         case "put":
             Queue.put = before(Queue.put, lambda *_: True)  # type: ignore[method-assign]
         case "put-done":

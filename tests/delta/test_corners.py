@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +106,25 @@ def test_a_record_that_is_not_handed_over(
         put(self, slot, record)
 
     monkeypatch.setattr(queue.Queue, "put", failing)
+    expected, told = nine_steps(root)
+    assert any("record of step 6 is lost" in text for text in told), told
+    again = new()
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 9
+    check_equal(again.everything(), expected)
+    forget(root, 8)
+    ckpt = checkpointer(root, new())
+    with pytest.warns(holdfast.HoldfastWarning, match="after 5 is missing"):
+        assert ckpt.restore() == 5
+    ckpt.close()
+
+
+def nine_steps(
+    root: Path,  # noqa: F811
+    after: Callable[[int, holdfast.Checkpointer], None] = lambda *_: None,
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """A training with a full save of every fourth step, and the warnings that it has heard; `after` each
+    step something may happen to it."""
     run = new()
     options = {"every": holdfast.Every(durable=4, delta=1), "delta": holdfast.Delta()}
     with (
@@ -116,17 +136,8 @@ def test_a_record_that_is_not_handed_over(
             run.step(step)
             ckpt.step(step)
             ckpt.wait()
-    assert any("record of step 6 is lost" in str(w.message) for w in caught)
-    expected = run.everything()
-    again = new()
-    with checkpointer(root, again) as ckpt:
-        assert ckpt.restore() == 9
-    check_equal(again.everything(), expected)
-    forget(root, 8)
-    ckpt = checkpointer(root, new())
-    with pytest.warns(holdfast.HoldfastWarning, match="after 5 is missing"):
-        assert ckpt.restore() == 5
-    ckpt.close()
+            after(step, ckpt)
+    return run.everything(), [str(w.message) for w in caught]
 
 
 @pytest.mark.parametrize("fault", ["the first is not announced", "the next is not", "no process"])
@@ -148,29 +159,19 @@ def test_a_writer_that_cannot_begin(
     def no_process(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOMEM, "cannot allocate memory")
 
+    def kill_writer(step: int, ckpt: holdfast.Checkpointer) -> None:
+        if step == 2 and fails_at != 1:
+            with monkeypatch.context() as patched:
+                if fault == "no process":
+                    patched.setattr(queue.subprocess, "Popen", no_process)
+                (pid,) = writers()
+                os.kill(pid, signal.SIGKILL)
+                await_error(ckpt)
+
     monkeypatch.setattr(queue, "announce", failing)
-    run = new()
-    options = {"every": holdfast.Every(durable=4, delta=1), "delta": holdfast.Delta()}
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        holdfast.Checkpointer(root, run.state, **options) as ckpt,
-    ):
-        warnings.simplefilter("always")
-        for step in range(1, 10):
-            run.step(step)
-            ckpt.step(step)
-            ckpt.wait()
-            if step == 2 and fails_at != 1:
-                with monkeypatch.context() as patched:
-                    if fault == "no process":
-                        patched.setattr(queue.subprocess, "Popen", no_process)
-                    (pid,) = writers()
-                    os.kill(pid, signal.SIGKILL)
-                    await_error(ckpt)
-    told = [str(w.message) for w in caught]
+    expected, told = nine_steps(root, kill_writer)
     why = "cannot allocate memory" if fault == "no process" else "storage is away"
     assert any("records end" in text and why in text for text in told), told
-    expected = run.everything()
     forget(root, 8)
     again = new()
     with checkpointer(root, again) as ckpt:

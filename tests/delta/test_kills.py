@@ -111,6 +111,20 @@ def test_trainers_die_before_their_writers_have_begun(
     chain.end()
 
 
+@pytest.mark.parametrize("at", ["announce", "announced"])
+def test_trainers_die_while_writers_are_announced(
+    lives: Lives, reference: dict[int, str], at: str
+) -> None:
+    """Nothing is recorded yet, and a writer that has no order writes nothing and ends."""
+    chain = Chain(lives, reference, delta={})
+    chain.live((0, at, 1), (1, at, 1))
+    chain.allowed = (0, 1)  # the full save of the first step may be complete or not
+    chain.die("put-done", [0, 1], 3)
+    chain.live((0, at, 1), (1, at, 1))
+    chain.allowed = (chain.step,)
+    chain.end()
+
+
 def test_a_trainer_dies_while_ranks_plan(lives: Lives, reference: dict[int, str]) -> None:
     """Nothing is recorded yet."""
     chain = Chain(lives, reference, delta={})

@@ -19,7 +19,7 @@ from .cases import Case, run_all
 from .megatron_cpu import on_cpu
 from .megatron_gpt import Run, Setup
 
-STEPS, MORE = 3, 3
+STEPS, MORE = 3, 4
 HEAD = "output_layer.weight"
 DENSE = Setup(layers=2, heads=8, groups=4, divisible=64)
 TIED = replace(DENSE, tied=True)

@@ -138,14 +138,9 @@ class Queue:
         package = str(Path(errors.__file__).resolve().parent.parent)
         path = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         with theirs:
+            numbers = map(str, (theirs.fileno(), os.getpid()))
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "holdfast.delta.writer",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
+                [sys.executable, "-m", "holdfast.delta.writer", *numbers],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
