@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from deepspeed_on_cpu import deepspeed
+
+# isort: split
+
 import json
 import threading
 from collections.abc import Iterator
@@ -9,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from deepspeed_on_cpu import deepspeed
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+# isort: split
 
 from typing import Any, NamedTuple
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,7 +81,31 @@ def test_on_three_ranks(on_three: Failed, name: str) -> None:
     check(on_three, name)
 
 
+@pytest.fixture
+def kernels(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """DeepSpeed's kernels, compiled once per checkout.
+
+    A compilation that is killed leaves its lock, for which every later one would wait for ever.
+    """
+    place = pytestconfig.cache.mkdir("kernels")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
+    with open(place / "in-use", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for lock in place.glob("*/lock"):
+            lock.unlink()
+        subprocess.run([sys.executable, "-c", COMPILE], check=True, timeout=400)
+        yield
+
+
+COMPILE = """
+from deepspeed.accelerator import get_accelerator
+for name in ("FusedAdamBuilder", "CPUAdamBuilder"):
+    get_accelerator().create_op_builder(name).load()
+"""
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
 def test_optimizers_that_deepspeed_compiles(tmp_path: Path) -> None:
     """Its CPU and fused Adam and its Muon: the first run takes minutes."""
     saved = names_of(COMPILING)

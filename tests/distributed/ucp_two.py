@@ -5,9 +5,9 @@ Each layout is trained without interruption first; its checkpoint is a source, i
 
 from __future__ import annotations
 
-import os
+from deepspeed_on_cpu import deepspeed
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+# isort: split
 
 import warnings
 from dataclasses import replace
@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import (

@@ -6,12 +6,9 @@ The same little model is trained by plain torch in one process first; every rank
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
-
-os.environ["DS_ACCELERATOR"] = "cpu"
 
 import torch
 from torch import nn
@@ -62,8 +59,9 @@ def train(model: Model, optim: torch.optim.AdamW, first: int, count: int) -> lis
 
 
 def main(url: str, out: str, stage: str, one: str) -> None:
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from deepspeed_on_cpu import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
     model, optim = made(bool(int(one)))

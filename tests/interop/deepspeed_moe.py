@@ -7,14 +7,14 @@ Every rank writes its own parameters, by DeepSpeed's own access to them, to `OUT
 
 from __future__ import annotations
 
-import os
+from deepspeed_on_cpu import deepspeed
+
+# isort: split
+
 import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE

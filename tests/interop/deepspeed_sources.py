@@ -12,8 +12,11 @@ A case trains a small model for three steps, saves it to `OUT/<case>/save`, and 
 
 from __future__ import annotations
 
+from deepspeed_on_cpu import deepspeed
+
+# isort: split
+
 import copy
-import os
 import sys
 import traceback
 from argparse import Namespace
@@ -22,9 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
