@@ -28,7 +28,7 @@ def trained_s(told: Told) -> float:
 
 def test_each_killed_life_is_a_failure(lives: Lives) -> None:
     """Of the process, and the time that was trained in it counts but for a second or so."""
-    script = {**SMALL, "memory": 0, "pause": 0.03, "kill": [0], "until": 99}
+    script = {**SMALL, "memory": 0, "pause": 0.04, "kill": [0], "until": 99}
     trained = 0.0
     for number, steps in enumerate((90, 5, 90, 5)):
         (told,) = lives.live(nodes=[0], kill_at=steps, **script)
