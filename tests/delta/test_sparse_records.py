@@ -16,11 +16,13 @@ from torch import nn
 import holdfast
 from holdfast.codec.sparse import HEAD_BYTES
 from holdfast.compression.topk import largest
+from holdfast.delta.log import open_log
 from holdfast.delta.packing import BLOCK, PACKED, nonzero, parted
 from holdfast.delta.recording import Layout, Steps, agree, held
 from holdfast.errors import UsageError
 from holdfast.group import Group
 from holdfast.state.snapshot import raw_array
+from holdfast.store import open_store
 
 from .test_exact import (
     OPTIMIZERS,
@@ -78,7 +80,7 @@ def check_replayed(root: Path, new: Callable[[], Run], **options: Any) -> None: 
 def packed_bytes(root: Path) -> dict[int, int]:  # noqa: F811
     """By step, of the tensors that hold what is not zero."""
     found = {}
-    log = holdfast.delta.log.open_log(holdfast.store.open_store(str(root)))[0]
+    log = open_log(open_store(str(root)))[0]
     for step in log.steps.values():
         for t in log.open(step, {}, {}).manifest.tensors:
             if t.state == PACKED:
@@ -189,7 +191,7 @@ def test_gaps_are_closed(is_page_shorter: bool) -> None:
     used = len(layout_of(1).image.header.rstrip(b" "))
     layout = layout_of(4096 - used + 2 if is_page_shorter else 1)
     memory = memoryview(bytearray(layout.image.total_bytes))
-    ((_, piece),) = layout.grads["a"]
+    (piece,) = layout.grads["a"]
     memory[piece.offset : piece.offset + piece.bytes] = bytes(range(28))
     pack, at = layout.packs["b"]
     memory[at : at + 5] = b"12345"

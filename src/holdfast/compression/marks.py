@@ -1,4 +1,4 @@
-"""How many elements of a parameter's gradient may be other than zero: said once, by who makes it so."""
+"""What is known of parameters' gradients when the optimizer steps: said once, by who makes it so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from holdfast.errors import UsageError
 
 _MARK = "_holdfast_most_nonzero"
+_ROUNDED = "_holdfast_rounded_to"
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def sparse(parameters: Iterable[torch.Tensor], *, at_most: float) -> None:
@@ -23,6 +25,26 @@ def sparse(parameters: Iterable[torch.Tensor], *, at_most: float) -> None:
         raise UsageError(f"sparse(at_most={at_most!r}): must be above 0 and at most 1")
     for p in parameters:
         mark(p, max(1, ceil(at_most * p.numel())))
+
+
+def rounded(parameters: Iterable[torch.Tensor], to: torch.dtype) -> None:
+    """Declare that each parameter's gradient, though of float32, has only values of this dtype (bfloat16 or
+    float16) when the optimizer steps: ranks exchange it so (FSDP2 with `reduce_dtype`, DDP with
+    `bf16_compress_hook`), and nothing computes with it after that, as clipping would.
+
+    Records then hold it in that dtype, which is half of the bytes (`holdfast.Delta`).  Nothing is lost if
+    it proves wrong: each value is looked at at every step, and gradients with others are recorded whole
+    from the next full save on.  Say the same on every rank, before the first step.
+    """
+    if to not in HALVES:
+        raise UsageError(f"rounded(to={to}): must be torch.bfloat16 or torch.float16")
+    for p in parameters:
+        setattr(p, _ROUNDED, to)
+
+
+def rounded_to(parameter: torch.Tensor) -> torch.dtype | None:
+    """What was declared of a float32 parameter's gradient; None if nothing was."""
+    return getattr(parameter, _ROUNDED, None) if parameter.dtype == torch.float32 else None
 
 
 def mark(parameter: torch.Tensor, most: int) -> None:

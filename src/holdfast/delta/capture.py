@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.options import Delta
-from holdfast.delta.packing import NotSparse, Pack, parted
+from holdfast.delta.packing import NotAsDeclared, Pack, parted
 from holdfast.delta.queue import Queue
 from holdfast.delta.recording import (
     SPARE_ROOM,
@@ -74,8 +75,8 @@ class Open:
     extras: bytes = b""
     sizes: dict[str, int] = field(default_factory=dict)
     """Of sparse gradients that are packed."""
-    dense: tuple[str, ...] = ()
-    """Gradients that prove to be not as sparse as was declared."""
+    misdeclared: list[NotAsDeclared] = field(default_factory=list)
+    """Of gradients that prove to be other than was declared."""
 
 
 class RecordCapture:
@@ -234,29 +235,30 @@ class RecordCapture:
         ready = _event(given[0].device) if given else None
         pack = self._layout.packs.get(one.key)
         if ready is None:
-            self._copy_here(grads)
+            self._copy_here(record, grads)
             _pack(record, pack, self._beside.map if torch.get_num_threads() > 1 else map)
             return
         record.copying.append(self._copier.submit(_copy, grads, ready, record, pack))
 
-    def _copy_here(self, grads: list[Any]) -> None:
+    def _copy_here(self, record: Open, grads: list[Any]) -> None:
         """With as many threads as the optimizer's kernels have."""
         parts = spread(grads, torch.get_num_threads())
-        others = [self._beside.submit(copy, part) for part in parts[1:]]
+        others = [self._beside.submit(_copy_part, record, part) for part in parts[1:]]
         for part in parts[:1]:
-            copy(part)
+            _copy_part(record, part)
         for other in others:
             other.result()
 
-    def wait_copied(self) -> tuple[str, ...]:
-        """The gradients may be changed after this.  Those that were declared sparse and are not: the
-        record cannot be, and the next plan has them whole."""
+    def wait_copied(self) -> list[NotAsDeclared]:
+        """The gradients may be changed after this.  What is other than was declared: the record cannot be,
+        and the next plan has such gradients whole."""
         if self.open is None:
-            return ()
+            return []
         for copying in self.open.copying:
             copying.result()
-        self._dense |= set(self.open.dense)
-        return self.open.dense
+        for error in self.open.misdeclared:
+            self._dense |= set(error.names)
+        return self.open.misdeclared
 
     def fill(self, extras: bytes, values: dict[str, torch.Tensor]) -> str:
         """What the record holds besides gradients.  Why it cannot hold it, if it cannot."""
@@ -265,7 +267,7 @@ class RecordCapture:
         if len(extras) > layout.image.extras_bytes:
             self._room = max(self._room, 2 * len(extras))
             return f"extras of {len(extras)} bytes"
-        written = [(piece, values[name]) for name, piece in layout.values if name in values]
+        written = [(piece, values[piece.name]) for piece in layout.values if piece.name in values]
         if any(tensor.shape != piece.tensor.shape for piece, tensor in written):
             return "a buffer has another shape"
         record.extras = extras
@@ -384,16 +386,28 @@ def _copy(
     stream = torch.Stream(ready.device)
     stream.wait_event(ready)
     with torch.cuda.stream(stream) if ready.device.type == "cuda" else stream:
-        copy(grads)
+        _copy_part(record, grads)
         _pack(record, pack, map)
     stream.synchronize()
+
+
+def _copy_part(record: Open, grads: list[Any]) -> None:
+    with _declared(record):
+        copy(grads)
 
 
 def _pack(record: Open, pack: tuple[Pack, int] | None, each: Callable[..., Iterable[Any]]) -> None:
     """`each`: a `map`, over threads or not."""
     if pack is None:
         return
-    try:
+    with _declared(record):
         record.sizes[pack[0].name] = pack[0].into(record.memory[pack[1] :], each)
-    except NotSparse as error:
-        record.dense += error.names
+
+
+@contextmanager
+def _declared(record: Open) -> Iterator[None]:
+    """What is other than was declared is told when all is copied."""
+    try:
+        yield
+    except NotAsDeclared as error:
+        record.misdeclared.append(error)

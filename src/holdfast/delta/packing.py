@@ -39,11 +39,11 @@ BLOCK = 1 << 18
 """Elements that are looked at together: their truth values stay in the cache."""
 
 
-class NotSparse(HoldfastError):
-    """More is not zero than was declared: `names` have to be recorded whole."""
+class NotAsDeclared(HoldfastError):
+    """Gradients are not what was declared of them: `names` have to be recorded whole."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        super().__init__(f"{', '.join(names[:3])}: more is not zero than was declared")
+    def __init__(self, names: tuple[str, ...], what: str) -> None:
+        super().__init__(what)
         self.names = names
 
 
@@ -140,11 +140,11 @@ class Pack:
         )
 
     def into(self, memory: memoryview, each: Callable[..., Iterable[Any]] = map) -> int:
-        """Pack what is not zero now; its bytes.  NotSparse.  `each`: a `map`, perhaps over threads."""
+        """Pack what is not zero now; its bytes.  NotAsDeclared.  `each`: a `map`, perhaps over threads."""
         looked = list(each(self._look, self.parts))
         pairs = list(zip(self.parts, looked))
         if dense := tuple(p.name for p, (at, _) in pairs if len(at) > self.most[p]):
-            raise NotSparse(dense)
+            raise NotAsDeclared(dense, "more elements other than zero")
         found = dict(pairs)
         end = 0
         for lane in lanes(self.parts):

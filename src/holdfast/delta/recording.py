@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from holdfast.capture.job import Plan as Placing
 from holdfast.capture.job import new_plan
+from holdfast.compression.marks import HALVES, rounded_to
 from holdfast.delta.packing import (
     PACKED,
     SPARSE,
+    NotAsDeclared,
     Pack,
     Part,
     most_in,
@@ -46,7 +48,7 @@ from holdfast.state.optimizers import (
     named_groups,
     tensors_in,
 )
-from holdfast.state.placed import Placed
+from holdfast.state.placed import Placed, torch_dtype
 from holdfast.state.snapshot import raw_array
 from holdfast.state.wrapped import stepping
 
@@ -58,6 +60,8 @@ SMALL_BYTES = 1 << 20
 SAMPLES = 1 << 10
 MANY = 1 << 15
 """Elements from which on torch copies with several threads."""
+ROUNDED = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
+"""States that gradients count as that are recorded in another dtype than their own."""
 
 
 @dataclass
@@ -181,11 +185,19 @@ def held(steps: list[Steps], values: dict[str, torch.Tensor], dense: Collection[
     for one in steps:
         for name, p in one.params:
             full = grad_name(one.key, name)
-            state = SPARSE if full not in dense and pays(p) else GRAD
+            state = GRAD if full in dense else declared(p)
             live.add(full, state, p, steady=True)
     for name, tensor in values.items():
         live.add(name, "buffer", tensor, steady=False)
     return live
+
+
+def declared(p: torch.Tensor) -> str:
+    """The state that a parameter's gradient counts as, by what was declared of it."""
+    if pays(p):
+        return SPARSE
+    dtype = rounded_to(p)
+    return GRAD if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement:
@@ -201,13 +213,18 @@ def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement
 
 
 def _one_state(agreement: Agreement, descriptions: list[bytes]) -> Agreement:
-    """A gradient that one rank has to record whole is recorded whole by all."""
+    """A gradient that one rank has to record whole is recorded whole by all; one that is rounded counts as
+    of that dtype."""
     docs = [msgspec.msgpack.decode(d, type=Description) for d in descriptions]
     dense = {t.name for doc in docs for t in doc.tensors if t.state == GRAD}
-    tensors = tuple(
-        msgspec.structs.replace(t, state=GRAD) if t.name in dense else t for t in agreement.tensors
-    )
-    return msgspec.structs.replace(agreement, tensors=tensors)
+    tensors = []
+    for t in agreement.tensors:
+        if t.name in dense:
+            t = msgspec.structs.replace(t, state=GRAD)
+        elif t.state in ROUNDED:
+            t = msgspec.structs.replace(t, state=GRAD, dtype=t.state)
+        tensors.append(t)
+    return msgspec.structs.replace(agreement, tensors=tuple(tensors))
 
 
 def plan_of(agreement: Agreement, few: tuple[TensorEntry, ...]) -> Plan:
@@ -218,11 +235,15 @@ def plan_of(agreement: Agreement, few: tuple[TensorEntry, ...]) -> Plan:
 class Piece:
     """A part of a tensor, and where in a record it goes."""
 
+    name: str
+    """In records."""
     tensor: torch.Tensor
     """The parameter, or the value itself."""
     at: tuple[slice, ...] | None
     offset: int
     bytes: int
+    dtype: torch.dtype
+    """In records."""
 
 
 @dataclass
@@ -230,9 +251,9 @@ class Layout:
     """Where everything lies in this rank's records."""
 
     image: Image
-    grads: dict[str, list[tuple[str, Piece]]]
-    """By optimizer's key: (parameter's name, piece)."""
-    values: list[tuple[str, Piece]]
+    grads: dict[str, list[Piece]]
+    """By optimizer's key."""
+    values: list[Piece]
     tensors: tuple[TensorEntry, ...]
     """Of the image; what is packed with as many bytes as it may have."""
     packs: dict[str, tuple[Pack, int]] = field(default_factory=dict)
@@ -246,7 +267,7 @@ class Layout:
     def places(self, slot: int, memory: memoryview, key: str) -> list[Place]:
         """Of an optimizer's gradients in a slot."""
         if (slot, key) not in self._places:
-            self._places[slot, key] = places(memory, (piece for _, piece in self.grads[key]))
+            self._places[slot, key] = places(memory, self.grads[key])
         return self._places[slot, key]
 
     @staticmethod
@@ -259,10 +280,8 @@ class Layout:
         room: int,
     ) -> Layout:
         """`few`: the tensors that are packed.  `room`: bytes for extras."""
-        owner = {
-            grad_name(one.key, name): (one.key, name, p) for one in steps for name, p in one.params
-        }
-        packs = packs_of(agreement, few, rank, live, {n: p for n, (_, _, p) in owner.items()})
+        owner = {grad_name(one.key, name): (one.key, p) for one in steps for name, p in one.params}
+        packs = packs_of(agreement, few, rank, live, {n: p for n, (_, p) in owner.items()})
         most = {pack.name: pack.most_bytes for pack in packs.values()}
         tensors = sized(agreement.tensors, most)
         placing: Placing = new_plan(msgspec.structs.replace(agreement, tensors=tensors), "")
@@ -279,12 +298,10 @@ class Layout:
                 continue
             n = len(entry.shape)
             at = within(live.tensors[entry.name].placed, Box(tuple(start[:n]), tuple(stop[:n])))
-            if entry.name in owner:
-                key, name, p = owner[entry.name]
-                layout.grads[key].append((name, Piece(p, at, where, size)))
-            else:
-                source = live.tensors[entry.name].source
-                layout.values.append((entry.name, Piece(source, at, where, size)))
+            key, source = owner.get(entry.name, ("", live.tensors[entry.name].source))
+            pieces_of = layout.grads[key] if key else layout.values
+            dtype = torch_dtype(entry.dtype)
+            pieces_of.append(Piece(entry.name, source, at, where, size, dtype))
         return layout
 
     def seal(self, memory: memoryview, sizes: dict[str, int], extras: bytes) -> Image:
@@ -372,15 +389,17 @@ def places(memory: memoryview, pieces: Iterable[Piece]) -> list[Place]:
         view = memory[piece.offset : piece.offset + piece.bytes]
         like = local_of(piece.tensor)
         like = like if piece.at is None else like[piece.at]
-        into = torch.frombuffer(view, dtype=torch.uint8).view(like.dtype).view(like.shape)
-        large = like.device.type == "cpu" and into.numel() >= MANY
+        into = torch.frombuffer(view, dtype=torch.uint8).view(piece.dtype).view(like.shape)
+        same = piece.dtype == like.dtype
+        large = same and like.device.type == "cpu" and into.numel() >= MANY
         found.append(Place(piece, into, raw_array(into) if large else None))
     return found
 
 
 def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
-    """Each tensor's piece to its place.  Device copies are given to the current stream."""
+    """Each tensor's piece to its place.  Device copies are given to the current stream.  NotAsDeclared."""
     few: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    changed: list[tuple[str, torch.Tensor]] = []
     with torch.no_grad():
         for place, tensor in placed:
             source = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -388,11 +407,32 @@ def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
                 source = source[place.piece.at]
             if place.raw is not None:
                 np.copyto(place.raw, raw_array(source))
+            elif source.dtype != place.piece.dtype:
+                changed.append((place.piece.name, round_into(place.into, source)))
             else:
                 few[0].append(place.into)
                 few[1].append(source)
         if few[0]:
             torch._foreach_copy_(few[0], few[1], non_blocking=True)
+    if lost := tuple(name for name, is_changed in changed if is_changed):
+        raise NotAsDeclared(lost, "more digits")
+
+
+def round_into(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Copy float32 into a tensor of fewer bits; a truth value on its device: whether any were lost.
+
+    On the CPU in parts that stay in the cache, and with this thread alone.
+    """
+    if source.device.type != "cpu":
+        return _round_part(into, source)
+    parts = zip(into.reshape(-1).split(MANY - 1), source.reshape(-1).split(MANY - 1))
+    return torch.stack([_round_part(*part) for part in parts]).any()
+
+
+def _round_part(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    less = source.to(into.dtype)
+    into.copy_(less, non_blocking=True)
+    return (less.float().view(torch.int32) != source.view(torch.int32)).any()
 
 
 def spread(

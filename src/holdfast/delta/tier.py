@@ -22,6 +22,7 @@ from holdfast.codec.digest import hexdigest
 from holdfast.delta.capture import Groups, Open, RecordCapture
 from holdfast.delta.clock import Clock, Spent
 from holdfast.delta.options import Delta
+from holdfast.delta.packing import NotAsDeclared
 from holdfast.delta.recording import GRAD, Steps, encode_extras, only_reads, optimizers
 from holdfast.delta.segment import Identity
 from holdfast.delta.watching import Watch
@@ -227,18 +228,20 @@ class DeltaTier:
     def _after(self) -> None:
         """The gradients may be changed as soon as they are copied."""
         if self._capture.open is not None:
-            dense = self._capture.wait_copied()
+            misdeclared = self._capture.wait_copied()
             self._watch.accept_writes()
-            if dense:
-                self._tell_dense(dense)
-                self._again("gradients that are not sparse")
+            for error in misdeclared:
+                self._tell_of(error)
+            if misdeclared:
+                self._again("gradients that are not as declared")
 
-    def _tell_dense(self, names: tuple[str, ...]) -> None:
+    def _tell_of(self, error: NotAsDeclared) -> None:
+        names = error.names
         few = ", ".join(name.removesuffix(f".{GRAD}") for name in names[:3])
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         self.news.append(
-            f"gradients of {few}{more} have more elements other than zero than was declared: something "
-            "changes them after their compression; they are recorded whole from now on"
+            f"gradients of {few}{more} have {error.message} than was declared: something changes them "
+            "after their compression; they are recorded whole from now on"
         )
 
     def _opened(self) -> Open | None:
