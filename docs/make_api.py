@@ -45,7 +45,7 @@ SECTIONS = (
             "HoldfastWarning",
         ),
     ),
-    ("Compressed gradients", "holdfast.compression", ("TopK", "sparse")),
+    ("Compressed gradients", "holdfast.compression", ("TopK", "sparse", "rounded")),
     ("Looking", "holdfast", ("open", "steps", "Checkpoint", "TensorInfo", "Box")),
     ("Events", "holdfast.events", ("Event", "subscribe", "listen", "counters")),
     (
