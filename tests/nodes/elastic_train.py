@@ -42,6 +42,9 @@ EVERY = 4
 """Steps between durable checkpoints, if nothing else is said."""
 STEP_S = 0.1
 """How long a step takes at least."""
+NOTICED_S = 40
+"""How long ranks wait in a collective: for a node that has vanished when it owed them something, and they
+had nothing on the way to it, no connection breaks.  Longer than a link is cut."""
 NUM_REFERENCE = 60
 """Steps of the reference."""
 NUM_TRIED = 3
@@ -186,7 +189,7 @@ def main() -> None:
     warnings.simplefilter("ignore", holdfast.HoldfastWarning)
     root, logs = map(Path, sys.argv[1:3])
     options = Options(**json.loads(sys.argv[3])) if len(sys.argv) > 3 else Options()
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=NOTICED_S))
     reference = logs / "reference.jsonl"
     known = reference.exists()
     dist.barrier()
