@@ -273,6 +273,34 @@ def test_a_large_buffer_that_changes_takes_a_full_save(root: Path) -> None:
         check_equal(run.everything(), at_the_end)
 
 
+@pytest.mark.parametrize("size", [3, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_a_value_of_another_dtype_takes_a_full_save(
+    root: Path, size: int, dtype: torch.dtype
+) -> None:
+    """Records have a place for the one that it had."""
+
+    class Retyped(Run):
+        def __init__(self) -> None:
+            super().__init__(OPTIMIZERS["adamw"])
+            self.told["mean"] = torch.zeros(size)
+
+        def step(self, number: int) -> None:
+            super().step(number)
+            if number == 6:
+                self.told["mean"] = (self.told["mean"] * 100).to(dtype)
+            self.told["mean"] = self.told["mean"] + number
+
+    at_the_end = recorded(root, Retyped)
+    forget(root, 2 * BASE)
+    assert holdfast.steps(root)[-1] == 6
+    run = Retyped()
+    run.told["mean"] = run.told["mean"].to(dtype)
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
 def test_it_goes_on_from_there(root: Path) -> None:
     """Over several restarts, each of which leads on from what the one before replayed."""
 

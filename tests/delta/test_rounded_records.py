@@ -14,6 +14,7 @@ from torch import nn
 import holdfast
 from holdfast.compression.marks import HALVES
 from holdfast.delta.log import open_log
+from holdfast.delta.offline import replay_to
 from holdfast.delta.recording import MANY, round_into
 from holdfast.errors import UsageError
 from holdfast.store import open_store
@@ -79,7 +80,9 @@ def test_gradients_that_are_not_as_was_said(root: Path) -> None:  # noqa: F811
     class Noisy(Rounded):
         noisy = (6,)
 
-    with pytest.warns(holdfast.HoldfastWarning, match="have more digits than was declared"):
+    with pytest.warns(
+        holdfast.HoldfastWarning, match="and 3 more have values that bfloat16 has not"
+    ):
         at_the_end = recorded(root, Noisy)
     found = dtypes(root)
     assert all(found[step] == {"bfloat16"} for step in (2, 3, 4, 5))
@@ -87,6 +90,101 @@ def test_gradients_that_are_not_as_was_said(root: Path) -> None:  # noqa: F811
     assert all("float32" in found[step] for step in (7, 8, 9))
     forget(root, 8)
     run = Noisy()
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(run.everything(), at_the_end)
+
+
+def test_one_that_is_not_tells_of_all(root: Path) -> None:  # noqa: F811
+    """What clips one gradient clips all, also those that are still zero."""
+
+    class Clipped(Rounded):
+        def step(self, number: int) -> None:
+            if number == 6:
+                self.model.first.bias.register_hook(lambda grad: grad * 0.9)
+            super().step(number)
+
+    with pytest.warns(holdfast.HoldfastWarning, match=r"gradients of optim.first.bias have values"):
+        recorded(root, Clipped)
+    found = dtypes(root)
+    assert found[5] == {"bfloat16"} and found[7] == {"float32"}
+    assert holdfast.steps(root) == [1, 4, 6, 8]
+
+
+def test_whole_records_may_be_too_large(root: Path) -> None:  # noqa: F811
+    """The bound left room for four of half the size: records end, and the training does not."""
+
+    class Large(Rounded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.wide = nn.Parameter(torch.zeros(50_000))
+            self.optim.add_param_group({"params": [self.model.wide]})
+            holdfast.compression.rounded([self.model.wide], self.to)
+            self.optim.register_step_pre_hook(self._make)
+
+        def _make(self, *_: object) -> None:
+            self.model.wide.grad = self._rounded(torch.randn(50_000))
+
+    class Noisy(Large):
+        noisy = (6,)
+
+    probe = root / "probe"
+    recorded(probe, Large, 3)
+    (file,) = (probe / "log").glob("*/*2-*/*.log")
+    bound = 5 * file.stat().st_size
+    run = Noisy()
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        holdfast.Checkpointer(
+            root / "run",
+            run.state,
+            every=holdfast.Every(durable=3, delta=1),
+            delta=holdfast.Delta(max_bytes=bound),
+        ) as ckpt,
+    ):
+        warnings.simplefilter("always")
+        for number in range(1, STEPS + 1):
+            run.step(number)
+            ckpt.step(number)
+            ckpt.wait()
+        at_the_end = run.everything()
+    assert any("at least four steps must fit" in str(one.message) for one in caught)
+    again = Noisy()
+    with holdfast.Checkpointer(root / "run", again.state) as ckpt:
+        assert ckpt.restore() == STEPS
+        check_equal(again.everything(), at_the_end)
+
+
+def test_replayed_without_the_script(root: Path) -> None:  # noqa: F811
+    run = Rounded()
+    del run.state["told"]  # its tensors are the script's own
+    with checkpointer(root, run) as ckpt:
+        for number in range(1, 8):
+            run.step(number)
+            ckpt.step(number)
+    state, base, _ = replay_to(open_store(str(root)), 7)
+    assert base == 4
+    found = state["model"].state_dict()
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def test_what_is_sparse_too_counts_as_sparse(root: Path) -> None:  # noqa: F811
+    class Both(Rounded):
+        def __init__(self) -> None:
+            super().__init__()
+            holdfast.compression.sparse([self.model.first.weight], at_most=0.1)
+
+        def _rounded(self, grad: torch.Tensor) -> torch.Tensor:
+            if grad.shape == self.model.first.weight.shape:
+                grad = grad.masked_fill(torch.arange(grad.numel()).view_as(grad) >= 5, 0)
+            return super()._rounded(grad)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="gradients of")
+        at_the_end = recorded(root, Both)
+    forget(root, 8)
+    run = Both()
     with checkpointer(root, run) as ckpt:
         assert ckpt.restore() == STEPS
         check_equal(run.everything(), at_the_end)

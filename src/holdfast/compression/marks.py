@@ -30,11 +30,14 @@ def sparse(parameters: Iterable[torch.Tensor], *, at_most: float) -> None:
 def rounded(parameters: Iterable[torch.Tensor], to: torch.dtype) -> None:
     """Declare that each parameter's gradient, though of float32, has only values of this dtype (bfloat16 or
     float16) when the optimizer steps: ranks exchange it so (FSDP2 with `reduce_dtype`, DDP with
-    `bf16_compress_hook`), and nothing computes with it after that, as clipping would.
+    `bf16_compress_hook`), and nothing computes with it after that, as clipping, unscaling and adding up
+    several exchanges would.
 
     Records then hold it in that dtype, which is half of the bytes (`holdfast.Delta`).  Nothing is lost if
-    it proves wrong: each value is looked at at every step, and gradients with others are recorded whole
-    from the next full save on.  Say the same on every rank, before the first step.
+    it proves wrong: each value is looked at at every step, and if one gradient has others, all are recorded
+    whole from the next full save on.  Say the same on every rank, before the first step, of the parameters
+    that the optimizer has: `fully_shard` and `to_empty` make others.  What is declared `sparse`, too, is
+    recorded as that.
     """
     if to not in HALVES:
         raise UsageError(f"rounded(to={to}): must be torch.bfloat16 or torch.float16")

@@ -48,7 +48,7 @@ from holdfast.delta.segment import (
     put_plan,
 )
 from holdfast.delta.space import Space, needed_bytes
-from holdfast.errors import AgentError, HoldfastError
+from holdfast.errors import AgentError, HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.format.image import ALIGN
 from holdfast.group import Group
@@ -76,7 +76,7 @@ class Open:
     sizes: dict[str, int] = field(default_factory=dict)
     """Of sparse gradients that are packed."""
     misdeclared: list[NotAsDeclared] = field(default_factory=list)
-    """Of gradients that prove to be other than was declared."""
+    """Gradients that prove to be other than was declared: the record must not be."""
 
 
 class RecordCapture:
@@ -115,10 +115,14 @@ class RecordCapture:
         self._planned = 0
         self._rebatched = False
         self._record_bytes = 0
+        self._looked_for = 0
+        """Room for records so large is not looked for again."""
         self._room = 0
         """For extras, at least; they have grown before."""
-        self._dense: set[str] = set()
+        self._whole: set[str] = set()
         """Gradients that are recorded whole, whatever was declared of them."""
+        self._streams: dict[torch.device, torch.Stream] = {}
+        """To copy from devices: with each a stream's memory is its own."""
 
     @property
     def error(self) -> HoldfastError | None:
@@ -145,7 +149,7 @@ class RecordCapture:
         self, steps: list[Steps], groups: Groups, values: dict[str, torch.Tensor], extras: bytes
     ) -> None:
         """What records hold from now on; room is left for such `extras`.  Collective; blocks."""
-        live = held(steps, values, self._dense)
+        live = held(steps, values, self._whole)
         self._planned += 1
         together = agree(self._group, live, self._mesh, self._planned)
         agreement, few = parted(together, self._group.size)
@@ -167,9 +171,15 @@ class RecordCapture:
             if self._planned == 1:
                 there = self._group.from_rank0(lambda: str(needed_bytes(self._store)).encode())
                 self.space.add(int(there) // self._group.size)
-            with alike(self._group, 0):
-                self.space.check(self._record_bytes)
-        if self._group.rank == 0 and self._planned == 1:
+            try:
+                with alike(self._group, 0):
+                    self.space.check(self._record_bytes)
+            except UsageError as error:
+                if self._planned == 1:
+                    raise
+                raise AgentError(error.message, hint=error.hint) from None  # training goes on
+        if self._group.rank == 0 and self._record_bytes > self._looked_for:
+            self._looked_for = self._record_bytes * 5 // 4
             self.notice = self.space.lacking(self._store, self._record_bytes, self.save_every)
 
     @property
@@ -238,7 +248,10 @@ class RecordCapture:
             self._copy_here(record, grads)
             _pack(record, pack, self._beside.map if torch.get_num_threads() > 1 else map)
             return
-        record.copying.append(self._copier.submit(_copy, grads, ready, record, pack))
+        if ready.device not in self._streams:
+            self._streams[ready.device] = torch.Stream(ready.device)
+        stream = self._streams[ready.device]
+        record.copying.append(self._copier.submit(_copy, grads, ready, stream, record, pack))
 
     def _copy_here(self, record: Open, grads: list[Any]) -> None:
         """With as many threads as the optimizer's kernels have."""
@@ -249,16 +262,21 @@ class RecordCapture:
         for other in others:
             other.result()
 
-    def wait_copied(self) -> list[NotAsDeclared]:
-        """The gradients may be changed after this.  What is other than was declared: the record cannot be,
-        and the next plan has such gradients whole."""
-        if self.open is None:
-            return []
+    def wait_copied(self) -> dict[str, list[str]]:
+        """The gradients may be changed after this.  Which of them have what was declared not to be, by
+        what: the record cannot be, and the next plan has such gradients whole."""
+        found: dict[str, list[str]] = {}
+        if self.open is None or self._layout is None:
+            return found
         for copying in self.open.copying:
             copying.result()
+        rounded = self._layout.rounded
         for error in self.open.misdeclared:
-            self._dense |= set(error.names)
-        return self.open.misdeclared
+            found[error.what] = list(dict.fromkeys([*found.get(error.what, ()), *error.names]))
+            self._whole |= set(error.names)
+            if rounded & set(error.names):  # what computes with one of them does with the others
+                self._whole |= rounded
+        return found
 
     def fill(self, extras: bytes, values: dict[str, torch.Tensor]) -> str:
         """What the record holds besides gradients.  Why it cannot hold it, if it cannot."""
@@ -268,8 +286,8 @@ class RecordCapture:
             self._room = max(self._room, 2 * len(extras))
             return f"extras of {len(extras)} bytes"
         written = [(piece, values[piece.name]) for piece in layout.values if piece.name in values]
-        if any(tensor.shape != piece.tensor.shape for piece, tensor in written):
-            return "a buffer has another shape"
+        if any((t.shape, t.dtype) != (p.tensor.shape, p.dtype) for p, t in written):
+            return "a buffer has another shape or dtype"
         record.extras = extras
         found = places(record.memory, (piece for piece, _ in written))
         copy([(place, tensor) for place, (_, tensor) in zip(found, written)])
@@ -296,6 +314,8 @@ class RecordCapture:
         try:
             for copying in record.copying:
                 copying.result()
+            if record.misdeclared:
+                raise record.misdeclared[0]
             image = layout.seal(record.memory, record.sizes, record.extras)
             entry = msgspec.structs.replace(
                 entry, bytes=image.total_bytes, data=image.data_start, extras=image.extras_start,
@@ -380,10 +400,13 @@ def _event(device: torch.device) -> torch.Event | None:
 
 
 def _copy(
-    grads: list[Any], ready: torch.Event, record: Open, pack: tuple[Pack, int] | None
+    grads: list[Any],
+    ready: torch.Event,
+    stream: torch.Stream,
+    record: Open,
+    pack: tuple[Pack, int] | None,
 ) -> None:
     """On the copying thread.  Blocks until all are copied, and what is sparse is packed."""
-    stream = torch.Stream(ready.device)
     stream.wait_event(ready)
     with torch.cuda.stream(stream) if ready.device.type == "cuda" else stream:
         _copy_part(record, grads)

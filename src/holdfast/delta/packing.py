@@ -40,11 +40,12 @@ BLOCK = 1 << 18
 
 
 class NotAsDeclared(HoldfastError):
-    """Gradients are not what was declared of them: `names` have to be recorded whole."""
+    """Gradients are not what was declared of them: `names` have `what`, and have to be recorded whole."""
 
     def __init__(self, names: tuple[str, ...], what: str) -> None:
-        super().__init__(what)
+        super().__init__(f"gradients have {what}")
         self.names = names
+        self.what = what
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Pack:
         looked = list(each(self._look, self.parts))
         pairs = list(zip(self.parts, looked))
         if dense := tuple(p.name for p, (at, _) in pairs if len(at) > self.most[p]):
-            raise NotAsDeclared(dense, "more elements other than zero")
+            raise NotAsDeclared(dense, "more elements other than zero than was declared")
         found = dict(pairs)
         end = 0
         for lane in lanes(self.parts):

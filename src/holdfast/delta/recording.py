@@ -60,6 +60,8 @@ SMALL_BYTES = 1 << 20
 SAMPLES = 1 << 10
 MANY = 1 << 15
 """Elements from which on torch copies with several threads."""
+MOST_ROUNDED = 1 << 24
+"""Elements that are rounded at once on a device."""
 ROUNDED = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
 """States that gradients count as that are recorded in another dtype than their own."""
 
@@ -245,6 +247,10 @@ class Piece:
     dtype: torch.dtype
     """In records."""
 
+    @property
+    def is_rounded(self) -> bool:
+        return bool(self.dtype != self.tensor.dtype)
+
 
 @dataclass
 class Layout:
@@ -259,6 +265,11 @@ class Layout:
     packs: dict[str, tuple[Pack, int]] = field(default_factory=dict)
     """By optimizer's key: its sparse gradients, and where in a slot they go."""
     _places: dict[tuple[int, str], list[Place]] = field(default_factory=dict)
+
+    @property
+    def rounded(self) -> set[str]:
+        """The gradients that are recorded in another dtype than their own."""
+        return {p.name for pieces in self.grads.values() for p in pieces if p.is_rounded}
 
     def forget_places(self) -> None:
         """Slots are of other memory now."""
@@ -390,8 +401,7 @@ def places(memory: memoryview, pieces: Iterable[Piece]) -> list[Place]:
         like = local_of(piece.tensor)
         like = like if piece.at is None else like[piece.at]
         into = torch.frombuffer(view, dtype=torch.uint8).view(piece.dtype).view(like.shape)
-        same = piece.dtype == like.dtype
-        large = same and like.device.type == "cpu" and into.numel() >= MANY
+        large = not piece.is_rounded and like.device.type == "cpu" and into.numel() >= MANY
         found.append(Place(piece, into, raw_array(into) if large else None))
     return found
 
@@ -399,7 +409,8 @@ def places(memory: memoryview, pieces: Iterable[Piece]) -> list[Place]:
 def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
     """Each tensor's piece to its place.  Device copies are given to the current stream.  NotAsDeclared."""
     few: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    changed: list[tuple[str, torch.Tensor]] = []
+    changed: dict[str, torch.Tensor] = {}
+    less = ""
     with torch.no_grad():
         for place, tensor in placed:
             source = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -407,32 +418,38 @@ def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
                 source = source[place.piece.at]
             if place.raw is not None:
                 np.copyto(place.raw, raw_array(source))
-            elif source.dtype != place.piece.dtype:
-                changed.append((place.piece.name, round_into(place.into, source)))
+            elif place.piece.is_rounded:
+                changed[place.piece.name] = round_into(place.into, source)
+                less = str(place.piece.dtype).removeprefix("torch.")
             else:
                 few[0].append(place.into)
                 few[1].append(source)
         if few[0]:
             torch._foreach_copy_(few[0], few[1], non_blocking=True)
-    if lost := tuple(name for name, is_changed in changed if is_changed):
-        raise NotAsDeclared(lost, "more digits")
+    if changed and (found := torch.stack(list(changed.values()))).any():
+        names = tuple(name for name, is_changed in zip(changed, found.tolist()) if is_changed)
+        raise NotAsDeclared(names, f"values that {less} has not")
 
 
 def round_into(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Copy float32 into a tensor of fewer bits; a truth value on its device: whether any were lost.
+    """Copy float32 into bfloat16 or float16; a truth value on the source's device: whether bits were lost.
 
-    On the CPU in parts that stay in the cache, and with this thread alone.
+    In parts: on the CPU they stay in the cache and with this thread (if the source is contiguous), on a
+    device they bound what memory it takes.
     """
-    if source.device.type != "cpu":
-        return _round_part(into, source)
-    parts = zip(into.reshape(-1).split(MANY - 1), source.reshape(-1).split(MANY - 1))
+    size = MANY - 1 if source.device.type == "cpu" else MOST_ROUNDED
+    parts = zip(into.view(-1).split(size), source.reshape(-1).split(size))
     return torch.stack([_round_part(*part) for part in parts]).any()
 
 
 def _round_part(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    bits = source.view(torch.int32)
+    if into.dtype == torch.bfloat16:  # the upper half; of no number, too, which conversions change
+        into.view(torch.int16).copy_((bits >> 16).to(torch.int16), non_blocking=True)
+        return (bits & 0xFFFF).any()
     less = source.to(into.dtype)
     into.copy_(less, non_blocking=True)
-    return (less.float().view(torch.int32) != source.view(torch.int32)).any()
+    return (less.float().view(torch.int32) != bits).any()
 
 
 def spread(

@@ -22,7 +22,6 @@ from holdfast.codec.digest import hexdigest
 from holdfast.delta.capture import Groups, Open, RecordCapture
 from holdfast.delta.clock import Clock, Spent
 from holdfast.delta.options import Delta
-from holdfast.delta.packing import NotAsDeclared
 from holdfast.delta.recording import GRAD, Steps, encode_extras, only_reads, optimizers
 from holdfast.delta.segment import Identity
 from holdfast.delta.watching import Watch
@@ -230,18 +229,17 @@ class DeltaTier:
         if self._capture.open is not None:
             misdeclared = self._capture.wait_copied()
             self._watch.accept_writes()
-            for error in misdeclared:
-                self._tell_of(error)
+            for what, names in misdeclared.items():
+                self._tell_of(names, what)
             if misdeclared:
                 self._again("gradients that are not as declared")
 
-    def _tell_of(self, error: NotAsDeclared) -> None:
-        names = error.names
+    def _tell_of(self, names: list[str], what: str) -> None:
         few = ", ".join(name.removesuffix(f".{GRAD}") for name in names[:3])
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         self.news.append(
-            f"gradients of {few}{more} have {error.message} than was declared: something changes them "
-            "after their compression; they are recorded whole from now on"
+            f"gradients of {few}{more} have {what}: something changes them after their compression; "
+            "they are recorded whole from now on"
         )
 
     def _opened(self) -> Open | None:
