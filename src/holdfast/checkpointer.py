@@ -28,7 +28,7 @@ from holdfast.restart import Restart
 from holdfast.restoring import load_from, open_shared
 from holdfast.roots import check_own
 from holdfast.state.collecting import collect
-from holdfast.state.live import Live, State, check_keys
+from holdfast.state.live import Live, LiveTensor, State, check_keys
 from holdfast.state.putback import RULES
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
@@ -91,6 +91,8 @@ class Checkpointer:
         self._root = os.fspath(root)
         self._rng = {} if "rng" in state else {"rng": Rng()}
         self._saves: list[Save] = []
+        self._placed: dict[str, LiveTensor] = {}
+        """The steady tensors of the last save: others may be gone, and are not kept alive."""
         self._told_of: HoldfastError | None = None
         self._closed = False
         self._prepared = False
@@ -220,7 +222,8 @@ class Checkpointer:
         return save
 
     def _collect(self) -> Live:
-        live = collect(self._everything(), self.on_resize)
+        live = collect(self._everything(), self.on_resize, self._placed)
+        self._placed = {name: t for name, t in live.tensors.items() if t.steady}
         memory = self._tiers.memory
         return live if memory is None else memory.arranged(live)
 

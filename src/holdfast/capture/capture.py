@@ -16,7 +16,7 @@ from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.state.agreed import describe
 from holdfast.state.carrying import Room
-from holdfast.state.live import Live
+from holdfast.state.live import Live, LiveTensor
 from holdfast.state.replicas import check_replicas, replica_digests
 from holdfast.state.snapshot import (
     MAX_RETAKES,
@@ -87,6 +87,8 @@ class Capture:
         self._number = 0
         self._gate = Gate()
         self.aside: Kept = {}
+        self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Live())
+        """What each tensor was (`_told`), the aliases, and how both were described."""
         self._pool = ThreadPoolExecutor(1, "holdfast-capture")
 
     # -- training thread --------------------------------------------------------------------------
@@ -218,11 +220,21 @@ class Capture:
     def _ready(self, job: Job, tier: Tier) -> None:
         """Describe the state and take memory; an error is kept for the others to learn of."""
         try:
-            job.description = describe(job.live)
+            job.description = self._describe(job.live)
             if not job.busy:
                 job.buffer = tier.take(job)
         except Exception as error:
             job.error = job.error or error
+
+    def _describe(self, live: Live) -> bytes:
+        """What was described before, if each tensor is the very one of then, or lies alike."""
+        tensors, aliases, description = self._described
+        now = [_told(t) for t in live.tensors.values()]
+        same = len(now) == len(tensors) and all(map(_is_same, now, tensors))
+        if not same or live.aliases != aliases:
+            description = describe(live)
+            self._described = now, live.aliases, description
+        return description
 
     def _alike(self, what: str, errors: dict[int, str], job: Job) -> BaseException:
         """The error of a failed job on this rank: its own if it is alone, else all ranks'."""
@@ -271,6 +283,19 @@ class Capture:
             filling.complete()
         except BaseException as error:
             filling.fail(error)
+
+
+def _told(tensor: LiveTensor) -> Any:
+    """What tells whether a tensor lies as before: a steady one itself; of others, which are not to be kept
+    alive, all that is described."""
+    if tensor.steady:
+        return tensor
+    parts = tuple((part.shape, part.box, part.cuts) for part in tensor.parts)
+    return tensor.name, tensor.state, tensor.placed.dtype, parts
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, tuple) and one == other)
 
 
 def guarded(work: Callable[[Job, Tier], Any], job: Job, tier: Tier) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from holdfast.state.live import (
     Live,
+    LiveTensor,
     State,
     add_module,
     check_keys,
@@ -27,13 +29,18 @@ from holdfast.state.optimizers import (
 from holdfast.state.wrapped import check_wrapped
 
 
-def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
+def collect(
+    state: State,
+    on_resize: dict[str, str] | None = None,
+    before: Mapping[str, LiveTensor] | None = None,
+) -> Live:
     """Name and place everything.  Shares memory with the live tensors; encodes the extras.
 
-    `on_resize` declares, by key, what becomes of extras when the number of ranks changes.
+    `on_resize` declares, by key, what becomes of extras when the number of ranks changes.  `before`: the
+    tensors that were found the last time; those that lie where they did are not placed again.
     """
     check_keys(state)
-    live = Live(keys=set(state))
+    live = Live(keys=set(state), before=before or {})
     engines = engines_in(state)
     for key, value in state.items():
         modules = stages(value)
@@ -53,6 +60,7 @@ def collect(state: State, on_resize: dict[str, str] | None = None) -> Live:
             add_optimizer(live, key, value, zero, names)
         else:
             add_plain(live, key, value, on_resize)
+    live.before = {}
     return live
 
 

@@ -12,12 +12,13 @@ the others (buffers, tensors that the user handed over himself) are copied at on
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.codec.digest import hexdigest
@@ -53,6 +54,9 @@ class LiveTensor:
     """What the run itself writes to: a DTensor counts its writes, its local tensor does not."""
     rest: tuple[Placed, ...] = ()
     """This rank's other parts, if it has several (ZeRO); all lie in one tensor."""
+    origin: tuple[torch.Tensor, object] | None = None
+    """Of one that may be taken over as it is (`Live.before`): the memory and placements that its source had
+    when it was placed."""
 
     @property
     def parts(self) -> tuple[Placed, ...]:
@@ -67,7 +71,33 @@ class LiveTensor:
     @property
     def version(self) -> int:
         """Grows with every write by way of the tensor or of its local part."""
-        return self.source._version + self.placed.local._version
+        # a DTensor that is detached, as to place it, has a local part with a counter of its own
+        memory = self.placed.local if self.origin is None else self.origin[0]
+        return self.source._version + memory._version
+
+    @property
+    def is_still_there(self) -> bool:
+        """Whether the source lies where it did when it was placed, which takes a tenth of placing it."""
+        if self.origin is None:
+            return False
+        (now, placements), then = origin_of(self.source), self.placed.local
+        return (
+            now is self.origin[0]
+            and placements is self.origin[1]
+            and now.data_ptr() == then.data_ptr()
+            and now.dtype == then.dtype
+            and now.shape == then.shape
+            and now.stride() == then.stride()
+            and not now.is_conj()
+            and not now.is_neg()
+        )
+
+
+def origin_of(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
+    """Memory and placements of a tensor or DTensor; compared by identity."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor, tensor.placements
+    return tensor, None
 
 
 @dataclass
@@ -91,15 +121,30 @@ class Live:
     """How large tensors in the state_dict of an object may be to go into the extras."""
     rules: dict[str, str] = field(default_factory=dict)
     """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
+    before: Mapping[str, LiveTensor] = field(default_factory=dict)
+    """What was found the last time: of it, what still lies where it did is not placed again."""
+
+    def _take_over(self, name: str, state: str, tensor: torch.Tensor, steady: bool) -> bool:
+        """Add a tensor as it was found the last time; whether it lies where it did."""
+        known = self.before.get(name)
+        if known is None or known.source is not tensor or name in self.tensors:
+            return False
+        if (known.state, known.steady) != (state, steady) or not known.is_still_there:
+            return False
+        self.tensors[name] = known
+        return True
 
     def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
+        if self._take_over(name, state, tensor, steady):
+            return
         if name in self.tensors:
             if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():
                 return
             raise UsageError(f"two different tensors are named {name!r}")
         lazy = tensor.is_conj() or tensor.is_neg()  # its values are nowhere in memory
+        placed = place(tensor, name)
         self.tensors[name] = LiveTensor(
-            name, state, place(tensor, name), steady and not lazy, tensor
+            name, state, placed, steady and not lazy, tensor, (), origin_of(tensor)
         )
 
     def add_parts(
@@ -301,8 +346,6 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
 
 def is_cut(tensor: torch.Tensor) -> bool:
     """Whether ranks hold different parts of it."""
-    from torch.distributed.tensor import DTensor
-
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
@@ -314,8 +357,6 @@ def content_digest(tensor: torch.Tensor) -> str:
 
 def inline_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """A small tensor as JSON: dtype, shape, bytes."""
-    from torch.distributed.tensor import DTensor
-
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     plain = tensor.detach().cpu().contiguous()

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UsageError
 from holdfast.state.live import (
@@ -162,6 +163,9 @@ def add_state(
 ) -> None:
     """One tensor of a parameter's optimizer state."""
     name = f"{prefix}.{state}"
+    if zero is None and not lies_as_its_parameter(p, value):
+        live.add(name, state, value, steady=steady)
+        return
     parts = (place_state(p, value, name),) if zero is None else zero.state_parts(p, value, name)
     live.add_parts(name, state, parts, value, steady=steady)
     if isinstance(zero, Megatron) and value.ndim and zero.is_padded(p):
@@ -176,9 +180,7 @@ def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
 
 def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
     """Like `place`, but a plain tensor of the shape of a sharded parameter's local part lies as it."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(p, DTensor) and not isinstance(value, DTensor) and value.ndim:
+    if lies_as_its_parameter(p, value):
         like = place(p, name)
         if like.box.shape != like.shape:
             if tuple(value.shape) != like.box.shape:
@@ -190,3 +192,8 @@ def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
                 )
             return Placed(value.detach(), like.shape, like.box, like.cuts)
     return place(value, name)
+
+
+def lies_as_its_parameter(p: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether only the parameter tells where an optimizer's plain tensor lies."""
+    return isinstance(p, DTensor) and not isinstance(value, DTensor) and value.ndim > 0
