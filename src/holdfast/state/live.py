@@ -54,9 +54,8 @@ class LiveTensor:
     """What the run itself writes to: a DTensor counts its writes, its local tensor does not."""
     rest: tuple[Placed, ...] = ()
     """This rank's other parts, if it has several (ZeRO); all lie in one tensor."""
-    origin: tuple[torch.Tensor, object] | None = None
-    """Of one that may be taken over as it is (`Live.before`): the memory and placements that its source had
-    when it was placed."""
+    origin: tuple[Any, ...] | None = None
+    """Of one that may be taken over as it is (`Live.before`): `origin_of` its source when it was placed."""
 
     @property
     def parts(self) -> tuple[Placed, ...]:
@@ -73,31 +72,24 @@ class LiveTensor:
         """Grows with every write by way of the tensor or of its local part."""
         # a DTensor that is detached, as to place it, has a local part with a counter of its own
         memory = self.placed.local if self.origin is None else self.origin[0]
-        return self.source._version + memory._version
+        return int(self.source._version + memory._version)
 
     @property
     def is_still_there(self) -> bool:
         """Whether the source lies where it did when it was placed, which takes a tenth of placing it."""
-        if self.origin is None:
+        then = self.origin
+        if then is None:
             return False
-        (now, placements), then = origin_of(self.source), self.placed.local
-        return (
-            now is self.origin[0]
-            and placements is self.origin[1]
-            and now.data_ptr() == then.data_ptr()
-            and now.dtype == then.dtype
-            and now.shape == then.shape
-            and now.stride() == then.stride()
-            and not now.is_conj()
-            and not now.is_neg()
-        )
+        now = origin_of(self.source)
+        return now[0] is then[0] and now[1] is then[1] and now[2:] == then[2:]
 
 
-def origin_of(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
-    """Memory and placements of a tensor or DTensor; compared by identity."""
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor, tensor.placements
-    return tensor, None
+def origin_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Memory and placements of a tensor or DTensor, to be compared by identity; how that memory lies."""
+    is_cut = isinstance(tensor, DTensor)
+    memory, placements = (tensor._local_tensor, tensor.placements) if is_cut else (tensor, None)
+    lies = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
+    return memory, placements, *lies, memory.is_conj(), memory.is_neg()
 
 
 @dataclass
@@ -241,7 +233,8 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Sharded parameters under their own names; tied ones appear under each name."""
     module = unwrap(module)
     for part in module.modules():
-        if hasattr(part, "reshard") and hasattr(part, "unshard"):  # FSDP2: not left gathered
+        kind = type(part)  # which answers ten times sooner than a module that has no such name
+        if hasattr(kind, "reshard") and hasattr(kind, "unshard"):  # FSDP2: not left gathered
             part.reshard()
     names = names_of(module)
     for name, p in module.named_parameters(remove_duplicate=False):
