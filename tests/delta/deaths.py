@@ -16,7 +16,7 @@ from typing import Any
 from delta import dying_writer
 from delta.test_damage import writers
 from holdfast.delta import capture, queue
-from holdfast.delta.capture import RecordCapture
+from holdfast.delta.capture import Open, RecordCapture
 from holdfast.delta.queue import Queue
 from holdfast.store import LocalStore
 
@@ -44,11 +44,11 @@ def arrange(at: str, number: int, out: Path) -> None:
         case "copy":
             whole = RecordCapture._copy_here
 
-            def half(record: RecordCapture, grads: list[Any]) -> None:
+            def half(making: RecordCapture, record: Open, grads: list[Any]) -> None:
                 if now():
-                    whole(record, grads[: len(grads) // 2])
+                    whole(making, record, grads[: len(grads) // 2])
                     die()
-                whole(record, grads)
+                whole(making, record, grads)
 
             RecordCapture._copy_here = half  # type: ignore[method-assign]
         case "plan":
