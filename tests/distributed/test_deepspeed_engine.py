@@ -21,6 +21,7 @@ from .engine_resuming_cases import ELSEWHERE
 from .engine_saving_cases import CASES as SAVING
 from .engine_saving_cases import COMPILING
 from .engines import BUILT
+from .launch import TESTS
 
 pytestmark = pytest.mark.distributed
 
@@ -93,11 +94,12 @@ def kernels(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Ite
         fcntl.flock(file, fcntl.LOCK_EX)
         for lock in place.glob("*/lock"):
             lock.unlink()
-        subprocess.run([sys.executable, "-c", COMPILE], check=True, timeout=400)
+        subprocess.run([sys.executable, "-c", COMPILE], check=True, timeout=400, cwd=TESTS)
         yield
 
 
 COMPILE = """
+import deepspeed_on_cpu
 from deepspeed.accelerator import get_accelerator
 for name in ("FusedAdamBuilder", "CPUAdamBuilder"):
     get_accelerator().create_op_builder(name).load()

@@ -26,7 +26,8 @@ import pytest
 
 import holdfast
 
-ROOT = Path(__file__).parent.parent.parent
+TESTS = Path(__file__).parent.parent
+ROOT = TESTS.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUNNABLE = [page for page in PAGES if page.name != "api.md"]
 NUM_PROCESSES = 2
@@ -83,12 +84,17 @@ def run_together(page: Path, folder: Path) -> None:
         return
     script = folder / "page.py"
     script.write_text("\n".join(parts))
+    command = [sys.executable, str(script)]
+    if "import deepspeed" in script.read_text():  # without a kernel that takes long to compile
+        first = f"import runpy, sys; sys.path.append({str(TESTS)!r}); import deepspeed_on_cpu"
+        run = f"runpy.run_path({str(script)!r}, run_name='__main__')"
+        command = [sys.executable, "-c", f"{first}; {run}"]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script)],
+            command,
             env={
                 **os.environ,
                 "RANK": str(rank),
