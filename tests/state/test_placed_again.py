@@ -210,11 +210,10 @@ def test_nothing_that_is_copied_at_the_call_is_kept_alive(tmp_path: Path) -> Non
             ckpt.save(step).wait()
             assert average.cloned
             until = time.monotonic() + 10
-            while any(
-                one() is not None for one in average.cloned
-            ):  # threads may be about to let go
-                gc.collect()
+            while any(one() is not None for one in average.cloned):
                 assert time.monotonic() < until
+                time.sleep(0.01)  # threads may be about to let go
+                gc.collect()
 
 
 def test_the_state_is_described_anew_when_it_differs(

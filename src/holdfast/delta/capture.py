@@ -180,7 +180,8 @@ class RecordCapture:
                 raise AgentError(error.message, hint=error.hint) from None  # training goes on
         if self._group.rank == 0 and self._record_bytes > self._looked_for:
             self._looked_for = self._record_bytes * 5 // 4
-            self.notice = self.space.lacking(self._store, self._record_bytes, self.save_every)
+            lacking = self.space.lacking(self._store, self._record_bytes, self.save_every)
+            self.notice = lacking or self.notice
 
     @property
     def batch(self) -> int:

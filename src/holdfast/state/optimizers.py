@@ -179,19 +179,19 @@ def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
 
 
 def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
-    """Like `place`, but a plain tensor of the shape of a sharded parameter's local part lies as it."""
-    if lies_as_its_parameter(p, value):
-        like = place(p, name)
-        if like.box.shape != like.shape:
-            if tuple(value.shape) != like.box.shape:
-                raise UsageError(
-                    f"{name!r}: a plain tensor of shape {tuple(value.shape)} beside a sharded "
-                    f"parameter of shape {like.shape} (here {like.box.shape}): "
-                    "which part of what it is cannot be known",
-                    hint="let the optimizer keep this state as a DTensor",
-                )
-            return Placed(value.detach(), like.shape, like.box, like.cuts)
-    return place(value, name)
+    """Of a tensor that `lies_as_its_parameter`: like `place`, but beside a sharded parameter one of the
+    shape of its local part is that part."""
+    like = place(p, name)
+    if like.box.shape == like.shape:
+        return place(value, name)
+    if tuple(value.shape) != like.box.shape:
+        raise UsageError(
+            f"{name!r}: a plain tensor of shape {tuple(value.shape)} beside a sharded "
+            f"parameter of shape {like.shape} (here {like.box.shape}): "
+            "which part of what it is cannot be known",
+            hint="let the optimizer keep this state as a DTensor",
+        )
+    return Placed(value.detach(), like.shape, like.box, like.cuts)
 
 
 def lies_as_its_parameter(p: torch.Tensor, value: torch.Tensor) -> bool:
