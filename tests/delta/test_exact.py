@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 import holdfast
 from holdfast.errors import UsageError
+from holdfast.state import blockwise
 
 pytestmark = pytest.mark.slow
 
@@ -237,6 +238,27 @@ def test_every_optimizer(root: Path, name: str) -> None:
     for number in range(1, STEPS + 1):
         plain.step(number)
     check_equal(plain.everything(), at_the_end)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_replayed_in_blocks(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters here are smaller than a block is, so blocks are made smaller."""
+    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 200)
+    made = 0
+
+    def step(one: blockwise.Blockwise) -> None:
+        nonlocal made
+        made += 1
+        original(one)
+
+    original = blockwise.Blockwise.step
+    monkeypatch.setattr(blockwise.Blockwise, "step", step)
+
+    def new() -> Run:
+        return Run(OPTIMIZERS[name])
+
+    check_restored(root, new, recorded(root, new))
+    assert bool(made) == (name not in ("sgd", "muon") and "fused" not in name)
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])

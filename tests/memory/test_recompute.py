@@ -17,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from holdfast.errors import UsageError
 from holdfast.memory.recompute import shadow_of
 from holdfast.memory.twin import MOST_AHEAD, Part, Twin
+from holdfast.state import blockwise
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +56,16 @@ def gradients(model: torch.nn.Module, step: int) -> None:
         (torch.optim.NAdam, {}),
     ],
 )
-def test_the_same_steps(kind: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("block_bytes", [1000, blockwise.BLOCK_BYTES], ids=["blocks", "whole"])
+def test_the_same_steps(
+    kind: Any, options: dict[str, Any], block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockwise, "BLOCK_BYTES", block_bytes)
     model, optimizer = made(kind, **options)
     parts = [Part(name, p) for name, p in model.named_parameters()]
     twin = Twin(optimizer, parts)
     twin.copy_weights()
+    in_blocks = []
     for step in range(6):
         gradients(model, step)
         for group in optimizer.param_groups:
@@ -69,7 +75,9 @@ def test_the_same_steps(kind: Any, options: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         twin.apply(taken)
+        in_blocks.append(twin._blockwise.is_possible())
         twin.give_back(taken)
+    assert any(in_blocks) == (block_bytes == 1000 and not options.get("fused"))
     for part, mine, redone in zip(parts, twin.weights, twin.states()):
         assert torch.equal(mine, part.param), part.name
         for state, value in optimizer.optim.state[part.param].items():

@@ -6,7 +6,7 @@ the replay exactly at the step before.  The next record is read while one is app
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import ArrayTarget, Want
@@ -38,6 +39,7 @@ from holdfast.format import extras as tree
 from holdfast.group import Group
 from holdfast.layout import Box
 from holdfast.state.agreed import Agreement
+from holdfast.state.blockwise import Blockwise
 from holdfast.state.compare import Problems, judge_together
 from holdfast.state.live import Live, State, outline_tensor
 from holdfast.state.protocol import Ready, merge_extras, sort_extras
@@ -104,6 +106,7 @@ class Replay:
     def run(self, steps: list[Step]) -> Step | None:
         """Apply as many as prove sound; the last of them, with its extras put back.  None if none does."""
         self.steps = optimizers(self.state)
+        self._blockwise = {one.key: Blockwise(one.optimizer) for one in self.steps}
         self.values = {**untrained(self.state), **buffers(self.state)}
         self.live = held(self.steps, self.values)
         for step in {(s.run, s.plan): s for s in steps}.values():
@@ -256,7 +259,7 @@ class Replay:
             first = next(iter(ranks.values()))
             amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
             with amp, _without_pre_hooks(one.optimizer):
-                one.optimizer.step()
+                _make_step(one.optimizer, self._blockwise[one.key])
 
     def _put_rest(self, step: Step) -> None:
         """Buffers and extras as they were after the step."""
@@ -318,6 +321,21 @@ def _decode(value: Any) -> Any:
         raise FormatError(f"malformed extras: unknown tag {tag!r}")
 
     return tree.decode(value, on_other)
+
+
+def _make_step(optimizer: Any, blockwise: Blockwise) -> None:
+    """As `optimizer.step()` does, hooks and all."""
+    if not blockwise.is_possible():
+        optimizer.step()
+        return
+    _call(optimizer, _global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
+    blockwise.step()
+    _call(optimizer, optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
+
+
+def _call(optimizer: Any, *hooks: Mapping[int, Callable[..., Any]]) -> None:
+    for hook in [hook for some in hooks for hook in some.values()]:
+        hook(optimizer, (), {})
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.events import emit
+from holdfast.state.blockwise import Blockwise, unhooked
 from holdfast.state.optimizers import hyper
 from holdfast.state.wrapped import stepping
 
@@ -82,6 +83,7 @@ class Twin:
             for g in optimizer.param_groups
         ]
         self._inner: Optimizer = type(stepping(optimizer))(groups, **_defaults(optimizer))
+        self._blockwise = Blockwise(self._inner)
         self._spare = [self._room() for _ in range(AT_FIRST)]
         self._made = AT_FIRST
 
@@ -135,10 +137,10 @@ class Twin:
             group.update(new)
             if group.get("capturable"):
                 group["capturable"] = False  # devices alone can
-        step = type(self._inner).step
-        if getattr(step, "hooked", False):
-            step = step.__wrapped__  # hooks are for the training's steps
-        step(self._inner)
+        if self._blockwise.is_possible():
+            self._blockwise.step()
+        else:
+            unhooked(self._inner)(self._inner)  # hooks are for the training's steps
 
     def put(self, states: Sequence[States]) -> None:
         """The states of each part, from now on the twin's own."""
