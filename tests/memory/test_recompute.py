@@ -31,8 +31,13 @@ def made(kind: Any, **options: Any) -> tuple[torch.nn.Module, ZeroRedundancyOpti
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.Linear(33, 40))
     model[1].bias.requires_grad_(False)
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.3}]
-    return model, ZeroRedundancyOptimizer(groups, kind, lr=0.01, **options)
+    groups = [
+        {"params": list(model[0].parameters())},
+        {"params": list(model[1].parameters()), "lr": 0.3},
+    ]
+    optimizer = ZeroRedundancyOptimizer(groups, kind, lr=0.01, **options)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
+    return model, optimizer
 
 
 def gradients(model: torch.nn.Module, step: int) -> None:
@@ -78,6 +83,7 @@ def test_the_same_steps(
         in_blocks.append(twin._blockwise.is_possible())
         twin.give_back(taken)
     assert any(in_blocks) == (block_bytes == 1000 and not options.get("fused"))
+    assert all(optimizer.optim.state[p] for p in model.parameters() if p.requires_grad)
     for part, mine, redone in zip(parts, twin.weights, twin.states()):
         assert torch.equal(mine, part.param), part.name
         for state, value in optimizer.optim.state[part.param].items():
