@@ -179,7 +179,7 @@ class Checkpointer:
             delta.revive()
         if not delta.needs_base(step):
             return False
-        delta.begin_from((self._tiers.run, step), self._begin(step, must=True))
+        delta.begin_from((self._tiers.run, step), self._begin(step, must=True, live=True))
         return True
 
     def _snapshot(self, step: int, memory: MemoryTier) -> None:
@@ -202,12 +202,13 @@ class Checkpointer:
         self._report()
         return self._begin(step, must=True)
 
-    def _begin(self, step: int, *, must: bool) -> Save:
+    def _begin(self, step: int, *, must: bool, live: bool = False) -> Save:
+        """`must`: whatever is in flight.  `live`: not from a replica, which could be lost meanwhile."""
         self._check_open()
         memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
         with span("save.call", step=step):
             if memory is not None:
-                save = memory.begin(self._collect, step, durable=True, must=must)
+                save = memory.begin(self._collect, step, durable=True, must=must, live=live)
             else:
                 save = self._tiers.durable.begin(self._collect, step, must=must)
         self._saves.append(save)
@@ -253,7 +254,7 @@ class Checkpointer:
         assert self._stop is not None
         emit("stopping", step=step)
         try:
-            self._begin(step, must=True).wait(self._stop.left())
+            self._begin(step, must=True, live=True).wait(self._stop.left())
         finally:
             self._end(self._stop.left(), finished=False)
         raise SystemExit(128 + signal.SIGTERM)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+from holdfast.capture.exactness import tell_exactness
 from holdfast.delta.log import Log, Step
 from holdfast.delta.replay import Replay, survey
 from holdfast.delta.segment import Identity
 from holdfast.errors import HoldfastError, HoldfastWarning, NotRecoverable
 from holdfast.events import emit, span
-from holdfast.format.manifest import Manifest
-from holdfast.memory.feed import EXACT, REPLICA
 from holdfast.recovery import Candidate, newest_first, newest_good
 from holdfast.restoring import load_snapshot, load_step, saved_steps
 from holdfast.state.live import State
@@ -112,7 +111,7 @@ class Restart:
                     tiers.memory.survey_again,
                 )  # fmt: skip
             tiers.memory.adopt(manifest)
-            _tell_of_replica(manifest)
+            tell_exactness(manifest)
         else:
             with span("restore.load", step=candidate.step, tier="durable"):
                 load_step(tiers.store, tiers.group, candidate.step, self.state, self.options)
@@ -148,20 +147,6 @@ class Restart:
         if taken is None or not taken.in_memory:
             return False
         return all(s.step != taken.step for s in self.durable)
-
-
-def _tell_of_replica(manifest: Manifest) -> None:
-    """How exact a snapshot is that was made from gradients."""
-    exactness = manifest.software.get(REPLICA)
-    if exactness is not None:
-        emit("restore.from_replica", step=manifest.step, exactness=exactness)
-    if exactness not in (None, EXACT):
-        warnings.warn(
-            f"step {manifest.step} in memory was made from gradients on the host, not copied from the "
-            f"device: {exactness}",
-            HoldfastWarning,
-            stacklevel=5,
-        )
 
 
 def _passed_over(candidate: Candidate, error: HoldfastError) -> None:

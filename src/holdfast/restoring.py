@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from holdfast.capture.exactness import tell_exactness
 from holdfast.checkpoint.names import Saved, check_step, committed, describe, manifest_key
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import Corrupt, NotFound, NotRecoverable, UsageError
@@ -95,16 +96,22 @@ def load_step(
     store: Store, group: Group, step: int, state: State, options: Options, *, verify: bool = True
 ) -> None:
     """One step, the same manifest on every rank; read again if it was replaced meanwhile."""
-    for _ in range(3):
-        manifest = decode(manifest_bytes(store, group, step), manifest_key(step))
-        check_step(manifest, step)
+    manifest = _manifest(store, group, step)
+    while True:
         try:
             restore(Checkpoint(store, manifest, verify=verify), state, group, options)
+            tell_exactness(manifest)
             return
         except NotFound:
-            again = decode(manifest_bytes(store, group, step), manifest_key(step))
-            if again.attempt == manifest.attempt:
+            before, manifest = manifest, _manifest(store, group, step)
+            if manifest.attempt == before.attempt:
                 raise
+
+
+def _manifest(store: Store, group: Group, step: int) -> Manifest:
+    manifest = decode(manifest_bytes(store, group, step), manifest_key(step))
+    check_step(manifest, step)
+    return manifest
 
 
 def manifest_bytes(store: Store, group: Group, step: int) -> bytes:

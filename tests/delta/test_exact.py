@@ -254,10 +254,16 @@ def test_replayed_in_blocks(root: Path, name: str, monkeypatch: pytest.MonkeyPat
     original = blockwise.Blockwise.step
     monkeypatch.setattr(blockwise.Blockwise, "step", step)
 
+    hooked = []
+
     def new() -> Run:
-        return Run(OPTIMIZERS[name])
+        run = Run(OPTIMIZERS[name])
+        run.optim.register_step_post_hook(lambda *given: hooked.append(given))
+        return run
 
     check_restored(root, new, recorded(root, new))
+    assert all(args == (optim,) and not kwargs for optim, args, kwargs in hooked)
+    assert len(hooked) == STEPS + (STEPS - BASE)
     assert bool(made) == (name not in ("sgd", "muon") and "fused" not in name)
 
 

@@ -15,7 +15,7 @@ import holdfast
 from holdfast.compression.marks import HALVES
 from holdfast.delta.log import open_log
 from holdfast.delta.offline import replay_to
-from holdfast.delta.recording import MANY, round_into
+from holdfast.delta.places import MANY, round_into
 from holdfast.errors import UsageError
 from holdfast.store import open_store
 from memory.zygote import Lives

@@ -18,7 +18,8 @@ from holdfast.codec.sparse import HEAD_BYTES
 from holdfast.compression.topk import largest
 from holdfast.delta.log import open_log
 from holdfast.delta.packing import BLOCK, PACKED, nonzero, parted
-from holdfast.delta.recording import Layout, Steps, agree, held
+from holdfast.delta.places import Layout
+from holdfast.delta.recording import Steps, agree, held
 from holdfast.errors import UsageError
 from holdfast.group import Group
 from holdfast.state.snapshot import raw_array

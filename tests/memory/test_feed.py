@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.capture.exactness import Exactness, of_all
 from holdfast.errors import UsageError
 from holdfast.memory.feed import Feed
 from holdfast.memory.twin import Gradient, Twin
@@ -39,7 +40,12 @@ class Run:
     """A training with a snapshot of every step, fed by gradients."""
 
     def __init__(
-        self, folder: Path, kind: Any = torch.optim.AdamW, model: Net | None = None, **options: Any
+        self,
+        folder: Path,
+        kind: Any = torch.optim.AdamW,
+        model: Net | None = None,
+        prove_every: int = 1,
+        **options: Any,
     ) -> None:
         self.model = Net() if model is None else model
         options = {"lr": 0.01, **options}
@@ -56,7 +62,7 @@ class Run:
             "sched": self.scheduler,
             "average": self.average,
         }
-        memory = holdfast.Memory("none", feed="gradient")
+        memory = holdfast.Memory("none", feed="gradient", prove_every=prove_every)
         self.ckpt = holdfast.Checkpointer(
             folder / "root", state, every=holdfast.Every(memory=1), memory=memory, deadline_s=20
         )
@@ -139,7 +145,8 @@ def test_it_is_the_state(folder: Path, kind: Any, options: dict[str, Any]) -> No
     assert [f["step"] for f in run.seen("feed.followed")] == [4, 5, 6, 7, 8]
     expected = run.values()
     assert run.restore() == 8
-    assert run.seen("restore.from_replica") == [{"step": 8, "exactness": "bit-exact"}]
+    (told,) = run.seen("restore.from_replica")
+    assert told == {"step": 8, "exactness": "bit-exact, compared last at step 3"}
     same(run.values(), expected)
     for _ in range(4):  # the replica begins anew
         run.train()
@@ -335,6 +342,104 @@ def test_a_replica_that_differs_is_found_by_a_durable_save(
     run.ckpt.close()
 
 
+def test_durable_saves_of_the_replica(folder: Path) -> None:
+    """Two of three, once it is proved; what storage has is the state, and says of what it was made."""
+    run = Run(folder, prove_every=3)
+    durable = {}
+    for _ in range(12):
+        run.train()
+        if run.step > 3:
+            run.ckpt.save(run.step).wait(20)
+            durable[run.step] = run.values()
+        else:
+            run.save()
+    followed = [f["step"] for f in run.seen("feed.followed")]
+    assert followed == [4, 5, 7, 8, 10, 11]
+    assert not run.seen("feed.drift")
+    run.ckpt.close()
+    kill(folder / "node")  # storage is what is left
+    for step in (7, 9):
+        again = Run(folder, prove_every=3)
+        assert again.ckpt.restore(step) == step
+        same(again.values(), durable[step])
+        told = [f["exactness"] for f in again.seen("restore.from_replica")]
+        assert told == ["bit-exact, compared last at step 6"] * (step in followed)
+        again.ckpt.close()
+
+
+def test_a_durable_step_that_is_not_exact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a run on a device: a restart from storage says so."""
+    monkeypatch.setattr(Feed, "exactness", Exactness(False, 1e-7, 3))
+    run = Run(folder, prove_every=2)
+    for _ in range(3):
+        run.train()
+        run.save()
+    run.train()
+    run.ckpt.save(run.step).wait(20)
+    run.ckpt.close()
+    kill(folder / "node")
+    again = Run(folder)
+    with pytest.warns(holdfast.HoldfastWarning, match=r"step 4 was made from gradients.*1e-07"):
+        assert again.ckpt.restore() == 4
+    again.ckpt.close()
+
+
+def test_a_proof_that_is_left_out_is_made_up_for(folder: Path) -> None:
+    """A save that others lean on is of the live state, too, and proves as much."""
+    run = Run(folder, prove_every=3)
+    feed = run.ckpt._tiers.memory._feed
+    for _ in range(3):
+        run.train()
+        run.save()
+    for _ in range(3):
+        feed.count_durable(must_prove=False)  # as of saves that were skipped: the proof among them
+    run.train()
+    run.ckpt.save(run.step).wait(20)
+    assert not run.seen("feed.followed")  # the proof that is owed
+    run.train()
+    run.ckpt.save(run.step).wait(20)
+    assert [f["step"] for f in run.seen("feed.followed")] == [5]
+    run.train()
+    run.ckpt._begin(run.step, must=True, live=True).wait(20)
+    assert [f["step"] for f in run.seen("feed.followed")] == [5]
+    run.ckpt.close()
+
+
+def test_what_ranks_know_of_exactness_is_put_together() -> None:
+    exact, rough = Exactness(True, 0.0, 40), Exactness(False, 2e-7, 50)
+    assert of_all([None, None]) == {}
+    assert of_all([None, exact]) == {"replica": "bit-exact, compared last at step 40"}
+    (text,) = of_all([exact, None, rough]).values()
+    assert text.startswith("numerically equal, within 2e-07") and text.endswith("step 40")
+
+
+def test_a_durable_save_whose_replica_is_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails and says so; the next one is of the live state."""
+    run = Run(folder, prove_every=100)
+    for _ in range(4):
+        run.train()
+        run.save()
+    moment = Feed.moment
+
+    def lost(feed: Feed, job: Any) -> Any:
+        feed.twins.forget("a test")
+        return moment(feed, job)
+
+    monkeypatch.setattr(Feed, "moment", lost)
+    run.train()
+    with pytest.raises(holdfast.HoldfastError, match="the replica was lost"):
+        run.ckpt.save(run.step).wait(20)
+    run.train()
+    run.ckpt.save(run.step).wait(20)
+    expected = run.values()
+    assert holdfast.steps(folder / "root") == [6]
+    assert run.restore() == 6
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
 def test_a_closure_cannot_be_followed(folder: Path) -> None:
     run = Run(folder, torch.optim.SGD)
     for _ in range(6):
@@ -360,3 +465,7 @@ def test_what_cannot_be_followed_is_refused(folder: Path) -> None:
         holdfast.Checkpointer(folder / "r", {"m": model}, memory=memory)
     with pytest.raises(UsageError, match="must be state or gradient"):
         holdfast.Memory(feed="gradients")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"prove_every=0.*must be 1 or more"):
+        holdfast.Memory(feed="gradient", prove_every=0)
+    with pytest.raises(UsageError, match="there is no replica to be proved"):
+        holdfast.Memory(prove_every=2)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.memory.twin import Part, Twins
+from holdfast.memory.twin import Part
+from holdfast.memory.twins import Twins
 
 LIMIT_S = 10.0
 

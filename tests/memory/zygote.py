@@ -133,6 +133,7 @@ def check(lives: Lives, told: list[Told], step: int, digests: dict[int, str]) ->
     from_peers = sum(m.get("memory.peer.bytes", 0) for m in moved)
     assert sum(m["read.bytes"] for m in moved) <= from_memory + from_peers
     assert not any(one.events("memory.from_storage") for one in told)
+    assert not any(m.get("memory.storage.bytes", 0) for m in moved)
 
 
 def train(lives: Lives, until: int, nodes: list[int], **script: object) -> dict[int, str]:

@@ -93,12 +93,11 @@ class Chaos:
             case "other nodes":
                 told.restart(self._other_nodes())
             case "bit in a segment":
-                told.flip(one, "share", OPTIONS.every["durable"])
-                told.kill_ranks(other)
+                told.kill_ranks(other, told.damage(one, "share", OPTIONS.every["durable"]))
             case "bit in a guard":
                 lost = [one]
-                told.flip(other, "guard", OPTIONS.every["durable"])
-                told.replace(one)
+                go_on = told.damage(other, "guard", OPTIONS.every["durable"])
+                told.replace(one, booted=lambda _: go_on())
             case "memory full":
                 lost = [one]
                 told.replace(one, booted=fill)

@@ -52,7 +52,7 @@ class Life:
         return [e for e in self.events if e["event"] == name]
 
     def moved(self, what: str) -> int:
-        """Bytes that its restore read: `local`, `peer`, `rebuilt`, or all."""
+        """Bytes that its restore read: `local`, `peer`, `rebuilt`, `storage`, or all."""
         moved = self.start["moved"]
         return int(moved.get(f"memory.{what}.bytes" if what != "all" else "read.bytes", 0))
 

@@ -151,7 +151,8 @@ def test_two_of_three_nodes_go_on(four: Four) -> None:
 
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
-    """Four nodes with two ranks each, under HSDP: an agent is killed, one rank is, a node vanishes."""
+    """Four nodes with two ranks each, under HSDP: an agent is killed, one rank is, bits flip, a node
+    vanishes."""
     folder = tmp_path_factory.mktemp("eight")
     options = Options(
         layout="hsdp", every={"memory": 1, "durable": 1000}, memory={}, sigterm_s=None
@@ -162,6 +163,8 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
         told.story.kill_agent(b)
         told.commits(3)
         told.kill_rank(c, 1)
+        told.commits(2)
+        told.kill_ranks(a, meanwhile=told.damage(c, "share"))  # rank 0's: nobody commits any more
         told.commits(2)
         told.replace(a)
         told.story.end(told.here)
@@ -186,9 +189,17 @@ def test_one_rank_of_eight_is_killed(eight: Told) -> None:
     assert not any(life.moved("peer") or life.moved("rebuilt") for life in after)
 
 
+def test_bits_flip_in_the_segments_of_a_node(eight: Told) -> None:
+    """Found by its two ranks, and mended from what their replicas on another node have kept."""
+    before, after, kept = eight.chapters[1]
+    assert len(kept) == len(after) == 8
+    check(eight.story, before, after, kept)
+    assert sum(life.moved("rebuilt") for life in after) > 0
+
+
 def test_a_node_with_two_ranks_of_eight_vanishes(eight: Told) -> None:
     """What they held is rebuilt from what their replicas on another node have kept."""
-    before, after, kept = eight.chapters[1]
+    before, after, kept = eight.chapters[2]
     assert len(kept) == 6
     check(eight.story, before, after, kept)
     assert sum(life.moved("rebuilt") for life in after) > 0

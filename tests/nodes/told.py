@@ -42,7 +42,7 @@ def check(
     for life in after:
         assert life.start["digest"] == written
         assert life.moved("all") <= sum(map(life.moved, ("local", "peer", "rebuilt")))
-        assert not life.of("memory.from_storage")
+        assert not life.of("memory.from_storage") and not life.moved("storage")
         for tried in life.start["tried"]:
             assert life.steps[tried["step"]]["digest"] == tried["digest"]
             assert life.steps[tried["step"]]["loss"] == tried["loss"]
@@ -164,11 +164,13 @@ class Told:
             meanwhile()
         self._next(before, there, lost=nodes)
 
-    def kill_ranks(self, node: Node) -> None:
-        """All ranks of a node get SIGKILL."""
+    def kill_ranks(self, node: Node, meanwhile: Callable[[], None] | None = None) -> None:
+        """All ranks of a node get SIGKILL; `meanwhile` is done before the others go on."""
         before, there = self._before()
         for life in self.story.newest([node]):
             node.signal(life.start["pid"])
+        if meanwhile is not None:
+            meanwhile()
         self._next(before, there)
 
     def kill_rank(self, node: Node, local: int = 0) -> None:
@@ -196,6 +198,24 @@ class Told:
 
     def _latest(self) -> list[Life]:
         return self.story.newest(self.here)
+
+    def damage(self, node: Node, kind: str, but_every: int = 1000) -> Callable[[], None]:
+        """`flip` some, at a moment from which on all ranks stand still: no newer snapshot replaces what is
+        damaged.  What is returned lets those go on that are still there."""
+        while True:
+            pids = [(n, life.start["pid"]) for n in self.here for life in self.story.newest([n])]
+            self._signal(pids, signal.SIGSTOP)
+            if self.flip(node, kind, but_every):
+                return lambda: self._signal(pids, signal.SIGCONT)
+            self._signal(pids, signal.SIGCONT)
+            time.sleep(0.2)
+
+    def _signal(self, pids: list[tuple[Node, int]], number: int) -> None:
+        """To processes that may have ended, on nodes that may be no more."""
+        for node, pid in pids:
+            if node.alive:
+                with suppress(KeyError, ProcessLookupError):
+                    node.signal(pid, number)
 
     def flip(self, node: Node, kind: str, but_every: int) -> int:
         """One bit of each image there of that kind (`share`, `guard`) is another; of how many.

@@ -54,7 +54,7 @@ class Tier(Protocol):
         """Make the job's memory real, on a thread of the tier's own, and release it.  Raises its error."""
 
     def follows(self, job: Job) -> bool:
-        """Whether there is a replica to copy from.  On the training thread; may forbid nothing."""
+        """Whether it is to be copied from a replica.  On the training thread."""
 
     def moment(self, job: Job) -> Moment:
         """The state as that replica has it.  Blocks; HoldfastError if it has it no more."""

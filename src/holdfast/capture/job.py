@@ -8,6 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.capture.exactness import Exactness
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.errors import Deadline
 from holdfast.format.image import Image
@@ -92,8 +93,10 @@ class Job:
     """Of a snapshot: it goes on to storage."""
     follows: bool = False
     """It is copied from a replica, which waits for it, and not from the live tensors."""
+    exactness: Exactness | None = None
+    """Of what was copied from a replica here."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What else its manifest says of how it was made."""
+    """On rank 0: what else its manifest says of how it was made."""
     description: bytes = b""
     buffer: Buffer | None = None
     """What its image is laid out in, as long as it needs that."""

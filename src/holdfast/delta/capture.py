@@ -22,20 +22,17 @@ import torch
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.options import Delta
 from holdfast.delta.packing import NotAsDeclared, Pack, parted
+from holdfast.delta.places import Layout, copy, places, spread
 from holdfast.delta.queue import Queue
 from holdfast.delta.recording import (
     SPARE_ROOM,
-    Layout,
     Steps,
     agree,
     check_grad,
-    copy,
     held,
     kind_of,
     missing_of,
-    places,
     plan_of,
-    spread,
 )
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import (

@@ -6,7 +6,7 @@ the replay exactly at the step before.  The next record is read while one is app
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import ArrayTarget, Want
@@ -28,7 +28,6 @@ from holdfast.delta.recording import (
     buffers,
     grad_name,
     held,
-    local_of,
     optimizers,
     untrained,
 )
@@ -39,9 +38,10 @@ from holdfast.format import extras as tree
 from holdfast.group import Group
 from holdfast.layout import Box
 from holdfast.state.agreed import Agreement
-from holdfast.state.blockwise import Blockwise
+from holdfast.state.blockwise import Blockwise, steps_by_itself, unhooked
 from holdfast.state.compare import Problems, judge_together
 from holdfast.state.live import Live, State, outline_tensor
+from holdfast.state.placed import local_of
 from holdfast.state.protocol import Ready, merge_extras, sort_extras
 from holdfast.state.putback import Extras, put_groups
 from holdfast.state.restore import alike
@@ -325,17 +325,17 @@ def _decode(value: Any) -> Any:
 
 def _make_step(optimizer: Any, blockwise: Blockwise) -> None:
     """As `optimizer.step()` does, hooks and all."""
-    if not blockwise.is_possible():
+
+    def made(_: Any) -> None:
+        if blockwise.is_possible():
+            blockwise.step()
+        else:
+            unhooked(optimizer)(optimizer)
+
+    if steps_by_itself(optimizer):
+        Optimizer.profile_hook_step(made)(optimizer)
+    else:
         optimizer.step()
-        return
-    _call(optimizer, _global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
-    blockwise.step()
-    _call(optimizer, optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
-
-
-def _call(optimizer: Any, *hooks: Mapping[int, Callable[..., Any]]) -> None:
-    for hook in [hook for some in hooks for hook in some.values()]:
-        hook(optimizer, (), {})
 
 
 @contextmanager

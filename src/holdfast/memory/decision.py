@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.capture.exactness import Exactness
 from holdfast.memory.node import words as w
 
 
@@ -20,6 +21,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     """Of its agent, in bytes."""
     refusal: str = ""
     """Why its image is not in its agent's memory."""
+    exactness: Exactness | None = None
+    """If its image was copied from a replica."""
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):

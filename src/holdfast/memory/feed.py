@@ -6,7 +6,8 @@ of the model as large as its share.  A snapshot copies from them, so it needs no
 held for the copy of its gradients alone.
 
 Nothing is taken from the replica before it has proved itself: the snapshot after the one that it learned
-from is of the live state, too, and compared with it.  So is every durable save: it is of the live state.
+from is of the live state, too, and compared with it.  So is every durable save, or one of several
+(`Memory(prove_every=)`): it is of the live state.
 Where they differ, the difference is told (`feed.drift`), and the replica learns anew.  Where training runs
 on CPUs there is none (tested); where a device computes in another way than the host, a snapshot says so in
 its manifest.
@@ -22,13 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.capture.exactness import Exactness
 from holdfast.capture.job import Job, Plan, text_of
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.format.image import Image
 from holdfast.layout import Box, whole
 from holdfast.memory.replica import pieces_of
-from holdfast.memory.twin import Part, Twins
+from holdfast.memory.twin import Part
+from holdfast.memory.twins import Twins
 from holdfast.state.live import (
     Live,
     LiveTensor,
@@ -42,9 +45,6 @@ from holdfast.state.placed import Placed
 from holdfast.state.snapshot import Moment, raw_array
 from holdfast.state.wrapped import ELEMENTWISE, is_zero1, writes
 
-REPLICA = "replica"
-"""The entry of a manifest's `software` that says how exact a snapshot from gradients is."""
-EXACT = "bit-exact"
 MOST_DRIFT = 1e-3
 """By one step, of a tensor's largest element: more is no rounding, on whatever device."""
 Where = dict[tuple[str, Box], tuple[int, int]]
@@ -78,7 +78,9 @@ class Fed:
 class Feed:
     """The replica of what this rank saves."""
 
-    def __init__(self, state: Callable[[], State], rank: int, deadline_s: float) -> None:
+    def __init__(
+        self, state: Callable[[], State], rank: int, deadline_s: float, prove_every: int = 1
+    ) -> None:
         check_feedable(state())
         self.twins = Twins(
             low_priority=True, check=self._written_elsewhere, after_step=self._after_step
@@ -88,6 +90,13 @@ class Feed:
         self._state = state
         self._rank = rank
         self._deadline_s = deadline_s
+        self._prove_every = prove_every
+        self._durable = 0
+        """Durable saves so far: the same on all ranks."""
+        self._owes_proof = False
+        """Whether durable saves are of the live state until the replica was compared."""
+        self._compared = 0
+        """The step at which it was, last."""
         self._fed: list[list[Fed]] = []
         """By twin."""
         self._named: list[Named] = []
@@ -133,9 +142,15 @@ class Feed:
                     tensors[name] = replace(t, steady=False)
         return replace(live, tensors=tensors)
 
-    def follows(self, live: Live) -> bool:
+    def count_durable(self, *, must_prove: bool) -> None:
+        """A durable save comes."""
+        self._durable += 1
+        if must_prove or self._durable % self._prove_every == 0:
+            self._owes_proof = True
+
+    def follows(self, live: Live, *, durable: bool) -> bool:
         """Whether a snapshot of this state can be taken from the replica."""
-        if not self.twins.current:
+        if not self.twins.current or (durable and self._owes_proof):
             return False
         if list(live.tensors) != self._names:
             self.twins.forget("the state has other tensors now")
@@ -328,6 +343,9 @@ class Feed:
         """Whether the replica is as the live state was."""
         if not self.twins.at(job.number, self._deadline_s):
             return
+        self._compared = job.step
+        if job.durable:
+            self._owes_proof = False
         most, part, where = 0.0, 0.0, ""
         for (name, box), (at, size) in self._where.items():
             t = self._tensors.get(name)
@@ -353,11 +371,10 @@ class Feed:
             self.twins.forget("it differs from the live state")
 
     @property
-    def exactness(self) -> str:
-        """Of the snapshots from this replica, as their manifests have it."""
-        if not self._on_device and self.drift is None:
-            return EXACT
-        return f"numerically equal, differences seen so far up to {self.drift or 0.0:.2g}"
+    def exactness(self) -> Exactness:
+        """Of the snapshots from this replica."""
+        is_exact = not self._on_device and self.drift is None
+        return Exactness(is_exact, self.drift or 0.0, self._compared)
 
 
 def _first(box: Box) -> Box:

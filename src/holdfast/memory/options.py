@@ -26,6 +26,8 @@ class Memory:
     `flush_after_s`: seconds after the last process of a node died at which its agent sends the newest
     snapshot to storage; None: never, it waits for the restart.  `feed`: what goes to the host; `"state"`
     itself at each snapshot, or every step's `"gradient"`, from which a replica on the host makes the state.
+    `prove_every`: with `feed="gradient"`, one of so many durable saves is of the live state, with which the
+    replica is compared; the others take of the device only what the replica has not.
     `tls`: what goes from node to node is encrypted (needs `holdfast[tls]`); slower.
     """
 
@@ -35,6 +37,7 @@ class Memory:
     carry: int | str | None = None
     flush_after_s: float | None = None
     feed: Literal["state", "gradient"] = "state"
+    prove_every: int = 1
     tls: bool = False
 
     def __post_init__(self) -> None:
@@ -45,6 +48,13 @@ class Memory:
             raise UsageError(
                 'Memory(feed="gradient") has no use for redundancy="recompute"',
                 hint="choose copy or parity",
+            )
+        if type(self.prove_every) is not int or self.prove_every < 1:
+            raise UsageError(f"Memory(prove_every={self.prove_every!r}): must be 1 or more")
+        if self.prove_every > 1 and self.feed != "gradient":
+            raise UsageError(
+                f"Memory(prove_every={self.prove_every}): there is no replica to be proved",
+                hint='it goes with feed="gradient"',
             )
         _ = self.budget_bytes, self.bytes_per_s, self.carry_bytes
         if self.flush_after_s is not None and self.flush_after_s <= 0:

@@ -21,7 +21,8 @@ from holdfast.capture.job import Plan
 from holdfast.errors import UsageError
 from holdfast.format.manifest import FileEntry, TensorEntry
 from holdfast.memory.replica import image_of, pieces_of
-from holdfast.memory.twin import Part, Twins
+from holdfast.memory.twin import Part
+from holdfast.memory.twins import Twins
 from holdfast.state.live import Live, LiveTensor, State
 from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import place, torch_dtype

@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.capture import Capture, Job, Save, text_of
 from holdfast.capture.capture import finish, guarded
+from holdfast.capture.exactness import of_all
 from holdfast.capture.together import manifest_of, written
 from holdfast.checkpoint.names import step_prefix
 from holdfast.durable import Durable
@@ -33,7 +34,7 @@ from holdfast.format.image import Image
 from holdfast.format.manifest import FileEntry, Manifest, decode, encode
 from holdfast.here import started
 from holdfast.memory.decision import Decision, Filled, decided
-from holdfast.memory.feed import REPLICA, Feed
+from holdfast.memory.feed import Feed
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.holdings import Holdings, elsewhere
@@ -80,7 +81,7 @@ class MemoryTier:
         self._shadow = shadow_of(state()) if options.recomputes else None
         self._feed = None
         if options.feed == "gradient":
-            self._feed = Feed(state, self.group.rank, self.deadline_s)
+            self._feed = Feed(state, self.group.rank, self.deadline_s, options.prove_every)
         self._spare = PrivateBuffer()
         self._lock = threading.Lock()
         self._pending = 0
@@ -133,11 +134,18 @@ class MemoryTier:
     # -- training thread --------------------------------------------------------------------------
 
     def begin(
-        self, describe_live: Callable[[], Live], step: int, *, durable: bool, must: bool = False
+        self,
+        describe_live: Callable[[], Live],
+        step: int,
+        *,
+        durable: bool,
+        must: bool = False,
+        live: bool = False,
     ) -> Save:
         """Start a snapshot, which with `durable` goes on to storage.  Blocks as `Capture.begin`.
 
-        It is left out if another one is in flight, unless it `must` be.
+        It is left out if another one is in flight, unless it `must` be.  `live`: it is not made from a
+        replica.
         """
         step_prefix(step)
         with self._lock:
@@ -145,6 +153,8 @@ class MemoryTier:
             self._pending += 1
         if durable:
             self.durable.watch_over(step)
+        if durable and self._feed is not None:
+            self._feed.count_durable(must_prove=live)
         for follower in self._followers:
             follower.mark(self.capture.next_number)
         return self.capture.begin(describe_live, step, self, busy=busy, durable=durable)
@@ -307,13 +317,13 @@ class MemoryTier:
         return None if job.follows else self._protector.begin(job)
 
     def follows(self, job: Job) -> bool:
-        if self._feed is None or job.durable or self.capture.replicas == "verify":
+        if self._feed is None or self.capture.replicas == "verify":
             return False
-        return self._feed.follows(job.live)
+        return self._feed.follows(job.live, durable=job.durable)
 
     def moment(self, job: Job) -> Moment:
         assert self._feed is not None
-        job.notes = {REPLICA: self._feed.exactness}
+        job.exactness = self._feed.exactness
         return self._feed.moment(job)
 
     def write(self, job: Job, image: Image | None, filling: Filling) -> None:
@@ -367,7 +377,9 @@ class MemoryTier:
 
     def _filled(self, job: Job, given: bytes, size: int, refusal: str) -> bytes:
         holding = self._protector.holding(job)
-        return w.encode(Filled(given, self.card, holding, size, self._budget, refusal))
+        return w.encode(
+            Filled(given, self.card, holding, size, self._budget, refusal, job.exactness)
+        )
 
     def _tell(self, commit: w.Commit) -> None:
         """Others know it as committed: so must the agent here, another one if need be."""
@@ -438,6 +450,7 @@ class MemoryTier:
         errors = {r: g.error for r, g in enumerate(given) if g.error is not None}
         if errors:
             return Decision(errors)
+        job.notes = of_all(f.exactness for f in filled)
         refusals = [f"rank {r}: {f.refusal}" for r, f in enumerate(filled) if f.refusal]
         if refusals:
             return Decision({}, directly=refusals[0])

@@ -12,14 +12,17 @@ of a tensor, which do not fill a vector register, in another way than the rest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from holdfast.state.placed import local_of
 from holdfast.state.wrapped import ELEMENTWISE
 
 BLOCK_BYTES = 1 << 19
@@ -28,8 +31,11 @@ BLOCK_BYTES = 1 << 19
 TRIED = 203
 """Elements: not a multiple of any vector register."""
 
-FEW = 5
+FEW = 3
 """Fewer elements than fill a vector register."""
+
+IN_PHASES = frozenset(["ASGD", "RAdam"])
+"""Optimizers that take other ways from some step on, which a trial now would not see."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Block:
 
     @property
     def is_last(self) -> bool:
-        return self.stop == local(self.param).numel()
+        return self.stop == local_of(self.param).numel()
 
     @property
     def is_all(self) -> bool:
@@ -50,15 +56,15 @@ class Block:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that lies as the parameter does; shares memory."""
-        mine = local(tensor).detach()
+        mine = local_of(tensor)
         return mine if self.is_all else mine.view(-1)[self.start : self.stop]
 
     def states(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of these elements; one number that serves them all advances with the last block."""
-        shape = local(self.param).shape
+        shape = local_of(self.param).shape
         found = {}
         for name, value in states.items():
-            if local(value).shape == shape:
+            if local_of(value).shape == shape:
                 found[name] = self.of(value)
             else:
                 found[name] = value if self.is_last else value.clone()
@@ -76,29 +82,34 @@ class Blockwise:
     def is_possible(self) -> bool:
         """Whether the step that gradients and states call for now can be made so, and is worth it."""
         groups = self._optimizer.param_groups
+        given = [p for group in groups for p in group["params"] if p.grad is not None]
         return (
-            _steps_by_itself(self._optimizer)
-            and any(self._is_large(p) for group in groups for p in group["params"])
+            steps_by_itself(self._optimizer)
+            and any(self._is_large(p) for p in given)
+            and all(_lies_flat(p, self._states(p)) for p in given)
+            and not _overlap(t for p in given for t in (p, *self._states(p).values()))
             and all(self._can_cut(group) for group in groups)
         )
 
+    def _states(self, p: torch.Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = self._optimizer.state.get(p, {})
+        return found
+
     def _is_large(self, p: torch.Tensor) -> bool:
-        return p.grad is not None and local(p).numel() * p.itemsize > self._block_bytes
+        return local_of(p).numel() * p.itemsize > self._block_bytes
 
     def _can_cut(self, group: dict[str, Any]) -> bool:
-        """Whether all its gradients and states lie as their parameters do, and cuts change no element."""
+        """Whether cuts change no element of its large parameters."""
         if any(group.get(name) for name in ("fused", "capturable", "differentiable")):
             return False
-        given = [p for p in group["params"] if p.grad is not None]
-        if not all(_lies_flat(p, self._optimizer.state.get(p, {})) for p in given):
-            return False
-        return all(self._try(group, dtype) for dtype in {p.dtype for p in given})
+        large = [p for p in group["params"] if p.grad is not None and self._is_large(p)]
+        return all(self._try(group, p) for p in {p.dtype: p for p in large}.values())
 
-    def _try(self, group: dict[str, Any], dtype: torch.dtype) -> bool:
+    def _try(self, group: dict[str, Any], p: torch.Tensor) -> bool:
         """Once for all groups that take the same ways through the optimizer."""
-        kind = (dtype, *((k, bool(v)) for k, v in sorted(group.items()) if k != "params"))
+        kind = (p.dtype, *((k, _way(v)) for k, v in sorted(group.items()) if k != "params"))
         if kind not in self._is_exact:
-            self._is_exact[kind] = changes_nothing(self._optimizer, group, dtype)
+            self._is_exact[kind] = changes_nothing(self._optimizer, group, p)
         return self._is_exact[kind]
 
     def step(self) -> None:
@@ -125,7 +136,7 @@ class Blockwise:
         for p in params:
             if p.grad is None:
                 continue
-            count = local(p).numel()
+            count = local_of(p).numel()
             elements = self._block_bytes // p.itemsize
             if count > elements:
                 for start in range(0, count, elements):
@@ -140,23 +151,37 @@ class Blockwise:
             yield small
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it; shares memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def unhooked(optimizer: Optimizer) -> Any:
     """The function that makes its steps, without its hooks."""
     step = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def _steps_by_itself(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own, and nobody has put something else in the place of its step."""
+def steps_by_itself(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own, and nobody has put something else in the place of its step; a
+    scheduler has something that only calls it."""
     kind = type(optimizer)
+    step: Any = kind.step
+    own = step, unhooked(optimizer)
     given = vars(optimizer).get("step")
-    is_own = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
-    return is_own and (given is None or hasattr(given, "_wrapped_by_lr_sched"))
+    inner = getattr(given, "__func__", None), getattr(given, "__wrapped__", None)
+    return (
+        kind.__name__ in ELEMENTWISE - IN_PHASES
+        and all(f.__globals__["__name__"].startswith("torch.optim.") for f in own)
+        and kind.__module__.startswith("torch.optim.")
+        and (given is None or any(one is step for one in inner))
+    )
+
+
+def _way(value: Any) -> Any:
+    """What may decide which way an optimizer takes, of one of a group's entries."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_way, value))
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return type(value), bool(value), value < 0.5  # lerp takes another formula from 0.5 on
+    return type(value)
 
 
 def _alike(optimizer: Optimizer) -> Optimizer:
@@ -168,36 +193,74 @@ def _alike(optimizer: Optimizer) -> Optimizer:
 
 def _lies_flat(p: torch.Tensor, states: dict[str, Any]) -> bool:
     """Whether a parameter, its gradient and its states can be cut alike; not before it has states."""
-    mine = local(p)
-    grad = local(p.grad)
+    mine, grad = local_of(p), p.grad
+    assert grad is not None
     if mine.device.type != "cpu" or mine.dtype not in (torch.float32, torch.float64) or not states:
         return False
-    if grad.layout != torch.strided or grad.dtype != mine.dtype:
+    if grad.layout != torch.strided or not _lie_alike(grad, p) or grad.dtype != p.dtype:
         return False
     if not all(isinstance(value, torch.Tensor) for value in states.values()):
         return False
-    found = [local(value) for value in states.values()]
-    if any(value.shape != mine.shape and value.ndim for value in found):
+    found = [p, grad, *(v for v in states.values() if local_of(v).ndim)]
+    if not all(_lie_alike(value, p) for value in found):
         return False
-    return all(t.is_contiguous() for t in (mine, grad, *(v for v in found if v.ndim)))
+    return all(local_of(t).is_contiguous() for t in found)
 
 
-def changes_nothing(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Whether a few steps on a few elements come out alike in one piece and in many."""
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(TRIED, dtype=dtype, generator=generator) for _ in range(5)]
-    results = []
+def _lie_alike(one: torch.Tensor, p: torch.Tensor) -> bool:
+    """Whether it has the elements that a parameter has, and no more to it than a tensor has."""
+    if isinstance(one, DTensor) and isinstance(p, DTensor) and one.placements != p.placements:
+        return False
+    inner = one._local_tensor if isinstance(one, DTensor) else one
+    is_plain = type(inner) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and local_of(one).shape == local_of(p).shape
+
+
+def _overlap(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether some of these contiguous tensors share memory."""
+    found = sorted(
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize)
+        for t in map(local_of, tensors)
+        if t.numel()
+    )
+    return any(end > start for (_, end), (start, _) in pairwise(found))
+
+
+def changes_nothing(optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> bool:
+    """Whether a few steps on a few elements come out alike in one piece and in many.
+
+    `like`: a parameter of the group, with states; the elements have such, of other values.
+    """
+    shape, results = local_of(like).shape, []
     for in_blocks in (False, True):
-        p = torch.nn.Parameter(draws[0].clone())
+        draw = _draws(like.dtype)
+        p = torch.nn.Parameter(next(draw))
         one = _alike(optimizer)
-        one.state = defaultdict(dict)
         one.param_groups = [{**group, "params": [p]}]
-        many = Blockwise(one, FEW * p.itemsize)
-        for number, grad in enumerate(draws[1:]):
-            p.grad = grad.clone()
-            if in_blocks and number:  # the first step makes the states
-                many.step()
-            else:
-                unhooked(one)(one)
-        results.append([p.detach(), *one.state[p].values()])
-    return all(torch.equal(whole, parts) for whole, parts in zip(*results))
+        states = {
+            name: next(draw).to(value.dtype) if local_of(value).shape == shape else value.clone()
+            for name, value in optimizer.state[like].items()
+        }
+        one.state = defaultdict(dict, {p: states})
+        step = Blockwise(one, FEW * p.itemsize).step if in_blocks else partial(unhooked(one), one)
+        try:
+            for _ in range(3):
+                p.grad = next(draw) - 0.5
+                step()
+        except Exception:  # a real step tells, if it fails as well
+            return False
+        results.append({"": p.detach()} | one.state[p])
+    whole, parts = results
+    return whole.keys() == parts.keys() and all(_same_bits(whole[k], parts[k]) for k in whole)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    raw = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
+
+
+def _draws(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The same each time; not negative, as the second moments of gradients are."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.rand(TRIED, dtype=dtype, generator=generator)

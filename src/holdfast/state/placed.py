@@ -132,3 +132,8 @@ def mesh_axes(mesh: Any) -> list[Axis] | None:
         expected = expected + torch.arange(axis.size).reshape(shape) * axis.stride
     regular = all(a.stride > 0 for a in axes) and bool((expected == ranks).all())
     return axes if regular else None
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a plain tensor or a DTensor, detached; shares memory."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
