@@ -31,8 +31,8 @@ demo: $(READY)
 
 # Tests that start no ranks run side by side; the others have the machine for themselves.
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not alone"; beside=$$?; \
-	  $(BIN)/python -m pytest -m "distributed or alone" && exit $$beside
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "(not distributed or beside) and not alone"; beside=$$?; \
+	  $(BIN)/python -m pytest -m "(distributed and not beside) or alone" && exit $$beside
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow and not alone"

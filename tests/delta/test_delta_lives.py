@@ -47,7 +47,7 @@ def test_other_numbers_of_ranks(lives: Lives) -> None:
     check(lives, three, 6, alone[0].digests)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adagrad", "rmsprop"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adagrad", "rmsprop"])
 def test_fewer_ranks_with_each_optimizer(lives: Lives, optimizer: str) -> None:
     """All are killed; four ranks' records are replayed on two, and those of both on one."""
     script = {**FSDP, "optimizer": optimizer}

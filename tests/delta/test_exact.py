@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import holdfast
+from holdfast.delta.replay import Replay
 from holdfast.errors import UsageError
 from holdfast.state import blockwise
 
@@ -265,6 +267,36 @@ def test_replayed_in_blocks(root: Path, name: str, monkeypatch: pytest.MonkeyPat
     assert all(args == (optim,) and not kwargs for optim, args, kwargs in hooked)
     assert len(hooked) == STEPS + (STEPS - BASE)
     assert bool(made) == (name not in ("sgd", "muon") and "fused" not in name)
+
+
+def test_the_next_record_is_read_while_one_is_applied(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is not applied before the second is read, which nobody would wait for otherwise."""
+
+    def new() -> Run:
+        return Run(OPTIMIZERS["adamw"])
+
+    expected = recorded(root, new)
+    read, apply = Replay._read, Replay._apply
+    done: list[int] = []
+    another = threading.Condition()
+
+    def reading(replay: Replay, step: Any, into: Any) -> None:
+        read(replay, step, into)
+        with another:
+            done.append(step.step)
+            another.notify()
+
+    def applying(replay: Replay, step: Any, grads: Any) -> None:
+        with another:
+            assert another.wait_for(lambda: step.step == STEPS or step.step + 1 in done, 20)
+        apply(replay, step, grads)
+
+    monkeypatch.setattr(Replay, "_read", reading)
+    monkeypatch.setattr(Replay, "_apply", applying)
+    check_restored(root, new, expected)
+    assert done == list(range(BASE + 1, STEPS + 1))
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])

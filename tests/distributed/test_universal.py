@@ -13,7 +13,7 @@ import holdfast
 from . import universal
 from .launch import launch
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.beside]
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 NOISE = 1e-5

@@ -33,6 +33,7 @@ from holdfast.store import open_store
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.beside,
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None, reason="deepspeed makes the checkpoints"
     ),

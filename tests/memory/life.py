@@ -46,6 +46,7 @@ RECORDS = ("delta.wrote", "delta.broken", "delta.wait", "delta.writer_died")
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast.checkpoint.names import manifest_key
 from holdfast.codec.digest import CHUNK_BYTES
 from holdfast.format.manifest import decode
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
+from holdfast.store import open_store
 from memory.agents import kill
 from memory.zygote import KILLED, Lives, Told, check, lose, train
 
@@ -207,6 +209,25 @@ def test_snapshots_from_gradients(lives: Lives, layout: str) -> None:
     check(lives, last, 12, again[0].digests)
 
 
+def test_durable_saves_from_gradients(lives: Lives) -> None:
+    """Every second is of the live state, on all ranks alike; what the manifests say holds for all ranks."""
+    options = {"redundancy": "none", "feed": "gradient", "prove_every": 2}
+    nodes = [0, 1, 2]
+    told = lives.live(nodes=nodes, until=9, die=True, durable=2, options=options)
+    for one in told:
+        followed = [x["step"] for x in one.events("feed.followed")]
+        assert followed == ["5", "6", "7", "9"], (followed, lives.errors())
+        assert not one.events("feed.drift")
+    store = open_store(str(lives.place / "root"))
+    says = {s: decode(store.get(manifest_key(s)), "").software.get("replica") for s in (4, 6)}
+    assert says == {4: None, 6: "bit-exact, compared last at step 4"}
+    reference = lives.live(nodes=nodes, until=6, reference=True)[0].digests
+    lose(lives, *nodes)
+    shutil.rmtree(lives.place / "root" / "steps" / f"{8:010d}", ignore_errors=True)
+    again = lives.live(nodes=nodes, until=6, options=options)
+    assert {(a.restored, a.start) for a in again} == {(6, reference[6])}, lives.errors()
+
+
 def report(lives: Lives, node: int) -> w.Report:
     return Client(lives.node(node), deadline_s=30.0).ask(w.Status(), w.Report)
 
@@ -345,6 +366,16 @@ def flip(lives: Lives, node: int, kind: str, step: int) -> None:
     (attempt,) = {m.attempt for m in manifests if m.step == step}
     image = next(i for i in held.images if (i.kind, i.attempt) == (kind, attempt))
     flip_bit(Path(held.directory) / image.name, image.bytes // 3)
+
+
+def test_ranks_of_one_node_protect_each_other(lives: Lives) -> None:
+    """Where there are no other nodes, a damaged image is mended from what its neighbours keep."""
+    options = {"redundancy": "parity"}
+    digests = train(lives, 4, [0, 0, 0], options=options)
+    flip(lives, 0, "share", 4)
+    told = lives.live(nodes=[0, 0, 0], until=5, options=options)
+    check(lives, told, 4, digests)
+    assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in told) > 0
 
 
 def test_a_bit_flips_in_a_segment(lives: Lives) -> None:

@@ -85,7 +85,7 @@ class Chaos:
 
     def _do(self, fault: str, nodes: list[Node]) -> str:
         told, story, (one, other) = self.told, self.told.story, nodes
-        team, lost = self.told.here, list[Node]()
+        team, lost, damaged = self.told.here, list[Node](), list[Node]()
         self._durable = max(holdfast.steps(str(story.root)), default=0)
         match fault:
             case "rank":
@@ -95,7 +95,7 @@ class Chaos:
             case "bit in a segment":
                 told.kill_ranks(other, told.damage(one, "share", OPTIONS.every["durable"]))
             case "bit in a guard":
-                lost = [one]
+                lost, damaged = [one], [other]
                 go_on = told.damage(other, "guard", OPTIONS.every["durable"])
                 told.replace(one, booted=lambda _: go_on())
             case "memory full":
@@ -124,7 +124,7 @@ class Chaos:
                 self._disturb(fault, one)
                 told.commits(1)
                 return "went on"
-        return self._went_on(team, lost)
+        return self._went_on(team, lost, damaged)
 
     def _other_nodes(self) -> list[Node]:
         """Fewer of those that are part of the job, or these and others."""
@@ -160,13 +160,17 @@ class Chaos:
                 told.commits(1)
                 node.normal()
 
-    def _went_on(self, team: list[Node], lost: list[Node]) -> str:
-        """After a restart: check it against what was promised."""
+    def _went_on(self, team: list[Node], lost: list[Node], damaged: list[Node]) -> str:
+        """After a restart: check it against what was promised.
+
+        `damaged`: nodes whose part in what protects the lost ones cannot be used; of two nodes that is all
+        there is.
+        """
         before, after, kept = self.told.chapters[-1]
         self._note(team, kept)
         for node in lost:
             self._boots[node] += 1
-        promised = max(filter(self._is_kept, self._complete), default=0)
+        promised = max((s for s in self._complete if self._is_kept(s, damaged)), default=0)
         durable = max(holdfast.steps(str(self.told.story.root)), default=0)
         (step,) = {life.start["restored"] for life in after}
         assert step >= promised, f"step {step} restored, {promised} promised"
@@ -187,11 +191,15 @@ class Chaos:
             newest = sorted(self._complete)[-2:]  # older ones have given way
             self._complete = {s: self._complete[s] for s in newest}
 
-    def _is_kept(self, step: int) -> bool:
+    def _is_kept(self, step: int, damaged: list[Node]) -> bool:
         where = self._complete[step]
         names = [node.name for node, _ in where]
         scheme = fitting(rs(2), names)
-        lost = {i for i, (node, boot) in enumerate(where) if self._boots[node] != boot}
+        lost = {
+            i
+            for i, (node, boot) in enumerate(where)
+            if self._boots[node] != boot or node in damaged
+        }
         return survives(scheme, groups(names, scheme), lost)
 
 

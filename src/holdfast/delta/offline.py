@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.capture.exactness import tell_exactness
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.delta.log import Log, Step, open_log
@@ -68,6 +69,7 @@ def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     group = Group()
     try:
         restore(checkpoint, state, group, options)
+        tell_exactness(checkpoint.manifest)
         last = Replay(log, group, state, options).run(steps)
         reached = base if last is None else last.step
         if reached != step:

@@ -162,12 +162,12 @@ def steps_by_itself(optimizer: Optimizer) -> bool:
     scheduler has something that only calls it."""
     kind = type(optimizer)
     step: Any = kind.step
-    own = step, unhooked(optimizer)
+    own = [getattr(f, "__globals__", {}) for f in (step, unhooked(optimizer))]
     given = vars(optimizer).get("step")
     inner = getattr(given, "__func__", None), getattr(given, "__wrapped__", None)
     return (
         kind.__name__ in ELEMENTWISE - IN_PHASES
-        and all(f.__globals__["__name__"].startswith("torch.optim.") for f in own)
+        and all(names.get("__name__", "").startswith("torch.optim.") for names in own)
         and kind.__module__.startswith("torch.optim.")
         and (given is None or any(one is step for one in inner))
     )
