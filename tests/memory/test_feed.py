@@ -405,6 +405,28 @@ def test_a_proof_that_is_left_out_is_made_up_for(folder: Path) -> None:
     run.ckpt.close()
 
 
+def test_a_proof_that_ends_meanwhile_is_another_one_s(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier save is compared just when a later one is described, which proves all the same."""
+    run = Run(folder)
+    for _ in range(3):
+        run.train()
+        run.save()
+    feed, arranged = run.ckpt._tiers.memory._feed, Feed.arranged
+
+    def compared(feed: Feed, live: Any) -> Any:
+        feed._owes_proof = False
+        return arranged(feed, live)
+
+    monkeypatch.setattr(Feed, "arranged", compared)
+    run.train()
+    run.ckpt.save(run.step).wait(20)
+    assert not run.seen("feed.followed")
+    assert feed._compared == 4
+    run.ckpt.close()
+
+
 def test_what_ranks_know_of_exactness_is_put_together() -> None:
     exact, rough = Exactness(True, 0.0, 40), Exactness(False, 2e-7, 50)
     assert of_all([None, None]) == {}

@@ -368,24 +368,16 @@ def flip(lives: Lives, node: int, kind: str, step: int) -> None:
     flip_bit(Path(held.directory) / image.name, image.bytes // 3)
 
 
-def test_ranks_of_one_node_protect_each_other(lives: Lives) -> None:
-    """Where there are no other nodes, a damaged image is mended from what its neighbours keep."""
+@pytest.mark.parametrize("nodes", [[0, 1, 2], [0, 0, 0]], ids=["three nodes", "one node"])
+def test_a_bit_flips_in_a_segment(lives: Lives, nodes: list[int]) -> None:
+    """Found by its digest, and mended from the group; ranks of a lone node are one, too."""
     options = {"redundancy": "parity"}
-    digests = train(lives, 4, [0, 0, 0], options=options)
-    flip(lives, 0, "share", 4)
-    told = lives.live(nodes=[0, 0, 0], until=5, options=options)
-    check(lives, told, 4, digests)
-    assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in told) > 0
-
-
-def test_a_bit_flips_in_a_segment(lives: Lives) -> None:
-    """Found by its digest, and mended from the group."""
-    options = {"redundancy": "parity"}
-    digests = train(lives, 4, [0, 1, 2], options=options)
-    flip(lives, 1, "share", 4)
-    told = lives.live(nodes=[0, 1, 2], until=5, options=options)
+    digests = train(lives, 4, nodes, options=options)
+    flip(lives, nodes[1], "share", 4)
+    told = lives.live(nodes=nodes, until=5, options=options)
     check(lives, told, 4, digests)
     assert told[0].events("memory.lost")
+    assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in told) > 0
 
 
 def test_a_bit_flips_in_a_segment_without_redundancy(lives: Lives) -> None:

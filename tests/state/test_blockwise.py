@@ -5,15 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import lr_scheduler
 
@@ -303,15 +299,6 @@ def test_optimizers_of_others_are_left_to_themselves() -> None:
     p.grad = torch.randn(4096)
     optim.step()
     assert not Blockwise(optim, BLOCK).is_possible()
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Any]:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 def test_sharded_parameters(mesh: Any) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
@@ -121,15 +119,6 @@ def test_a_save_is_of_what_is_there_now(tmp_path: Path) -> None:
 
 
 # -- under DTensor --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Any]:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 def sharded(mesh: Any) -> dict[str, Any]:

@@ -95,6 +95,8 @@ class Feed:
         """Durable saves so far: the same on all ranks."""
         self._owes_proof = False
         """Whether durable saves are of the live state until the replica was compared."""
+        self._proves = False
+        """Whether the durable save that comes is."""
         self._compared = 0
         """The step at which it was, last."""
         self._fed: list[list[Fed]] = []
@@ -143,14 +145,16 @@ class Feed:
         return replace(live, tensors=tensors)
 
     def count_durable(self, *, must_prove: bool) -> None:
-        """A durable save comes."""
+        """A durable save comes.  What it is of is decided here: a proof by an earlier one may end at any
+        moment."""
         self._durable += 1
         if must_prove or self._durable % self._prove_every == 0:
             self._owes_proof = True
+        self._proves = self._owes_proof
 
     def follows(self, live: Live, *, durable: bool) -> bool:
         """Whether a snapshot of this state can be taken from the replica."""
-        if not self.twins.current or (durable and self._owes_proof):
+        if not self.twins.current or (durable and self._proves):
             return False
         if list(live.tensors) != self._names:
             self.twins.forget("the state has other tensors now")
