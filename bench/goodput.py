@@ -6,9 +6,11 @@ after the training has begun or was taken up again.  Each goes on from what it h
 holdfast   a record of every step, a snapshot in memory of every 10th, a full save of every 100th
 dcp        torch.distributed.checkpoint.async_save as often as is optimal after Young and Daly: every
            sqrt(2 C M) seconds, C what one save takes from the training (measured before) and M 60 s
-Both are held against a training without failures (a bare step's time, the median of measurements before,
-between and after, times the steps) plus what every restart takes before anything is restored: torchrun,
-Python, imports, model.
+Both are held against a training without failures (the steps, each as long as a bare one takes) plus what
+every restart takes before anything is restored: torchrun, Python, imports, model.  How long a bare step
+takes is measured before every life and at the end, with a model of its own, for the machine drifts by more
+than what is to be shown; each life's steps count with the mean of the two around it, and the time of
+measuring is left out.
 
 Steps lost by a failure were done and had to be done again; so has the step under way, by anybody.
 """
@@ -26,14 +28,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from common import HERE, Job, main, over_ranks, row, settle
 
-BARE, NAMES = (" before", " between", " after"), (" holdfast", " dcp")
+BEFORE, NAMES = " before", (" holdfast", " dcp")
 MTBF_S = 60.0
-BARE_STEPS = 20
+BARE_STEPS, BARE_STEPS_OF_A_LIFE = 20, 8
 LIVES = 1000
 
 
@@ -175,13 +177,9 @@ class Dcp:
 
 
 def measured(job: Job) -> dict[str, Any]:
-    """The time of a bare step; the first time also what an asynchronous save takes from the training."""
+    """The time of a bare step, and what an asynchronous save takes from the training."""
     training = Training(job)
-    for _ in range(3):
-        training.step()
-    step_s = steps(job, training, BARE_STEPS) / BARE_STEPS
-    if job.phase != BARE[0]:
-        return {"step_s": step_s}
+    step_s = bare_step_s(job, training, BARE_STEPS)
     dcp = Dcp(job, training, {})
     for _ in range(2):  # the second with everything allocated
         settle(job)
@@ -207,12 +205,15 @@ def measured(job: Job) -> dict[str, Any]:
     return bare
 
 
-def steps(job: Job, training: Training, number: int) -> float:
+def bare_step_s(job: Job, training: Training, number: int) -> float:
+    """Of so many steps, once everything is allocated."""
+    for _ in range(3):
+        training.step()
     settle(job)
     began = time.perf_counter()
     for _ in range(number):
         training.step()
-    return over_ranks(time.perf_counter() - began)
+    return over_ranks(time.perf_counter() - began) / number
 
 
 # -- a life ---------------------------------------------------------------------------------------
@@ -251,10 +252,16 @@ def lived(job: Job) -> dict[str, Any] | None:
         with path.open("a") as file:
             file.write(json.dumps({"life": life(), "time": time.time(), **fields}) + "\n")
 
+    def alone() -> None:
+        step_s = bare_step_s(job, Training(job), BARE_STEPS_OF_A_LIFE)
+        if job.rank == 0:
+            say(event="alone", step_s=step_s)
+
     bare = json.loads((job.root / "bare.json").read_text())
     training = Training(job)
     if job.rank == 0:
         say(event="model")
+    alone()
     one = (Holdfast if job.phase == NAMES[0] else Dcp)(job, training, bare)
     training.went_back(one.restore())
     if job.rank == 0:
@@ -268,6 +275,7 @@ def lived(job: Job) -> dict[str, Any] | None:
     one.close()
     if job.rank == 0:
         say(event="end")
+    alone()
     found = [json.loads(line) for line in path.read_text().splitlines()]
     return {"log": brief(found), "checksum": training.checksum(), **summary(found)}
 
@@ -277,21 +285,33 @@ def brief(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(log: list[dict[str, Any]]) -> dict[str, Any]:
-    """Times and losses of all lives."""
-    lost, restarts = [], []
-    for n in range(max(x["life"] for x in log)):
-        done = max([x["step"] for x in log if x["life"] == n and "step" in x], default=0)
-        killed = next(x["time"] for x in log if x["life"] == n and x["event"] == "killed")
-        after = {x["event"]: x for x in log if x["life"] == n + 1 and x["event"] != "step"}
-        lost.append(max(0, done - after["restored"]["step"]))
-        restarts.append(after["model"]["time"] - killed)
-    began = next(x["time"] for x in log if x["event"] == "restored")
+    """Times and losses of all lives, without what measuring between them took."""
+    lost, restarts, alone_s, bare_s = [], [], 0.0, 0.0
+    lives = [[x for x in log if x["life"] == n] for n in range(log[-1]["life"] + 1)]
+    bare = [x["step_s"] for x in log if x["event"] == "alone"]
+    at = 0  # how far the training has come
+    for n, one in enumerate(lives):
+        restored = only(one, "restored")["step"]
+        reached = max([x["step"] for x in one if x["event"] == "step"], default=restored)
+        bare_s += max(0, reached - at) * mean(bare[n : n + 2])
+        if n > 0:
+            lost.append(at - restored)
+            restarts.append(only(one, "model")["time"] - only(lives[n - 1], "killed")["time"])
+            alone_s += only(one, "alone")["time"] - only(one, "model")["time"]
+        at = max(at, reached)
+    seconds = only(log, "end")["time"] - only(log, "restored")["time"] - alone_s
     return {
-        "seconds": log[-1]["time"] - began,
+        "seconds": seconds,
+        "step_s": bare_s / at,
         "failures": len(lost),
         "lost_steps": lost,
         "restarts_s": restarts,
     }
+
+
+def only(log: list[dict[str, Any]], event: str) -> dict[str, Any]:
+    """The first of its kind."""
+    return next(x for x in log if x["event"] == event)
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -304,7 +324,7 @@ def memory() -> Path:
 def work(job: Job) -> dict[str, Any]:
     import torch.distributed as dist
 
-    if job.phase in BARE:
+    if job.phase == BEFORE:
         return measured(job)
     os.environ["HOLDFAST_MEMORY_DIR"] = str(memory())
     found = lived(job)
@@ -317,12 +337,11 @@ def work(job: Job) -> dict[str, Any]:
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     by_phase = {" " + key.split()[1]: one for key, one in found.items()}
-    bare, (ours, theirs) = by_phase[BARE[0]], (by_phase[name] for name in NAMES)
-    step_s = median(by_phase[phase]["step_s"] for phase in BARE)
-    ideal = [bare["steps"] * step_s + sum(one["restarts_s"]) for one in (ours, theirs)]
+    before, (ours, theirs) = by_phase[BEFORE], (by_phase[name] for name in NAMES)
+    ideal = [before["steps"] * one["step_s"] + sum(one["restarts_s"]) for one in (ours, theirs)]
     lost = [mean(one["lost_steps"] or [0]) for one in (ours, theirs)]
-    what = f"{bare['steps']} steps of {step_s:.2f} s"
-    every = f"async_save every {bare['dcp_every']} steps"
+    what = f"{before['steps']} steps of {ours['step_s']:.2f} s"
+    every = f"async_save every {before['dcp_every']} steps"
     return [
         row(f"{what}, a rank killed about every {MTBF_S:.0f} s",
             f"{ours['seconds']:.0f} s, {ours['failures']} failures",
@@ -344,12 +363,11 @@ def extend(p: argparse.ArgumentParser) -> None:
 
 
 def phases(numbers: list[int]) -> list[tuple[int, str]]:
-    order = (BARE[0], NAMES[0], BARE[1], NAMES[1], BARE[2])
-    return [(numbers[0], phase) for phase in order]
+    return [(numbers[0], phase) for phase in (BEFORE, *NAMES)]
 
 
 def restarts(_: argparse.Namespace, phase: str) -> int:
-    return 0 if phase in BARE else LIVES
+    return 0 if phase == BEFORE else LIVES
 
 
 if __name__ == "__main__":
