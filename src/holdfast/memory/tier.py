@@ -26,12 +26,11 @@ from holdfast.errors import (
     HoldfastError,
     RankErrors,
     SegmentLost,
-    Unavailable,
     UsageError,
 )
 from holdfast.events import emit, span
 from holdfast.format.image import Image
-from holdfast.format.manifest import FileEntry, Manifest, decode, encode
+from holdfast.format.manifest import FileEntry, Manifest, encode
 from holdfast.here import started
 from holdfast.memory.decision import Decision, Filled, decided
 from holdfast.memory.feed import Feed
@@ -42,6 +41,7 @@ from holdfast.memory.options import Memory
 from holdfast.memory.protecting import Protector
 from holdfast.memory.recompute import Shadow, shadow_of
 from holdfast.memory.slots import SlotBuffer, Slots
+from holdfast.memory.storing import Storing
 from holdfast.state.live import Live, State
 from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Beside, Filling, Kept, Moment, PrivateBuffer
@@ -88,7 +88,7 @@ class MemoryTier:
         self._free = threading.Event()
         self._free.set()
         self._thread = ThreadPoolExecutor(1, "holdfast-memory")
-        self._storing = ThreadPoolExecutor(1, "holdfast-storing")
+        self._storing = Storing(self)
         self.hello()
         self._protector = Protector(self, self._shadow)
         threading._register_atexit(partial(_at_exit, weakref.ref(self)))  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ class MemoryTier:
         until = time.monotonic() + limit_s
         try:
             self.capture.settle(limit_s)
-            for pool in (self._thread, self._storing):
+            for pool in (self._thread, self._storing.thread):
                 pool.submit(lambda: None).result(max(until - time.monotonic(), 0.1))
         except (FutureTimeout, TimeoutError):
             raise Deadline(f"a snapshot was still under way after {limit_s:g} s") from None
@@ -193,7 +193,7 @@ class MemoryTier:
             self.settle(self.deadline_s if timeout is None else timeout)
         finally:
             self._thread.shutdown(wait=False)
-            self._storing.shutdown(wait=False)
+            self._storing.thread.shutdown(wait=False)
             for follower in self._followers:
                 follower.twins.close(LEAVE_S)
             self.slots.close()
@@ -370,8 +370,7 @@ class MemoryTier:
             self.release(job)
         if job.durable:
             emit("snapshot.committed", step=job.step)
-            store = lambda j, _: self._store(j, file, decision.manifest)  # noqa: E731
-            self._storing.submit(guarded, store, job, self)
+            self._storing.begin(job, file, decision.manifest)
         else:
             finish(job, self, None)
 
@@ -459,49 +458,6 @@ class MemoryTier:
         except Exception as error:
             return Decision({0: text_of(error)})
         return decided(filled, manifest)
-
-    # -- storing thread ---------------------------------------------------------------------------
-
-    def _store(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
-        """Have the agent write the image to storage, then commit together."""
-        try:
-            with span("persist", step=job.step, bytes=file.bytes if file else 0):
-                if file is not None and job.error is None:
-                    self.client.ask(self._order(job, file))
-        except Exception as failed:
-            job.error = failed
-        error = b"" if job.error is None else text_of(job.error).encode()
-
-        def judge(_: Job, answers: list[bytes]) -> Decision:
-            errors = {r: a.decode() for r, a in enumerate(answers) if a}
-            if not errors:
-                try:
-                    self.durable.commit(job, decode(manifest, "snapshot"))
-                except Exception as failed:
-                    errors = {0: f"commit: {text_of(failed)}"}
-                    job.uncertain = isinstance(failed, Unavailable)
-            return Decision(errors)
-
-        try:
-            self.agree("stored", job, error, judge)
-        except RankErrors:
-            if not job.uncertain:
-                self.durable.discard(job.step, self.attempt(job))
-            raise
-        finally:
-            if self.group.rank == 0:
-                with suppress(HoldfastError):
-                    self.client.ask(w.Settled(self.job, self.attempt(job)), timeout_s=10.0)
-        finish(job, self, None)
-        self.durable.tidy(job)
-
-    def _order(self, job: Job, file: FileEntry) -> w.Persist:
-        claim = self.durable.claim
-        mine = msgspec.json.encode(claim) if self.group.rank == 0 and claim is not None else b""
-        return w.Persist(
-            self.job, self.attempt(job), self.group.rank, os.getpid(), self.durable.store.url,
-            step_prefix(job.step) + file.path, self.deadline_s, mine,
-        )  # fmt: skip
 
     def _drop(self, job: Job) -> None:
         """Best effort: an agent that is gone has nothing to drop."""

@@ -1,0 +1,78 @@
+"""Snapshots that go on to storage: agents write the images, and the ranks commit them together."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.capture import Job, text_of
+from holdfast.capture.capture import finish, guarded
+from holdfast.checkpoint.names import step_prefix
+from holdfast.errors import HoldfastError, RankErrors, Unavailable
+from holdfast.events import span
+from holdfast.format.manifest import FileEntry, decode
+from holdfast.memory.decision import Decision
+from holdfast.memory.node import words as w
+
+if TYPE_CHECKING:
+    from holdfast.memory.tier import MemoryTier
+
+
+class Storing:
+    """This rank's part in it, in a thread of its own: snapshots go on meanwhile."""
+
+    def __init__(self, tier: MemoryTier) -> None:
+        self._tier = tier
+        self.thread = ThreadPoolExecutor(1, "holdfast-storing")
+
+    def begin(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
+        """Returns at once.  `file` is this rank's image, None if it has none."""
+        store = lambda j, _: self._store(j, file, manifest)  # noqa: E731
+        self.thread.submit(guarded, store, job, self._tier)
+
+    def _store(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
+        """Have the agent write the image to storage, then commit together."""
+        tier = self._tier
+        try:
+            with span("persist", step=job.step, bytes=file.bytes if file else 0):
+                if file is not None and job.error is None:
+                    tier.client.ask(self._order(job, file))
+        except Exception as failed:
+            job.error = failed
+        error = b"" if job.error is None else text_of(job.error).encode()
+        try:
+            tier.agree("stored", job, error, lambda j, errors: self._judge(j, errors, manifest))
+        except RankErrors:
+            if not job.uncertain:
+                tier.durable.discard(job.step, tier.attempt(job))
+            raise
+        finally:
+            if tier.group.rank == 0:
+                with suppress(HoldfastError):
+                    tier.client.ask(w.Settled(tier.job, tier.attempt(job)), timeout_s=10.0)
+        finish(job, tier, None)
+        tier.durable.tidy(job)
+
+    def _judge(self, job: Job, answers: list[bytes], manifest: bytes) -> Decision:
+        """Rank 0: commit, if every rank's image is in storage."""
+        errors = {r: a.decode() for r, a in enumerate(answers) if a}
+        if not errors:
+            try:
+                self._tier.durable.commit(job, decode(manifest, "snapshot"))
+            except Exception as failed:
+                errors = {0: f"commit: {text_of(failed)}"}
+                job.uncertain = isinstance(failed, Unavailable)
+        return Decision(errors)
+
+    def _order(self, job: Job, file: FileEntry) -> w.Persist:
+        tier = self._tier
+        claim = tier.durable.claim
+        mine = msgspec.json.encode(claim) if tier.group.rank == 0 and claim is not None else b""
+        return w.Persist(
+            tier.job, tier.attempt(job), tier.group.rank, os.getpid(), tier.durable.store.url,
+            step_prefix(job.step) + file.path, tier.deadline_s, mine,
+        )  # fmt: skip
