@@ -649,6 +649,25 @@ def test_weights_that_somebody_else_writes(root: Path, when: str) -> None:
         check_equal(again.everything(), at_the_end)
 
 
+def test_weights_that_are_loaded_in_between(root: Path, tmp_path: Path) -> None:
+    """No record leads over that, either."""
+    run = Run(OPTIMIZERS["adamw"])
+    every = holdfast.Every(delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        for number in range(1, 7):
+            run.step(number)
+            ckpt.step(number)
+            if number == 1:
+                holdfast.save(tmp_path / "other", run.state, step=1)
+            if number == 4:
+                holdfast.load(tmp_path / "other", {"model": run.model})
+        at_the_end = run.everything()
+    again = Run(OPTIMIZERS["adamw"])
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 6
+        check_equal(again.everything(), at_the_end)
+
+
 def test_weights_that_are_always_written_are_refused(root: Path) -> None:
     def train() -> None:
         for number in range(1, 9):

@@ -384,6 +384,24 @@ def test_a_durable_step_that_is_not_exact(folder: Path, monkeypatch: pytest.Monk
     again.ckpt.close()
 
 
+def test_a_state_that_is_loaded_in_between_is_learned_anew(folder: Path) -> None:
+    run = Run(folder)
+    for _ in range(6):
+        run.train()
+        run.save()
+        if run.step == 2:
+            holdfast.save(folder / "other", {"model": run.model}, step=2)
+    holdfast.load(folder / "other", {"model": run.model})
+    for _ in range(3):
+        run.train()
+        run.save()
+    assert run.seen("twins.lost")
+    expected = run.values()
+    assert run.restore() == 9
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
 def test_a_proof_that_is_left_out_is_made_up_for(folder: Path) -> None:
     """A save that others lean on is of the live state, too, and proves as much."""
     run = Run(folder, prove_every=3)

@@ -174,6 +174,18 @@ def test_writes_to_a_local_part_are_counted(mesh: Any) -> None:
     assert one.version > before
 
 
+def test_a_load_is_counted(mesh: Any, tmp_path: Path) -> None:
+    """It fills memory past torch; who goes by version counters must know."""
+    state = sharded(mesh)
+    holdfast.save(tmp_path, state, step=1)
+    tensors = collect(state).tensors
+    before = {name: one.version for name, one in tensors.items()}
+    local = state["model"].weight._local_tensor._version
+    holdfast.load(tmp_path, state)
+    assert all(one.version > before[name] for name, one in tensors.items())
+    assert state["model"].weight._local_tensor._version > local
+
+
 # -- what follows from it -------------------------------------------------------------------------
 
 

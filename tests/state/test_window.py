@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,6 +171,26 @@ def test_a_write_in_the_window_is_seen_and_the_copy_taken_again(
     retaken = [e.fields for e in seen if e.name == "snapshot.retaken"]
     assert len(retaken) == times
     assert "model.body.0.weight" in retaken[0]["changed"]
+    assert different(saved(tmp_path, 1), run.copy()) == []
+
+
+def test_a_load_waits_for_the_copy(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved is what was there before other values were loaded."""
+    run.ckpt.save(1).wait(WAIT_S)
+    run.train()
+    before = run.copy()
+
+    def late(copy: Callable[[], None]) -> None:
+        time.sleep(0.3)
+        copy()
+
+    with around_copy(monkeypatch, late):
+        save = run.ckpt.save(2)
+        holdfast.load(tmp_path, run.state, 1)
+        save.wait(WAIT_S)
+    assert different(saved(tmp_path, 2), before) == []
     assert different(saved(tmp_path, 1), run.copy()) == []
 
 

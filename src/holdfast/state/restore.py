@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import agree
@@ -25,6 +26,7 @@ from holdfast.state.live import Live, State, check_keys, stages
 from holdfast.state.masters import MasterChange, master_changes, read_numbers
 from holdfast.state.placed import Placed
 from holdfast.state.putback import Extras
+from holdfast.state.snapshot import wait_for_copies
 from holdfast.state.targets import Change, Options, is_known, materialise, target_of, targets
 from holdfast.state.zero import is_engine
 
@@ -36,6 +38,7 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options
     error may come when some are already overwritten; then what was to be loaded is poisoned with NaN.
     """
     check_keys(state)
+    wait_for_copies()
     prepared = _prepare(checkpoint, state, group, options)
     try:
         with span("restore.read", step=checkpoint.step):
@@ -48,6 +51,8 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options
     except Exception:
         poison(prepared.live)
         raise
+    finally:
+        count_writes(prepared.live)
 
 
 @contextmanager
@@ -62,6 +67,15 @@ def alike(group: Group, step: int) -> Iterator[None]:
         agree(group, error, step)
     elif error is not None:
         raise error
+
+
+def count_writes(live: Live) -> None:
+    """For those who go by version counters: to fill a tensor's memory counts nothing."""
+    for t in live.tensors.values():
+        memory = t.source._local_tensor if isinstance(t.source, DTensor) else t.source
+        for tensor in (t.source, memory):
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
 
 def poison(live: Live) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -207,6 +208,7 @@ class Window:
         self._carried: Carried | None = None
         self._begun = threading.Event()
         self._copied = threading.Event()
+        _windows.add(self)
 
     def wait(self) -> None:
         """On the training thread: until the copy is complete or given up, or its rest is carried over."""
@@ -227,6 +229,15 @@ class Window:
         """The copy is complete, or will not be."""
         self._copied.set()
         self._begun.set()
+
+
+_windows: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+def wait_for_copies() -> None:
+    """On the training thread, before it writes to tensors otherwise than by an optimizer's step."""
+    for window in list(_windows):
+        window.wait()
 
 
 class Gate:
