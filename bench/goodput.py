@@ -12,7 +12,8 @@ takes is measured before every life and at the end, with a model of its own, for
 than what is to be shown; each life's steps count with the mean of the two around it, and the time of
 measuring is left out.
 
-Steps lost by a failure were done and had to be done again; so has the step under way, by anybody.
+Steps lost by a failure were done on all ranks and had to be done again; so has the step under way, by
+anybody.
 """
 
 from __future__ import annotations
@@ -229,11 +230,9 @@ def kills(seed: int, ranks: int) -> list[tuple[float, int]]:
     return [(chance.uniform(40, 80), chance.randrange(ranks)) for _ in range(LIVES)]
 
 
-def doomed(job: Job, say: Any) -> None:
+def doomed(job: Job, say: Any) -> threading.Timer:
     """This life's kill, if it comes to that."""
     after, rank = kills(job.args.seed, job.size)[life()]
-    if rank != job.rank:
-        return
 
     def strike() -> None:
         say(event="killed")
@@ -241,7 +240,9 @@ def doomed(job: Job, say: Any) -> None:
 
     timer = threading.Timer(after, strike)
     timer.daemon = True
-    timer.start()
+    if rank == job.rank:
+        timer.start()
+    return timer
 
 
 def lived(job: Job) -> dict[str, Any] | None:
@@ -266,12 +267,12 @@ def lived(job: Job) -> dict[str, Any] | None:
     training.went_back(one.restore())
     if job.rank == 0:
         say(event="restored", step=training.number)
-    doomed(job, say)
+    kill = doomed(job, say)
     while training.number < bare["steps"]:
         training.step()
         one.done()
-        if job.rank == 0:
-            say(event="step", step=training.number)
+        say(event="step", step=training.number, rank=job.rank)
+    kill.cancel()
     one.close()
     if job.rank == 0:
         say(event="end")
@@ -289,13 +290,15 @@ def summary(log: list[dict[str, Any]]) -> dict[str, Any]:
     lost, restarts, alone_s, bare_s = [], [], 0.0, 0.0
     lives = [[x for x in log if x["life"] == n] for n in range(log[-1]["life"] + 1)]
     bare = [x["step_s"] for x in log if x["event"] == "alone"]
-    at = 0  # how far the training has come
+    ranks = {x["rank"] for x in log if x["event"] == "step"}
+    at = 0  # how far the training has come, on all ranks
     for n, one in enumerate(lives):
         restored = only(one, "restored")["step"]
-        reached = max([x["step"] for x in one if x["event"] == "step"], default=restored)
+        steps = [(x["step"], x["rank"]) for x in one if x["event"] == "step"]
+        reached = min(max([s for s, r in steps if r == rank], default=restored) for rank in ranks)
         bare_s += max(0, reached - at) * mean(bare[n : n + 2])
         if n > 0:
-            lost.append(at - restored)
+            lost.append(max(0, at - restored))
             restarts.append(only(one, "model")["time"] - only(lives[n - 1], "killed")["time"])
             alone_s += only(one, "alone")["time"] - only(one, "model")["time"]
         at = max(at, reached)

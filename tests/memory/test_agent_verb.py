@@ -16,7 +16,7 @@ import pytest
 from memory.agents import await_gone, is_gone, kill, pid_of
 from memory.zygote import Lives, train
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.beside, pytest.mark.slow]
 
 CLI = "from holdfast.cli.main import main; main()"
 

@@ -19,7 +19,11 @@ from holdfast.here import fate, started
 from .cluster import Cluster, Node
 from .spaces import Process, can_delay
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("needs_nodes")]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.beside,
+    pytest.mark.usefixtures("needs_nodes"),
+]
 HERE = Path(__file__).parent
 TALK = [sys.executable, "-S", HERE / "talk.py"]
 PORT = 7000
