@@ -46,6 +46,7 @@ SECTIONS = (
         ),
     ),
     ("Compressed gradients", "holdfast.compression", ("TopK", "sparse", "rounded")),
+    ("Converting", "holdfast", ("convert", "Converted")),
     ("Looking", "holdfast", ("open", "steps", "Checkpoint", "TensorInfo", "Box")),
     ("Events", "holdfast.events", ("Event", "subscribe", "listen", "counters")),
     (

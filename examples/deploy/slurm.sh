@@ -24,7 +24,7 @@ agents=$!
 for attempt in 1 2 3 4 5; do
     if [[ $stopping ]]; then break; fi
     srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1 \
-        torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=8 --max-restarts=3 \
+        torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=8 --max-restarts=3 --shutdown-timeout=100 \
         --rdzv-backend=c10d --rdzv-endpoint="$head:29400" --rdzv-id="$SLURM_JOB_ID-$attempt" \
         "$@" &
     training=$!

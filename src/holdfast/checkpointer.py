@@ -135,7 +135,12 @@ class Checkpointer:
     # -- saving -----------------------------------------------------------------------------------
 
     def step(self, step: int) -> None:
-        """Call after each optimizer step, with its number: saves if one is due.  Returns at once."""
+        """Call after each optimizer step, with its number: saves if one is due.
+
+        Copies buffers and plain values, then returns; waits for room in a full queue of records, and
+        with `Auto` at each tenth step for rank 0.  Failures of earlier saves are told here (`on_error`).
+        After SIGTERM, with `sigterm_s`, it saves and raises SystemExit(143).
+        """
         self._report()
         if self._stop is not None and self._stop.now(step):
             self._save_and_stop(step)
@@ -276,7 +281,8 @@ class Checkpointer:
         there are only damaged ones.  `source`: another root, or a foreign checkpoint (also by a prefix:
         `torch:PATH`), to begin with as long as the own root has no steps.  Without it, a foreign
         checkpoint that lies in the root itself is begun with.  `keep_source` saves what it gave as this
-        run's own step at once, in the background: the next restarts read that.  Collective; blocks.
+        run's own step at once, in the background: the next restarts read that.  `strict=False`: names that
+        one side lacks keep their value.  `cast`: convert dtypes.  Collective; blocks.
         """
         self._check_open()
         self.wait()

@@ -18,7 +18,7 @@ def open(
 
     `verify=False` leaves digests unchecked.  NotFound or NotRecoverable if there is no such step.
     Foreign checkpoints are opened where they lie, found by what is there or named by a prefix (`dcp:PATH`,
-    `huggingface:PATH`, `torch:PATH`).
+    `deepspeed:PATH`, `megatron:PATH`, `huggingface:PATH`, `torch:PATH`).
     """
     found = detect(url)
     if found is not None:

@@ -26,7 +26,9 @@ from holdfast.store import Store
 def save(
     url: str | os.PathLike[str], state: State, *, step: int, deadline_s: float = 600.0
 ) -> None:
-    """Save once, and wait until it is durable.  Collective; RankErrors if it failed anywhere."""
+    """Save once, as step `step`, in place of one of that number, and wait until it is durable.
+    Collective; RankErrors if it failed anywhere.
+    """
     check_own(url)
     check_keys(state)
     group = Group(deadline_s)
@@ -68,8 +70,11 @@ def load(
     """Load step `step` (or the newest) into the live objects of `state`; returns its number.
 
     Only what `state` names is loaded: `{"model": model}` loads weights alone.  `only`: patterns of
-    tensor names (`model.h.0.*`).  `cast`: convert dtypes.  Collective; blocks.  NotRecoverable if
-    there is no step.  Foreign checkpoints are read where they lie, as `holdfast.open` finds them.
+    tensor names (`model.h.0.*`).  `cast`: convert dtypes.  `strict=False`: names that one
+    side lacks keep their value.  `on_resize`: as of `Checkpointer`.  `verify=False`: digests are not
+    compared.  Collective; blocks, for other ranks `deadline_s` at most.  NotRecoverable if there is no
+    step; StateMismatch before anything is touched.  Foreign checkpoints are read where they lie, as
+    `holdfast.open` finds them.
     """
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
     options = Options(patterns, cast, strict, on_resize or {})

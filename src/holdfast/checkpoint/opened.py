@@ -85,10 +85,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Its number."""
         return self.manifest.step
 
     @property
     def mesh(self) -> str:
+        """The mesh that it was saved under, in words."""
         return str(self.manifest.layout)
 
     def names(self) -> list[str]:

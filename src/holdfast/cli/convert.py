@@ -16,16 +16,26 @@ from holdfast.converting import FORMATS, Converted, convert
 from holdfast.errors import UsageError
 from holdfast.sizes import parse_size
 
-Destination = Annotated[str, typer.Argument(metavar="DST", help="Where to; must not be there yet.")]
+Destination = Annotated[
+    str,
+    typer.Argument(metavar="DST", help="Where to; new, or a root that gets one more step."),
+]
 To = Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")]
 From = Annotated[
-    str | None, typer.Option("--from", metavar="FORMAT", help="The source's, if not recognised.")
+    str | None,
+    typer.Option("--from", metavar="FORMAT", help="The source's, if not recognised: dcp, ..."),
 ]
-Key = Annotated[str, typer.Option("--key", metavar="KEY", help="Whose weights, of the state.")]
+Key = Annotated[
+    str,
+    typer.Option("--key", metavar="KEY", help="Whose weights huggingface, torch get."),
+]
 DType = Annotated[
-    str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast weights: bfloat16, ...")
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="Cast these weights: bfloat16, ..."),
 ]
-MaxFile = Annotated[str, typer.Option("--max-file", metavar="SIZE", help="Of one file.")]
+MaxFile = Annotated[
+    str, typer.Option("--max-file", metavar="SIZE", help="Largest size of one file.")
+]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="For buffers, at most.")]
 RulesFile = Annotated[
     str | None, typer.Option("--rules", metavar="FILE", help="Rules that rename the weights.")

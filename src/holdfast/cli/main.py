@@ -93,11 +93,12 @@ def holdfast(
         False, "--version", is_eager=True, callback=_version, help="Show the version."
     ),
 ) -> None:
-    """Look at, verify, compare, convert and prune checkpoints.
+    """Look at, verify, compare, convert and prune checkpoints; list and replay records; simulate
+    failures; look after the agent of a node.
 
     URL is a folder of checkpoints; URL@STEP one step of it, URL alone the newest.
     Checkpoints of other systems are found by what is there, or named by a prefix: dcp:PATH,
-    huggingface:PATH, torch:PATH.
+    deepspeed:PATH, megatron:PATH, huggingface:PATH, torch:PATH.
     Exit codes: 0 fine, 1 a problem was found, 2 wrong usage.  All verbs take --json.
     """
     if ctx.invoked_subcommand is None:
