@@ -76,11 +76,13 @@ class Restart:
         return found
 
     def _leading_to(self, step: int) -> Candidate:
-        found = next((c for c in self.candidates if c.step == step), None)
-        if found is None:
-            leading = [c for c in self.candidates if step in [s.step for s in self._after(c)]]
-            found = max(leading, key=lambda c: c.step, default=None)
-        return found or Candidate(0, step)
+        """What leads to the newest state of this number, by the fewest records; older ones are history."""
+        reached: list[tuple[Identity, int, Candidate]] = []
+        for c in self.candidates:
+            states = [(c.run, c.step), *(s.identity for s in self._after(c))]
+            reached += [(state, c.step, c) for state in states if state[1] == step]
+        way = max(reached, key=lambda way: way[:2], default=None)
+        return Candidate(0, step) if way is None else way[2]
 
     def _warn_of_lost(self, reached: Identity) -> None:
         """Records behind one that is missing or damaged lead nowhere."""

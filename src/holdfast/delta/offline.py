@@ -18,6 +18,7 @@ from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.delta.log import Log, Step, open_log
 from holdfast.delta.replay import Replay, merged_groups
+from holdfast.delta.segment import Identity
 from holdfast.errors import NotFound, NotRecoverable, UsageError
 from holdfast.group import Group
 from holdfast.state.live import State
@@ -84,14 +85,21 @@ def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
 
 
 def _way(store: Store, log: Log, step: int) -> tuple[int, list[Step]]:
-    """The nearest full step before `step`, and the records from there to it."""
-    for saved in sorted(committed(store), key=lambda s: s.step, reverse=True):
-        steps = log.after((saved.run, saved.step))
-        numbers = [s.step for s in steps]
-        if step in numbers:
-            return saved.step, steps[: numbers.index(step) + 1]
+    """The full step from which the fewest records lead to the newest state of this number, and they."""
+    saved = committed(store)
+    found: list[tuple[Identity, int, list[Step]]] = []
+    for base in saved:
+        steps = log.after((base.run, base.step))
+        for n in (n for n, one in enumerate(steps) if one.step == step):
+            found.append((steps[n].identity, base.step, steps[: n + 1]))
+    full = max(((s.run, s.step) for s in saved if s.step == step), default=(-1, step))
+    way = max(found, key=lambda way: way[:2], default=None)
+    if way is not None and way[0] >= full:
+        return way[1], way[2]
     recorded = sorted({s.step for s in log.steps.values()})
     hint = f"recorded: {recorded[0]} to {recorded[-1]}" if recorded else "nothing is recorded"
+    if full[0] >= 0:
+        hint = "it is there as a full step, which `holdfast convert` takes"
     raise NotFound(f"no records of {store.url} lead to step {step}", step=step, hint=hint)
 
 
