@@ -80,16 +80,17 @@ def prune(
     """Delete what `keep` does not keep; returns the steps deleted.
 
     A damaged newest step does not count: the newest good step always stays.  So do steps to `spare`,
-    which are being saved anew; `lock` keeps commits away while a manifest is deleted.
+    which are being saved anew or lead to the newest state by records; `lock` keeps commits away while a
+    manifest is deleted.
     """
-    due = [step for step in prunable(store, keep) if step not in spare]
+    due = prunable(store, keep, spare)
     gone = [step for step in due if delete_step(store, step, lock)]
     for step in gone:
         emit("pruned", step=step)
     return gone
 
 
-def prunable(store: Store, keep: Keep) -> list[int]:
+def prunable(store: Store, keep: Keep, spare: Collection[int] = ()) -> list[int]:
     """The steps that `prune` would delete, oldest first."""
     saved = committed(store)
     if (keep.last is None and keep.every is None) or not saved:
@@ -99,7 +100,7 @@ def prunable(store: Store, keep: Keep) -> list[int]:
     stay |= {s.step for s in good if keep.every and s.step % keep.every == 0}
     stay |= {s.step for s in saved if s.run < 0}
     stay |= set(next(([s.step] for s in reversed(good) if _sound(store, s.step)), []))
-    return [s.step for s in saved if s.step not in stay]
+    return [s.step for s in saved if s.step not in stay and s.step not in spare]
 
 
 def _sound(store: Store, step: int) -> bool:

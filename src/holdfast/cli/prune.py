@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from holdfast.checkpoint.listing import Step, survey
+from holdfast.checkpoint.names import Saved
 from holdfast.checkpoint.tidying import Keep, prunable, prune
 from holdfast.cli.screen import AsJson, Root, bad, dim, good, many, print_json, say, size, table
-from holdfast.delta.log import tidy_log
+from holdfast.delta.log import newest_history, open_log, tidy_log
 from holdfast.errors import UsageError
 from holdfast.interop.detect import detect
-from holdfast.store import open_store
+from holdfast.store import Store, open_store
 
 KeepLast = Annotated[
     int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")
@@ -30,7 +31,9 @@ def run(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete steps that neither option keeps.  The newest good step always stays."""
+    """Delete steps that neither option keeps.  The newest good step always stays, and so does the one from
+    which records lead to the newest state.
+    """
     if keep_last is None and keep_every is None:
         raise UsageError("nothing says what to keep", hint="--keep-last N, --keep-every N, or both")
     keep = Keep(last=keep_last, every=keep_every)
@@ -42,7 +45,8 @@ def run(
         )
     store = open_store(url)
     steps = survey(store).steps
-    gone = prunable(store, keep) if dry_run else prune(store, keep)
+    spare = _leading(store, steps)
+    gone = prunable(store, keep, spare) if dry_run else prune(store, keep, spare=spare)
     if not dry_run:
         tidy_log(store)
     freed = sum(s.manifest.total_bytes for s in steps if s.step in gone and s.manifest)
@@ -53,6 +57,12 @@ def run(
         )
         return
     _show(steps, gone, dry_run, freed, store.url)
+
+
+def _leading(store: Store, steps: tuple[Step, ...]) -> set[int]:
+    """The good step that a restart begins with: after a run went back, an older one than the newest."""
+    good = [Saved(s.run, s.step) for s in steps if s.problem is None]
+    return {newest_history(open_log(store)[0], good)[0].step} if good else set()
 
 
 def _show(steps: tuple[Step, ...], gone: list[int], dry_run: bool, freed: int, url: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint.names import committed, step_prefix
+from holdfast.checkpoint.names import Saved, committed, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.delta.chain import chain_from
 from holdfast.delta.segment import (
@@ -81,7 +81,7 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
 def tidy_log(store: Store, max_bytes: int = 0) -> None:
     """Delete the records that no step which is still there needs.
 
-    With a bound also the oldest of those that the newest step does not need, until half of it is free.
+    With a bound also the oldest of those that the newest state does not need, until half of it is free.
     """
     saved = committed(store)
     if not saved:
@@ -105,10 +105,21 @@ def tidy_log(store: Store, max_bytes: int = 0) -> None:
     if max_bytes:
         sizes = weigh(store, newest_of(saved))
         left = sum(size for size, _, _ in sizes)
+        replayed = _replayed(store, saved) if left > max_bytes // 2 else set()
         for size, key, needed in sizes:
-            if left > max_bytes // 2 and not needed:
+            if left > max_bytes // 2 and not needed and key not in replayed:
                 store.delete(key)
                 left -= size
+
+
+def _replayed(store: Store, saved: list[Saved]) -> set[str]:
+    """Segments through which the newest state is replayed, if its run has made no full save: if that run
+    went back, they are older than the newest full step."""
+    run, _ = newest_of(saved)
+    if all(int(key.split("/")[1]) <= run for key in segments(store)):
+        return set()
+    _, steps = newest_history(open_log(store)[0], saved)
+    return {found.key for step in steps for found, _ in step.records.values()}
 
 
 def open_log(store: Store) -> tuple[Log, list[str]]:
@@ -119,6 +130,17 @@ def open_log(store: Store) -> tuple[Log, list[str]]:
     plans = log.damaged_plans()
     log.leave_out(plans)
     return log, sorted({*keys, *plans} - {one.key for one in found})
+
+
+def newest_history(log: Log, saved: Iterable[Saved]) -> tuple[Saved, list[Step]]:
+    """Of some full steps the one that leads to the newest state, as a restart takes it, and the records by
+    which it does."""
+
+    def newness(way: tuple[Saved, list[Step]]) -> tuple[Identity, int]:
+        base, steps = way
+        return (steps[-1].identity if steps else (base.run, base.step)), base.step
+
+    return max(((base, log.after((base.run, base.step))) for base in saved), key=newness)
 
 
 @dataclass
