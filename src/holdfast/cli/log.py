@@ -10,6 +10,7 @@ import typer
 from holdfast.checkpoint.names import committed
 from holdfast.cli.screen import AsJson, Root, bad, dim, good, many, print_json, say, size, table
 from holdfast.delta.log import Log, Step, open_log
+from holdfast.delta.segment import Identity
 from holdfast.store import Store, open_store
 
 
@@ -22,13 +23,18 @@ class Stretch:
     last: int
     ranks: int
     bytes: int
-    parent: tuple[int, int]
+    parent: Identity
     base: int | None
     """The nearest full step from which they can be replayed."""
+    history: bool
+    """Whether they are older than what a restart takes, so that nothing is lost with them."""
 
 
 def run(url: Root, as_json: AsJson = False) -> None:
-    """List the records of a log.  Exit 1 if some cannot be replayed, or if files are damaged."""
+    """List the records of a log.
+
+    Exit 1 if files are damaged, or if nothing leads to records that are newer than what a restart takes.
+    """
     store = open_store(url)
     log, damaged = open_log(store)
     found = _stretches(log, store)
@@ -37,18 +43,21 @@ def run(url: Root, as_json: AsJson = False) -> None:
         print_json({"url": store.url, "records": rows, "damaged": damaged})
     else:
         _show(found, damaged, store.url)
-    if damaged or any(one.base is None for one in found):
+    if damaged or any(one.base is None and not one.history for one in found):
         raise typer.Exit(1)
 
 
 def _stretches(log: Log, store: Store) -> list[Stretch]:
-    bases = {(s.run, s.step): s.step for s in committed(store)}
-    led: dict[tuple[int, int], int] = {}
-    for base, number in sorted(bases.items(), key=lambda item: item[1]):
-        led |= {step.identity: number for step in log.after(base)}
+    saved = sorted(committed(store), key=lambda s: s.step)
+    led: dict[Identity, int] = {}
+    for base in saved:
+        led |= {step.identity: base.step for step in log.after((base.run, base.step))}
+    newest = max([*led, *((s.run, s.step) for s in saved)], default=(0, 0))
     out: list[list[Step]] = []
     for step in sorted(log.steps.values(), key=lambda s: s.identity):
-        if out and step.parent == out[-1][-1].identity and step.world == out[-1][-1].world:
+        before = out[-1][-1] if out else step
+        goes_on = step.parent == before.identity and step.world == before.world
+        if goes_on and (step.identity in led) == (before.identity in led):
             out[-1].append(step)
         else:
             out.append([step])
@@ -56,7 +65,7 @@ def _stretches(log: Log, store: Store) -> list[Stretch]:
         Stretch(
             part[0].run, part[0].step, part[-1].step, part[0].world,
             sum(r.bytes for s in part for _, r in s.records.values()),
-            part[0].parent, led.get(part[-1].identity),
+            part[0].parent, led.get(part[-1].identity), part[-1].identity < newest,
         )
         for part in out
     ]  # fmt: skip
@@ -72,9 +81,7 @@ def _show(found: list[Stretch], damaged: list[str], url: str) -> None:
             many(one.ranks, "rank"),
             size(one.bytes),
             f"step {one.parent[1]} of run {one.parent[0]}",
-            bad("nowhere: no full step leads to them")
-            if one.base is None
-            else good(f"step {one.base}"),
+            _from(one),
         )
         for one in found
     ]
@@ -83,3 +90,11 @@ def _show(found: list[Stretch], damaged: list[str], url: str) -> None:
         table(columns, rows, indent=0)
     for key in damaged:
         say(bad("damaged: ") + dim(key))
+
+
+def _from(one: Stretch) -> Any:
+    if one.base is not None:
+        return good(f"step {one.base}")
+    if one.history:
+        return dim("nowhere: history, a restart takes a later state")
+    return bad("nowhere: no full step leads to them")
