@@ -74,7 +74,7 @@ class DeltaTier:
         self._base: Save | None = None
         self._begun = False
         self._bases = 0
-        """How often ranks have agreed on a base that one of them needed."""
+        """How many times ranks were done with wishes for a base: the number of the next one."""
         self._edits = 0
         """Records in a row that could not be, because of weights that were written."""
         self._clock = Clock()
@@ -358,7 +358,10 @@ class DeltaTier:
         self._capture.rebatch(batch)
 
     def settle(self) -> None:
-        """Nothing is on its way to storage any more, for all will be read."""
+        """Nothing is on its way to storage any more, for all will be read.  What one rank wished for is
+        forgotten: its step may come again.  All ranks do so together."""
+        self._bases += 1
+        self._capture.unplan()
         self._capture.settle()
 
     def handed_over(self, limit_s: float | None) -> None:
