@@ -92,6 +92,8 @@ class Steering:
         self._beside: deque[float] = deque(maxlen=RECENT)
         """Of those beside which a batch of records was written."""
         self._wrote = False
+        self._looks = 0
+        """How often ranks have learned what holds; steps may come twice, after going back."""
         self._since: float | None = None
         if group.rank == 0 and self._after_failure:
             self._tuner.failed("process")
@@ -205,7 +207,7 @@ class Steering:
     # -- together ---------------------------------------------------------------------------------
 
     def _look(self, step: int) -> None:
-        key = f"tune/{step}"
+        key, self._looks = f"tune/{self._looks}", self._looks + 1
         if self._group.rank == 0:
             told = _told(self._decide(step))
             if self._group.size > 1:

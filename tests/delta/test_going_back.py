@@ -1,0 +1,122 @@
+"""Records of a run that went back to an older step: what counts, what stays, what is shown."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.delta.offline import replay_to
+from holdfast.errors import NotFound
+from holdfast.store import open_store
+from memory.zygote import Lives
+
+from .test_exact import Run, check_equal, equal, root  # noqa: F401
+from .test_offline import Plain, call
+
+pytestmark = pytest.mark.slow
+
+
+def train(ckpt: holdfast.Checkpointer, run: Run, steps: Iterable[int], lr: float) -> dict[int, Any]:
+    """What each step led to."""
+    found = {}
+    for step in steps:
+        for group in run.optim.param_groups:
+            group["lr"] = lr
+        run.step(step)
+        ckpt.step(step)
+        ckpt.wait()
+        found[step] = run.everything()
+    return found
+
+
+def went_back(root: Path, back: int, room: int = 0) -> dict[int, Any]:  # noqa: F811
+    """Run 1 makes eight steps, and full saves of 1, 4 and 8; run 3 leads on from step `back` to 8 in
+    another way, without a full save.  What its steps led to.  `room`: bound of the log, in records."""
+    run, every = Plain(), holdfast.Every(durable=4, delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        train(ckpt, run, range(1, 9), 0.01)
+    record = max(file.stat().st_size for file in root.glob("log/*/*/*.log"))
+    run, every, delta = (
+        Plain(),
+        holdfast.Every(delta=1),
+        holdfast.Delta(max_bytes=room * record or None),
+    )
+    with holdfast.Checkpointer(root, run.state, every=every, delta=delta) as ckpt:
+        assert ckpt.restore(back) == back
+        found = train(ckpt, run, range(back + 1, 9), 0.02)
+    assert holdfast.steps(root) == [1, 4, 8]
+    return found
+
+
+def restored(root: Path, step: int | None = None) -> dict[str, Any]:  # noqa: F811
+    """From a copy: who goes back leaves something behind."""
+    with tempfile.TemporaryDirectory(dir=root.parent) as folder:
+        copied, run = shutil.copytree(root, Path(folder) / "root"), Plain()
+        with holdfast.Checkpointer(copied, run.state, delta=holdfast.Delta()) as ckpt:
+            ckpt.restore(step)
+        return run.everything()
+
+
+@pytest.mark.parametrize("step", [3, 4, 5, 8])
+def test_a_step_that_both_runs_have(root: Path, step: int) -> None:  # noqa: F811
+    """The later run's is meant, though the other's may be a full one."""
+    expected = went_back(root, 2)[step]
+    check_equal(restored(root, step), expected)
+    state, base, _ = replay_to(open_store(str(root)), step)
+    weights = {f"model.{name}": value for name, value in state["model"].state_dict().items()}
+    assert base == 1
+    assert [name for name, value in weights.items() if not equal(value, expected[name])] == []
+
+
+def test_a_full_step_that_no_record_leads_to(root: Path) -> None:  # noqa: F811
+    """It is the later run's, so records of the other's are not replayed in its place."""
+    went_back(root, 2)
+    run = Plain()
+    with holdfast.Checkpointer(root, run.state, delta=holdfast.Delta()) as ckpt:
+        assert ckpt.restore(2) == 2
+        run.step(3)
+        ckpt.save(3).wait()
+    check_equal(restored(root, 3), run.everything())
+    with pytest.raises(NotFound, match="lead to step 3"):
+        replay_to(open_store(str(root)), 3)
+
+
+def test_a_bound_spares_what_leads_to_the_newest_state(root: Path) -> None:  # noqa: F811
+    """Though a full step of the run before is newer than those records."""
+    expected = went_back(root, 6, room=10)[8]
+    left = {(int(f.parts[-3]), int(f.parts[-2][:10])) for f in root.glob("log/*/*/*.log")}
+    assert {(1, 5), (1, 6), (3, 7), (3, 8)} <= left and len(left) < 9
+    check_equal(restored(root), expected)
+
+
+def test_prune_spares_what_leads_to_the_newest_state(root: Path) -> None:  # noqa: F811
+    expected = went_back(root, 6)[8]
+    for more in ("--dry-run", "--json"):
+        status, text = call("prune", root, "--keep-last", 1, "--json", more)
+        assert (status, json.loads(text)["gone"]) == (0, [1])
+    assert holdfast.steps(root) == [4, 8]
+    check_equal(restored(root), expected)
+
+
+def test_what_the_log_says_of_both_runs(root: Path) -> None:  # noqa: F811
+    """What was given up is history, and no fault."""
+    went_back(root, 6)
+    status, text = call("log", root, "--json")
+    found = [(r["run"], r["first"], r["last"], r["base"]) for r in json.loads(text)["records"]]
+    assert (status, found) == (0, [(1, 2, 6, 4), (1, 7, 8, None), (3, 7, 8, 4)])
+    assert "history" in call("log", root)[1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["tuned", "wished"])
+def test_what_one_rank_has_said_before(lives: Lives, case: str) -> None:
+    """Steps that come again find nothing of it."""
+    told = lives.live(nodes=[0] * 2, case=f"delta.back_cases:{case}")
+    assert [t.status for t in told] == [0, 0], lives.errors()
