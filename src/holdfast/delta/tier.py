@@ -11,11 +11,12 @@ can tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import torch
 
 from holdfast.capture import Save
 from holdfast.codec.digest import hexdigest
@@ -28,7 +29,7 @@ from holdfast.delta.watching import Watch
 from holdfast.errors import AgentError, HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
-from holdfast.layout import Mesh
+from holdfast.layout import Box, Mesh
 from holdfast.state.live import Live, State
 from holdfast.state.rest import collect_rest
 from holdfast.store import MemoryStore, Store
@@ -71,6 +72,8 @@ class DeltaTier:
             group, store, options, run=run, mesh=mesh, deadline_s=deadline_s
         )
         self._watch = Watch()
+        self._parts: dict[str, tuple[tuple[int, ...], Box, str]] = {}
+        """Where this rank's parts of sharded tensors of objects lie, as planned."""
         self._base: Save | None = None
         self._begun = False
         self._bases = 0
@@ -276,8 +279,16 @@ class DeltaTier:
         self._steps = optimizers(state)
         self._watch.weights_of(self._steps)
         values = self._watch.expect(state)
-        extras = collect_rest(state, self._groups, self.on_resize).extras
-        self._capture.plan(self._steps, self._groups, values, encode_extras(extras))
+        rest = collect_rest(state, self._groups, self.on_resize)
+        objects = self._of_objects(rest, state)
+        self._parts = _places(rest, objects)
+        values |= objects
+        self._capture.plan(self._steps, self._groups, values, encode_extras(rest.extras))
+
+    def _of_objects(self, rest: Live, state: State) -> dict[str, torch.Tensor]:
+        """Sharded tensors in the state of objects: records hold them whole at every step."""
+        known = self._watch.tensors(state)
+        return {name: t.source for name, t in rest.tensors.items() if name not in known}
 
     @property
     def _groups(self) -> Groups:
@@ -328,6 +339,11 @@ class DeltaTier:
     def _finish(self, step: int, rest: Live, changed: set[str], state: State) -> None:
         assert self.parent is not None
         values = {n: t for n, t in self._watch.tensors(state).items() if n in changed}
+        objects = self._of_objects(rest, state)
+        values |= objects
+        if _places(rest, objects) != self._parts:
+            self._again("the state of an object has other tensors")
+            return
         misfit = self._capture.fill(encode_extras(rest.extras), values)
         if misfit:
             self._again(misfit)
@@ -410,6 +426,12 @@ def _before(one: Steps, told: Callable[[Steps, Any], None]) -> Callable[..., Non
         told(one, given[0])
 
     return hook
+
+
+def _places(rest: Live, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], Box, str]]:
+    """Where a rank's parts of tensors lie."""
+    placed = {name: rest.tensors[name].placed for name in names}
+    return {name: (p.shape, p.box, p.dtype) for name, p in placed.items()}
 
 
 def _notes(rest: Live) -> dict[str, tuple[str, str]]:
