@@ -276,3 +276,27 @@ def test_optimizer_of_parameters_in_no_module(tmp_path: Path) -> None:
     assert torch.equal(p, q)
     assert same(fresh.state_dict(), optimizer.state_dict()) == []
     assert "optim.group0.0.exp_avg" in holdfast.open(str(tmp_path)).names()
+
+
+def test_a_rate_that_is_a_tensor_is_filled(tmp_path: Path) -> None:
+    """The script that holds it still changes what the optimizer uses."""
+
+    def new(*values: float) -> tuple[list[torch.Tensor], torch.optim.Optimizer, dict[str, Any]]:
+        net, rates = Net(), [torch.tensor(value) for value in values]
+        parts = [
+            {"params": m.parameters(), "lr": r} for m, r in zip((net.first, net.second), rates)
+        ]
+        optimizer = torch.optim.AdamW(parts, lr=rates[0], foreach=False)
+        return rates, optimizer, {"net": net, "optim": optimizer}
+
+    holdfast.save(tmp_path / "same", new(0.5, 0.5)[2], step=1)
+    holdfast.save(tmp_path / "other", new(0.5, 0.25)[2], step=1)
+    rates, optimizer, state = new(0.1, 0.2)
+    for group in optimizer.param_groups[1:]:
+        group["lr"] = rates[0]
+    holdfast.load(tmp_path / "same", state)
+    assert all(group["lr"] is rates[0] for group in optimizer.param_groups)
+    assert rates[0] == 0.5
+    holdfast.load(tmp_path / "other", state)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
+    assert optimizer.param_groups[0]["lr"] is rates[0]

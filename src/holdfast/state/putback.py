@@ -292,12 +292,32 @@ def put_groups(
     pairs: list[list[tuple[str, torch.Tensor]]],
     decode: Callable[[Any], Any],
 ) -> None:
-    """Each group's hyper-parameters from the saved group that its parameters were in."""
+    """Each group's hyper-parameters from the saved group that its parameters were in.
+
+    Tensors are filled: a script or a captured graph may hold them.
+    """
     saved = tree["$optimizer"]["groups"]
+    filled: dict[int, torch.Tensor] = {}
     for (group, _), source in zip(groups, match_groups(key, tree, pairs)):
         if source is not None:
             hyper = decode(saved[source]["hyper"])
-            group.update({k: v for k, v in hyper.items() if k not in HOW or k not in group})
+            for name in (n for n in hyper if n not in HOW or n not in group):
+                if not _fill(group.get(name), hyper[name], filled):
+                    group[name] = hyper[name]
+
+
+def _fill(live: Any, value: Any, filled: dict[int, torch.Tensor]) -> bool:
+    """Whether `value` could be written to a tensor that is there.  `filled`: by id, what the others got,
+    for groups that share one may have been saved with different values."""
+    if not isinstance(live, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    if (live.shape, live.dtype) != (value.shape, value.dtype):
+        return False
+    if not torch.equal(filled.setdefault(id(live), value), value):
+        return False
+    with torch.no_grad():
+        live.copy_(value)
+    return True
 
 
 def put_plain_states(
