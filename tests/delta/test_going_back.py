@@ -114,6 +114,19 @@ def test_what_the_log_says_of_both_runs(root: Path) -> None:  # noqa: F811
     assert "history" in call("log", root)[1]
 
 
+def test_runs_without_their_claims(root: Path) -> None:  # noqa: F811
+    """A number that is in the log is not given again, or what the next run does would count as older."""
+    went_back(root, 6)
+    shutil.rmtree(root / "claims")
+    run = Plain()
+    with holdfast.Checkpointer(
+        root, run.state, every=holdfast.Every(delta=1), delta=holdfast.Delta()
+    ) as ckpt:
+        assert ckpt.restore(7) == 7
+        expected = train(ckpt, run, [8], 0.04)[8]
+    check_equal(restored(root), expected)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", ["tuned", "wished"])
 def test_what_one_rank_has_said_before(lives: Lives, case: str) -> None:

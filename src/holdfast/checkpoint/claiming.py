@@ -7,6 +7,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 
 import msgspec
 
@@ -17,6 +18,7 @@ from holdfast.here import fate, place, started
 from holdfast.store import Store
 
 _CLAIM = re.compile(r"claims/(\d{10})\.json")
+_RECORD = re.compile(r"log/(\d{10})/")
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -58,8 +60,7 @@ def claim(store: Store) -> Claim:
                 f"{store.url} is in use by {held}",
                 hint="stop that run, or give this one a root of its own",
             )
-        floor = max([s.run for s in committed(store)], default=0)
-        run = max(held.run if held else 0, floor) + 1
+        run = max([held.run if held else 0, *_runs_of(store)]) + 1
         mine = Claim(
             run=run,
             host=socket.gethostname(),
@@ -76,6 +77,14 @@ def claim(store: Store) -> Claim:
         if held is not None:
             store.delete(f"claims/{held.run:010d}.json")
         return mine
+
+
+def _runs_of(store: Store) -> Iterator[int]:
+    """The runs of full steps and of records: their numbers are taken, whatever became of the claims."""
+    yield from (s.run for s in committed(store))
+    for key in store.list("log/"):
+        if match := _RECORD.match(key):
+            yield int(match[1])
 
 
 def newest_claim(store: Store) -> Claim | None:

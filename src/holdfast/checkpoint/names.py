@@ -4,6 +4,7 @@
 steps/0000001000/manifest.json                       the commit
 steps/0000001000/<run>-<attempt>/r00003.safetensors  images of one try of one save
 claims/0000000007.json                               run 7 took the root
+log/0000000007/...                                   records of run 7 (`delta`)
 ```
 A step exists if and only if its manifest does.  Steps are ordered by (run, step): a run that went back
 to step 50 and saved step 60 has made the older run's step 100 history, not the newest state.
