@@ -180,6 +180,28 @@ def test_a_writer_that_cannot_begin(
     assert not writers()
 
 
+def test_two_checkpointers_record_one_optimizer(root: Path) -> None:  # noqa: F811
+    """Neither takes the other's hook for one that may change gradients."""
+    run, every = new(), holdfast.Every(delta=1)
+    roots = [root / "a", root / "b"]
+    first, second = (
+        holdfast.Checkpointer(r, run.state, every=every, delta=holdfast.Delta()) for r in roots
+    )
+    for step in range(1, 7):
+        run.step(step)
+        first.step(step)
+        second.step(step)
+    first.close()
+    second.close()
+    expected = run.everything()
+    for place in roots:
+        assert holdfast.steps(place) == [1]
+        again = new()
+        with checkpointer(place, again) as ckpt:
+            assert ckpt.restore() == 6
+        check_equal(again.everything(), expected)
+
+
 def await_error(ckpt: holdfast.Checkpointer) -> None:
     """Until the queue knows that nothing is written any more."""
     until = time.monotonic() + 20
