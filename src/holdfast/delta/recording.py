@@ -77,21 +77,13 @@ def optimizers(state: State) -> list[Steps]:
     return found
 
 
-def watched(steps: list[Steps]) -> list[torch.Tensor]:
-    """Tensors whose version counters grow with every write to a parameter of these optimizers."""
-    found = []
-    for one in steps:
-        for _, p in one.params:
-            found += [p, local_of(p)] if isinstance(p, DTensor) else [p]
-    return found
-
-
 @dataclass(frozen=True)
 class Mark:
-    """What tells whether a tensor was written since: which it was, its counter of writes, and a sample of
-    its values, because writes by way of `.data` are not counted."""
+    """What tells whether a tensor was written since: which it was, where it lay, its counter of writes, and
+    a sample of its values, because writes by way of `.data` are not counted."""
 
     tensor: weakref.ref[torch.Tensor]
+    place: int
     version: int
     sample: bytes
 
@@ -105,11 +97,12 @@ class Mark:
             )
             sample = flat[:: max(1, len(flat) // SAMPLES)].tobytes()
         version = tensor._version + (local._version if isinstance(tensor, DTensor) else 0)
-        return Mark(weakref.ref(tensor), version, sample)
+        return Mark(weakref.ref(tensor), local.data_ptr(), version, sample)
 
     def differs(self, before: Mark) -> bool:
         same = self.tensor() is before.tensor()
-        return not same or (self.version, self.sample) != (before.version, before.sample)
+        mine, theirs = ((m.place, m.version, m.sample) for m in (self, before))
+        return not same or mine != theirs
 
 
 def untrained(state: State) -> dict[str, torch.Tensor]:

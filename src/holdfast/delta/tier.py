@@ -31,7 +31,7 @@ from holdfast.errors import AgentError, HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Box, Mesh
-from holdfast.state.live import Live, State
+from holdfast.state.live import Live, State, is_optimizer
 from holdfast.state.rest import collect_rest
 from holdfast.store import MemoryStore, Store
 
@@ -123,10 +123,12 @@ class DeltaTier:
     def begin_from(self, identity: Identity, base: Save | None = None) -> None:
         """The live state is this one, known or being saved; records lead on from it."""
         self._capture.drop()
+        if self._follow_optimizers() or self._is_stale():
+            self._capture.unplan()
         self._begun = True
         self.parent, self._base = identity, base
         self._hooks.move_last()
-        self._watch.begin(self.state(), self._steps)
+        self._watch.begin(self.state())
 
     def end(self, why: str) -> None:
         """Record no more, until records begin from another base."""
@@ -149,7 +151,8 @@ class DeltaTier:
         """Why nothing is recorded any more, until records begin from another base."""
         if self._edits > MAX_EDITS:
             return UsageError(
-                "weights are written outside optimizer.step() at every step, which no record can tell",
+                "weights or states of optimizers are written outside optimizer.step() at every step, "
+                "which no record can tell",
                 hint="make such changes in the optimizer, or do without delta=",
             )
         return self._capture.error
@@ -165,14 +168,19 @@ class DeltaTier:
         self._break(why)
 
     def _edited(self, when: str) -> None:
-        """No record leads to weights that somebody else writes."""
+        """No record leads to what somebody else writes."""
         self._edits += 1
-        self._again(f"weights were written outside optimizer.step(), {when}")
+        self._again(
+            "weights or states were written outside optimizer.step(), or an optimizer has others, "
+            + when
+        )
 
-    def _fail(self, error: HoldfastError | OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         """Records end, and the training goes on."""
         if isinstance(error, OSError):
             error = AgentError(f"memory for records: {error.strerror or error}")
+        elif not isinstance(error, HoldfastError):
+            error = AgentError(f"a record could not be made: {type(error).__name__}: {error}")
         self._capture.failure = error
         self._again(error.message)
 
@@ -200,7 +208,7 @@ class DeltaTier:
                 self._begin(one.key)
         except UsageError:
             raise
-        except (HoldfastError, OSError) as error:
+        except Exception as error:
             self._fail(error)
 
     def _begin(self, key: str) -> None:
@@ -254,7 +262,7 @@ class DeltaTier:
             self._break(self._capture.failure.message)
             return None
         with self._clock.once():
-            if not self._capture.is_planned or self._is_stale():
+            if not self._capture.is_planned:
                 self._plan()
             self._capture.reopen()
         record = self._capture.begin()
@@ -265,6 +273,17 @@ class DeltaTier:
             )
             self._break(slow if error is None else error.message)
         return record
+
+    def _follow_optimizers(self) -> bool:
+        """Whether the state has other optimizers than those with hooks; they have them now."""
+        state = self.state()
+        found = [(key, id(value)) for key, value in state.items() if is_optimizer(value)]
+        if found == [(one.key, id(one.optimizer)) for one in self._steps]:
+            return False
+        self._hooks.remove()
+        self._steps = optimizers(state)
+        self._hooks = _Hooks(self._steps, self._before, self._after_step)
+        return True
 
     def _is_stale(self) -> bool:
         """Whether an optimizer has other parameters than planned."""
@@ -278,7 +297,6 @@ class DeltaTier:
         """What records hold from now on.  Collective; blocks."""
         state = self.state()
         self._steps = optimizers(state)
-        self._watch.weights_of(self._steps)
         values = self._watch.expect(state)
         rest = collect_rest(state, self._groups, self.on_resize)
         objects = self._of_objects(rest, state)
@@ -311,6 +329,9 @@ class DeltaTier:
         if step <= self.parent[1]:
             self._check_number(step, self.parent[1])
             return
+        if self._follow_optimizers():
+            self._again("the state has other optimizers")
+            return
         with self._clock.held(), span("delta.call", step=step):
             state = self.state()
             rest = collect_rest(state, self._groups, self.on_resize)
@@ -325,7 +346,7 @@ class DeltaTier:
             try:
                 if self._opened() is not None:
                     self._finish(step, rest, changed, state)
-            except (HoldfastError, OSError) as error:
+            except Exception as error:
                 self._fail(error)
 
     def _check_number(self, step: int, before: int) -> None:

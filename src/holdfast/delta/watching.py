@@ -1,11 +1,15 @@
-"""What is written apart from the optimizers: buffers, untrained parameters, and weights."""
+"""What is written apart from the optimizers: buffers, untrained parameters, weights and their states."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from holdfast.delta.recording import Mark, Steps, buffers, small, untrained, watched
+import torch
+from torch.optim import Optimizer
+
+from holdfast.delta.recording import Mark, buffers, small, untrained
 from holdfast.state.live import State
+from holdfast.state.wrapped import Seen, stepping
 
 
 class Watch:
@@ -17,27 +21,26 @@ class Watch:
         self._untrained: dict[str, torch.Tensor] = {}
         self._marks: dict[str, Mark] = {}
         """What no optimizer changes, as it was at the last record."""
-        self._weights: list[torch.Tensor] = []
-        self._writes = 0
+        self._optimizers: list[Optimizer] = []
+        self._sizes: list[int] = []
+        """Of their parameter groups."""
+        self._seen = Seen([])
+        """What they have, as they left it."""
 
-    def begin(self, state: State, steps: list[Steps]) -> None:
+    def begin(self, state: State) -> None:
         """Records lead on from the state as it is now."""
         self._untrained = untrained(state)
         self._mark(state)
-        self.weights_of(steps)
-
-    def weights_of(self, steps: list[Steps]) -> None:
-        """These optimizers' parameters are watched from now on."""
-        self._weights = watched(steps)
+        self._optimizers = [v for v in state.values() if isinstance(v, Optimizer)]
         self.accept_writes()
 
     def accept_writes(self) -> None:
-        """What was written to weights up to now, the optimizers wrote."""
-        self._writes = self._count()
+        """What was written to weights and states up to now, the optimizers wrote."""
+        self._sizes, self._seen = self._look()
 
     def is_edited(self) -> bool:
-        """Whether somebody else has written to a weight."""
-        return self._count() != self._writes
+        """Whether somebody else has written to a weight or to a state, or an optimizer has others."""
+        return self._look() != (self._sizes, self._seen)
 
     def tensors(self, state: State) -> dict[str, torch.Tensor]:
         """All that no optimizer changes, by name."""
@@ -58,6 +61,10 @@ class Watch:
     def _mark(self, state: State) -> None:
         self._marks = {name: Mark.of(t) for name, t in self.tensors(state).items()}
 
-    def _count(self) -> int:
-        """Grows with every write to a parameter."""
-        return sum(tensor._version for tensor in self._weights)
+    def _look(self) -> tuple[list[int], Seen]:
+        groups = [g["params"] for o in self._optimizers for g in o.param_groups]
+        values: list[Any] = [p for params in groups for p in params]
+        for optimizer in self._optimizers:
+            for states in stepping(optimizer).state.values():
+                values += states.values() if isinstance(states, dict) else [states]
+        return [len(params) for params in groups], Seen(values)

@@ -43,7 +43,7 @@ from holdfast.state.live import (
 from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import Placed
 from holdfast.state.snapshot import Moment, raw_array
-from holdfast.state.wrapped import ELEMENTWISE, is_zero1, writes
+from holdfast.state.wrapped import ELEMENTWISE, Seen, is_zero1
 
 MOST_DRIFT = 1e-3
 """By one step, of a tensor's largest element: more is no rounding, on whatever device."""
@@ -110,7 +110,7 @@ class Feed:
         self._tensors: dict[str, LiveTensor] = {}
         self._watched: list[tuple[Any, torch.Tensor]] = []
         """Optimizers and parameters of theirs that are in the replica, at least in part."""
-        self._written = 0, 0
+        self._written = Seen([])
         self._seen: dict[str, tuple[int, int]] = {}
         """Of steady tensors that are not in the replica: which they were at the last snapshot, and how
         often they had been written."""
@@ -187,13 +187,12 @@ class Feed:
     def _after_step(self) -> None:
         self._written = self._writes()
 
-    def _writes(self) -> tuple[int, int]:
-        """Another pair after every write to weights and states, or when a state is another tensor."""
-        tensors = [p for _, p in self._watched]
+    def _writes(self) -> Seen:
+        """Another one after every write to weights and states, or when one is another tensor."""
+        values: list[Any] = [p for _, p in self._watched]
         for optimizer, p in self._watched:
-            states = optimizer.state.get(p, {}).values()
-            tensors += [v for v in states if isinstance(v, torch.Tensor)]
-        return writes(tensors), hash(tuple(map(id, tensors)))
+            values += optimizer.state.get(p, {}).values()
+        return Seen(values)
 
     def restart(self) -> None:
         """The state will be another."""

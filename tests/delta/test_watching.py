@@ -1,0 +1,321 @@
+"""What no record can tell is seen, whenever it happens: weights and states that are written outside of
+`optimizer.step()`, or are others, or lie elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.delta.capture import RecordCapture
+from holdfast.errors import UsageError
+from memory.zygote import Lives
+
+from .test_corners import Plain
+from .test_exact import OPTIMIZERS, Run, check_equal, root  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+UNTIL = 7
+Change = Callable[[Run], None]
+
+
+def unsteered(root: Path, run: Run, **options: Any) -> holdfast.Checkpointer:  # noqa: F811
+    """Full saves are made only where records need one."""
+    given = {"on_error": "raise", "deadline_s": 20.0, "delta": holdfast.Delta(), **options}
+    return holdfast.Checkpointer(root, run.state, every=holdfast.Every(delta=1), **given)
+
+
+def train(ckpt: holdfast.Checkpointer, run: Run, at: int, change: Change, begin: int = 0) -> None:
+    """Up to UNTIL; something happens before step `at`."""
+    for number in range(begin + 1, UNTIL + 1):
+        if number == at:
+            change(run)
+        run.step(number)
+        ckpt.step(number)
+        ckpt.wait()
+
+
+def check_takes_a_full_save(
+    root: Path,  # noqa: F811
+    change: Change,
+    again: Change = lambda _: None,
+    at: int = 5,
+    new: Callable[[], Run] = Plain,
+) -> None:
+    """It is seen, records begin anew, and a restart has the whole training.  `again`: what a script that is
+    started again does before it restores."""
+    run = new()
+    with unsteered(root, run) as ckpt:
+        train(ckpt, run, at, change)
+        expected = run.everything()
+    assert holdfast.steps(root) == [1, at]
+    run = new()
+    again(run)
+    with unsteered(root, run) as ckpt:
+        assert ckpt.restore() == UNTIL
+        check_equal(run.everything(), expected)
+
+
+def halve(run: Run) -> None:
+    with torch.no_grad():
+        run.model.last.weight.mul_(0.5)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def test_weights_written_before_the_first_record(root: Path) -> None:  # noqa: F811
+    """The ranks plan what records hold when the first begins: what was written since the full save is no
+    part of that."""
+    check_takes_a_full_save(root, halve, at=2)
+
+
+def test_weights_written_after_a_restart(root: Path) -> None:  # noqa: F811
+    """Such as a new head."""
+    run = Plain()
+    with unsteered(root, run) as ckpt:
+        for number in (1, 2, 3):
+            run.step(number)
+            ckpt.step(number)
+    run = Plain()
+    with unsteered(root, run) as ckpt:
+        assert ckpt.restore() == 3
+        train(ckpt, run, 4, halve, begin=3)
+        expected = run.everything()
+    run = Plain()
+    with unsteered(root, run) as ckpt:
+        assert ckpt.restore() == UNTIL
+        check_equal(run.everything(), expected)
+
+
+def test_weights_that_are_always_written_before_a_step(root: Path) -> None:  # noqa: F811
+    def train_all() -> None:
+        for number in range(1, 9):
+            halve(run)
+            run.step(number)
+            ckpt.step(number)
+
+    run = Plain()
+    ckpt = unsteered(root, run)
+    with pytest.raises(UsageError, match=r"outside optimizer.step"):
+        train_all()
+    ckpt.close()
+
+
+@pytest.mark.parametrize("width", [16, 300], ids=["small", "large"])
+def test_weights_that_lie_elsewhere(root: Path, width: int) -> None:  # noqa: F811
+    """`p.data = ...` is no write that torch counts."""
+
+    class Wide(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(width, width)
+            self.state["wide"] = self.wide
+            self.optim.add_param_group({"params": list(self.wide.parameters())})
+            self.sched.base_lrs.append(0.01)
+
+        def step(self, number: int) -> None:
+            self.wide(torch.randn(2, width)).square().mean().backward()
+            super().step(number)
+            self.wide.zero_grad()
+
+        def everything(self) -> dict[str, Any]:
+            return super().everything() | {"wide": self.wide.weight.clone()}
+
+    def replace(run: Run) -> None:
+        run.wide.weight.data = run.wide.weight.data * 0.5  # type: ignore[attr-defined]
+
+    check_takes_a_full_save(root, replace, new=Wide)
+
+
+def test_a_model_of_another_dtype(root: Path) -> None:  # noqa: F811
+    """Places in records are of the old one."""
+
+    def convert(run: Run) -> None:
+        run.dtype = torch.bfloat16
+        run.model.to(torch.bfloat16)
+
+    check_takes_a_full_save(root, convert, convert, new=lambda: Plain(OPTIMIZERS["sgd"]))
+
+
+def test_an_error_that_nobody_foresaw(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """It ends the records, aloud, and not the training."""
+    gradients = RecordCapture.gradients
+
+    def failing(*args: Any) -> None:
+        if run.told["seen"] == 8 * 3:
+            raise RuntimeError("no such kernel")
+        gradients(*args)
+
+    monkeypatch.setattr(RecordCapture, "gradients", failing)
+    run = Plain()
+    with (
+        pytest.warns(holdfast.HoldfastWarning, match="records end: .*no such kernel"),
+        unsteered(root, run, on_error="warn") as ckpt,
+    ):
+        train(ckpt, run, 0, halve)
+    again = Plain()
+    with unsteered(root, again) as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("error", holdfast.HoldfastWarning)
+        assert ckpt.restore() == 3
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_what_nobody_trains_and_lies_elsewhere(root: Path, at: int) -> None:  # noqa: F811
+    """It is large, and what changes in it is little."""
+
+    class Beside(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside = nn.Linear(600, 600).requires_grad_(False)
+            self.state["beside"] = self.beside
+
+        def everything(self) -> dict[str, Any]:
+            return super().everything() | {"beside": self.beside.weight.clone()}
+
+    def change(run: Run) -> None:
+        weight = run.beside.weight  # type: ignore[attr-defined]
+        new = weight.data.clone()
+        new.view(-1)[1] = 9.0
+        weight.data = new
+
+    check_takes_a_full_save(root, change, at=at, new=Beside)
+
+
+# -- states ---------------------------------------------------------------------------------------
+
+
+def empty(run: Run) -> None:
+    for states in run.optim.state.values():
+        states["exp_avg"].zero_()
+
+
+def clear(run: Run) -> None:
+    run.optim.state.clear()
+
+
+def load(run: Run) -> None:
+    old = copy.deepcopy(run.optim.state_dict())
+    for states in old["state"].values():
+        states["exp_avg_sq"].mul_(2)
+    run.optim.load_state_dict(old)
+
+
+def replace_one(run: Run) -> None:
+    """By one that may get the place of the one before, and its number."""
+    states = run.optim.state[run.model.last.weight]
+    shape = states.pop("exp_avg").shape
+    states["exp_avg"] = torch.zeros(shape)
+
+
+def move_one(run: Run) -> None:
+    states = run.optim.state[run.model.last.weight]
+    states["exp_avg"].data = states["exp_avg"].data * 0.5
+
+
+@pytest.mark.parametrize("change", [empty, clear, load, replace_one, move_one])
+@pytest.mark.parametrize("at", [2, 5])
+def test_states_that_somebody_else_writes(root: Path, change: Change, at: int) -> None:  # noqa: F811
+    check_takes_a_full_save(root, change, at=at)
+
+
+class Counting(torch.optim.SGD):
+    """With a state that is a number, and one in a list."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    states = self.state[p]
+                    states["count"] = states.get("count", 0) + 1
+                    states.setdefault("sums", [0.0])[0] += 0.5
+                    p.grad.div_(states["count"]).mul_(1 + states["sums"][0])
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("key", ["count", "sums"])
+def test_states_that_are_no_tensors(root: Path, key: str) -> None:  # noqa: F811
+    def change(run: Run) -> None:
+        states = run.optim.state[run.model.last.weight]
+        if key == "count":
+            states["count"] = 1
+        else:
+            states["sums"][0] = 7.0
+
+    check_takes_a_full_save(root, change, new=lambda: Plain(lambda p: Counting(p, lr=0.1)))
+
+
+# -- other parameters, other optimizers -----------------------------------------------------------
+
+
+def grow(run: Run) -> None:
+    """A module more, and a group of its parameters."""
+    torch.manual_seed(9)
+    run.model.more = nn.Linear(2, 2)
+    run.model.register_forward_hook(lambda model, _, y: y + model.more(y))
+    run.optim.add_param_group({"params": list(run.model.more.parameters())})
+    run.sched.base_lrs.append(0.01)
+
+
+def put_anew(run: Run) -> None:
+    """A module, and in the optimizer its parameters."""
+    torch.manual_seed(9)
+    run.model.last = nn.Linear(16, 2, bias=False)
+    run.optim.param_groups[0]["params"] = list(run.model.parameters())
+
+
+def write_and_grow(run: Run) -> None:
+    with torch.no_grad():
+        run.model.first.weight.mul_(0.5)
+    grow(run)
+
+
+@pytest.mark.parametrize("at", [2, 5])
+@pytest.mark.parametrize(
+    ("change", "new", "again"),
+    [(grow, Plain, grow), (write_and_grow, Plain, grow), (put_anew, Plain, lambda _: None)],
+)
+def test_an_optimizer_with_other_parameters(
+    root: Path,  # noqa: F811
+    change: Change,
+    new: Callable[[], Run],
+    again: Change,
+    at: int,
+) -> None:
+    """The full save before does not have them."""
+    check_takes_a_full_save(root, change, again, at, new)
+
+
+@pytest.mark.parametrize("at", [2, 5])
+@pytest.mark.parametrize("model", [False, True], ids=["optimizer", "model and optimizer"])
+def test_another_optimizer_in_the_state(root: Path, model: bool, at: int) -> None:  # noqa: F811
+    """Records follow it: a full save, and its steps are recorded."""
+
+    def change(run: Run) -> None:
+        if model:
+            run.model = copy.deepcopy(run.model)
+            halve(run)
+        run.optim = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+        run.sched = torch.optim.lr_scheduler.ExponentialLR(run.optim, 0.8)
+        run.state |= {"model": run.model, "optim": run.optim, "sched": run.sched}
+
+    check_takes_a_full_save(root, change, change, at)
+
+
+# -- several ranks --------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["growing"])
+def test_what_one_rank_alone_has(lives: Lives, case: str) -> None:
+    for life in ("dies", "again"):
+        told = lives.live(nodes=[0, 0], case=f"delta.watched_cases:{case}_{life}", grace_s=20)
+        assert [one.status for one in told] == [-9 if life == "dies" else 0] * 2, lives.errors()

@@ -1,0 +1,152 @@
+"""What two ranks do together in `test_watching` and `test_replaying`: each function is run by every rank of
+a life."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+
+ENDS = 9
+"""The step after which all ranks die."""
+
+
+class Pair:
+    """A training of two ranks; `state` has all of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.rank = dist.get_rank()
+        torch.manual_seed(0)
+        self.model: nn.Module = nn.Linear(6, 3)
+        self.optim: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.state: dict[str, Any] = {"model": self.model, "optim": self.optim}
+
+    def step(self, number: int) -> None:
+        torch.manual_seed(100 * number + self.rank)
+        self.model(torch.randn(8, 6)).square().mean().backward()
+        for p in self.model.parameters():
+            dist.all_reduce(p.grad)
+        self.optim.step()
+        self.optim.zero_grad()
+
+    def held(self) -> list[torch.Tensor]:
+        states = [v for s in self.optim.state.values() for v in s.values()]
+        return [*self.model.parameters(), *states]
+
+    def checkpointer(self) -> holdfast.Checkpointer:
+        return holdfast.Checkpointer(
+            self.root,
+            self.state,
+            every=holdfast.Every(delta=1),
+            delta=holdfast.Delta(),
+            on_error="raise",
+            deadline_s=20.0,
+        )
+
+    @property
+    def _kept(self) -> Path:
+        return self.root.parent / f"held{self.rank}.pt"
+
+    def dies(self) -> None:
+        ckpt = self.checkpointer()
+        for number in range(1, ENDS + 1):
+            self.step(number)
+            ckpt.step(number)
+            ckpt.wait()
+            dist.barrier()
+        torch.save(self.held(), self._kept)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def again(self) -> None:
+        with self.checkpointer() as ckpt:
+            assert ckpt.restore() == ENDS
+            held, expected = self.held(), torch.load(self._kept)
+            assert len(held) == len(expected) and all(map(torch.equal, held, expected))
+
+
+class Table(Pair):
+    """A large value that one rank writes, and sends the other in a way that torch does not count."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.table = torch.zeros(3000, 200)
+        self.state["bank"] = {"table": self.table}
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        if number in (2, 3):
+            self.table.add_(1.0)
+        if number >= 4:
+            if self.rank == 0:
+                self.table.view(-1)[5::585].add_(number)
+            dist.broadcast(self.table, 0)
+
+    def held(self) -> list[torch.Tensor]:
+        return [*super().held(), self.table]
+
+
+class Growing(Pair):
+    """The optimizer of one rank alone gets another parameter, as of a stage of a pipeline."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.more = nn.Linear(3, 3)
+
+    def grow(self) -> None:
+        if self.rank == 1:
+            self.state["more"] = self.more
+            self.optim.add_param_group({"params": list(self.more.parameters())})
+
+    def step(self, number: int) -> None:
+        if number == 4:
+            self.grow()
+        if number >= 4:
+            self.more(torch.ones(1, 3)).sum().backward()
+        began = time.monotonic()
+        super().step(number)
+        assert time.monotonic() - began < 10  # nobody waits for a rank that plans alone
+
+    def again(self) -> None:
+        self.grow()
+        super().again()
+
+
+class Stages(Pair):
+    """Each rank has a stage of a pipeline, and a scaler; once the gradient of one is infinite."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.model = nn.ModuleDict({"ab"[self.rank]: nn.Linear(4, 4)})
+        self.optim = torch.optim.Adam(self.model.parameters(), lr=0.01, fused=True)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+        self.state = {"model": self.model, "optim": self.optim, "scaler": self.scaler}
+
+    def step(self, number: int) -> None:
+        torch.manual_seed(number)
+        stage = self.model["ab"[self.rank]]  # type: ignore[index]
+        self.scaler.scale(stage(torch.randn(2, 4)).square().sum()).backward()
+        if number == 4 and self.rank == 0:
+            stage.weight.grad[0, 0] = float("inf")
+        self.scaler.step(self.optim)
+        self.scaler.update()
+        self.optim.zero_grad()
+
+
+def _life(kind: Callable[[Path], Pair], how: str) -> Callable[[Path], None]:
+    return lambda root: getattr(kind(root), how)()
+
+
+table_dies, table_again = _life(Table, "dies"), _life(Table, "again")
+growing_dies, growing_again = _life(Growing, "dies"), _life(Growing, "again")
+stages_dies, stages_again = _life(Stages, "dies"), _life(Stages, "again")
