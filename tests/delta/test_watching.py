@@ -314,7 +314,7 @@ def test_another_optimizer_in_the_state(root: Path, model: bool, at: int) -> Non
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["growing"])
+@pytest.mark.parametrize("case", ["table", "growing"])
 def test_what_one_rank_alone_has(lives: Lives, case: str) -> None:
     for life in ("dies", "again"):
         told = lives.live(nodes=[0, 0], case=f"delta.watched_cases:{case}_{life}", grace_s=20)

@@ -360,7 +360,8 @@ class DeltaTier:
 
     def _finish(self, step: int, rest: Live, changed: set[str], state: State) -> None:
         assert self.parent is not None
-        values = {n: t for n, t in self._watch.tensors(state).items() if n in changed}
+        planned = self._watch.changing  # other ranks may have changed what this one has not
+        values = {n: t for n, t in self._watch.tensors(state).items() if n in planned}
         objects = self._of_objects(rest, state)
         values |= objects
         if _places(rest, objects) != self._parts:
