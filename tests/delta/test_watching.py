@@ -310,6 +310,24 @@ def test_another_optimizer_in_the_state(root: Path, model: bool, at: int) -> Non
     check_takes_a_full_save(root, change, change, at)
 
 
+def test_gradients_that_no_optimizer_takes(root: Path) -> None:  # noqa: F811
+    """A full step of plain SGD does not tell which parameters were trained; its records do."""
+    run = Plain(OPTIMIZERS["sgd"])
+    with unsteered(root, run) as ckpt:
+        train(ckpt, run, 0, halve)
+    fewer = Plain(lambda p: torch.optim.SGD(p[:4], lr=0.1))
+    with (
+        unsteered(root, fewer) as ckpt,
+        pytest.raises(holdfast.errors.StateMismatch, match=r"gradients of optim\.last\.weight"),
+    ):
+        ckpt.restore()
+    whole = {k: v.clone() for k, v in run.model.state_dict().items()}
+    with unsteered(root, fewer) as ckpt:
+        assert ckpt.restore(strict=False) == UNTIL
+    assert torch.equal(fewer.model.first.weight, whole["first.weight"])
+    assert not torch.equal(fewer.model.last.weight, whole["last.weight"])
+
+
 # -- several ranks --------------------------------------------------------------------------------
 
 

@@ -162,10 +162,12 @@ class Step:
     def is_whole(self) -> bool:
         return len(self.records) == self.world
 
-    def applied(self) -> dict[str, dict[int, Applied]]:
-        """By optimizer, what each rank said of its step."""
+    def applied(self, first: int = 0) -> dict[str, dict[int, Applied]]:
+        """By optimizer, what each rank said of its step; in the order in which rank `first` made them."""
         found: dict[str, dict[int, Applied]] = {}
-        for rank, (_, record) in sorted(self.records.items()):
+        for rank, (_, record) in sorted(
+            self.records.items(), key=lambda one: (one[0] != first, one)
+        ):
             for one in record.applied:
                 found.setdefault(one.key, {})[rank] = one
         return found

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import ArrayTarget, Want
@@ -32,7 +33,14 @@ from holdfast.delta.recording import (
     untrained,
 )
 from holdfast.delta.writers import await_others
-from holdfast.errors import Corrupt, Deadline, FormatError, NotFound, NotRecoverable, StateMismatch
+from holdfast.errors import (
+    Corrupt,
+    Deadline,
+    FormatError,
+    NotFound,
+    NotRecoverable,
+    StateMismatch,
+)
 from holdfast.events import emit, span
 from holdfast.format import extras as tree
 from holdfast.group import Group
@@ -109,8 +117,9 @@ class Replay:
         self._blockwise = {one.key: Blockwise(one.optimizer) for one in self.steps}
         self.values = {**untrained(self.state), **buffers(self.state)}
         self.live = held(self.steps, self.values)
-        for step in {(s.run, s.plan): s for s in steps}.values():
-            self._is_resized(step)
+        plans = {(s.run, s.plan): s for s in steps}
+        self._resized = {plan: self._is_resized(step) for plan, step in plans.items()}
+        self._check(steps)
         sets = [Gradients(self.steps), Gradients(self.steps)]
         newest: dict[str, torch.Tensor] = {}
         last: Step | None = None
@@ -138,6 +147,56 @@ class Replay:
                     self.values[name].copy_(value)
             self._put_rest(last)
         return last
+
+    def _check(self, steps: list[Step]) -> None:
+        """Before anything is applied: NotRecoverable for what only the recorded layout can do again,
+        StateMismatch for gradients that no rank has a parameter for."""
+        for step in steps:
+            self._check_scales(step)
+        lacking = self._lacking(steps)
+        if lacking and self.options.strict:
+            few = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" * (len(lacking) > 3))
+            raise StateMismatch(
+                f"records have gradients of {few}, which no live optimizer has",
+                lacking,
+                hint="build the same model and optimizers, or pass strict=False: it leaves these out",
+            )
+
+    def _lacking(self, steps: list[Step]) -> tuple[str, ...]:
+        """Recorded gradients that no rank has a parameter for.  Collective."""
+        recorded = sorted(
+            {
+                (key, name)
+                for step in {(s.run, s.plan): s for s in steps}.values()
+                for found, _ in step.records.values()
+                for key, groups in found.header.groups.items()
+                for names in groups
+                for name in names
+            }
+        )
+        here = {(one.key, name) for one in self.steps for name, _ in one.params}
+        told = self.group.share(
+            np.packbits(np.array([n in here for n in recorded], bool)).tobytes()
+        )
+        bits = np.unpackbits(np.bitwise_or.reduce([np.frombuffer(t, np.uint8) for t in told]))
+        nowhere = [one for one, known in zip(recorded, bits) if not known]
+        return tuple(
+            f"{key}.{name}"
+            for key, name in nowhere
+            if any(name in step.with_gradient(key) for step in steps)
+        )
+
+    def _check_scales(self, step: Step) -> None:
+        """On another layout, what each rank's GradScaler said must be the same."""
+        for key, ranks in step.applied().items():
+            scales = {(one.found_inf, one.grad_scale) for one in ranks.values()}
+            if len(scales) > 1 and self._resized[step.run, step.plan]:
+                raise NotRecoverable(
+                    f"ranks scaled the gradients of {key!r} in other ways, or skipped a step alone, so "
+                    "the records cannot be replayed on another layout",
+                    step=step.step,
+                    hint="restart on that layout once and save durably; then change it",
+                )
 
     def _is_resized(self, step: Step) -> bool:
         """Whether the records were made on another layout.  UsageError if that cannot be replayed."""
@@ -245,18 +304,19 @@ class Replay:
         return [Want(index, placed.box, target_of(local_of(tensor), entry.dtype))]
 
     def _apply(self, step: Step, grads: Gradients) -> None:
-        applied = step.applied()
-        for one in self.steps:
-            ranks = applied.get(one.key)
-            if ranks is None:
+        known = {one.key: one for one in self.steps}
+        is_resized = self._resized[step.run, step.plan]
+        for key, ranks in step.applied(0 if is_resized else self.group.rank).items():
+            if key not in known:
                 continue
+            one = known[key]
             given = step.with_gradient(one.key)
             for name, p in one.params:
                 p.grad = grads.of[grad_name(one.key, name)] if name in given else None
             merged = merged_groups(step, one.key)
             groups = [(g, g["params"]) for g in one.optimizer.param_groups]
             put_groups(one.key, groups, merged, one.groups, _decode)
-            first = next(iter(ranks.values()))
+            first = next(iter(ranks.values()))  # this rank's own, on the same layout
             amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
             with amp, _without_pre_hooks(one.optimizer):
                 _make_step(one.optimizer, self._blockwise[one.key])
@@ -341,13 +401,15 @@ def _make_step(optimizer: Any, blockwise: Blockwise) -> None:
 @contextmanager
 def _without_pre_hooks(optimizer: Any) -> Iterator[None]:
     """Gradients are recorded as hooks before the step had made them; these must not do it twice."""
-    hooks = optimizer._optimizer_step_pre_hooks
-    kept = list(hooks.items())
-    hooks.clear()
+    every = optimizer._optimizer_step_pre_hooks, _global_optimizer_pre_hooks
+    kept = [list(hooks.items()) for hooks in every]
+    for hooks in every:
+        hooks.clear()
     try:
         yield
     finally:
-        hooks.update(kept)
+        for hooks, before in zip(every, kept):
+            hooks.update(before)
 
 
 class _amp:  # noqa: N801

@@ -1,0 +1,82 @@
+"""A replay makes the recorded steps again: each once, in their order, with the same hooks around them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_pre_hook,
+)
+
+from holdfast.delta.offline import replay_to
+from holdfast.errors import NotRecoverable
+from holdfast.store import open_store
+from memory.zygote import Lives
+
+from .test_corners import Plain
+from .test_exact import STEPS, Run, check_equal, check_restored, checkpointer, recorded, root  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def halved() -> Iterator[None]:
+    """Gradients, before the step of any optimizer there is."""
+
+    def hook(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    handle = register_optimizer_step_pre_hook(hook)
+    yield
+    handle.remove()
+
+
+@pytest.mark.usefixtures("halved")
+def test_a_hook_on_all_optimizers(root: Path) -> None:  # noqa: F811
+    """What is recorded is what came of it."""
+    check_restored(root, Plain, recorded(root, Plain))
+
+
+def test_the_order_of_the_optimizers(root: Path) -> None:  # noqa: F811
+    """That of their steps, not that of the state."""
+
+    class Two(Plain):
+        def __init__(self) -> None:
+            super().__init__(lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1))
+            self.first = torch.optim.AdamW(self.model.first.parameters(), lr=0.1, weight_decay=0.9)
+            self.state["second_in_the_state"] = self.first
+
+        def step(self, number: int) -> None:
+            self.first.zero_grad()
+            for p in self.model.first.parameters():
+                p.grad = torch.randn_like(p)
+            self.first.step()
+            super().step(number)
+
+        def everything(self) -> dict[str, Any]:
+            states = [self.first.state.get(p, {}) for p in self.model.parameters()]
+            return super().everything() | {"first": copy.deepcopy(states)}
+
+    check_restored(root, Two, recorded(root, Two))
+
+
+# -- several ranks --------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_a_step_that_one_rank_skips(lives: Lives) -> None:
+    """Its kernel alone was told so by a scaler.  On another layout nobody could do that again."""
+    told = lives.live(nodes=[0, 0], case="delta.watched_cases:stages_dies", grace_s=20)
+    assert [one.status for one in told] == [-9, -9], lives.errors()
+    told = lives.live(nodes=[0, 0], case="delta.watched_cases:stages_again")
+    assert [one.status for one in told] == [0, 0], lives.errors()
+    with pytest.raises(NotRecoverable, match="cannot be replayed on another layout"):
+        replay_to(open_store(str(lives.place / "root")), STEPS)
