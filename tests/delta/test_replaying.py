@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+import holdfast
 from holdfast.delta.offline import replay_to
-from holdfast.errors import NotRecoverable
+from holdfast.errors import NotRecoverable, UsageError
 from holdfast.store import open_store
 from memory.zygote import Lives
 
@@ -66,6 +70,60 @@ def test_the_order_of_the_optimizers(root: Path) -> None:  # noqa: F811
             return super().everything() | {"first": copy.deepcopy(states)}
 
     check_restored(root, Two, recorded(root, Two))
+
+
+# -- hooks after a step ---------------------------------------------------------------------------
+
+
+def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.clamp_(-0.1, 0.1)
+
+
+class Clamped(Plain):
+    def __init__(self, hooked: bool = True) -> None:
+        super().__init__()
+        del self.told["mean"]
+        if hooked:
+            self.optim.register_step_post_hook(clamp)
+
+    def step(self, number: int) -> None:
+        self.told["mean"] = 0.0
+        super().step(number)
+        del self.told["mean"]
+
+
+def test_hooks_after_a_step(root: Path) -> None:  # noqa: F811
+    """They are called in a replay, too, if they are there."""
+    expected = recorded(root, Clamped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", holdfast.HoldfastWarning)
+        check_restored(root, Clamped, expected)
+
+
+def test_hooks_after_a_step_that_are_not_there(root: Path) -> None:  # noqa: F811
+    recorded(root, Clamped)
+    with (
+        checkpointer(root, Clamped(hooked=False)) as ckpt,
+        pytest.warns(
+            holdfast.HoldfastWarning, match="'optim' had 1 hooks after its steps .* 0 now"
+        ),
+    ):
+        assert ckpt.restore() == STEPS
+    with pytest.raises(UsageError, match="'optim' had hooks after its steps"):
+        replay_to(open_store(str(root)), STEPS)
+
+
+def test_hooks_on_all_optimizers_after_a_step(root: Path) -> None:  # noqa: F811
+    """They follow ours: what they write is seen, as what the script writes itself."""
+    handle = register_optimizer_step_post_hook(clamp)
+    try:
+        with pytest.raises(UsageError, match=r"outside optimizer.step"):
+            recorded(root, Plain)
+    finally:
+        handle.remove()
 
 
 # -- several ranks --------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from holdfast.delta.recording import (
     agree,
     check_grad,
     held,
+    hooks_after,
     kind_of,
     missing_of,
     plan_of,
@@ -379,9 +380,9 @@ def memory_bytes() -> int:
 
 def _applied(one: Steps) -> Applied:
     """The step that an optimizer is about to make."""
-    scale = [_number(getattr(one.optimizer, n, None)) for n in ("found_inf", "grad_scale")]
+    inf, scale = (_number(getattr(one.optimizer, n, None)) for n in ("found_inf", "grad_scale"))
     hyper = tuple(encoded_hyper(one.key, g) for g in one.optimizer.param_groups)
-    return Applied(one.key, hyper, missing_of(one), *scale)
+    return Applied(one.key, hyper, missing_of(one), inf, scale, hooks_after(one.optimizer))
 
 
 def _number(value: Any) -> float | None:

@@ -123,7 +123,9 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
         f"{key}.{name}": p for key, module in state.items() for name, p in module.named_parameters()
     }
     for key in optimizers:
-        state[key] = _optimizer(next(s for s in steps if key in s.applied()), key, params, state)
+        made = [s for s in steps if key in s.applied()]
+        hooked = (s for s in made if any(one.hooks for one in s.applied()[key].values()))
+        state[key] = _optimizer(next(hooked, made[0]), key, params, state)
     recorded = {
         key for step in steps for _, record in step.records.values() for key in record.notes
     }
@@ -144,6 +146,11 @@ def _optimizer(step: Step, key: str, params: dict[str, torch.Tensor], state: Sta
     if not module.startswith("torch.optim"):
         raise UsageError(
             f"{key!r} is a {module}.{name}, which cannot be made without the training script",
+            hint=IN_THE_SCRIPT,
+        )
+    if any(one.hooks for one in step.applied()[key].values()):
+        raise UsageError(
+            f"{key!r} had hooks after its steps, which may have written to weights",
             hint=IN_THE_SCRIPT,
         )
     kind = getattr(importlib.import_module(module), name)

@@ -226,6 +226,12 @@ def only_reads(optimizer: Optimizer) -> bool:
     return is_torchs and not looks_ahead and getattr(optimizer, "grad_scale", None) is None
 
 
+def hooks_after(optimizer: Optimizer) -> int:
+    """How many hooks of others follow its step."""
+    hooks = optimizer._optimizer_step_post_hooks.values()
+    return sum(not (getattr(h, "__module__", "") or "").startswith("holdfast.") for h in hooks)
+
+
 def missing_of(one: Steps) -> tuple[str, ...]:
     return tuple(name for name, p in one.params if p.grad is None)
 

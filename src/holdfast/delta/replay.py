@@ -6,6 +6,7 @@ the replay exactly at the step before.  The next record is read while one is app
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from holdfast.delta.recording import (
     buffers,
     grad_name,
     held,
+    hooks_after,
     optimizers,
     untrained,
 )
@@ -37,6 +39,7 @@ from holdfast.errors import (
     Corrupt,
     Deadline,
     FormatError,
+    HoldfastWarning,
     NotFound,
     NotRecoverable,
     StateMismatch,
@@ -161,6 +164,7 @@ class Replay:
                 lacking,
                 hint="build the same model and optimizers, or pass strict=False: it leaves these out",
             )
+        self._warn_of_hooks(steps)
 
     def _lacking(self, steps: list[Step]) -> tuple[str, ...]:
         """Recorded gradients that no rank has a parameter for.  Collective."""
@@ -196,6 +200,19 @@ class Replay:
                     "the records cannot be replayed on another layout",
                     step=step.step,
                     hint="restart on that layout once and save durably; then change it",
+                )
+
+    def _warn_of_hooks(self, steps: list[Step]) -> None:
+        """What hooks after a step write to weights is not in records: the hooks write it again."""
+        for one in self.steps:
+            applied = [a for s in steps for a in s.applied().get(one.key, {}).values()]
+            recorded, here = max((a.hooks for a in applied), default=0), hooks_after(one.optimizer)
+            if recorded > here:
+                warnings.warn(
+                    f"{one.key!r} had {recorded} hooks after its steps when they were recorded, and has "
+                    f"{here} now: what they write to weights is missing; register them before restore()",
+                    HoldfastWarning,
+                    stacklevel=2,
                 )
 
     def _is_resized(self, step: Step) -> bool:

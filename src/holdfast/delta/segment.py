@@ -48,6 +48,8 @@ class Applied(msgspec.Struct, frozen=True):
     found_inf: float | None = None
     grad_scale: float | None = None
     """What a GradScaler left to the optimizer's own kernel."""
+    hooks: int = 0
+    """That others had registered to follow the step; they may have written to weights."""
 
 
 class Record(msgspec.Struct, frozen=True):
