@@ -72,6 +72,67 @@ def test_the_order_of_the_optimizers(root: Path) -> None:  # noqa: F811
     check_restored(root, Two, recorded(root, Two))
 
 
+class Clipped(torch.optim.Adam):
+    """Its step calls that of its class, which has hooks of its own as soon as there is one of it."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.01)
+        return super().step(closure)
+
+
+def test_a_step_that_calls_that_of_its_class(root: Path) -> None:  # noqa: F811
+    torch.optim.Adam(nn.Linear(2, 2).parameters())
+
+    def new() -> Run:
+        return Plain(lambda p: Clipped(p, lr=0.01))
+
+    check_restored(root, new, recorded(root, new))
+
+
+def test_a_step_that_failed_is_not_around_the_next(root: Path) -> None:  # noqa: F811
+    """It is called again, and that is a second step."""
+
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                self.fails = False
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    run = Plain(lambda p: Failing(p, lr=0.1))
+    with checkpointer(root, run) as ckpt:
+        for number in (1, 2):
+            run.step(number)
+            ckpt.step(number)
+        run.optim.fails = True  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run.step(3)
+        with pytest.raises(UsageError, match="two steps between two calls"):
+            run.optim.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([{"params": g["params"]} for g in inner.param_groups], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step(closure)
+
+
+def test_an_optimizer_inside_another(root: Path) -> None:  # noqa: F811
+    """A replay would make its step twice."""
+    run = Plain()
+    run.state |= {"optim": Lookahead(run.optim), "optim_inner": run.optim}
+    with checkpointer(root, run) as ckpt:
+        run.state["optim"].step()
+        ckpt.step(1)
+        with pytest.raises(UsageError, match="record 'optim', whose step makes that of 'optim_in"):
+            run.state["optim"].step()
+
+
 # -- hooks after a step ---------------------------------------------------------------------------
 
 

@@ -11,9 +11,11 @@ can tell.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -36,6 +38,8 @@ from holdfast.state.rest import collect_rest
 from holdfast.store import MemoryStore, Store
 
 MAX_EDITS = 3
+MAX_IDLE = 20
+"""Records in a row without the step of any optimizer, before the user is told."""
 
 
 class DeltaTier:
@@ -195,9 +199,15 @@ class DeltaTier:
         finally:
             self.paused = False
 
-    def _before(self, one: Steps, closure: Any) -> None:
-        if self.parent is None or self.paused:
+    def _before(self, one: Steps, closure: Any, around: Steps | None) -> None:
+        """`around`: the optimizer in whose step this one begins."""
+        if self.parent is None or self.paused or around is one:  # a class calls its parent's step
             return
+        if around is not None:
+            raise UsageError(
+                f"delta= cannot record {around.key!r}, whose step makes that of {one.key!r}",
+                hint="use memory= and durable saves alone, or optimizers that are stepped one by one",
+            )
         if closure is not None:
             raise UsageError(
                 "delta= cannot record an optimizer that is given a closure",
@@ -446,14 +456,6 @@ class _Hooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _before(one: Steps, told: Callable[[Steps, Any], None]) -> Callable[..., None]:
-    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[1:] or (kwargs.get("closure"),)  # torch hands over the optimizer, too
-        told(one, given[0])
-
-    return hook
 
 
 def _places(rest: Live, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], Box, str]]:
