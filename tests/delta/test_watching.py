@@ -328,6 +328,27 @@ def test_gradients_that_no_optimizer_takes(root: Path) -> None:  # noqa: F811
     assert not torch.equal(fewer.model.last.weight, whole["last.weight"])
 
 
+# -- steps that are not seen ----------------------------------------------------------------------
+
+
+def test_steps_that_no_hook_tells_of(root: Path) -> None:  # noqa: F811
+    """A graph that makes the whole step of a training calls none.  The user is told, once."""
+    run = Plain()
+    with (
+        warnings.catch_warnings(record=True) as told,
+        unsteered(root, run) as ckpt,
+    ):
+        warnings.simplefilter("always", holdfast.HoldfastWarning)
+        for number in range(1, 62):
+            if number in (1, 2, 3, 30):
+                run.step(number)
+            ckpt.step(number)
+            if number == 22:
+                assert not told
+    texts = [str(w.message) for w in told if issubclass(w.category, holdfast.HoldfastWarning)]
+    assert len(texts) == 1 and "20 steps without a step of an optimizer" in texts[0]
+
+
 # -- several ranks --------------------------------------------------------------------------------
 
 

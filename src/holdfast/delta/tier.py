@@ -85,6 +85,9 @@ class DeltaTier:
         """How many times ranks were done with wishes for a base: the number of the next one."""
         self._edits = 0
         """Records in a row that could not be, because of weights that were written."""
+        self._idle = 0
+        """Records in a row without the step of any optimizer."""
+        self._told_of_idle = False
         self._clock = Clock()
         self._steps = optimizers(state())
         self._hooks = _Hooks(self._steps, self._before, self._after_step)
@@ -381,12 +384,24 @@ class DeltaTier:
         if misfit:
             self._again(misfit)
             return
+        self._count_idle()
         unchanged = tuple(sorted(self._watch.changing - changed))
         self.parent = self._capture.hand_over(step, self.parent, unchanged, _notes(rest))
         self._edits = 0
         self.recorded = True
         self._clock.made()
         self._hooks.move_last()
+
+    def _count_idle(self) -> None:
+        """A graph that holds the whole step, say, calls no hooks; nor is what it writes counted."""
+        record = self._capture.open
+        self._idle = 0 if record is not None and record.applied else self._idle + 1
+        if self._idle == MAX_IDLE and not self._told_of_idle:
+            self._told_of_idle = True
+            self.news.append(
+                f"{MAX_IDLE} steps without a step of an optimizer of the state: if another one is trained "
+                "with, or its steps are in a graph of a device, records do not have them"
+            )
 
     def spent(self) -> Spent:
         """How long the training thread was held since this was last asked."""
@@ -429,19 +444,45 @@ class _Hooks:
     def __init__(
         self,
         steps: list[Steps],
-        before: Callable[[Steps, Any], None],
+        before: Callable[[Steps, Any, Steps | None], None],
         after: Callable[[], None],
     ) -> None:
-        """`before` is called with the closure that the step was given, if any."""
+        """`before` is called with the closure that the step was given, if any, and with the optimizer in
+        whose step it begins, if any."""
+        self._told = before
+        self._after = after
+        self._running: dict[FrameType, Steps] = {}
+        """Steps under way, by the calls that make them."""
         self._handles: list[Any] = []
         self._last: list[tuple[Any, int]] = []
         for one in steps:
-            first = one.optimizer.register_step_pre_hook(_before(one, before))
-            second = one.optimizer.register_step_post_hook(lambda *_: after())
+            first = one.optimizer.register_step_pre_hook(self._begins(one))
+            second = one.optimizer.register_step_post_hook(self._ends)
             self._last.append((one.optimizer._optimizer_step_pre_hooks, first.id))
             self._handles += [first, second]
 
+    def _begins(self, one: Steps) -> Callable[..., None]:
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = sys._getframe(1)
+            given = args[1:] or (kwargs.get("closure"),)  # torch hands over the optimizer, too
+            self._told(one, given[0], self._around(call))
+            self._running[call] = one
+
+        return hook
+
+    def _around(self, call: FrameType) -> Steps | None:
+        """The optimizer in whose step a call is made.  A step that has failed is never one."""
+        frame: FrameType | None = call if self._running else None
+        while frame is not None and frame not in self._running:
+            frame = frame.f_back
+        return None if frame is None else self._running[frame]
+
+    def _ends(self, *_: Any) -> None:
+        self._running.pop(sys._getframe(1), None)
+        self._after()
+
     def move_last(self) -> None:
+        self._running.clear()
         for hooks, number in self._last:
             hooks.move_to_end(number)
 
