@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from holdfast.capture.exactness import Exactness, of_all
 from holdfast.errors import UsageError
 from holdfast.memory.feed import Feed
 from holdfast.memory.twin import Gradient, Twin
+from holdfast.state import snapshot
 from memory.agents import kill
 
 
@@ -171,6 +173,32 @@ def test_snapshots_that_nobody_waits_for(folder: Path) -> None:
     step = run.restore()
     assert step > 2
     same(run.values(), at[step])
+    run.ckpt.close()
+
+
+def test_a_snapshot_that_is_left_out_holds_up_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one under way is of the replica, and takes longer than several steps."""
+    run = Run(folder)
+    for _ in range(4):
+        run.train()
+        run.save()
+    assert run.seen("feed.followed")
+    gate, copy_all = threading.Event(), snapshot.Copies.run
+    monkeypatch.setattr(snapshot.Copies, "run", lambda *a: (gate.wait(20), copy_all(*a))[1])
+    run.train()
+    run.save(wait=False)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            for _ in range(3):
+                run.save(wait=False)
+                pool.submit(run.train).result(10)
+        finally:
+            gate.set()
+    run.ckpt.wait(20)
+    assert run.seen("snapshot.committed")[-1]["step"] == 5
+    assert len(run.seen("snapshot.skipped")) == 3
     run.ckpt.close()
 
 

@@ -113,9 +113,10 @@ class Capture:
         job.durable = durable
         job.save.kind = job.kind(tier.name)
         job.follows = job.error is None and not busy and tier.follows(job)
-        if job.follows:
+        if job.follows or busy:
             window.done()
-        self._gate.window = window
+        if not busy:  # else the copy under way still needs the one before
+            self._gate.window = window
         self._pool.submit(guarded, self._capture, job, tier)
         return job.save
 
