@@ -184,7 +184,7 @@ def messages(draw: st.DrawFn) -> w.Message:
                 w.Wrote("j", attempt, rank, draw(st.sampled_from(["", "full"])), "OutOfSpace"),
                 w.Settled("j", attempt),
                 w.Drop("j", attempt),
-                w.Gone((pid,)),
+                w.Gone("j", (pid,)),
                 w.Bye("j", pid, draw(st.booleans())),
                 w.Tick(),
             ]

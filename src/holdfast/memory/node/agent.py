@@ -86,16 +86,21 @@ class Agent:
             self._waiting.pop(number, None)
 
     def tell(self, message: w.Message, ask: int = 0) -> None:
+        before, undone = self.state, False
         self.state, effects = machine.step(self.state, message, time.time(), ask)
         failed = ""
         for effect in effects:
             if failed and isinstance(effect, e.Reply):
                 effect = e.Refuse(effect.ask, "OutOfSpace", failed)
+            elif undone:
+                continue
             try:
                 self._do(effect)
             except OSError as error:  # a note that cannot be written: shared memory is full
                 failed = f"{self.segments.root}: {error.strerror or error}"
                 log.error("%s", failed)
+                if isinstance(effect, e.KeepManifest):  # the newest commit is the one before
+                    self.state, undone = before, True
 
     def _do(self, effect: e.Effect) -> None:
         match effect:
@@ -207,15 +212,12 @@ class Agent:
     async def watch(self) -> None:
         """Notice processes that die, and time that passes."""
         while not self.stopped.is_set():
-            gone = [
-                pid
-                for job in self.state.jobs.values()
-                for pid, (_, since) in job.trainers.items()
-                if fate(pid, since) == "gone"
-            ]
-            if gone:
-                log.info("gone: %s", gone)
-                self.tell(w.Gone(tuple(gone)))
+            for job in list(self.state.jobs.values()):
+                trainers = job.trainers.items()
+                gone = tuple(pid for pid, (_, since) in trainers if fate(pid, since) == "gone")
+                if gone:
+                    log.info("gone: %s", gone)
+                    self.tell(w.Gone(job.name, gone))
             self.tell(w.Tick())
             if not self.segments.is_home():
                 log.info("%s was deleted, with all that was held", self.segments.root)
@@ -231,7 +233,10 @@ class Agent:
     def card_of(self, job: str) -> w.Card:
         """As which it is known to a job's ranks: the token is drawn from a secret of this agent alone."""
         token = hmac.new(self._secret, job.encode(), "sha256").hexdigest()
-        return msgspec.structs.replace(self.card, token=token)
+        known = self.state.jobs.get(job, Job(job))
+        port = self.card.address.rpartition(":")[2]
+        address = f"{known.host}:{port}" if known.host else self.card.address
+        return msgspec.structs.replace(self.card, address=address, token=token)
 
     def held(self, name: str) -> w.Held:
         """What other nodes and restarted processes need to know of a job."""

@@ -99,7 +99,7 @@ def settled(state: State, job: Job, m: w.Settled, ask: int) -> Result:
 
 
 def late(job: Job, lost: set[int]) -> list[Effect]:
-    """The commits that dead processes can no longer see to."""
+    """The commits that processes which died or left can no longer see to."""
     written = [one.order for one in job.writing.values() if one.written]
     return [CommitLate(order) for order in written if order.pid in lost]
 

@@ -71,6 +71,8 @@ class Job:
     flush_s: float = 0.0
     bytes_per_s: int = 0
     """Cap for each rank, on what protects and stores its images; 0: none."""
+    host: str = ""
+    """This node's address for other nodes, as the run gave it; empty: the agent's own."""
     flushed: str = ""
     """The attempt that was sent to storage because everybody had died."""
     number: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from holdfast.memory.node import words as w
@@ -26,6 +27,7 @@ def take(state: State, job: Job, m: w.Take, ask: int) -> Result:
         return state, [Refuse(ask, "SegmentLost", text, "say hello")]
     free = [s for s in job.slots.values() if job.is_free(s) and s.attempt != m.attempt]
     free.sort(key=lambda s: _age(job, s))
+    free += [s for s in job.slots.values() if _is_over(s, m)]
     fits = [s for s in free if s.kind == m.kind]
     fits = [s for s in fits if m.bytes <= s.capacity <= m.bytes * 5 // 4 + (1 << 20)]
     if not fits:
@@ -33,6 +35,12 @@ def take(state: State, job: Job, m: w.Take, ask: int) -> Result:
     slot = _for(min(fits, key=lambda s: s.rank != m.rank), m, "filling")
     lease = w.Lease(slot.name, slot.capacity)
     return state.with_job(job.with_slots(slot)), [Note(job.name, slot), Reply(ask, lease)]
+
+
+def _is_over(slot: Slot, m: w.Take) -> bool:
+    """Whether it is being filled by who asks, for a snapshot before: that has ended, unheard."""
+    same = (slot.owner, slot.kind, slot.rank) == (m.pid, m.kind, m.rank)
+    return same and slot.phase == "filling" and not slot.ask and slot.attempt != m.attempt
 
 
 def _make(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Result:
@@ -150,6 +158,16 @@ def deserted(job: Job, pids: tuple[int, ...]) -> list[Slot]:
     owned = [s for s in job.slots.values() if s.owner in pids]
     filling = [_given_up(s) for s in owned if s.phase == "filling"]
     return filling + [replace(s, owner=0, ask=0) for s in owned if s.phase == "making"]
+
+
+def outlived(job: Job, trainers: Collection[int]) -> tuple[Job, list[Effect]]:
+    """What others than `trainers` were filling is removed, for they may be alive and write to it yet."""
+    others = {s.owner for s in job.slots.values()}.difference(trainers)
+    stopped = deserted(job, tuple(others))
+    gone = tuple(s.name for s in stopped if s.phase == "empty")
+    job = job.with_slots(*stopped)
+    job = replace(job, slots={name: s for name, s in job.slots.items() if name not in gone})
+    return job, [Remove(job.name, gone)] if gone else []
 
 
 def notes(job: Job, changed: list[Slot]) -> list[Effect]:

@@ -65,7 +65,7 @@ def step(state: State, message: w.Message, now: float, ask: int = 0) -> Result:
             freed: list[Effect] = [RemoveJob(name) for name in state.jobs] if message.free else []
             return state, [*freed, Reply(ask, None), Exit()]
         case w.Gone():
-            return _gone(state, message.pids, now)
+            return _gone(state, message, now)
         case w.Tick():
             return _tick(state, now)
     return _of_a_job(state, message, ask)
@@ -93,7 +93,13 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
     older = m.run > job.run  # what a run before left counts no more, even if nobody can see it end
     trainers = {} if older else dict(job.trainers)
     trainers[m.pid] = (m.rank, m.started)
-    state = state.with_job(
+    effects: list[Effect] = []
+    if older:
+        job, effects = leases.outlived(job, trainers)
+    host, budget = m.host, max(m.budget, state.budget)
+    if state.stay:
+        host, budget = "", state.budget
+    state = replace(state, budget=budget).with_job(
         job,
         root=m.root,
         run=max(m.run, job.run),
@@ -103,8 +109,9 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
         claim=m.claim if m.run >= job.run else job.claim,
         flush_s=m.flush_s,
         bytes_per_s=m.bytes_per_s,
+        host=host if older else job.host,  # its ranks know this node by one card
     )
-    return state, [Greet(ask, m.job)]
+    return state, [*effects, Greet(ask, m.job)]
 
 
 def _bye(state: State, m: w.Bye, now: float, ask: int) -> Result:
@@ -114,7 +121,7 @@ def _bye(state: State, m: w.Bye, now: float, ask: int) -> Result:
     left, crashed = job.trainers_but({m.pid}), job.crashed or not m.finished
     if left or crashed:
         state = state.with_job(job, trainers=left, crashed=crashed, seen=now)
-        return state, [Reply(ask, None)]
+        return state, [*commits.late(job, {m.pid}), Reply(ask, None)]
     state, effects = _forget(state, [job.name], now)
     return state, [*effects, Reply(ask, None)]
 
@@ -138,18 +145,18 @@ def _clean(state: State, m: w.Clean, now: float, ask: int) -> Result:
     return state, [*effects, Reply(ask, dead)]
 
 
-def _gone(state: State, pids: tuple[int, ...], now: float) -> Result:
+def _gone(state: State, m: w.Gone, now: float) -> Result:
     """Processes have died: what they were filling is empty, what they had to commit is committed."""
-    effects: list[Effect] = []
-    for job in list(state.jobs.values()):
-        lost = set(pids) & job.trainers.keys()
-        stopped = leases.deserted(job, pids)
-        if not lost and not stopped:
-            continue
-        left = job.trainers_but(lost)
-        state = state.with_job(job.with_slots(*stopped), trainers=left, crashed=True, seen=now)
-        effects += [*leases.notes(job, stopped), *commits.late(job, lost)]
-    return state, effects
+    job = state.jobs.get(m.job)
+    if job is None:
+        return state, []
+    lost = set(m.pids) & job.trainers.keys()
+    stopped = leases.deserted(job, m.pids)
+    if not lost and not stopped:
+        return state, []
+    left = job.trainers_but(lost)
+    state = state.with_job(job.with_slots(*stopped), trainers=left, crashed=True, seen=now)
+    return state, [*leases.notes(job, stopped), *commits.late(job, lost)]
 
 
 def _tick(state: State, now: float) -> Result:

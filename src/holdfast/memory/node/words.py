@@ -29,6 +29,10 @@ class Hello(Message, frozen=True):
     """So long after the last process died the newest snapshot goes to storage, by this claim; 0: never."""
     bytes_per_s: int = 0
     """A cap on what protecting and storing the images of each rank may take; 0: none."""
+    host: str = ""
+    """This node's address for other nodes."""
+    budget: int = 0
+    """What the agent may use, at least; 0: what it has.  One started by hand keeps its own and its host."""
     version: int = VERSION
 
 
@@ -203,8 +207,9 @@ class Wrote(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """Training processes that are no more."""
+    """Training processes of a job that are no more; others' may have got their numbers."""
 
+    job: str
     pids: tuple[int, ...]
 
 
