@@ -95,6 +95,7 @@ class Checkpointer:
         """The steady tensors of the last save: others may be gone, and are not kept alive."""
         self._told_of: HoldfastError | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._prepared = False
         named = _named_mesh(mesh)
         self._group = Group(deadline_s)
@@ -125,7 +126,7 @@ class Checkpointer:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        if error is not None and self._tiers.memory is not None:
+        if error is not None and self._tiers.memory is not None and self._is_ours:
             self._tiers.memory.leave()
         self._end(None, finished=error is None, error=error)
 
@@ -348,7 +349,7 @@ class Checkpointer:
     def _end(
         self, timeout: float | None, *, finished: bool, error: BaseException | None = None
     ) -> None:
-        if self._closed:
+        if self._closed or not self._is_ours:
             return
         self._closed = True
         try:
@@ -361,6 +362,11 @@ class Checkpointer:
             self._tiers.release()
             self._group.close()
         self._report()
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether this is no forked child that goes through its parent's exits."""
+        return os.getpid() == self._pid
 
     def _check_open(self) -> None:
         if self._closed:

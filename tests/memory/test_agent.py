@@ -1,5 +1,6 @@
 """The agent as a process: what it holds outlives it, strangers learn nothing, limits hold."""
 
+import fcntl
 import http.client
 import os
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,6 +33,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.here import started
+from holdfast.memory.node import client as c
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.fetch import Peer
@@ -564,3 +567,89 @@ def test_a_header_that_cannot_be_written_is_told(root: Path) -> None:
             put(client, "0001-000002", DATA)
         (root / "jobs" / JOB / ".share-00000-1.json.new").rmdir()
         put(client, "0001-000003", DATA)
+
+
+def test_a_commit_that_cannot_be_written_is_none(root: Path) -> None:
+    """Shared memory is full at that moment: the snapshot before stays the newest, and is not given out."""
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        blocked = root / "jobs" / JOB / ".manifest-0000000002-0001-000002.new"
+        blocked.mkdir()
+        with pytest.raises(OutOfSpace):
+            put(client, "0001-000002", DATA, step=2)
+        blocked.rmdir()
+        client.ask(w.Take(JOB, os.getpid(), "share", 0, "0001-000003", 3, with_table(len(DATA))))
+        held = client.ask(w.Ask(JOB), w.Held)
+        assert [i.attempt for i in held.images] == ["0001-000001"]
+        assert held.manifests == (b"manifest 0001-000001",)
+
+
+def test_a_commit_that_could_not_be_written_is_told_again(root: Path) -> None:
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        blocked = root / "jobs" / JOB / ".manifest-0000000002-0001-000002.new"
+        blocked.mkdir()
+        with pytest.raises(OutOfSpace):
+            put(client, "0001-000002", DATA, step=2)
+        blocked.rmdir()
+        client.ask(w.Commit(JOB, "0001-000002", 2, b"manifest 0001-000002"))
+        put(client, "0001-000003", DATA, commit=False)
+        held = client.ask(w.Ask(JOB), w.Held)
+        assert held.manifests[-1] == b"manifest 0001-000002"
+        assert {i.attempt for i in held.images} == {"0001-000002", "0001-000003"}
+
+
+# -- one that runs already -------------------------------------------------------------------------
+
+
+def test_one_that_is_about_to_end_has_a_successor(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nobody any more, and the first that is started finds it there, and ends."""
+    monkeypatch.setattr(c, "START_S", 8.0)
+    root.mkdir(mode=0o700)
+    with (root / "agent.lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        client = Client(root, deadline_s=30.0)
+        starting = pool.submit(client.start, "127.0.0.1")
+        until = time.monotonic() + 20
+        log = root / "agent.log"
+        while not log.exists() or "another agent is here" not in log.read_text():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        starting.result(20)
+    assert client.ask(w.Status(), w.Report).pid == pid_of(root)
+    client.ask(w.Stop())
+    await_gone(pid_of(root))
+
+
+def test_one_that_ends_before_a_run_has_said_hello_has_a_successor(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(root))
+    ask, killed = Client.ask, list[int]()
+
+    def too_late(client: Client, message: w.Message, *args: Any, **more: Any) -> Any:
+        if isinstance(message, w.Hello) and not killed:
+            killed.append(pid_of(root))
+            kill(root)
+        return ask(client, message, *args, **more)
+
+    monkeypatch.setattr(Client, "ask", too_late)
+    memory = holdfast.Memory("none")
+    with agent(root), holdfast.Checkpointer(root / "run", {"x": {"n": 1}}, memory=memory):
+        assert [pid_of(root)] != killed
+
+
+def test_each_run_says_under_which_address_others_reach_it(root: Path) -> None:
+    """An agent that a crashed job on this node alone left behind knows none that is of use to others; what
+    one job's ranks are told does not change within a run."""
+    with agent(root) as client:
+        assert hello(client).card.address.startswith("127.0.0.1:")
+        card = hello(client, run=2, host="localhost").card
+        assert card.address.startswith("localhost:")
+        assert Peer(card).get(f"/v1/{JOB}")
+        assert hello(client, run=2, rank=1, host="127.0.0.2").card == card

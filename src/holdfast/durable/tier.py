@@ -53,8 +53,8 @@ class Durable:
         self.deadline_s = capture.deadline_s
         self._lock = threading.Lock()
         self._committing = threading.Lock()
-        self._pending: list[int] = []
-        """Steps of saves that have begun and not ended, on this rank."""
+        self._pending: dict[int, int] = {}
+        """Saves that have begun and not ended, on this rank: by number, which step."""
         self._buffer = PrivateBuffer()
         self._free = threading.Event()
         self._free.set()
@@ -112,15 +112,14 @@ class Durable:
         self.claim, self.run = claim, claim.run
 
     def watch_over(self, step: int) -> None:
-        """A save of `step` is under way by way of memory: nothing of it may be tidied away."""
+        """The next job is a save of `step`: nothing of it may be tidied away."""
         with self._lock:
-            self._pending.append(step)
+            self._pending[self.capture.next_number] = step
 
-    def let_go(self, step: int) -> None:
+    def let_go(self, job: Job) -> None:
         """It is over."""
         with self._lock:
-            if step in self._pending:
-                self._pending.remove(step)
+            self._pending.pop(job.number, None)
 
     # -- capture thread ---------------------------------------------------------------------------
 
@@ -147,8 +146,7 @@ class Durable:
 
     def ended(self, job: Job) -> None:
         """The job is over."""
-        if job.window is not None:
-            self.let_go(job.step)
+        self.let_go(job)
 
     def warm(self, job: Job) -> None:
         """Make memory for the image real, so that the first save does not have to."""
@@ -246,9 +244,12 @@ class Durable:
             with span("tidy", step=job.step):
                 if job.replaced is not None:
                     discard(self.store, job.step, job.replaced)
-                prune(self.store, self.keep, spare=tuple(self._pending), lock=self._committing)
+                with self._lock:  # they may end in another order than they began
+                    pending = dict(self._pending)
+                spare = tuple(pending.values())
+                prune(self.store, self.keep, spare=spare, lock=self._committing)
                 if self.claim is not None:
-                    sweep(self.store, self.claim, job.number)
+                    sweep(self.store, self.claim, min([job.number, *(n - 1 for n in pending)]))
                 self.also_tidy()
         except Exception as error:
             emit("tidy.failed", error=str(error))

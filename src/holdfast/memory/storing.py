@@ -1,8 +1,13 @@
-"""Snapshots that go on to storage: agents write the images, and the ranks commit them together."""
+"""Snapshots that go on to storage: agents write the images, and the ranks commit them together.
+
+A rank that comes to its end meanwhile leaves the rest to the agents: they write what they were told to, and
+rank 0's commits the step when rank 0 has left, too.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -12,7 +17,7 @@ import msgspec
 from holdfast.capture import Job, text_of
 from holdfast.capture.capture import finish, guarded
 from holdfast.checkpoint.names import step_prefix
-from holdfast.errors import HoldfastError, RankErrors, Unavailable
+from holdfast.errors import AgentUnreachable, Deadline, HoldfastError, RankErrors, Unavailable
 from holdfast.events import span
 from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
@@ -21,6 +26,9 @@ from holdfast.memory.node import words as w
 if TYPE_CHECKING:
     from holdfast.memory.tier import MemoryTier
 
+LEFT = b"\0"
+"""What a rank says that has come to its end while its agent writes."""
+
 
 class Storing:
     """This rank's part in it, in a thread of its own: snapshots go on meanwhile."""
@@ -28,30 +36,42 @@ class Storing:
     def __init__(self, tier: MemoryTier) -> None:
         self._tier = tier
         self.thread = ThreadPoolExecutor(1, "holdfast-storing")
+        self.handed_over = threading.Event()
+        """No image waits for the agent to be told to write it; one that does must stay the newest."""
+        self.handed_over.set()
+        self.left_to_agents = False
+        """On rank 0: whether a step is for its agent to commit, when this process has left."""
 
     def begin(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
         """Returns at once.  `file` is this rank's image, None if it has none."""
+        self.handed_over.clear()
         store = lambda j, _: self._store(j, file, manifest)  # noqa: E731
         self.thread.submit(guarded, store, job, self._tier)
 
     def _store(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
         """Have the agent write the image to storage, then commit together."""
         tier = self._tier
+        self.handed_over.set()
         try:
             with span("persist", step=job.step, bytes=file.bytes if file else 0):
                 if file is not None and job.error is None:
                     tier.client.ask(self._order(job, file))
         except Exception as failed:
             job.error = failed
-        error = b"" if job.error is None else text_of(job.error).encode()
+        said = b"" if job.error is None else text_of(job.error).encode()
+        if tier.client.leaving and isinstance(job.error, AgentUnreachable):
+            said = LEFT
         try:
-            tier.agree("stored", job, error, lambda j, errors: self._judge(j, errors, manifest))
+            tier.agree("stored", job, said, lambda j, answers: self._judge(j, answers, manifest))
         except RankErrors:
             if not job.uncertain:
                 tier.durable.discard(job.step, tier.attempt(job))
             raise
+        except Deadline:
+            self.left_to_agents = self.left_to_agents or tier.client.leaving
+            raise
         finally:
-            if tier.group.rank == 0:
+            if tier.group.rank == 0 and not self.left_to_agents:
                 with suppress(HoldfastError):
                     tier.client.ask(w.Settled(tier.job, tier.attempt(job)), timeout_s=10.0)
         finish(job, tier, None)
@@ -59,8 +79,14 @@ class Storing:
 
     def _judge(self, job: Job, answers: list[bytes], manifest: bytes) -> Decision:
         """Rank 0: commit, if every rank's image is in storage."""
-        errors = {r: a.decode() for r, a in enumerate(answers) if a}
-        if not errors:
+        left = {
+            r: "it came to its end, the agents go on" for r, a in enumerate(answers) if a == LEFT
+        }
+        errors = {r: a.decode() for r, a in enumerate(answers) if a and a != LEFT}
+        if left and not errors:
+            job.uncertain = self.left_to_agents = True
+            errors = left
+        elif not errors:
             try:
                 self._tier.durable.commit(job, decode(manifest, "snapshot"))
             except Exception as failed:

@@ -84,6 +84,8 @@ class MemoryTier:
             self._feed = Feed(state, self.group.rank, self.deadline_s, options.prove_every)
         self._spare = PrivateBuffer()
         self._lock = threading.Lock()
+        self._untold: w.Commit | None = None
+        """What the others know as committed and this node's agent does not yet."""
         self._pending = 0
         self._free = threading.Event()
         self._free.set()
@@ -91,7 +93,7 @@ class MemoryTier:
         self._storing = Storing(self)
         self.hello()
         self._protector = Protector(self, self._shadow)
-        threading._register_atexit(partial(_at_exit, weakref.ref(self)))  # type: ignore[attr-defined]
+        threading._register_atexit(partial(_at_exit, weakref.ref(self), os.getpid()))  # type: ignore[attr-defined]
 
     @property
     def run(self) -> int:
@@ -105,6 +107,18 @@ class MemoryTier:
         """Have an agent, and be known to it."""
         tls = self.options.tls
         self.client.start(self.host, self.options.budget_bytes, tls=tls)
+        try:
+            self._introduce()
+        except AgentUnreachable:  # it has just left
+            self.client.start(self.host, self.options.budget_bytes, tls=tls)
+            self._introduce()
+        if tls and not self.card.fingerprint:
+            raise UsageError(
+                "Memory(tls=True): the agent of this node serves without TLS",
+                hint="`holdfast agent stop`, then start again; by hand: `holdfast agent start --tls`",
+            )
+
+    def _introduce(self) -> None:
         pid = os.getpid()
         message = w.Hello(
             self.job,
@@ -116,16 +130,13 @@ class MemoryTier:
             msgspec.json.encode(self.durable.claim),
             self.options.flush_after_s or 0.0,
             self.options.bytes_per_s,
+            self.host,
+            self.options.budget_bytes,
         )
         card = self.client.ask(message, w.Card)
         if not self._budget or card != self.card:
             self._budget = self.client.ask(w.Status(), w.Report).budget
         self.card: w.Card = card
-        if tls and not self.card.fingerprint:
-            raise UsageError(
-                "Memory(tls=True): the agent of this node serves without TLS",
-                hint="`holdfast agent stop`, then start again; by hand: `holdfast agent start --tls`",
-            )
 
     def holds_snapshot(self) -> bool:
         """Whether the agent has a complete one, of a run before."""
@@ -149,7 +160,8 @@ class MemoryTier:
         """
         step_prefix(step)
         with self._lock:
-            busy = not must and (self.durable.busy if durable else self._pending > 0)
+            waiting = self._pending > 0 or not self._storing.handed_over.is_set()
+            busy = not must and (self.durable.busy if durable else waiting)
             self._pending += 1
         if durable:
             self.durable.watch_over(step)
@@ -184,8 +196,8 @@ class MemoryTier:
         if self.durable.busy:
             with suppress(Deadline):
                 self.settle(LEAVE_S)
-        self.group.hurry()
         self.client.hurry()
+        self.group.hurry()
 
     def close(self, timeout: float | None, *, finished: bool) -> None:
         """Wait for what is under way.  `finished`: the snapshots are needed no more."""
@@ -198,6 +210,7 @@ class MemoryTier:
                 follower.twins.close(LEAVE_S)
             self.slots.close()
             self._spare.close()
+            finished = finished and not self._storing.left_to_agents
             with suppress(AgentUnreachable):
                 self.client.ask(w.Bye(self.job, os.getpid(), finished), timeout_s=10.0)
 
@@ -232,6 +245,7 @@ class MemoryTier:
 
     def adopt(self, manifest: Manifest) -> None:
         """What was restored is the newest snapshot of this node, too: it must not be given out."""
+        self._untold = None
         with suppress(HoldfastError):
             decision = Decision({}, encode(manifest))
             self.client.ask(self._commit(manifest.step, manifest.attempt, decision))
@@ -242,9 +256,13 @@ class MemoryTier:
     # -- capture thread ---------------------------------------------------------------------------
 
     def take(self, job: Job) -> SlotBuffer:
-        """Wait for the snapshot before: every rank knows it as the newest before the next begins."""
-        if not self._free.wait(self.deadline_s):
-            raise Deadline(f"the snapshot before did not end within {self.deadline_s:g} s")
+        """Wait for the snapshot before: every rank knows it as the newest before the next begins.
+
+        Also until its image is on its way to storage, if that is where it goes.
+        """
+        for event in (self._free, self._storing.handed_over):
+            if not event.wait(self.deadline_s):
+                raise Deadline(f"the snapshot before did not end within {self.deadline_s:g} s")
         self._free.clear()
         spare = self._spare if job.durable else None
         return SlotBuffer(self.slots, lambda size: self.lease(job, "share", size), spare)
@@ -263,7 +281,7 @@ class MemoryTier:
     def ended(self, job: Job) -> None:
         """The job is over."""
         if job.durable:
-            self.durable.let_go(job.step)
+            self.durable.let_go(job)
 
     def attempt(self, job: Job) -> str:
         return f"{self.run:04d}-{job.number:06d}"
@@ -283,11 +301,14 @@ class MemoryTier:
         return lease
 
     def _greet(self, job: Job) -> None:
-        """Say hello, for the agent may be another one than before."""
+        """Say hello, for the agent may be another one than before, and what it was not told."""
         before = self.card
         self.hello()
         if before != self.card:
             emit("agent.restarted", step=job.step)
+        if self._untold is not None and self._untold.run == self.run:
+            self.client.ask(self._untold)
+        self._untold = None
 
     def warm(self, job: Job) -> None:
         """The agent has made the memory real; have all that snapshots will need, and give it back."""
@@ -366,12 +387,11 @@ class MemoryTier:
             if not job.durable:
                 raise
             job.error = failed  # the other ranks wait to hear of it
-        finally:
-            self.release(job)
         if job.durable:
             emit("snapshot.committed", step=job.step)
             self._storing.begin(job, file, decision.manifest)
-        else:
+        self.release(job)
+        if not job.durable:
             finish(job, self, None)
 
     def _filled(self, job: Job, given: bytes, size: int, refusal: str) -> bytes:
@@ -381,13 +401,16 @@ class MemoryTier:
         )
 
     def _tell(self, commit: w.Commit) -> None:
-        """Others know it as committed: so must the agent here, another one if need be."""
+        """Others know it as committed: so must the agent here, another one if need be, before it gives out
+        memory again."""
+        self._untold = commit
         try:
             self.client.ask(commit)
         except AgentUnreachable:
             emit("agent.restarted", step=commit.step)
             self.hello()
             self.client.ask(commit)
+        self._untold = None
 
     def _protected(self, job: Job, decision: Decision) -> Decision:
         """The same, when all ranks have what they keep.  A save does not depend on that."""
@@ -469,9 +492,9 @@ def _is_empty(image: Image) -> bool:
     return not (image.pieces.total_bytes or image.extras_bytes)
 
 
-def _at_exit(tier: weakref.ref[MemoryTier]) -> None:
+def _at_exit(tier: weakref.ref[MemoryTier], pid: int) -> None:
     """The main thread has ended, perhaps by an error: Python waits for the other threads now, and they
-    would wait for ranks that are dead."""
+    would wait for ranks that are dead.  A forked child that ends leaves its parent's calls alone."""
     one = tier()
-    if one is not None:
+    if one is not None and os.getpid() == pid:
         one.leave()

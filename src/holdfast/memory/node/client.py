@@ -24,6 +24,8 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.segment import check_home, home
 
 START_S = 20.0
+RESTART_S = 1.0
+"""An agent that finds another one ends at once; if nobody answers after that time, so has the other."""
 HURRIED_S = 1.0
 LOOK_S, SILENT_S = 15.0, 5.0
 """Who waits for an answer looks so often whether the agent still says anything, twice for so long each."""
@@ -61,7 +63,8 @@ class Client:
         self.deadline_s = deadline_s
         self._lock = threading.Lock()
         self._open: set[_Connection] = set()
-        self._leaving = False
+        self.leaving = False
+        """Whether this process comes to its end."""
         self._silent_s = 0.0
         """How long an agent that was silent is left alone; 0: it was not."""
         self._again_at = 0.0
@@ -69,7 +72,7 @@ class Client:
     def hurry(self) -> None:
         """End every call under way with AgentUnreachable, and later ones after a second."""
         with self._lock:
-            self._leaving = True
+            self.leaving = True
             for line in self._open:
                 line.hang_up()
 
@@ -97,7 +100,7 @@ class Client:
     def _ask(self, message: w.Message, limit: float) -> dict[str, Any]:
         """The answer as it comes.  TimeoutError, BlockingIOError, AgentUnreachable."""
         with self._lock:
-            limit = min(limit, HURRIED_S) if self._leaving else limit
+            limit = min(limit, HURRIED_S) if self.leaving else limit
             line = _Connection(self.root / "agent.sock", limit)
             self._open.add(line)
         try:
@@ -207,16 +210,13 @@ class Client:
         check_home(self.root)
         command = [sys.executable, "-m", "holdfast.memory.node.agent", f"--host={host}"]
         command += [f"--budget={budget}"] * bool(budget) + ["--stay"] * stay + ["--tls"] * tls
-        with open(
-            os.open(self.root / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
-        ) as out:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True, env=_environment(self.root), cwd="/",
-            )  # fmt: skip
+        process, again = self._spawn(command), time.monotonic() + RESTART_S
         until = time.monotonic() + START_S
         while (found := self.look()) != "there":
             status = process.poll()
+            if status == 0 and found == "nobody" and time.monotonic() > again:
+                process, again = self._spawn(command), time.monotonic() + RESTART_S
+                continue
             if found == "silent" and time.monotonic() > until:
                 raise self._was_silent()
             if status or time.monotonic() > until:
@@ -226,6 +226,15 @@ class Client:
                     hint=f"its log is {self.root}/agent.log",
                 )
             time.sleep(0.02)
+
+    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with open(
+            os.open(self.root / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
+        ) as out:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True, env=_environment(self.root), cwd="/",
+            )  # fmt: skip
 
     def _last_words(self) -> str:
         """The end of its log."""

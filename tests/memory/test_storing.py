@@ -1,0 +1,159 @@
+"""Durable saves by way of memory: in a queue, beside one that goes directly, after a commit unheard."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import AgentUnreachable, HoldfastWarning
+from holdfast.events import listen
+from holdfast.memory.node import words as w
+from holdfast.memory.node.client import Client
+from memory.agents import agent
+
+pytestmark = pytest.mark.slow
+
+IMAGE_BYTES = 400_000
+
+
+class Run:
+    """A training in this process."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.root = str(root)
+        self.ckpt = holdfast.Checkpointer(
+            root,
+            {"x": {"t": torch.arange(IMAGE_BYTES // 8)}},
+            every=holdfast.Every(memory=1),
+            memory=holdfast.Memory("none"),
+            deadline_s=20,
+            **options,
+        )
+        self.events: list[holdfast.events.Event] = []
+
+    def seen(self, name: str) -> list[int]:
+        """The steps of such events."""
+        return [e.fields["step"] for e in self.events if e.name == name]
+
+
+@pytest.fixture
+def node(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Client]:
+    """An agent; the parameter is its budget."""
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
+    with agent(tmp_path / "node", getattr(request, "param", 1 << 28)) as client:
+        yield client
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The first image that goes to storage is written when this is set."""
+    gate, ask, first = threading.Event(), Client.ask, threading.Lock()
+
+    def held(client: Client, message: w.Message, *args: Any, **more: Any) -> Any:
+        answer = ask(client, message, *args, **more)
+        if isinstance(message, w.Persist) and first.acquire(blocking=False):
+            assert gate.wait(20)
+        return answer
+
+    monkeypatch.setattr(Client, "ask", held)
+    yield gate
+    gate.set()
+
+
+def after(seconds: float, work: Callable[[], object]) -> None:
+    threading.Timer(seconds, work).start()
+
+
+@pytest.fixture
+def run(tmp_path: Path, node: Client) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(**options: Any) -> Run:
+        one = Run(tmp_path / "root", **options)
+        runs.append(one)
+        listening.__enter__()
+        return one
+
+    listening = listen(lambda event: runs[-1].events.append(event))
+    yield make
+    runs[-1].ckpt.close()
+    listening.__exit__(None, None, None)
+
+
+def test_an_image_that_waits_for_storage_is_not_given_out(
+    run: Callable[..., Run], hold: threading.Event
+) -> None:
+    """The snapshots that follow it wait until its agent was told to write it."""
+    one = run(when_busy="queue")
+    saves = [one.ckpt.save(1), one.ckpt.save(2)]
+    after(0.5, hold.set)
+    for step in (3, 4, 5):
+        one.ckpt.step(step)
+    one.ckpt.wait()
+    assert [save.error for save in saves] == [None, None]
+    assert holdfast.steps(one.root) == [1, 2]
+    names = [(e.name, e.fields["step"]) for e in one.events if e.name.endswith(".committed")]
+    assert names.index(("save.committed", 1)) < names.index(("snapshot.committed", 3))
+    assert one.seen("snapshot.committed")[-3:] == [3, 4, 5]
+
+
+def test_a_snapshot_is_left_out_while_an_image_waits_for_storage(
+    run: Callable[..., Run], hold: threading.Event
+) -> None:
+    one = run()
+    saves = [one.ckpt.save(1), one.ckpt.save(2)]
+    while one.seen("snapshot.committed") != [1, 2]:
+        assert not any(save.done() for save in saves)
+        time.sleep(0.01)
+    one.ckpt.step(3)
+    hold.set()
+    one.ckpt.wait()
+    assert one.seen("snapshot.skipped") == [3]
+    assert holdfast.steps(one.root) == [1, 2]
+
+
+@pytest.mark.parametrize("node", [IMAGE_BYTES * 3 // 2], indirect=True)
+def test_a_save_that_goes_directly_spares_one_that_does_not(
+    run: Callable[..., Run], hold: threading.Event
+) -> None:
+    """It began later and ends before; what it tidies away is older than both."""
+    one = run()
+    first, second = one.ckpt.save(1), one.ckpt.save(2)
+    second.wait(20)
+    assert one.seen("snapshot.failed") == [2]  # the agent had no room
+    one.ckpt._tiers.durable.settle(20)
+    hold.set()
+    first.wait(20)
+    assert holdfast.steps(one.root) == [1, 2]
+
+
+def test_a_commit_that_the_agent_was_not_told_is_told_before_the_next(
+    node: Client, run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other nodes may hold that snapshot as their newest: its image must not be given out here."""
+    one, ask = run(), Client.ask
+
+    def deaf(client: Client, message: w.Message, *args: Any, **more: Any) -> Any:
+        if isinstance(message, w.Commit):
+            raise AgentUnreachable("not now")
+        return ask(client, message, *args, **more)
+
+    one.ckpt.step(1)
+    one.ckpt.step(2)
+    one.ckpt.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "ask", deaf)
+        one.ckpt.step(3)
+        with pytest.warns(HoldfastWarning, match="not now"):
+            one.ckpt.wait()
+    one.ckpt.step(4)
+    one.ckpt.wait()
+    (job,) = [j for j in node.ask(w.Status(), w.Report).jobs if j.steps]
+    assert job.steps == (3, 4)
