@@ -7,6 +7,7 @@ arrive at.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from holdfast.errors import UsageError
+from holdfast.errors import AgentUnreachable, Corrupt, HoldfastError, UsageError
+from holdfast.memory.node import words as w
+from holdfast.memory.protecting import Protector
 from holdfast.memory.recompute import shadow_of
 from holdfast.memory.twin import MOST_AHEAD, Part, Twin
 from holdfast.state import blockwise
@@ -100,6 +103,30 @@ def test_gradients_that_wait_are_bounded() -> None:
     assert None not in taken[:-1]
     twin.give_back(taken[0])
     assert twin.take() is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"), [(Corrupt("differs"), 1), (AgentUnreachable("a peer"), 0)]
+)
+def test_three_differences_end_it_and_three_failures_do_not(
+    error: HoldfastError, ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent says whether what was redone is other than what was saved, or could not be compared."""
+    model, optimizer = made(torch.optim.SGD)
+    shadow = shadow_of({"model": model, "optim": optimizer})
+    ends: list[str] = []
+    monkeypatch.setattr(shadow.twins, "end", ends.append)
+
+    def ask(*_: Any) -> None:
+        raise error
+
+    tier = SimpleNamespace(client=SimpleNamespace(ask=ask))
+    rank: Any = SimpleNamespace(_tier=tier, _guard=SimpleNamespace(seen=()), _redone=lambda: shadow)
+    job: Any = SimpleNamespace(step=1)
+    order = w.Protect("j", "", "a", 0, (), 1, 1, 0, 0)
+    for _ in range(3):
+        assert not Protector._finish_own(rank, job, order, (), (), w.Lease("guard", 0))
+    assert len(ends) == ended
 
 
 def test_other_optimizers_are_refused() -> None:

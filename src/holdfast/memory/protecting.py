@@ -11,7 +11,7 @@ import torch
 from holdfast.capture import Job, text_of
 from holdfast.codec.digest import hexdigest
 from holdfast.codec.stripes import Stripes
-from holdfast.errors import HoldfastError, OutOfSpace, SegmentLost
+from holdfast.errors import Corrupt, HoldfastError, OutOfSpace
 from holdfast.events import emit, span
 from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
@@ -206,7 +206,7 @@ class Protector:
             stripes.kept_bytes, guard_bytes(stripes),
         )  # fmt: skip
         begun, lease = self._begun.pop(job.number, ((), None))
-        if lease is None or not self._finish_own(order, begun, here, lease):
+        if lease is None or not self._finish_own(job, order, begun, here, lease):
             lease = self._tier.lease(job, "guard", guard_bytes(stripes))
             self._tier.client.ask(msgspec.structs.replace(order, name=lease.name), str)
             self._learn(job, here, stripes, lease)
@@ -215,6 +215,7 @@ class Protector:
 
     def _finish_own(
         self,
+        job: Job,
         order: w.Protect,
         begun: tuple[FileEntry, ...],
         here: tuple[FileEntry, ...],
@@ -233,10 +234,13 @@ class Protector:
         shadow = self._redone()
         try:
             self._tier.client.ask(own, str)
-        except SegmentLost as error:
+        except Corrupt as error:
             emit("replica.differs", error=error.message)
             if shadow is not None:
                 shadow.differed()
+            return False
+        except HoldfastError as error:  # it may have been equal: an agent was out of reach
+            emit("beside.failed", step=job.step, error=error.message)
             return False
         if shadow is not None:
             shadow.agreed()

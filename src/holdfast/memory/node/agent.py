@@ -178,13 +178,13 @@ class Agent:
         self.tell(w.Made(job, name, error))
 
     async def _digest(self, job: str, slot: Slot, pool: str, work: Callable[[], str]) -> None:
-        digest, error = "", ""
+        digest, error, kind = "", "", ""
         try:
             digest = await self._in_thread(pool, work)
         except Exception as failed:
             log.warning("%s of %s: %s", slot.name, slot.attempt, failed)
-            error = str(failed)
-        self.tell(w.Digested(job, slot.name, slot.attempt, digest, error))
+            error, kind = str(failed), type(failed).__name__
+        self.tell(w.Digested(job, slot.name, slot.attempt, digest, error, kind))
 
     async def _write(self, slot: Slot, order: w.Persist) -> None:
         error, kind = "", ""

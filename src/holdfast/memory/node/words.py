@@ -194,6 +194,8 @@ class Digested(Message, frozen=True):
     attempt: str
     digest: str
     error: str = ""
+    kind: str = ""
+    """Name of the error's class."""
 
 
 class Wrote(Message, frozen=True):
