@@ -513,6 +513,15 @@ def test_it_leaves_when_its_directory_is_deleted(root: Path) -> None:
     await_gone(pid)
 
 
+def test_a_relative_directory_is_one_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent works in another directory than the training."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", "node")
+    assert Client().root == tmp_path / "node"
+
+
 def test_it_survives_its_starter(root: Path) -> None:
     """The process that started it is killed with its whole group."""
     script = (

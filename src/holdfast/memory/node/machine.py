@@ -95,7 +95,9 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
     trainers[m.pid] = (m.rank, m.started)
     effects: list[Effect] = []
     if older:
+        late = commits.late(job, job.trainers.keys() - trainers.keys())
         job, effects = leases.outlived(job, trainers)
+        effects += late
     host, budget = m.host, max(m.budget, state.budget)
     if state.stay:
         host, budget = "", state.budget

@@ -72,7 +72,7 @@ def check_home(root: Path) -> None:
 def home() -> Path:
     """Where this user's agent of this node lives: HOLDFAST_MEMORY_DIR, or a folder of /dev/shm."""
     told = os.environ.get("HOLDFAST_MEMORY_DIR")
-    return Path(told) if told else Path(f"/dev/shm/holdfast-{os.getuid()}")
+    return Path(told).absolute() if told else Path(f"/dev/shm/holdfast-{os.getuid()}")
 
 
 class Segments:
