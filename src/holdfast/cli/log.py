@@ -27,7 +27,7 @@ class Stretch:
     base: int | None
     """The nearest full step from which they can be replayed."""
     history: bool
-    """Whether they are older than what a restart takes, so that nothing is lost with them."""
+    """Whether they cannot, but are older than what a restart takes, so that nothing is lost."""
 
 
 def run(url: Root, as_json: AsJson = False) -> None:
@@ -65,7 +65,8 @@ def _stretches(log: Log, store: Store) -> list[Stretch]:
         Stretch(
             part[0].run, part[0].step, part[-1].step, part[0].world,
             sum(r.bytes for s in part for _, r in s.records.values()),
-            part[0].parent, led.get(part[-1].identity), part[-1].identity < newest,
+            part[0].parent, led.get(part[-1].identity),
+            part[-1].identity not in led and part[-1].identity < newest,
         )
         for part in out
     ]  # fmt: skip
