@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from holdfast.errors import AgentUnreachable, Corrupt, HoldfastError, UsageError
+from holdfast.errors import Corrupt, HoldfastError, SegmentLost, UsageError
 from holdfast.memory.node import words as w
 from holdfast.memory.protecting import Protector
 from holdfast.memory.recompute import shadow_of
@@ -106,7 +106,7 @@ def test_gradients_that_wait_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "ended"), [(Corrupt("differs"), 1), (AgentUnreachable("a peer"), 0)]
+    ("error", "ended"), [(Corrupt("differs"), 1), (SegmentLost("a peer is gone"), 0)]
 )
 def test_three_differences_end_it_and_three_failures_do_not(
     error: HoldfastError, ended: int, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import torch
 from holdfast.capture import Job, text_of
 from holdfast.codec.digest import hexdigest
 from holdfast.codec.stripes import Stripes
-from holdfast.errors import Corrupt, HoldfastError, OutOfSpace
+from holdfast.errors import Corrupt, HoldfastError, OutOfSpace, SegmentLost
 from holdfast.events import emit, span
 from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
@@ -239,7 +239,7 @@ class Protector:
             if shadow is not None:
                 shadow.differed()
             return False
-        except HoldfastError as error:  # it may have been equal: an agent was out of reach
+        except SegmentLost as error:  # it may have been equal: an agent was out of reach
             emit("beside.failed", step=job.step, error=error.message)
             return False
         if shadow is not None:

@@ -27,7 +27,7 @@ import msgspec
 from aiohttp import web
 
 from holdfast.addresses import own_address
-from holdfast.errors import HoldfastError
+from holdfast.errors import Corrupt, HoldfastError
 from holdfast.events import counters
 from holdfast.format.manifest import decode
 from holdfast.here import fate, started, yield_to_training
@@ -178,13 +178,13 @@ class Agent:
         self.tell(w.Made(job, name, error))
 
     async def _digest(self, job: str, slot: Slot, pool: str, work: Callable[[], str]) -> None:
-        digest, error, kind = "", "", ""
+        digest, error, differs = "", "", False
         try:
             digest = await self._in_thread(pool, work)
         except Exception as failed:
             log.warning("%s of %s: %s", slot.name, slot.attempt, failed)
-            error, kind = str(failed), type(failed).__name__
-        self.tell(w.Digested(job, slot.name, slot.attempt, digest, error, kind))
+            error, differs = str(failed), isinstance(failed, Corrupt)
+        self.tell(w.Digested(job, slot.name, slot.attempt, digest, error, differs))
 
     async def _write(self, slot: Slot, order: w.Persist) -> None:
         error, kind = "", ""

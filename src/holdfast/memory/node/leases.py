@@ -138,7 +138,7 @@ def digested(state: State, job: Job, m: w.Digested, _: int) -> Result:
         return state, []
     if m.error or not slot.owner:
         empty = slot.emptied()
-        kind = (slot.owner and m.kind) or "SegmentLost"
+        kind = "Corrupt" if m.differs else "SegmentLost"
         refuse = Refuse(slot.ask, kind, f"{m.name}: {m.error or 'it was given up'}")
         return state.with_job(job.with_slots(empty)), [Note(job.name, empty), refuse]
     done = replace(slot, phase="ready", digest=m.digest, ask=0)

@@ -194,8 +194,8 @@ class Digested(Message, frozen=True):
     attempt: str
     digest: str
     error: str = ""
-    kind: str = ""
-    """Name of the error's class."""
+    differs: bool = False
+    """The error is that bytes are others than they should be."""
 
 
 class Wrote(Message, frozen=True):
