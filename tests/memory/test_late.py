@@ -82,8 +82,11 @@ def test_the_agents_commit_nothing_when_another_run_has_the_root(lives: Lives) -
     log = lives.node(0) / "agent.log"
     await_(lambda: "is not committed" in log.read_text(), lives)
     assert "was taken over by run 2" in log.read_text()
-    images = sorted(p.name for p in root.glob("steps/*/*/*.safetensors"))
-    assert images == ["r00000.safetensors", "r00001.safetensors"]  # they had finished
+
+    def images() -> list[str]:
+        return sorted(p.name for p in root.glob("steps/*/*/*.safetensors"))
+
+    await_(lambda: images() == ["r00000.safetensors", "r00001.safetensors"], lives)  # they finish
     assert holdfast.steps(str(root)) == []
 
 
