@@ -1,6 +1,6 @@
 """Run every benchmark, one after the other, and print one Markdown table of all results.
 
-About an hour on a quiet machine with 2 cores.  Each script runs by itself too (`--help`).
+Two to three hours on a quiet machine with 2 cores.  Each script runs by itself too (`--help`).
 `--table` only prints the table from the JSON files of an earlier run.
 """
 

@@ -578,16 +578,21 @@ def test_a_header_that_cannot_be_written_is_told(root: Path) -> None:
         put(client, "0001-000003", DATA)
 
 
+def fail_to_commit(root: Path, client: Client) -> None:
+    """Attempt 0001-000002, of step 2: its manifest cannot be written."""
+    blocked = root / "jobs" / JOB / ".manifest-0000000002-0001-000002.new"
+    blocked.mkdir()
+    with pytest.raises(OutOfSpace):
+        put(client, "0001-000002", DATA, step=2)
+    blocked.rmdir()
+
+
 def test_a_commit_that_cannot_be_written_is_none(root: Path) -> None:
     """Shared memory is full at that moment: the snapshot before stays the newest, and is not given out."""
     with agent(root) as client:
         hello(client)
         put(client, "0001-000001", DATA)
-        blocked = root / "jobs" / JOB / ".manifest-0000000002-0001-000002.new"
-        blocked.mkdir()
-        with pytest.raises(OutOfSpace):
-            put(client, "0001-000002", DATA, step=2)
-        blocked.rmdir()
+        fail_to_commit(root, client)
         client.ask(w.Take(JOB, os.getpid(), "share", 0, "0001-000003", 3, with_table(len(DATA))))
         held = client.ask(w.Ask(JOB), w.Held)
         assert [i.attempt for i in held.images] == ["0001-000001"]
@@ -598,11 +603,7 @@ def test_a_commit_that_could_not_be_written_is_told_again(root: Path) -> None:
     with agent(root) as client:
         hello(client)
         put(client, "0001-000001", DATA)
-        blocked = root / "jobs" / JOB / ".manifest-0000000002-0001-000002.new"
-        blocked.mkdir()
-        with pytest.raises(OutOfSpace):
-            put(client, "0001-000002", DATA, step=2)
-        blocked.rmdir()
+        fail_to_commit(root, client)
         client.ask(w.Commit(JOB, "0001-000002", 2, b"manifest 0001-000002"))
         put(client, "0001-000003", DATA, commit=False)
         held = client.ask(w.Ask(JOB), w.Held)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -192,6 +194,33 @@ def test_a_load_waits_for_the_copy(
         save.wait(WAIT_S)
     assert different(saved(tmp_path, 2), before) == []
     assert different(saved(tmp_path, 1), run.copy()) == []
+
+
+def test_a_forked_child_waits_for_no_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no thread that copies: neither its loads nor its steps must wait for one."""
+    forked = threading.Event()
+
+    def late(copy: Callable[[], None]) -> None:
+        assert forked.wait(WAIT_S)
+        copy()
+
+    with around_copy(monkeypatch, late):
+        save = run.ckpt.save(1)
+        child = os.fork()
+        if child == 0:
+            snapshot.wait_for_copies()
+            run.optimizer.step()
+            os._exit(0)
+        until = time.monotonic() + 5
+        while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < until:
+            time.sleep(0.01)
+        ended = time.monotonic() < until
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        forked.set()
+        save.wait(WAIT_S)
+    assert ended
 
 
 def test_a_write_after_the_save_is_no_business_of_its(run: Run, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ The image's memory and the list of copies are made once and used again while sha
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -201,10 +202,12 @@ class Window:
     """From a snapshot's call to the next optimizer step, which waits for the copy.
 
     However a capture ends, it ends the wait, and everything that a capture waits for has a deadline.
+    A forked child waits for nothing: the copy is of its parent's memory.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self._pid = os.getpid()
         self._carried: Carried | None = None
         self._begun = threading.Event()
         self._copied = threading.Event()
@@ -212,7 +215,7 @@ class Window:
 
     def wait(self) -> None:
         """On the training thread: until the copy is complete or given up, or its rest is carried over."""
-        if self._copied.is_set():
+        if self._copied.is_set() or os.getpid() != self._pid:
             return
         with span("window.wait", step=self.step) as fields:
             self._begun.wait()
