@@ -180,6 +180,26 @@ def test_a_writer_that_cannot_begin(
     assert not writers()
 
 
+def test_a_forked_child_that_trains(root: Path) -> None:  # noqa: F811
+    """Records are its parent's: it adds nothing to them, and waits for nothing."""
+    run = new()
+    with checkpointer(root, run) as ckpt:
+        for number in range(1, 6):
+            run.step(number)
+            child = os.fork()
+            if child == 0:
+                run.step(number + 1)
+                os._exit(0)
+            assert os.waitpid(child, 0) == (child, 0)
+            ckpt.step(number)
+        expected = run.everything()
+    forget(root, 4)
+    again = new()
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 5
+        check_equal(again.everything(), expected)
+
+
 def test_two_checkpointers_record_one_optimizer(root: Path) -> None:  # noqa: F811
     """Neither takes the other's hook for one that may change gradients."""
     run, every = new(), holdfast.Every(delta=1)

@@ -32,7 +32,7 @@ from holdfast.state.live import (
 from holdfast.state.optimizers import all_param_names, named_groups, tensors_in
 from holdfast.state.placed import local_of
 from holdfast.state.snapshot import raw_array
-from holdfast.state.wrapped import stepping
+from holdfast.state.wrapped import is_ours, stepping
 
 GRAD = "grad"
 """The state that a gradient counts as: `optim.h.0.weight.grad`."""
@@ -229,7 +229,7 @@ def only_reads(optimizer: Optimizer) -> bool:
 def hooks_after(optimizer: Optimizer) -> int:
     """How many hooks of others follow its step."""
     hooks = optimizer._optimizer_step_post_hooks.values()
-    return sum(not (getattr(h, "__module__", "") or "").startswith("holdfast.") for h in hooks)
+    return sum(not is_ours(hook) for hook in hooks)
 
 
 def missing_of(one: Steps) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ can tell.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -35,6 +35,7 @@ from holdfast.group import Group
 from holdfast.layout import Box, Mesh
 from holdfast.state.live import Live, State, is_optimizer
 from holdfast.state.rest import collect_rest
+from holdfast.state.wrapped import is_followed_by_ours
 from holdfast.store import MemoryStore, Store
 
 MAX_EDITS = 3
@@ -448,21 +449,24 @@ class _Hooks:
         after: Callable[[], None],
     ) -> None:
         """`before` is called with the closure that the step was given, if any, and with the optimizer in
-        whose step it begins, if any."""
+        whose step it begins, if any.  In a forked child neither is: records are its parent's."""
         self._told = before
         self._after = after
         self._running: dict[FrameType, Steps] = {}
         """Steps under way, by the calls that make them."""
         self._handles: list[Any] = []
         self._last: list[tuple[Any, int]] = []
+        self._pid = os.getpid()
         for one in steps:
             first = one.optimizer.register_step_pre_hook(self._begins(one))
             second = one.optimizer.register_step_post_hook(self._ends)
-            self._last.append((one.optimizer._optimizer_step_pre_hooks, first.id))
+            self._last.append((one.optimizer, first.id))
             self._handles += [first, second]
 
     def _begins(self, one: Steps) -> Callable[..., None]:
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if os.getpid() != self._pid:
+                return
             call = sys._getframe(1)
             given = args[1:] or (kwargs.get("closure"),)  # torch hands over the optimizer, too
             self._told(one, given[0], self._around(call))
@@ -478,21 +482,19 @@ class _Hooks:
         return None if frame is None else self._running[frame]
 
     def _ends(self, *_: Any) -> None:
+        if os.getpid() != self._pid:
+            return
         self._running.pop(sys._getframe(1), None)
         self._after()
 
     def move_last(self) -> None:
         self._running.clear()
-        for hooks, number in self._last:
-            hooks.move_to_end(number)
+        for optimizer, number in self._last:
+            optimizer._optimizer_step_pre_hooks.move_to_end(number)
 
     def are_last(self) -> bool:
         """But for hooks of other checkpointers, which change nothing."""
-        return all(
-            getattr(hook, "__module__", "").startswith("holdfast.")
-            for hooks, number in self._last
-            for _, hook in takewhile(lambda item: item[0] != number, reversed(hooks.items()))
-        )
+        return all(is_followed_by_ours(optimizer, number) for optimizer, number in self._last)
 
     def remove(self) -> None:
         for handle in self._handles:

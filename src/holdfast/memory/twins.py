@@ -13,31 +13,20 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import torch
 
 from holdfast.events import emit
 from holdfast.memory.twin import Gradient, Part, Twin
-
-
-def _is_ours(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("holdfast.")
+from holdfast.state.wrapped import is_followed_by_ours, is_ours
 
 
 def _ours_last(hooks: OrderedDict[int, Any]) -> None:
     """Nobody else's hook comes after one of holdfast's, which keep their order."""
-    ours = [(n, hook.__module__ != __name__) for n, hook in hooks.items() if _is_ours(hook)]
+    ours = [(n, hook.__module__ != __name__) for n, hook in hooks.items() if is_ours(hook)]
     for number, _ in sorted(ours, key=lambda one: one[1]):  # records want to be the very last
         hooks.move_to_end(number)
-
-
-def _is_followed_by_ours(optimizer: Any, number: int) -> bool:
-    """Whether after a hook before an optimizer's step come holdfast's alone; of other hooks, too."""
-    hooks = optimizer._optimizer_step_pre_hooks
-    behind = takewhile(lambda item: item[0] != number, reversed(hooks.items()))
-    return number not in hooks or all(_is_ours(hook) for _, hook in behind)
 
 
 @dataclass
@@ -66,6 +55,8 @@ class Twins:
     """Optimizers, and handles to their hooks."""
     _stepping: Any = None
     """The optimizer whose step has begun and not ended."""
+    _pid: int = field(default_factory=os.getpid)
+    """A forked child that trains is nobody's twin: it has neither this thread nor a say."""
     _change: threading.Condition = field(
         default_factory=lambda: threading.Condition(threading.RLock())
     )
@@ -112,7 +103,7 @@ class Twins:
 
     def _are_last(self) -> bool:
         """Whether nothing changes gradients behind the hooks."""
-        return all(_is_followed_by_ours(optimizer, hook.id) for optimizer, hook in self._hooks)
+        return all(is_followed_by_ours(optimizer, hook.id) for optimizer, hook in self._hooks)
 
     def _unfinished(self) -> str:
         """Why they are ahead of the training: a step was given to them that it did not make."""
@@ -123,6 +114,8 @@ class Twins:
         """The hook of the twin of that number; it must not keep the twin itself."""
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if os.getpid() != self._pid:
+                return
             with self._change:
                 if not (self.current or self._learning) or self.closed:
                     return
@@ -147,6 +140,8 @@ class Twins:
         return hook
 
     def _after(self, *_: Any) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._change:
             self._stepping = None
             self.after_step()

@@ -10,6 +10,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -84,6 +85,18 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(one)
     else:
         yield value
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook of an optimizer is holdfast's, and so changes neither gradients nor weights."""
+    return (getattr(hook, "__module__", "") or "").startswith("holdfast.")
+
+
+def is_followed_by_ours(optimizer: Any, number: int) -> bool:
+    """Whether after a hook before an optimizer's step come holdfast's alone, of any checkpointer."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    behind = takewhile(lambda item: item[0] != number, reversed(hooks.items()))
+    return number not in hooks or all(is_ours(hook) for _, hook in behind)
 
 
 def is_zero1(optimizer: Any) -> bool:
