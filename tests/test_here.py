@@ -1,4 +1,4 @@
-"""Whether a process is gone: never guessed."""
+"""Whether a process is gone: never guessed.  What memory there is for this one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.here import fate, place, started
+from holdfast.here import fate, memory_bytes, place, started
 
 
 def test_a_process_that_runs() -> None:
@@ -72,3 +72,27 @@ def test_a_process_with_half_a_letter_in_its_name(tmp_path: Path) -> None:
 def test_place() -> None:
     assert place() == place()
     assert place()
+
+
+@pytest.mark.parametrize(
+    ("told", "limits", "expected"),
+    [
+        ("", {}, None),
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("0::/\n", {"memory.max": "5000"}, 5000),
+        ("0::/a/b\n", {"a/memory.max": "3000", "a/b/memory.max": "4000"}, 3000),
+        ("4:cpu:/c\n3:hugetlb,memory:/s\n0::/\n", {"memory/s/memory.limit_in_bytes": "2000"}, 2000),
+        ("3:memory:/docker/x\n", {"memory/memory.limit_in_bytes": "1000"}, 1000),
+    ],
+)
+def test_memory_is_what_control_groups_leave(
+    tmp_path: Path, told: str, limits: dict[str, str], expected: int | None
+) -> None:
+    """Of version 2 and 1, at every level; in a container the own one may be the root."""
+    files = {"proc/self/cgroup": told, **{f"sys/fs/cgroup/{k}": v for k, v in limits.items()}}
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    all_of_it = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory_bytes(tmp_path) == (expected or all_of_it)

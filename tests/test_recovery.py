@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import errors
+from holdfast.checkpoint.tidying import came_later
 from holdfast.errors import HoldfastError, NotRecoverable
 from holdfast.recovery import Candidate, newest_first, newest_good
 
@@ -78,3 +79,36 @@ def test_there_are_scenarios() -> None:
 def test_scenario(path: Path) -> None:
     trace, expected = play(path.read_text())
     assert trace == expected
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_what_to_do_where_nothing_can_be_restored(memory: bool) -> None:
+    def attempt(candidate: Candidate) -> None:
+        raise errors.Corrupt("it is bad")
+
+    there = [Candidate(1, 10), Candidate(1, 20, "0001-000020" if memory else "")]
+    with pytest.raises(NotRecoverable) as caught:
+        newest_good(there, attempt, lambda *_: None)
+    assert "holdfast verify" in caught.value.hint
+    assert ("holdfast agent clean" in caught.value.hint) is memory
+
+
+def test_of_two_saves_of_a_step_the_later_one_comes_first() -> None:
+    stored, before = Candidate(1, 20), Candidate(1, 20, "0001-000020", replaced=True)
+    assert newest_first([before, stored]) == [stored, before]
+    assert newest_first([stored, Candidate(1, 20, "0001-000020")])[1] == stored
+
+
+@pytest.mark.parametrize(
+    ("attempt", "than", "later"),
+    [
+        ("0001-000020", "0001-000020", False),
+        ("0001-000021", "0001-000020", True),
+        ("0001-000019", "0001-000020", False),
+        ("0001-1000000", "0001-999999", True),
+        ("once-0-1-2-3", "0001-000020", True),
+        ("0001-000020", "once-0-1-2-3", False),
+    ],
+)
+def test_which_save_came_later(attempt: str, than: str, later: bool) -> None:
+    assert came_later(attempt, than) is later

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import holdfast
-from holdfast import events
+from holdfast import events, here
+from holdfast.delta import capture
 from holdfast.delta.log import segments
 from holdfast.delta.segment import parse_key
 from holdfast.errors import UsageError
 from holdfast.store import LocalStore
 
 pytestmark = pytest.mark.slow
+
+RARELY_FAILS = holdfast.Auto(mtbf_hours=500, overhead=0.5)
 
 
 class Training:
@@ -53,14 +54,16 @@ def train(root: Path, auto: Any, steps: int, **options: Any) -> list[events.Even
 
 
 def test_costs_are_measured_and_change_the_frequencies(tmp_path: Path) -> None:
-    """A failure every minute, at steps of a few milliseconds: saves pay as often as the overhead allows."""
-    told = train(tmp_path, holdfast.Auto(mtbf_hours=1 / 60, overhead=0.5), 500)
+    """A failure every few weeks, at steps of a few milliseconds: thousands of them pay for a save, on any
+    machine."""
+    told = train(tmp_path, RARELY_FAILS, 250)
     assert told, "nothing was tuned"
     first = told[0].fields
     assert first["knob"] == "durable"
     assert first["before"] == "durable 100"
-    assert first["after"] != first["before"]
-    assert "a failure every 0.0167 h (given)" in first["why"]
+    assert int(first["after"].removeprefix("durable ")) > 100
+    assert "wasted time goes from" in first["why"]
+    assert "a failure every 500 h (given)" in first["why"]
 
 
 def test_it_is_never_above_the_overhead(tmp_path: Path) -> None:
@@ -77,17 +80,18 @@ def kept(root: Path) -> Any:
 
 def test_what_is_learned_is_kept(tmp_path: Path) -> None:
     """A run that closes is no failure; the next one goes on where it was."""
-    train(tmp_path, holdfast.Auto(mtbf_hours=1 / 60, overhead=0.5), 250)
+    train(tmp_path, RARELY_FAILS, 250)
     first = kept(tmp_path)
     assert (first["process"], first["node"]) == (0, 0)
     assert first["trained_s"] > 0.4
     last = train.every  # type: ignore[attr-defined]
     assert last.durable not in (None, 100)
     one = Training()
-    auto = holdfast.Auto(mtbf_hours=1 / 60, overhead=0.5)
-    with holdfast.Checkpointer(tmp_path, one.state, every=auto) as ckpt:
+    with holdfast.Checkpointer(tmp_path, one.state, every=RARELY_FAILS) as ckpt:
         assert ckpt.every == last
-    with holdfast.Checkpointer(tmp_path, one.state, every=auto, delta=holdfast.Delta()) as ckpt:
+    with holdfast.Checkpointer(
+        tmp_path, one.state, every=RARELY_FAILS, delta=holdfast.Delta()
+    ) as ckpt:
         assert (ckpt.every.durable, ckpt.every.delta) == (100, 1)  # other tiers, other frequencies
     assert kept(tmp_path)["trained_s"] >= first["trained_s"]
 
@@ -123,45 +127,28 @@ def test_a_history_that_cannot_be_used(tmp_path: Path, damaged: str) -> None:
         assert ckpt.every.durable == 100
 
 
-class Large:
-    """A step that takes as long as it is told, with gradients of 64 MB."""
-
-    def __init__(self) -> None:
-        self.weight = torch.nn.Parameter(torch.zeros(1 << 24))
-        self.weight.grad = torch.ones_like(self.weight)
-        self.optim = torch.optim.SGD([self.weight], lr=1.0)
-        self.state = {"model": torch.nn.ParameterList([self.weight]), "optim": self.optim}
-
-    def step(self) -> None:
-        time.sleep(0.01)
-        self.optim.step()
-
-
-@pytest.mark.alone
-def test_the_copy_of_gradients_is_a_cost_of_records(tmp_path: Path) -> None:
+def test_the_copy_of_gradients_is_a_cost_of_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And no part of what a step takes: without records it takes as long."""
-    one, alone = Large(), []
-    for _ in range(20):
-        began = time.perf_counter()
-        one.step()
-        alone.append(time.perf_counter() - began)
-    into = torch.zeros(1 << 24).numpy()
-    began = time.perf_counter()
-    for _ in range(5):
-        np.copyto(into, one.weight.grad.numpy())  # type: ignore[union-attr]
-    copy_s = (time.perf_counter() - began) / 5
-    delta = holdfast.Delta(queue=40)
+    copied = capture._copy_part
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.3)
+        copied(*args)
+
+    monkeypatch.setattr(capture, "_copy_part", slowly)
+    one, delta = Training(), holdfast.Delta(queue=40)
     with holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto(), delta=delta) as ckpt:
         ckpt.step(1)
         ckpt.wait()
-        for step in range(2, 22):
+        for step in range(2, 12):
             one.step()
             ckpt.step(step)
         tuner = ckpt._steering._tuner  # type: ignore[union-attr]
         stall_s = tuner.learned["record_stall"]
         step_s = sum(s for _, s in tuner._step_s) / len(tuner._step_s)
-    assert stall_s > 0.5 * copy_s
-    assert step_s < median(alone) + 0.5 * copy_s
+    assert stall_s > 0.3 and step_s < 0.15
 
 
 def test_what_a_batch_takes_is_shared_by_its_records(tmp_path: Path) -> None:
@@ -188,12 +175,19 @@ def test_what_a_batch_takes_is_shared_by_its_records(tmp_path: Path) -> None:
     assert learned["batch_stall"] >= 0
 
 
-@pytest.mark.parametrize(("ranks", "bound"), [("1", False), ("1000000000", True)])
+@pytest.mark.parametrize(
+    ("ranks", "limit", "bound"),
+    [("1", None, False), ("1000000000", None, True), ("1", 1 << 16, True)],
+)
 def test_memory_bounds_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str, bound: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str, limit: int | None, bound: bool
 ) -> None:
-    """Where many ranks share the node's memory, there is none but for what the user asked for."""
+    """Where many ranks share the node's memory, or a container has little of it, there is none but for what
+    the user asked for."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert capture.memory_bytes is here.memory_bytes  # which knows of containers
+    if limit is not None:
+        monkeypatch.setattr(capture, "memory_bytes", lambda: limit)
     one, delta = Training(), holdfast.Delta(batch=5)
     with holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto(), delta=delta) as ckpt:
         for step in range(1, 5):

@@ -9,6 +9,7 @@
 # which lasts as long as the job, and torchrun is started again beside it as often as it fails.  Two minutes
 # before the time is over Slurm tells this script alone (B:), which tells the training, and not the agents:
 # with Checkpointer(..., sigterm_s=90) it saves, and is not started again.
+# `scancel` and the end of the time tell the steps (SIGTERM), not this script: the agents' frees the memory.
 
 set -u
 export HOLDFAST_MEMORY_DIR=/dev/shm/holdfast-$SLURM_JOB_ID
@@ -18,7 +19,9 @@ training="" stopping="" status=1
 trap 'stopping=yes; kill -TERM $training 2>/dev/null' TERM
 
 srun --overlap --ntasks-per-node=1 --cpus-per-task=2 --gpus-per-node=0 \
-    bash -c 'exec holdfast agent run --host "$(hostname -i | cut -d " " -f 1)" --budget 200GiB' &
+    bash -c 'trap "kill %1; wait; rm -rf \"$HOLDFAST_MEMORY_DIR\"; exit 143" TERM
+        holdfast agent run --host "$(hostname -i | cut -d " " -f 1)" --budget 200GiB &
+        wait' &
 agents=$!
 
 for attempt in 1 2 3 4 5; do
@@ -34,7 +37,8 @@ for attempt in 1 2 3 4 5; do
 done
 
 # The nodes go to others now.  What is in memory and not in storage goes with them.
-srun --overlap --ntasks-per-node=1 holdfast agent stop --free
+srun --overlap --ntasks-per-node=1 \
+    bash -c 'holdfast agent stop --free; rm -rf "$HOLDFAST_MEMORY_DIR"'
 kill "$agents" 2>/dev/null
 wait "$agents"
 exit "$status"

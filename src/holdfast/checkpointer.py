@@ -25,7 +25,7 @@ from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
 from holdfast.policy.tuning import Auto
 from holdfast.restart import Restart
-from holdfast.restoring import load_from, open_shared
+from holdfast.restoring import load_from, open_shared, tell_unused_records
 from holdfast.roots import check_own
 from holdfast.state.collecting import collect
 from holdfast.state.live import Live, LiveTensor, State, check_keys
@@ -94,6 +94,8 @@ class Checkpointer:
         self._placed: dict[str, LiveTensor] = {}
         """The steady tensors of the last save: others may be gone, and are not kept alive."""
         self._told_of: HoldfastError | None = None
+        self._news: list[tuple[BaseException | None, str]] = []
+        """What the user is to be told when a call is done: errors to raise, and warnings."""
         self._closed = False
         self._pid = os.getpid()
         self._prepared = False
@@ -142,7 +144,8 @@ class Checkpointer:
         with `Auto` at each tenth step for rank 0.  Failures of earlier saves are told here (`on_error`).
         After SIGTERM, with `sigterm_s`, it saves and raises SystemExit(143).
         """
-        self._report()
+        self._check_open()
+        self._look_back()
         if self._stop is not None and self._stop.now(step):
             self._save_and_stop(step)
         if self._steering is not None:
@@ -160,6 +163,7 @@ class Checkpointer:
         elif not self._prepared:
             self._prepare()
         self._prepared = True
+        self._tell(3)
 
     def _recorded_by_a_save(self, step: int, durable: bool) -> bool:
         """Make a record of this step; if records have nothing to lead on from, a full save instead."""
@@ -171,7 +175,7 @@ class Checkpointer:
             return False
         delta.record(step, self.every.durable)
         while delta.news:
-            warnings.warn(delta.news.pop(), HoldfastWarning, stacklevel=4)
+            self._news.append((None, delta.news.pop(0)))
         if (notice := delta.notice()) is not None:
             self._complain(notice, str(notice))
         if self._steering is not None and self._steering.batch is not None:
@@ -205,6 +209,7 @@ class Checkpointer:
 
     def save(self, step: int) -> Save:
         """Save durably now, whatever is due; waits for a save in flight.  Returns a handle."""
+        self._check_open()
         self._report()
         return self._begin(step, must=True)
 
@@ -212,6 +217,12 @@ class Checkpointer:
         """`must`: whatever is in flight.  `live`: not from a replica, which could be lost meanwhile."""
         self._check_open()
         memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
+        if delta is not None and delta.parent is not None and step < delta.parent[1]:
+            raise UsageError(
+                f"step {step} comes before step {delta.parent[1]}, and records lead on from it: from "
+                "another state they would lead elsewhere",
+                hint="save under the number of the step that was made",
+            )
         with span("save.call", step=step):
             if memory is not None:
                 save = memory.begin(self._collect, step, durable=True, must=must, live=live)
@@ -236,29 +247,42 @@ class Checkpointer:
 
     def _report(self) -> None:
         """Tell the user of saves that have failed since the last call, and of what memory cannot bear."""
+        self._look_back()
+        self._tell(4)
+
+    def _look_back(self) -> None:
+        """See what there is to be told."""
         memory = self._tiers.memory
         while memory is not None and memory.news:
-            warnings.warn(memory.news.pop(0), HoldfastWarning, stacklevel=3)
+            self._news.append((None, memory.news.pop(0)))
         done = [s for s in self._saves if s.done()]
         self._saves = [s for s in self._saves if not s.done()]
         for save in done:
             if save.skipped and save.kind == "save":  # the next snapshot is a few steps away
-                warnings.warn(
-                    f"the save of step {save.step} was left out: one was in flight",
-                    HoldfastWarning,
-                    stacklevel=3,
-                )
+                text = f"the save of step {save.step} was left out: one was in flight"
+                self._news.append((None, text))
             if save.error is not None and not save.told:
                 self._complain(save.error, str(save.error))
 
     def _complain(self, error: BaseException, text: str) -> None:
-        if self.on_error == "raise":
+        self._news.append((error if self.on_error == "raise" else None, text))
+
+    def _tell(self, stacklevel: int) -> None:
+        """Warnings, and then the first error; others with the next calls."""
+        texts = [text for error, text in self._news if error is None]
+        self._news = [one for one in self._news if one[0] is not None]
+        for text in texts:
+            warnings.warn(text, HoldfastWarning, stacklevel=stacklevel)
+        if self._news:
+            error, _ = self._news.pop(0)
+            assert error is not None
             raise error
-        warnings.warn(text, HoldfastWarning, stacklevel=4)
 
     def _save_and_stop(self, step: int) -> None:
         assert self._stop is not None
         emit("stopping", step=step)
+        self.on_error = "warn"  # the process ends because of the signal
+        self._news = [(None, text) for _, text in self._news]
         try:
             self._begin(step, must=True, live=True).wait(self._stop.left())
         finally:
@@ -300,6 +324,8 @@ class Checkpointer:
             if origin is not None:
                 fields["source"] = origin
                 found = load_from(origin, self._group, restart.state, step, options)
+                if step is None:
+                    tell_unused_records(origin, self._group, found)
             else:
                 found = restart.to_newest() if step is None else restart.to_step(step)
             fields["step"] = found
@@ -309,9 +335,16 @@ class Checkpointer:
             delta.begin_from(restart.reached)
         for key in self.state:
             self.state[key] = restart.state[key]
-        unsaved = self.every.durable is not None and restart.is_unsaved()
-        if unsaved or (origin is not None and keep_source):
-            self._begin(found, must=True)
+        lasting = self.every.durable is not None or (delta is not None and delta.parent is not None)
+        unsaved = lasting and restart.is_unsaved()  # records that lead on from it need it, too
+        unsaved = unsaved or (origin is not None and keep_source)
+        if unsaved or restart.needs_protection():
+            generators, memory = Rng().state_dict(), self._tiers.memory
+            if unsaved or memory is None:
+                self._begin(found, must=True)
+            else:
+                self._snapshot(found, memory)
+            Rng().load_state_dict(generators)  # a loader may draw when it is asked for its state
         return found
 
     def _origin(self, source: str | os.PathLike[str] | None) -> str | None:
@@ -329,6 +362,7 @@ class Checkpointer:
 
         Deadline if they are not done after `timeout` seconds.
         """
+        self._check_ours()
         until = None if timeout is None else time.monotonic() + timeout
         for save in list(self._saves):
             try:
@@ -343,7 +377,8 @@ class Checkpointer:
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
-        `timeout` seconds (`deadline_s` if none are given).  Snapshots in memory are freed."""
+        `timeout` seconds (`deadline_s` if none are given).  Snapshots in memory are freed, unless the last
+        durable save failed."""
         self._end(timeout, finished=True)
 
     def _end(
@@ -361,14 +396,25 @@ class Checkpointer:
                 self._stop.close()
             self._tiers.release()
             self._group.close()
-        self._report()
+        self._look_back()
+        errors = [one for one in self._news if one[0] is not None]
+        self._news = [one if one in errors[:1] else (None, one[1]) for one in self._news]
+        self._tell(4)  # the first as an error: there is no next call
 
     @property
     def _is_ours(self) -> bool:
         """Whether this is no forked child that goes through its parent's exits."""
         return os.getpid() == self._pid
 
+    def _check_ours(self) -> None:
+        if not self._is_ours:
+            raise UsageError(
+                f"this Checkpointer is of process {self._pid}, which process {os.getpid()} was forked from",
+                hint="let the training process step, save and restore",
+            )
+
     def _check_open(self) -> None:
+        self._check_ours()
         if self._closed:
             raise UsageError("this Checkpointer is closed", hint="make a new one")
 

@@ -27,6 +27,25 @@ def place() -> str | None:
     return f"{socket.gethostname()} {boot} {processes}"
 
 
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may have: the host's, or less where a control group limits it."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("memory" if kinds else "")
+        name = "memory.limit_in_bytes" if kinds else "memory.max"
+        folder = Path(path.lstrip("/"))
+        for each in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # "max"
+                limits.append(int((mount / each / name).read_text()))
+    return min(limits)
+
+
 def _status(pid: int) -> tuple[bool, str] | None:
     """Whether a process is alive, and its start time in clock ticks since boot; None if unseen."""
     try:

@@ -11,8 +11,9 @@ from holdfast.capture import Capture
 from holdfast.checkpoint.claiming import newest_claim, once_attempt
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.tidying import sweep
+from holdfast.delta.log import leads_on
 from holdfast.durable import Durable
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.restoring import load_from, open_shared
@@ -27,14 +28,14 @@ def save(
     url: str | os.PathLike[str], state: State, *, step: int, deadline_s: float = 600.0
 ) -> None:
     """Save once, as step `step`, in place of one of that number, and wait until it is durable.
-    Collective; RankErrors if it failed anywhere.
+    Collective; RankErrors if it failed anywhere; UsageError if records lead on from that step.
     """
     check_own(url)
     check_keys(state)
     group = Group(deadline_s)
     store = open_shared(url, group)
     sweep_host(store)
-    run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store)))
+    run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store, step)))
     capture = Capture(group, deadline_s=deadline_s)
     durable = Durable(store, capture, claim=None, run=run, attempt=attempt)
     try:
@@ -45,9 +46,15 @@ def save(
         group.close()
 
 
-def _once(store: Store) -> bytes:
+def _once(store: Store, step: int) -> bytes:
     held = newest_claim(store)
     run = max([held.run if held else 0, *(s.run for s in committed(store))])
+    if leads_on(store, (run, step)):
+        raise UsageError(
+            f"records of run {run} in {store.url} lead on from its step {step}: from another state they "
+            "would lead elsewhere",
+            hint="save under another number, or in a root of its own",
+        )
     try:
         sweep(store)
     except HoldfastError as error:

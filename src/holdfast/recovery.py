@@ -33,6 +33,8 @@ class Candidate:
     attempt: str = ""
     tip: tuple[int, int] | None = None
     """Run and step of the state that records lead to from it, if there are any."""
+    replaced: bool = False
+    """Whether storage has a later save of this step."""
 
     @property
     def in_memory(self) -> bool:
@@ -48,13 +50,13 @@ class Candidate:
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """By the run and step that they lead to, then by their own, then by tier.
+    """By the run and step that they lead to, then by their own, then the one saved later, then by tier.
 
     A run that went back has made what came after that step history.
     """
 
     def newness(c: Candidate) -> tuple[object, ...]:
-        return (c.end, c.step, c.in_memory, c.attempt)
+        return (c.end, c.step, not c.replaced, c.in_memory, c.attempt)
 
     return sorted(candidates, key=newness, reverse=True)
 
@@ -85,8 +87,9 @@ def newest_good(
     if not lines:
         return None
     text = "\n".join(lines)
+    hint = "`holdfast verify` says what is damaged; restore the files from a copy"
+    if any(c.in_memory for c in candidates):
+        hint += "; `holdfast agent clean` frees what is in memory"
     raise NotRecoverable(
-        f"none of {len(lines)} step(s) can be restored:\n{text}",
-        reasons,
-        hint="`holdfast verify` says what is damaged; restore the files from a copy",
+        f"none of {len(lines)} step(s) can be restored:\n{text}", reasons, hint=hint
     )

@@ -5,12 +5,17 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+import msgspec
+
 from holdfast.capture.exactness import tell_exactness
-from holdfast.delta.log import Log, Step
+from holdfast.checkpoint.names import describe, stated_attempt
+from holdfast.checkpoint.tidying import came_later
+from holdfast.delta.log import Log, Step, last_recorded
 from holdfast.delta.replay import Replay, survey
 from holdfast.delta.segment import Identity
-from holdfast.errors import HoldfastError, HoldfastWarning, NotRecoverable
+from holdfast.errors import HoldfastError, HoldfastWarning, NotFound, NotRecoverable
 from holdfast.events import emit, span
+from holdfast.format.manifest import Manifest
 from holdfast.recovery import Candidate, newest_first, newest_good
 from holdfast.restoring import load_snapshot, load_step, saved_steps
 from holdfast.state.live import State
@@ -30,19 +35,38 @@ class Restart:
         self.snapshots = None if tiers.memory is None else tiers.memory.survey()
         bases = [Candidate(s.run, s.step) for s in self.durable]
         if self.snapshots is not None:
-            bases += [Candidate(m.run, m.step, m.attempt) for m in self.snapshots.manifests]
+            replaced = self._replaced(self.snapshots.manifests)
+            bases += [
+                Candidate(m.run, m.step, m.attempt, replaced=m.attempt in replaced)
+                for m in self.snapshots.manifests
+            ]
         self.log = self._survey_log(bases)
         self.candidates = newest_first(self._with_tip(base) for base in bases)
         self.taken: Candidate | None = None
         self.reached: Identity | None = None
         """The state that is live now."""
 
+    def _replaced(self, snapshots: list[Manifest]) -> set[str]:
+        """The snapshots of steps that storage has a later save of, by a script that edits it, say.
+        Collective."""
+        tiers, saved = self.tiers, {(s.run, s.step) for s in self.durable}
+        both = sorted((m.step, m.attempt) for m in snapshots if (m.run, m.step) in saved)
+
+        def look() -> bytes:
+            found = [(stated_attempt(tiers.store, step), attempt) for step, attempt in both]
+            return msgspec.json.encode(
+                [a for stored, a in found if stored and came_later(stored, a)]
+            )
+
+        return msgspec.json.decode(tiers.group.from_rank0(look), type=set[str]) if both else set()
+
     def _survey_log(self, bases: list[Candidate]) -> Log:
         """The records that may lead on from one of these steps."""
         tiers = self.tiers
-        if tiers.delta is None or not bases:
+        if tiers.delta is None:
             return Log(tiers.store, ())
-        return survey(tiers.store, tiers.group, min(c.step for c in bases), tiers.run)
+        since = min((c.step for c in bases), default=0)
+        return survey(tiers.store, tiers.group, since, tiers.run)
 
     def _after(self, base: Candidate) -> list[Step]:
         """The recorded steps that lead on from it."""
@@ -59,8 +83,11 @@ class Restart:
         nothing.  Warns of what is passed over."""
         self.taken = newest_good(self.candidates, self._attempt, _passed_over)
         if self.reached is None:
+            self._warn_of_baseless()
             return 0
         self._warn_of_lost(self.reached)
+        if self.tiers.delta is None:
+            self._warn_of_unused(self.reached)
         return self.reached[1]
 
     def to_step(self, step: int) -> int:
@@ -82,7 +109,38 @@ class Restart:
             states = [(c.run, c.step), *(s.identity for s in self._after(c))]
             reached += [(state, c.step, c) for state in states if state[1] == step]
         way = max(reached, key=lambda way: way[:2], default=None)
-        return Candidate(0, step) if way is None else way[2]
+        if way is not None:
+            return way[2]
+        if kept := sorted({c.step for c in self.candidates if c.in_memory}):
+            raise NotFound(
+                f"no step {step} in {self.tiers.store.url} or in memory; steps there: "
+                f"{describe([s.step for s in self.durable])}; in memory: {describe(kept)}"
+            )
+        return Candidate(0, step)  # nor in storage, which says what it has
+
+    def _warn_of_baseless(self) -> None:
+        """There are records, and no step was ever complete that they lead on from."""
+        steps = sorted({step.step for step in self.log.steps.values()})
+        if steps:
+            warnings.warn(
+                f"steps {steps[0]} to {steps[-1]} are recorded, and the full step before them is "
+                "not complete: nothing can be restored",
+                HoldfastWarning,
+                stacklevel=4,
+            )
+
+    def _warn_of_unused(self, reached: Identity) -> None:
+        """Records that a run with `delta=` would replay."""
+        run, step = reached
+        last = self.tiers.group.from_rank0(
+            lambda: str(last_recorded(self.tiers.store, run, step)).encode()
+        )
+        if int(last):
+            warnings.warn(
+                f"there are records up to step {int(last)} behind step {step}; without delta= none is used",
+                HoldfastWarning,
+                stacklevel=4,
+            )
 
     def _warn_of_lost(self, reached: Identity) -> None:
         """Records behind one that is missing or damaged lead nowhere."""
@@ -122,15 +180,27 @@ class Restart:
         """The newest snapshot in memory, and how many nodes that had part of it have it no more."""
         return ("", 0) if self.snapshots is None else self.snapshots.lost_nodes()
 
+    def needs_protection(self) -> bool:
+        """Whether part of what was taken from memory had to be rebuilt: one more loss is one too many."""
+        taken = self.taken
+        if taken is None or not taken.in_memory or self.snapshots is None:
+            return False
+        return self.snapshots.lost_nodes(taken.attempt)[1] > 0
+
     def _replay(self, base: Candidate, until: int | None) -> Identity:
         """As many steps as are sound."""
         delta = self.tiers.delta
         steps = [s for s in self._after(base) if until is None or s.step <= until]
         if delta is None or not steps:
             return base.run, base.step
+        delta.expect(self._recorded_before(steps))
         with delta.pause():
             last = Replay(self.log, self.tiers.group, self.state, self.options).run(steps)
         return (base.run, base.step) if last is None else last.identity
+
+    def _recorded_before(self, steps: list[Step]) -> set[str]:
+        """What changes beside weights, as far as the last of these records knows."""
+        return {t.name for t in self.log.plan(steps[-1]).tensors if t.state == "buffer"}
 
     # -- what follows -----------------------------------------------------------------------------
 
@@ -148,7 +218,7 @@ class Restart:
         taken = self.taken
         if taken is None or not taken.in_memory:
             return False
-        return all(s.step != taken.step for s in self.durable)
+        return all((s.run, s.step) != (taken.run, taken.step) for s in self.durable)
 
 
 def _passed_over(candidate: Candidate, error: HoldfastError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 
 import msgspec
@@ -10,7 +11,9 @@ import msgspec
 from holdfast.capture.exactness import tell_exactness
 from holdfast.checkpoint.names import Saved, check_step, committed, describe, manifest_key
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.errors import Corrupt, NotFound, NotRecoverable, UsageError
+from holdfast.delta.log import last_recorded, segments
+from holdfast.delta.segment import parse_key
+from holdfast.errors import Corrupt, HoldfastWarning, NotFound, NotRecoverable, UsageError
 from holdfast.events import emit
 from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
@@ -92,6 +95,27 @@ def load_from(
     return step
 
 
+def tell_unused_records(url: str, group: Group, step: int) -> None:
+    """HoldfastWarning if a root of another run has records behind the full step that was taken: only that
+    run's own restarts replay them.  Collective."""
+
+    def look() -> bytes:
+        store = None if detect(url) else open_store(url)
+        if store is None:
+            return b"0"
+        run = next((s.run for s in committed(store) if s.step == step), 0)
+        return str(last_recorded(store, run, step)).encode()
+
+    last = int(group.from_rank0(look))
+    if last:
+        warnings.warn(
+            f"step {step} of {url} is its newest full one; its records, up to step {last}, are not used: "
+            f"`holdfast replay {url} DST --to {last}` makes a full step of them, to begin with instead",
+            HoldfastWarning,
+            stacklevel=3,
+        )
+
+
 def load_step(
     store: Store, group: Group, step: int, state: State, options: Options, *, verify: bool = True
 ) -> None:
@@ -122,7 +146,14 @@ def manifest_bytes(store: Store, group: Group, step: int) -> bytes:
             return store.get(manifest_key(step))
         except NotFound:
             have = describe([s.step for s in committed(store)])
-            raise NotFound(f"no step {step} in {store.url}; steps there: {have}") from None
+            recorded = filter(None, map(parse_key, segments(store, step - 1)))
+            hint = (
+                f"it is recorded: `holdfast replay {store.url} DST --to {step}` makes it a full one"
+            )
+            raise NotFound(
+                f"no step {step} in {store.url}; steps there: {have}",
+                hint=hint if any(first <= step for _, first, _, _ in recorded) else None,
+            ) from None
 
     return group.from_rank0(read)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -16,11 +17,12 @@ from holdfast.delta.log import tidy_log
 from holdfast.delta.options import Delta
 from holdfast.delta.tier import DeltaTier
 from holdfast.durable import Durable
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, HoldfastWarning
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Mesh
-from holdfast.memory.job import job_of
+from holdfast.memory.job import is_anothers, job_of, last_run
+from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
 from holdfast.roots import claim_together, sweep_host
@@ -68,12 +70,35 @@ class Tiers:
 
     def keep_in_memory(self, options: Memory) -> None:
         """Collective."""
-        job = job_of(self.store, self.group)
         host = os.environ.get("HOLDFAST_HOST") or own_address()
+        job = self._job_in_memory(options, host)
         with alike(self.group, 0):
             self.memory = MemoryTier(
                 self.capture, self.durable, options, job=job, host=host, state=self.state
             )
+
+    def _job_in_memory(self, options: Memory, host: str) -> str:
+        """The root's, or a new one where agents know it as another root's, of which this is a copy, or know
+        of later runs than the root does: it was put back from a backup, and what it left in memory is not
+        its own any more.  Before any rank says hello."""
+        job, client = job_of(self.store, self.group), Client(deadline_s=self.group.deadline_s)
+        with alike(self.group, 0):
+            client.start(host, options.budget_bytes, tls=options.tls)
+            last, copied = last_run(client, job), is_anothers(client, job, self.store)
+        last = self.group.most(last)
+        if self.group.any(copied):
+            return job_of(self.store, self.group, anew=True)
+        if last < self.run:
+            return job
+        if self.group.rank == 0:
+            warnings.warn(
+                f"{self.store.url} was put back: run {self.run} begins, and in memory are snapshots of up "
+                f"to run {last}, which are another job's now (`holdfast agent clean --job {job}` frees "
+                "them)",
+                HoldfastWarning,
+                stacklevel=4,
+            )
+        return job_of(self.store, self.group, anew=True)
 
     def keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
         """Collective."""

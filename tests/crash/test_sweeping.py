@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,11 +15,15 @@ import holdfast
 from builders import Tensor, build
 from holdfast import Keep
 from holdfast.checkpoint.claiming import claim, once_attempt
-from holdfast.checkpoint.names import manifest_key, read_manifest
+from holdfast.checkpoint.names import manifest_key, read_manifest, run_of_log
 from holdfast.checkpoint.tidying import delete_step, discard, prune, sweep
 from holdfast.checkpoint.verifying import verify
+from holdfast.codec.digest import hexdigest
+from holdfast.delta.segment import plan_key, segment_key
+from holdfast.delta.writers import writing_key
+from holdfast.errors import NotFound
 from holdfast.layout import Mesh
-from holdfast.store import Store, open_store
+from holdfast.store import LocalStore, Store, open_store
 from holdfast.testing import Counting
 
 
@@ -41,6 +46,44 @@ def dead_attempt() -> str:
     return found.stdout.strip()
 
 
+def test_sweep_knows_attempts_of_any_number() -> None:
+    store = memory()
+    mine = msgspec.structs.replace(claim(store), run=3)
+    step(store, 10, run=3)
+    put_image(store, 20, "0003-1000000")
+    later = put_image(store, 30, "0003-1000002")
+    sweep(store, mine, 1_000_001)
+    assert [key for key in store.list("steps/") if "-1000" in key] == [later]
+
+
+def test_sweep_spares_what_a_writer_of_records_has_begun(tmp_path: Path) -> None:
+    """The writer of a run that is over may still be at it; steps 3 and 4 are no attempt 4 of run 3."""
+    store = LocalStore(tmp_path)
+    mine = msgspec.structs.replace(claim(store), run=9)
+    old = store.create("steps/0000000020/0003-000004/rank0.seg", 3)
+    segment = store.create(segment_key(5, 3, 4, 0), 3)
+    for writer in (old, segment):
+        writer.write(0, b"abc")
+    sweep(store, mine, 5)
+    segment.finish()
+    assert store.get(segment_key(5, 3, 4, 0)) == b"abc"
+    with pytest.raises(NotFound):
+        old.finish()
+
+
+def test_files_of_the_log_are_known_as_ours() -> None:
+    """By the names that those have who write them; no others are."""
+    ours = [segment_key(3, 1, 2, 0), plan_key(3, hexdigest(b"plan")), writing_key(3, 0, 4711)]
+    assert [run_of_log(key) for key in ours] == [3, 3, 3]
+    others = [
+        "train.log",
+        "1763868000/events.out",
+        "0000000003/notes.txt",
+        "0000000003/plan-x.json",
+    ]
+    assert {run_of_log(f"log/{name}") for name in others} == {None}
+
+
 def test_sweep_spares_what_is_named_and_what_is_under_way() -> None:
     store = memory()
     mine = msgspec.structs.replace(claim(store), run=3)
@@ -48,6 +91,7 @@ def test_sweep_spares_what_is_named_and_what_is_under_way() -> None:
     gone = [
         put_image(store, 10, "0002-000009"),  # an older run's, of the same step
         put_image(store, 20, "0003-000004"),  # a failed one of this run
+        put_image(store, 20, "0002-1000000"),  # of a run that has made a million snapshots
         put_image(store, 50, dead_attempt()),  # a save by itself, of a process that is gone
     ]
     stay = [

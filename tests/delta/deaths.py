@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from delta import dying_writer
-from delta.test_damage import writers
+from delta.test_damage import the_writer
 from holdfast.delta import capture, queue
 from holdfast.delta.capture import Open, RecordCapture
 from holdfast.delta.queue import Queue
@@ -90,7 +90,7 @@ def die() -> None:
 
 def stop_writer(seconds: float) -> None:
     """The writer of this process stands still, as on storage that does not answer."""
-    (pid,) = writers()
+    pid = the_writer()
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
 

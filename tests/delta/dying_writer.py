@@ -26,9 +26,10 @@ def instead(numbers: list[int], calls: Path, *, trainer: bool) -> Any:
     left = itertools.chain(numbers, itertools.repeat(0))
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert command[-3] == writer.__name__
+        assert command[-3] == queue.RUN
         how = [str(next(left)), str(int(trainer)), str(calls)]
-        return subprocess.Popen([*command[:-3], __name__, *command[-2:], *how], **options)
+        dying = [sys.executable, "-m", __name__, *command[-2:], *how]
+        return subprocess.Popen(dying, **options)
 
     return SimpleNamespace(
         Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired

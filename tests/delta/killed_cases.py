@@ -41,7 +41,8 @@ def trains(root: Path) -> None:
             run.step(number)
             ckpt.step(number)
             os.pwrite(last, number.to_bytes(8, "little"), 0)
-            if number == 2:  # records are under way
+            if number == 3:
+                ckpt.wait()  # the full save that records lead on from is there
                 threading.Thread(target=_die, args=[draw.uniform(0.0, 0.4)], daemon=True).start()
             time.sleep(0.002)
 

@@ -23,12 +23,20 @@ import holdfast
 import holdfast.restoring
 from holdfast.delta import capture, queue, writer
 from holdfast.delta.log import open_log
-from holdfast.errors import Unavailable, UnsupportedVersion, UsageError
-from holdfast.store import MemoryStore, open_store
+from holdfast.errors import (
+    Deadline,
+    HoldfastError,
+    StateMismatch,
+    Unavailable,
+    UnsupportedVersion,
+    UsageError,
+)
+from holdfast.store import LocalStore, MemoryStore, open_store
 from holdfast.testing import Counting
+from memory.agents import await_gone
 from memory.zygote import Lives
 
-from .test_damage import segment, writers
+from .test_damage import segment, the_writer, writers
 from .test_delta_lives import FSDP, KILLED, check
 from .test_exact import (
     OPTIMIZERS,
@@ -42,6 +50,67 @@ from .test_exact import (
 )
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("when_full", ["wait", "drop"])
+def test_no_step_begins_before_the_record_before_is_the_writers(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    when_full: str,
+) -> None:
+    """However busy the machine is: with the training process no more than one record is lost."""
+    order: list[tuple[str, int]] = []
+    put, run = queue.Queue.put, Plain()
+
+    def late(self: queue.Queue, slot: int, record: Any) -> None:
+        time.sleep(0.05)
+        put(self, slot, record)
+        order.append(("put", record.step))
+
+    monkeypatch.setattr(queue.Queue, "put", late)
+    with checkpointer(root, run, when_full=when_full, queue=9) as ckpt:
+        for number in range(1, 8):
+            run.step(number)
+            order.append(("made", number))
+            ckpt.step(number)
+    for number in range(2, 7):
+        assert order.index(("put", number)) < order.index(("made", number + 1)), order
+
+
+@pytest.mark.parametrize("when_full", ["wait", "drop"])
+def test_a_record_that_cannot_be_handed_over(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    when_full: str,
+) -> None:
+    """Training ends with an error, or goes on without records."""
+    stuck, put, run = threading.Event(), queue.Queue.put, Plain()
+
+    def hangs(self: queue.Queue, slot: int, record: Any) -> None:
+        stuck.wait(60)
+        put(self, slot, record)
+
+    monkeypatch.setattr(queue.Queue, "put", hangs)
+    monkeypatch.setattr(capture, "HURRY_S", 0.2)
+    broken: list[str] = []
+    ckpt = checkpointer(root, run, when_full=when_full, queue=9)
+    monkeypatch.setattr(ckpt._tiers.delta._capture, "_deadline_s", 0.3)  # type: ignore[union-attr]
+    with holdfast.events.listen(
+        lambda e: broken.append(e.fields["why"]) if e.name == "delta.broken" else None
+    ):
+        for number in range(1, 4):
+            run.step(number)
+            if number == 3 and when_full == "wait":
+                with pytest.raises(Deadline, match="the writer took no record for"):
+                    ckpt.step(number)
+            else:
+                ckpt.step(number)
+    expected = (
+        "the writer took no record for 0.3 s" if when_full == "wait" else "storage is too slow"
+    )
+    assert broken == [expected]
+    stuck.set()
+    ckpt.close()
 
 
 class Plain(Run):
@@ -80,6 +149,131 @@ def test_an_optimizer_that_writes_to_gradients(
     with checkpointer(root, again) as ckpt:
         assert ckpt.restore() == 5
     check_equal(again.everything(), expected)
+
+
+class Transposed(Plain):
+    """Of a parameter that does not lie as autograd lays its gradient, as in DDP's buckets."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZERS["sgd"])
+        last = self.model.last
+        last.weight = torch.nn.Parameter(last.weight.detach().t().contiguous().t())
+        self.optim = torch.optim.Adam(self.model.parameters(), lr=0.01, fused=True)
+        self.sched = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.8)
+        self.state |= {"optim": self.optim, "sched": self.sched}
+        self.optim.register_step_pre_hook(self.lay)
+
+    def lay(self, *_: Any) -> None:
+        grad = self.model.last.weight.grad
+        assert grad is not None
+        self.model.last.weight.grad = grad.contiguous()
+
+
+def test_a_fused_optimizer_that_mixes_up_elements(root: Path) -> None:  # noqa: F811
+    """Torch's do on CPUs: no record holds what they compute, which is said, and the training goes on."""
+    run = Transposed()
+    options: Any = {"every": holdfast.Every(durable=4, delta=1), "delta": holdfast.Delta()}
+    with holdfast.Checkpointer(root, run.state, **options) as ckpt:
+        run.step(1)
+        ckpt.step(1)
+        run.step(2)
+        with pytest.warns(holdfast.HoldfastWarning, match=r"gradient of .*last\.weight lies other"):
+            ckpt.step(2)
+        for number in (3, 4, 5):
+            run.step(number)
+            ckpt.step(number)
+    again = Transposed()
+    with holdfast.Checkpointer(root, again.state, **options) as ckpt:
+        assert ckpt.restore() == 4
+
+
+def test_gradients_of_16_bits_that_lie_otherwise(root: Path) -> None:  # noqa: F811
+    """Torch rounds otherwise where memory has gaps: no record holds what is computed."""
+    weight = torch.nn.Parameter(torch.randn(64).half())
+    state = {"w": torch.nn.ParameterList([weight]), "optim": torch.optim.Adam([weight], lr=0.01)}
+    options: Any = {"every": holdfast.Every(delta=1), "delta": holdfast.Delta()}
+    with holdfast.Checkpointer(root, state, **options) as ckpt:
+        for number in (1, 2):
+            weight.grad = torch.randn(128).half()[::2] if number == 2 else torch.randn(64).half()
+            state["optim"].step()
+            if number == 2:
+                with pytest.warns(holdfast.HoldfastWarning, match=r"gradient of .* lies otherwise"):
+                    ckpt.step(2)
+            else:
+                ckpt.step(1)
+
+
+def test_records_of_another_dtype(root: Path) -> None:  # noqa: F811
+    """A model that is restored into 16 bits would make other steps with them."""
+    recorded(root, new, 5)
+    run = Run(OPTIMIZERS["adamw"], torch.bfloat16)
+    del run.model.large
+    with checkpointer(root, run) as ckpt:
+        with pytest.raises(
+            StateMismatch, match=r"of float32 gradients of .* which is bfloat16 here"
+        ):
+            ckpt.restore(cast=True)
+        assert ckpt.restore(step=4, cast=True) == 4
+
+
+def test_the_writer_imports_nothing_from_the_working_directory(
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file may lie there with the name of a module that it needs."""
+    tmp_path.joinpath("secrets.py").write_text("raise ImportError('the script has its own')")
+    monkeypatch.chdir(tmp_path)
+    expected = recorded(root, new, 3)
+    again = new()
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 3
+    check_equal(again.everything(), expected)
+
+
+def test_segments_that_are_deleted_beside_are_not_damaged(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A training deletes old ones while another process lists the log."""
+    recorded(root, new, 5)
+    listed, deleted = LocalStore.list, segment(root, 3)
+
+    def then_deleted(self: LocalStore, prefix: str) -> list[str]:
+        found = listed(self, prefix)
+        deleted.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(LocalStore, "list", then_deleted)
+    log, damaged = open_log(open_store(str(root)))
+    assert damaged == [] and 3 not in {step.step for step in log.steps.values()}
+
+
+class Drawing:
+    """As a loader that makes its iterator when it is asked for its state."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def state_dict(self) -> dict[str, int]:
+        if not self.drawn:
+            self.drawn = int(torch.randint(1, 9, ()))
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = 0
+
+
+def test_generators_are_those_of_the_step(tmp_path: Path) -> None:
+    """Also where what was restored is saved again at once."""
+    source, state = tmp_path / "source", {"x": torch.zeros(3), "loader": Drawing()}
+    with holdfast.Checkpointer(source, state) as ckpt:
+        ckpt.save(1).wait()
+        expected = torch.get_rng_state()
+    torch.manual_seed(5)
+    with holdfast.Checkpointer(tmp_path / "root", state) as ckpt:
+        assert ckpt.restore(source=source, keep_source=True) == 1
+        assert torch.equal(torch.get_rng_state(), expected)
 
 
 def test_a_log_of_a_newer_version(root: Path) -> None:  # noqa: F811
@@ -140,6 +334,38 @@ def nine_steps(
     return run.everything(), [str(w.message) for w in caught]
 
 
+def test_an_error_that_the_script_catches(root: Path) -> None:  # noqa: F811
+    """It is told when the call has done its work: that step is recorded as well."""
+    run, told = new(), []
+    with checkpointer(root, run) as ckpt:
+        for number in range(1, 11):
+            run.step(number)
+            if number == 8:
+                (root / "steps" / "0000000008").write_text("in the way of a full save")
+            try:
+                ckpt.step(number)
+            except HoldfastError as error:
+                told.append((number, str(error)))
+            while number == 8 and not ckpt._saves[-1].done():
+                time.sleep(0.01)
+        expected = run.everything()
+    assert [number for number, _ in told] == [9] and "save of step 8 failed" in told[0][1]
+    again = new()
+    with checkpointer(root, again) as ckpt:
+        assert ckpt.restore() == 10
+    check_equal(again.everything(), expected)
+
+
+def test_records_whose_full_step_was_never_complete(root: Path) -> None:  # noqa: F811
+    recorded(root, new, 3)
+    forget(root, 1)
+    with (
+        checkpointer(root, new()) as ckpt,
+        pytest.warns(holdfast.HoldfastWarning, match="steps 2 to 3 are recorded"),
+    ):
+        assert ckpt.restore() == 0
+
+
 @pytest.mark.parametrize("fault", ["the first is not announced", "the next is not", "no process"])
 def test_a_writer_that_cannot_begin(
     root: Path,  # noqa: F811
@@ -164,8 +390,7 @@ def test_a_writer_that_cannot_begin(
             with monkeypatch.context() as patched:
                 if fault == "no process":
                     patched.setattr(queue.subprocess, "Popen", no_process)
-                (pid,) = writers()
-                os.kill(pid, signal.SIGKILL)
+                os.kill(the_writer(), signal.SIGKILL)
                 await_error(ckpt)
 
     monkeypatch.setattr(queue, "announce", failing)
@@ -177,7 +402,8 @@ def test_a_writer_that_cannot_begin(
     with checkpointer(root, again) as ckpt:
         assert ckpt.restore() == 9
     check_equal(again.everything(), expected)
-    assert not writers()
+    for pid in writers():  # that was told nothing: it ends by itself as soon as it has begun
+        await_gone(pid)
 
 
 def test_a_forked_child_that_trains(root: Path) -> None:  # noqa: F811
@@ -406,3 +632,47 @@ def test_one_step_with_merged_gradients(
 
     error = float((update(exact) - update(merged)).norm() / update(exact).norm())
     assert low <= error <= high, error
+
+
+@pytest.mark.parametrize("name", ["train.log", "1763868000/events.out", "0000000001/notes.txt"])
+def test_files_of_the_script_below_log(root: Path, name: str) -> None:  # noqa: F811
+    """They are no runs, and not ours to delete."""
+    own = root / "log" / name
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    run, keep = Run(OPTIMIZERS["adamw"]), holdfast.Keep(last=1)
+    every = holdfast.Every(durable=3, delta=1)
+    for stop in (5, 9):
+        delta = holdfast.Delta()
+        with holdfast.Checkpointer(root, run.state, every=every, delta=delta, keep=keep) as ckpt:
+            for step in range(ckpt.restore() + 1, stop):
+                run.step(step)
+                ckpt.step(step)
+                ckpt.wait()
+    assert own.read_text() == "mine"
+    assert sorted(int(c.stem) for c in (root / "claims").iterdir()) == [2]
+    assert holdfast.steps(root) == [6]
+    assert {int(p.parent.name[-10:]) for p in root.glob("log/*/*/*.log")} == {7, 8}
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_no_other_state_is_saved_where_records_lead_on(root: Path, once: bool) -> None:  # noqa: F811
+    run, every = Run(OPTIMIZERS["adamw"]), holdfast.Every(durable=5, delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        for step in range(1, 9):
+            run.step(step)
+            ckpt.step(step)
+            ckpt.wait()
+        if not once:
+            with pytest.raises(UsageError, match="records lead on from it"):
+                ckpt.save(5)
+        ckpt.save(8)
+    found = run.everything()
+    if once:
+        with pytest.raises(UsageError, match="lead on from its step 5"):
+            holdfast.save(root, run.state, step=5)
+        holdfast.save(root, run.state, step=8)
+    assert holdfast.steps(root) == [1, 5, 8]
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        assert ckpt.restore() == 8
+    check_equal(run.everything(), found)

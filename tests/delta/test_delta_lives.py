@@ -24,7 +24,7 @@ def check(lives: Lives, told: list[Told], step: int, digests: dict[int, str]) ->
         assert (one.restored, one.start) == (step, digests[step]), lives.errors()
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "hsdp", "tp"])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "hsdp", "tp", "sp"])
 def test_all_processes_are_killed(lives: Lives, layout: str) -> None:
     """They go on from the record of their last step, as the uninterrupted training does."""
     script = {"layout": layout, "memory": None, "delta": {}}

@@ -19,6 +19,7 @@ import holdfast
 from holdfast.delta.replay import Replay
 from holdfast.errors import UsageError
 from holdfast.state import blockwise
+from state.test_optimizers import Counted
 
 pytestmark = pytest.mark.slow
 
@@ -175,6 +176,8 @@ def recorded(
         assert ckpt.restore() == 0
         for number in range(1, until + 1):
             run.step(number)
+            if number % BASE == 0:
+                ckpt.wait()  # a full save is left out while another one is in flight
             ckpt.step(number)
         return run.everything()
 
@@ -240,6 +243,67 @@ def test_every_optimizer(root: Path, name: str) -> None:
     for number in range(1, STEPS + 1):
         plain.step(number)
     check_equal(plain.everything(), at_the_end)
+
+
+def test_state_that_belongs_to_no_parameter(root: Path) -> None:
+    """Steps that are made again carry it on."""
+
+    class Counting(Run):
+        def everything(self) -> dict[str, Any]:
+            own = {k: copy.deepcopy(v) for k, v in self.optim.state.items() if isinstance(k, str)}
+            return super().everything() | {"own": own}
+
+    def new() -> Run:
+        return Counting(Counted)
+
+    at_the_end = recorded(root, new)
+    check_restored(root, new, at_the_end)
+    assert at_the_end["own"]["k"] == STEPS
+
+
+class Face(torch.optim.Optimizer):
+    """Shows an optimizer's states and groups as its own, and never was made as one (as accelerate's)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+def test_an_optimizer_that_only_shows_another_one(root: Path) -> None:
+    """It is the inner one whose steps are recorded and made again."""
+
+    def new() -> Run:
+        return Run(lambda p: Face(OPTIMIZERS["adamw"](p)))
+
+    at_the_end = recorded(root, new)
+    check_restored(root, new, at_the_end)
+    plain = Run(OPTIMIZERS["adamw"])
+    for number in range(1, STEPS + 1):
+        plain.step(number)
+    check_equal(plain.everything(), at_the_end)
+
+
+def test_an_optimizer_whose_steps_cannot_be_seen_is_refused(root: Path) -> None:
+    class Blind(Face):
+        """What is inside has other states."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.optimizer, self.own = inner, {}  # type: ignore[var-annotated]
+
+        state = property(lambda self: self.own)  # type: ignore[assignment]
+
+    with pytest.raises(UsageError, match="cannot see the steps of 'optim', a Blind") as caught:
+        checkpointer(root, Run(lambda p: Blind(OPTIMIZERS["adamw"](p))))
+    assert "hand that over" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

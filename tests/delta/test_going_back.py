@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import holdfast
 from holdfast.delta.offline import replay_to
+from holdfast.durable import tier
 from holdfast.errors import NotFound
 from holdfast.store import open_store
 from memory.zygote import Lives
@@ -133,3 +135,32 @@ def test_what_one_rank_has_said_before(lives: Lives, case: str) -> None:
     """Steps that come again find nothing of it."""
     told = lives.live(nodes=[0] * 2, case=f"delta.back_cases:{case}")
     assert [t.status for t in told] == [0, 0], lives.errors()
+
+
+def test_a_run_that_begins_anew_beside_later_steps(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its records stay while the full save that they lead on from is on its way."""
+    every = holdfast.Every(durable=100, delta=1)
+    run = Plain()
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        train(ckpt, run, [100], 0.01)
+    is_tidy, commit = threading.Event(), tier.commit
+
+    def late(*args: Any) -> None:
+        assert is_tidy.wait(60.0)
+        commit(*args)
+
+    monkeypatch.setattr(tier, "commit", late)
+    run = Plain()
+    ckpt = holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta())
+    for step in range(1, 5):
+        run.step(step)
+        ckpt.step(step)
+    found = run.everything()
+    tidy_log = ckpt._tiers._tidy_log
+    monkeypatch.setattr(ckpt._tiers, "_tidy_log", lambda: (tidy_log(), is_tidy.set()))
+    ckpt.close()
+    assert holdfast.steps(root) == [1, 100]
+    check_equal(restored(root), found)

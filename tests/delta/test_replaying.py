@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,23 @@ from torch.optim.optimizer import (
 )
 
 import holdfast
+from holdfast.delta.capture import RecordCapture
 from holdfast.delta.offline import replay_to
 from holdfast.errors import NotRecoverable, UsageError
 from holdfast.store import open_store
 from memory.zygote import Lives
 
 from .test_corners import Plain
-from .test_exact import STEPS, Run, check_equal, check_restored, checkpointer, recorded, root  # noqa: F401
+from .test_exact import (
+    STEPS,
+    Run,
+    check_equal,
+    check_restored,
+    checkpointer,
+    forget,
+    recorded,
+    root,  # noqa: F401
+)
 
 pytestmark = pytest.mark.slow
 
@@ -89,28 +100,45 @@ def test_a_step_that_calls_that_of_its_class(root: Path) -> None:  # noqa: F811
     check_restored(root, new, recorded(root, new))
 
 
-def test_a_step_that_failed_is_not_around_the_next(root: Path) -> None:  # noqa: F811
-    """It is called again, and that is a second step."""
+class Failing(torch.optim.SGD):
+    fails = False
 
-    class Failing(torch.optim.SGD):
-        fails = False
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("out of memory")
+        return super().step(closure)
 
-        def step(self, closure: Any = None) -> Any:
-            if self.fails:
-                self.fails = False
-                raise RuntimeError("out of memory")
-            return super().step(closure)
 
-    run = Plain(lambda p: Failing(p, lr=0.1))
-    with checkpointer(root, run) as ckpt:
-        for number in (1, 2):
-            run.step(number)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_failed(root: Path, again: bool) -> None:  # noqa: F811
+    """No record has it.  It is left out, or called again, which is no second step."""
+
+    def new() -> Plain:
+        return Plain(lambda p: Failing(p, lr=0.1))
+
+    run, saved = new(), []
+    with (
+        holdfast.events.listen(
+            lambda e: saved.append(e.fields["step"]) if e.name == "save.call" else None
+        ),
+        checkpointer(root, run) as ckpt,
+    ):
+        for number in range(1, 6):
+            run.optim.fails = number == 3  # type: ignore[attr-defined]
+            try:
+                run.step(number)
+            except RuntimeError:
+                if again:
+                    run.optim.step()
             ckpt.step(number)
-        run.optim.fails = True  # type: ignore[attr-defined]
-        with pytest.raises(RuntimeError, match="out of memory"):
-            run.step(3)
-        with pytest.raises(UsageError, match="two steps between two calls"):
-            run.optim.step()
+            expected = run.everything()
+    assert saved == [1, 3, 4]  # 4 is due
+    forget(root, 4)
+    found = new()
+    with checkpointer(root, found) as ckpt:
+        assert ckpt.restore() == 5
+    check_equal(found.everything(), expected)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -156,6 +184,127 @@ class Clamped(Plain):
         del self.told["mean"]
 
 
+def test_a_step_that_is_interrupted_before_it_begins(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by Ctrl-C while gradients are copied, which the script catches."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    run = Plain()
+    with checkpointer(root, run) as ckpt:
+        for number in range(1, 6):
+            if number == 3:
+                with monkeypatch.context() as patched:
+                    patched.setattr(RecordCapture, "_copy_here", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        run.step(number)
+            else:
+                run.step(number)
+            ckpt.step(number)
+        expected = run.everything()
+    forget(root, 4)
+    found = Plain()
+    with checkpointer(root, found) as ckpt:
+        assert ckpt.restore() == 5
+    check_equal(found.everything(), expected)
+
+
+class Masked(Plain):
+    """A hook after the step applies masks, which are buffers and change now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.register_buffer("mask", torch.ones_like(self.model.first.weight))
+        self.average = copy.deepcopy(self.model.first.weight.detach())
+        self.state["average"] = self.average  # type: ignore[assignment]
+        self.optim.register_step_post_hook(self.apply)
+
+    @torch.no_grad()
+    def apply(self, *_: Any) -> None:
+        weight = self.model.first.weight
+        weight.mul_(self.model.mask).lerp_(self.average, 0.1)
+        self.average.lerp_(weight, 0.05)
+
+    def step(self, number: int) -> None:
+        if number % 3 == 0:  # before the step
+            self.model.mask[number % 16].zero_()
+        super().step(number)
+        if number % 4 == 0:  # and after it
+            self.model.mask[number % 15].fill_(0.5)
+
+
+def test_hooks_read_values_of_their_step(root: Path) -> None:  # noqa: F811
+    check_restored(root, Masked, recorded(root, Masked))
+
+
+class Keeping(torch.optim.SGD):
+    """As diffGrad is published: what was the gradient is a state as it is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                before = self.state[p].get("before")
+                p.add_(p.grad, alpha=-0.1)
+                if before is not None:
+                    p.add_(before, alpha=-0.1)
+                self.state[p]["before"] = p.grad
+
+
+def test_an_optimizer_that_keeps_gradients(root: Path) -> None:  # noqa: F811
+    def new() -> Run:
+        run = Plain(lambda p: Keeping(p, lr=0.1))
+        run.in_place = False
+        return run
+
+    check_restored(root, new, recorded(root, new))
+
+
+class Told(torch.optim.SGD):
+    """Its step takes more than a closure, as Sophia's does."""
+
+    def step(self, closure: Any = None, bs: int = 1) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def with_main_grad(run: Run) -> None:
+    p = run.model.first.weight
+    p.main_grad, p.grad = torch.ones_like(p), None  # type: ignore[attr-defined]
+    run.optim.step()
+
+
+def with_graph(run: Run) -> None:
+    run.optim.zero_grad()
+    run.model(torch.randn(8, 6), 2).square().mean().backward(create_graph=True)
+    run.optim.step()
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda run: run.optim.step(bs=8), "'optim', whose step() is given 8"),
+        (lambda run: run.optim.step(None, 8), "'optim', whose step() is given 8"),
+        (with_main_grad, "first.weight: its gradient is in .main_grad"),
+        (with_graph, "its gradient has a graph of its own"),
+    ],
+    ids=["named", "positional", "main_grad", "graph"],
+)
+def test_what_no_record_has_is_refused(
+    root: Path,  # noqa: F811
+    step: Callable[[Run], None],
+    text: str,
+) -> None:
+    run = Plain(lambda p: Told(p, lr=0.1))
+    with checkpointer(root, run) as ckpt:
+        run.step(1)
+        ckpt.step(1)
+        with pytest.raises(UsageError, match=re.escape(text)):
+            step(run)
+
+
 def test_hooks_after_a_step(root: Path) -> None:  # noqa: F811
     """They are called in a replay, too, if they are there."""
     expected = recorded(root, Clamped)
@@ -199,3 +348,10 @@ def test_a_step_that_one_rank_skips(lives: Lives) -> None:
     assert [one.status for one in told] == [0, 0], lives.errors()
     with pytest.raises(NotRecoverable, match="cannot be replayed on another layout"):
         replay_to(open_store(str(lives.place / "root")), STEPS)
+
+
+def test_one_optimizer_under_two_keys(root: Path) -> None:  # noqa: F811
+    run = Plain()
+    run.state["again"] = run.optim
+    with pytest.raises(UsageError, match="in the state twice, as 'optim' and 'again'"):
+        checkpointer(root, run)

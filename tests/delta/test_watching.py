@@ -15,6 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.delta.capture import RecordCapture
+from holdfast.delta.watching import Watch
 from holdfast.errors import UsageError
 from memory.zygote import Lives
 
@@ -358,3 +359,100 @@ def test_what_one_rank_alone_has(lives: Lives, case: str) -> None:
     for life in ("dies", "again"):
         told = lives.live(nodes=[0, 0], case=f"delta.watched_cases:{case}_{life}", grace_s=20)
         assert [one.status for one in told] == [-9 if life == "dies" else 0] * 2, lives.errors()
+
+
+class Averaged(Plain):
+    """With an average of the weights, which is recorded whole as soon as it is known that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Linear(600, 600).requires_grad_(False)
+        self.state["average"] = self.average  # type: ignore[assignment]
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        with torch.no_grad():
+            self.average.weight += number
+
+
+def test_what_changed_before_a_restart_is_recorded_at_once(root: Path) -> None:  # noqa: F811
+    """No full save is needed to learn that it changes."""
+    run = Averaged()
+    with unsteered(root, run) as ckpt:
+        train(ckpt, run, 0, lambda _: None)
+    before = holdfast.steps(root)
+    run = Averaged()
+    with unsteered(root, run) as ckpt:
+        assert ckpt.restore() == UNTIL
+        run.step(UNTIL + 1)
+        ckpt.step(UNTIL + 1)
+        expected = run.everything() | {"average": run.average.weight.clone()}
+    assert holdfast.steps(root) == before
+    run = Averaged()
+    with unsteered(root, run) as ckpt:
+        assert ckpt.restore() == UNTIL + 1
+        check_equal(run.everything() | {"average": run.average.weight.clone()}, expected)
+
+
+class EachByItself(Plain):
+    """An optimizer for each parameter, which steps while the backward pass runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state.pop("sched")
+        self.many = {p: torch.optim.AdamW([p], lr=0.01) for p in self.model.parameters()}
+        self.state |= {f"optim{i}": one for i, one in enumerate(self.many.values())}
+        self.state.pop("optim")
+        for p in self.model.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self.one)
+
+    def one(self, p: torch.Tensor) -> None:
+        self.many[p].step()  # type: ignore[index]
+        p.grad = None
+
+    def step(self, number: int) -> None:
+        self.model(torch.randn(8, 6), number).square().mean().backward()
+
+    def everything(self) -> dict[str, Any]:
+        states = [copy.deepcopy(dict(one.state)) for one in self.many.values()]
+        found = super().everything()
+        return found | {f"{i}": [s for s in state.values()] for i, state in enumerate(states)}
+
+
+def test_an_optimizer_for_each_parameter(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """What a step looks at grows as the parameters do, not as their square."""
+    looks, look = [], Watch._look
+
+    def counted(optimizer: torch.optim.Optimizer) -> Any:
+        looks.append(optimizer)
+        return look(optimizer)
+
+    monkeypatch.setattr(Watch, "_look", staticmethod(counted))
+    run = EachByItself()
+    with unsteered(root, run) as ckpt:
+        for number in range(1, UNTIL):
+            run.step(number)
+            ckpt.step(number)
+            ckpt.wait()
+        looks.clear()
+        run.step(UNTIL)
+        ckpt.step(UNTIL)
+        assert len(run.many) < len(looks) <= 4 * len(run.many)
+        expected = run.everything()
+    assert holdfast.steps(root) == [1]
+    run = EachByItself()
+    with unsteered(root, run) as ckpt:
+        assert ckpt.restore() == UNTIL
+        check_equal(run.everything(), expected)
+
+
+def test_a_restart_without_records_tells_of_them(root: Path) -> None:  # noqa: F811
+    run = Plain()
+    with unsteered(root, run) as ckpt:
+        train(ckpt, run, 0, lambda _: None)
+    with (
+        holdfast.Checkpointer(root, Plain().state) as ckpt,
+        pytest.warns(holdfast.HoldfastWarning, match="records up to step 7 behind step 1"),
+    ):
+        assert ckpt.restore() == 1

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from holdfast import events
 from holdfast.errors import Corrupt, NotRecoverable, RuleError, StateMismatch
+from state.test_optimizers import Counted
 
 from .cases import run_all
 
@@ -96,6 +97,28 @@ def state_goes_on_under_fsdp(root: Path) -> None:
                 assert torch.equal(whole(value), whole(fresh.state[q][name])), name
     expected = [whole(p) for p in net.parameters()]
     torch.save([p.detach() for p in expected], root / f"params-{dist.get_rank()}.pt")
+
+
+def state_that_belongs_to_no_parameter(root: Path) -> None:
+    """Also read by tests on one rank.  `rank` is each rank's own."""
+    for own in (False, True):
+        net = sharded(0)
+        optimizer = Counted(net.parameters())
+        for _ in range(2):
+            net(torch.arange(9)).backward()
+            optimizer.step()
+        if own:
+            del optimizer.state["large"]
+            optimizer.state["rank"] = {"is": dist.get_rank()}
+        holdfast.save(root / str(own), {"model": net, "optim": optimizer}, step=2)
+        other = sharded(1)
+        fresh = Counted(other.parameters())
+        holdfast.load(root / str(own), {"model": other, "optim": fresh})
+        before, after = (
+            {k: str(v) for k, v in o.state.items() if isinstance(k, str)}
+            for o in (optimizer, fresh)
+        )
+        assert after == before and after["k"] == "tensor([2])" and ("rank" in after) == own
 
 
 def a_mismatch_is_the_same_on_every_rank(root: Path) -> None:
@@ -297,6 +320,7 @@ CASES = [
     a_dcp_directory_loads_on_other_cuts,
     meta_models_become_real_and_stay_tied,
     state_goes_on_under_fsdp,
+    state_that_belongs_to_no_parameter,
     a_mismatch_is_the_same_on_every_rank,
     an_error_of_one_rank_is_told_to_all,
     a_flipped_bit_is_named_on_every_rank,

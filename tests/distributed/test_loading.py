@@ -11,6 +11,7 @@ import torch
 import holdfast
 from holdfast import events
 from holdfast.errors import RuleError
+from state.test_optimizers import Counted
 
 from .cases import Case, check, run_module
 from .loading_cases import CASES, Net, Sampler, loader
@@ -51,6 +52,25 @@ def test_sharded_state_on_one_rank(out: Path, failed: dict[str, list[str]]) -> N
     assert optimizer.param_groups[0]["lr"] == 0.01
     net(torch.arange(9)).backward()
     optimizer.step()
+
+
+def test_state_that_belongs_to_no_parameter_on_one_rank(
+    out: Path, failed: dict[str, list[str]]
+) -> None:
+    assert failed["state_that_belongs_to_no_parameter"] == []
+    root = out / "state_that_belongs_to_no_parameter"
+    net = Net()
+    optimizer = Counted(net.parameters())
+    state, own = {"model": net, "optim": optimizer}, optimizer.state
+    holdfast.load(root / "False", state)
+    assert own["k"].tolist() == [2] and own["large"].tolist() == [2.0] * 20_000
+    with pytest.raises(RuleError, match=r"'optim\.common': saved by each rank"):
+        holdfast.load(root / "True", state)
+    rule = {"optim.common": "rank0"}
+    assert resized(root / "True", state, on_resize=rule) == rule
+    assert own["rank"] == {"is": 0}
+    assert resized(root / "True", state, on_resize={"optim.common": "fresh"})
+    assert not [key for key in own if isinstance(key, str)]
 
 
 # -- another number of ranks ----------------------------------------------------------------------

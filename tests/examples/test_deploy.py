@@ -126,6 +126,26 @@ def test_the_slurm_script_does_not_restart_what_slurm_stops(allocation: Allocati
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("allocation", [UNTIL_TERM], indirect=True, ids=["scancel"])
+def test_the_slurm_script_frees_the_memory_when_its_steps_are_stopped(
+    allocation: Allocation,
+) -> None:
+    """SIGTERM to the steps and not to the script, as `scancel` has it, and SIGKILL to the rest."""
+    script = allocation.start()
+    until = time.monotonic() + 60
+    while not allocation.runs:
+        assert time.monotonic() < until and script.poll() is None
+        time.sleep(0.05)
+    (agent,) = allocation.agents()
+    parent = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid in {int(agent), parent} - {script.pid}:
+        os.kill(pid, signal.SIGTERM)
+    while Path(f"/proc/{agent}").exists() or allocation.memory.exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 # -- Kubernetes ------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,8 @@ ARRAYS = DTYPES.flatmap(
 )
 KEYS = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.binary(max_size=3)
 KEYS |= st.tuples(st.integers(), st.text(max_size=2))
+SETS = st.frozensets(st.integers() | st.text(max_size=2), max_size=3)
+KEYS |= SETS | st.tuples(st.integers(), SETS) | st.frozensets(SETS, max_size=2)
 
 
 def containers(inner):
@@ -41,6 +43,8 @@ def containers(inner):
         | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
         | st.dictionaries(st.text(max_size=2), st.integers(), max_size=3).map(Counter)
         | st.sets(st.integers() | st.text(max_size=2), max_size=3)
+        | st.sets(KEYS, max_size=3)
+        | SETS
     )
 
 
@@ -84,6 +88,28 @@ def test_same_value_same_bytes(value) -> None:
     assert msgspec.json.encode(encode(value)) == msgspec.json.encode(encode(value))
 
 
+def test_sets_of_sets_have_one_order() -> None:
+    """Sets of the same members may go through them in another order."""
+    a, b, c = frozenset([0, 8]), frozenset([8, 0]), frozenset([4])
+    assert repr(a) < repr(c) < repr(b)
+    for one, other in (({a, c}, {b, c}), ({(a, 1), (c, 2)}, {(b, 1), (c, 2)})):
+        assert msgspec.json.encode(encode(one)) == msgspec.json.encode(encode(other))
+
+
+@pytest.mark.parametrize(
+    ("tree", "value"),
+    [
+        ({"$dict": [[{"$set": [1, 2]}, 0.5]]}, {frozenset({1, 2}): 0.5}),
+        ({"$set": [{"$set": [1]}, 3]}, {frozenset({1}), 3}),
+        ({"$counter": [[{"$tuple": [1, {"$set": [2]}]}, 4]]}, Counter({(1, frozenset({2})): 4})),
+        ({"$set": [1, 2]}, {1, 2}),
+    ],
+)
+def test_a_set_where_only_a_frozenset_can_be(tree, value) -> None:
+    """So they were written when there was one tag for both."""
+    assert same(decode(tree), value)
+
+
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
     lambda inner: (
@@ -101,6 +127,7 @@ JUNK = st.recursive(
                     "$array",
                     "$deque",
                     "$set",
+                    "$frozenset",
                     "$dict",
                     "$ordered",
                     "$counter",
@@ -136,6 +163,23 @@ def test_numpy_scalars(value) -> None:
 def test_what_cannot_be_saved_is_named() -> None:
     with pytest.raises(UsageError, match=r"a\.b\[1\]: a builtins\.object"):
         encode({"a": {"b": [1, object()]}})
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ("caf\udce9", "value"),
+        ({"a": [{"b": ("x", "\ud800x")}]}, r"a\[0\]\.b\[1\]"),
+        ({"a": {"caf\udce9": 1}}, "a key"),
+        ({"a": {("caf\udce9", 1): 1}}, r"a key\[0\]"),
+        ({"caf\udce9"}, r"\[0\]"),
+    ],
+)
+def test_texts_that_no_manifest_can_have_are_named(value, path) -> None:
+    with pytest.raises(UsageError, match=rf"^{path}: a text with half of a surrogate pair") as e:
+        encode(value, utf8=True)
+    str(e.value).encode()
+    assert encode(value)  # of a checkpoint that is only looked at
 
 
 def test_a_structure_that_holds_itself_is_refused() -> None:

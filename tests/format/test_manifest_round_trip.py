@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import FSDP_TP, Tensor, build, transformer
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, UsageError
 from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head, encode
 from holdfast.layout import Cut, Mesh, Sharding
 from holdfast.store import MemoryStore
@@ -36,6 +36,12 @@ def test_round_trip(step, run, software, extras) -> None:
     assert decode(data, "m") == m
     assert encode(decode(data, "m")) == data
     assert decode_head(data[:HEAD_BYTES], "m") == (1, step, run)
+
+
+def test_a_text_that_utf8_cannot_have_is_refused(manifest) -> None:
+    """Other systems' checkpoints may have some."""
+    with pytest.raises(UsageError, match="half of a surrogate pair"):
+        encode(msgspec.structs.replace(manifest, extras={"file": "caf\udce9"}))
 
 
 def test_shardings_of_all_kinds_come_back(manifest) -> None:

@@ -26,9 +26,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -79,6 +81,15 @@ def make(layout: str, width: int = WIDTH) -> tuple[nn.Module, torch.optim.Optimi
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(model, mesh["tp"], plan)
             fully_shard(model, mesh=mesh["dp"])
+        case "sp":  # the norm's gradients are reduced by nobody but the optimizer
+            model = nn.Sequential(nn.LayerNorm(width), *model)
+            mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+            plan = {
+                "0": SequenceParallel(sequence_dim=0),
+                "1": ColwiseParallel(input_layouts=Shard(0)),
+                "3": RowwiseParallel(output_layouts=Shard(0)),
+            }
+            parallelize_module(model, mesh, plan)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 

@@ -1,5 +1,6 @@
 """The agent as a process: what it holds outlives it, strangers learn nothing, limits hold."""
 
+import asyncio
 import fcntl
 import http.client
 import os
@@ -35,11 +36,12 @@ from holdfast.errors import (
 from holdfast.here import started
 from holdfast.memory.node import client as c
 from holdfast.memory.node import words as w
+from holdfast.memory.node.agent import THREADS, Agent
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.persist import WRITE_BYTES
 from holdfast.memory.node.protect import guard_bytes
-from holdfast.memory.node.segment import with_table
+from holdfast.memory.node.segment import Segments, with_table
 from holdfast.memory.node.tls import serving
 from memory.agents import JOB, agent, await_gone, hello, is_gone, kill, noise, pid_of, put
 
@@ -104,6 +106,22 @@ def test_what_it_holds_outlives_it(root: Path) -> None:
         assert image(client, lease) == before and before.startswith(DATA)
         report = client.ask(w.Status(), w.Report)
         assert [j.steps for j in report.jobs] == [(7,)]
+
+
+def test_the_newest_is_known_after_the_clock_was_set_back(root: Path) -> None:
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA, step=7)
+        (first,) = (root / "jobs" / JOB).glob("manifest-*")
+        os.utime(first, (time.time() + 3600,) * 2)  # so it looks when the clock is set back an hour
+        newest = put(client, "0001-000002", DATA, step=8)
+        kill(root)
+        client.start("127.0.0.1")
+        hello(client)
+        held = client.ask(w.Ask(JOB), w.Held)
+        assert held.manifests == (b"manifest 0001-000001", b"manifest 0001-000002")
+        take = w.Take(JOB, os.getpid(), "share", 0, "0001-000003", 9, len(DATA) + 200)
+        assert client.ask(take, w.Lease).name != newest.name
 
 
 def test_what_was_being_filled_is_not_there_after_it(root: Path) -> None:
@@ -205,7 +223,7 @@ def test_strangers_from_outside_learn_nothing(root: Path) -> None:
             ("GET", f"/v1/{JOB}/0001-000001/share/0/check"), ("GET", "/v1/unknown"), ("GET", "/"),
             ("GET", "/v1"), ("GET", "/v2/x"), ("GET", f"/v1/{JOB}/"), ("GET", f"/v1/{JOB}/a/b"),
             ("POST", "/"), ("POST", f"/v1/{JOB}"), ("DELETE", f"/v1/{JOB}"), ("OPTIONS", "*"),
-            ("GET", "/../etc/passwd"), ("GET", "/%00"),
+            ("GET", "/../etc/passwd"), ("GET", "/%00"), ("POST", f"/v1/{JOB}/finished/1"),
         ):  # fmt: skip
             for token in (None, "", "\xff", "Bearer", "Bearer " + "0" * 64, f"Basic {card.token}"):
                 line = http.client.HTTPConnection(card.address, timeout=10)
@@ -243,6 +261,8 @@ def test_a_token_opens_one_job_alone(root: Path) -> None:
         assert (theirs.agent, theirs.address) == (mine.agent, mine.address)
         with pytest.raises(AgentUnreachable, match=r"refused.*401"):
             Peer(theirs).get(f"/v1/{JOB}")
+        with pytest.raises(AgentUnreachable, match=r"refused.*401"):
+            Peer(theirs).tell(f"/v1/{JOB}/finished/1")
         assert Peer(mine).get(f"/v1/{JOB}")
 
 
@@ -383,6 +403,50 @@ def test_what_changed_in_memory_is_not_stored(
         flip(root / "jobs" / JOB / lease.name, at)
         client.ask(order)
         assert (store / order.key).read_bytes().startswith(LARGE)
+
+
+def test_what_is_in_storage_is_not_written_again(root: Path, tmp_path: Path) -> None:
+    """As when all have died and the newest snapshot, which was saved durably, is flushed."""
+    order = w.Persist(JOB, "0001-000001", 0, os.getpid(), f"file://{tmp_path}", "r0", 60.0)
+    with agent(root) as client:
+        hello(client)
+        put(client, "0001-000001", DATA)
+        client.ask(order)
+        written = client._moved(order)
+        client.ask(order)
+        assert client._moved(order) == written == with_table(len(DATA))
+
+
+def test_who_waits_for_storage_waits_as_long_as_the_agent_gets_on(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = w.Persist(JOB, "0001-000001", 0, os.getpid(), f"file://{tmp_path}", "r0", 60.0)
+    with agent(root) as client:
+        hello(client, bytes_per_s=1)  # its second piece is never written
+        put(client, "0001-000001", LARGE)
+        moved = client._moved
+        seen = [1, 2, 3, WRITE_BYTES, WRITE_BYTES]
+        monkeypatch.setattr(client, "_moved", lambda _: seen.pop(0))
+        with pytest.raises(AgentUnreachable, match=r"got no further for 0\.2 s"):
+            client.ask(order, timeout_s=0.2)
+        assert not seen
+        while moved(order) != WRITE_BYTES:
+            time.sleep(0.02)
+        other = msgspec.structs.replace(order, job="0" * 16)
+        assert moved(other) == moved(w.Protect(JOB, "", "", 0, (), 1, 1, 1, 1)) == 0
+
+
+def test_who_waits_when_his_process_ends_is_told_so(root: Path, tmp_path: Path) -> None:
+    order = w.Persist(JOB, "0001-000001", 0, os.getpid(), f"file://{tmp_path}", "r0", 60.0)
+    with agent(root) as client, ThreadPoolExecutor(1) as pool:
+        hello(client, bytes_per_s=1)
+        put(client, "0001-000001", LARGE)
+        waiting = pool.submit(client.ask, order)
+        while client._moved(order) == 0:
+            time.sleep(0.02)
+        client.hurry()
+        with pytest.raises(AgentUnreachable, match=r"had not answered when .* came to its end"):
+            waiting.result()
 
 
 def test_the_budget_is_kept_with_the_numbers(root: Path) -> None:
@@ -576,6 +640,101 @@ def test_a_header_that_cannot_be_written_is_told(root: Path) -> None:
             put(client, "0001-000002", DATA)
         (root / "jobs" / JOB / ".share-00000-1.json.new").rmdir()
         put(client, "0001-000003", DATA)
+
+
+def test_a_hello_that_cannot_be_noted_is_answered(root: Path) -> None:
+    """The note is for the next agent: it is written when there is room for it."""
+    with agent(root) as client:
+        blocked = root / "jobs" / JOB / ".job.json.new"
+        blocked.mkdir(parents=True)
+        hello(client)
+        put(client, "0001-000001", DATA, step=1)
+        noted = blocked.with_name("job.json")
+        assert not noted.exists()
+        blocked.rmdir()
+        hello(client)
+        assert noted.exists()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_memory_that_waits_to_be_made_for_a_freed_job_is_not_made(root: Path, again: bool) -> None:
+    """Also if the job has come back, whose memory has the same names."""
+    asyncio.run(free_while_memory_is_made(root, again))
+
+
+async def free_while_memory_is_made(root: Path, again: bool) -> None:
+    one = Agent(Segments(root), "127.0.0.1", 1 << 30, stay=False)
+    gate, make = threading.Event(), one.segments.make
+    one.segments.make = lambda *args: (gate.wait(), make(*args))  # type: ignore[assignment, func-returns-value]
+    mine = w.Hello(JOB, "file:///x", 1, 0, os.getpid(), "1")
+
+    def take(rank: int) -> asyncio.Future[bytes]:
+        message = w.Take(JOB, os.getpid(), "share", rank, "0001-000001", 0, 1_000_000)
+        return asyncio.ensure_future(one.ask(message))
+
+    await one.ask(mine)
+    asked = [take(rank) for rank in range(2 * THREADS["memory"])]
+    await asyncio.sleep(0.1)
+    one.tell(w.Gone(JOB, (os.getpid(),)))
+    await one.ask(w.Clean(JOB))
+    if again:
+        await one.ask(mine)
+        asked.append(take(0))
+    gate.set()
+    if again:
+        assert msgspec.msgpack.decode(await asked[-1])["ok"]["name"] == "share-00000-0"
+    await asyncio.gather(*one._tasks)
+    found = [p.name for p in root.glob("jobs/*/*") if not p.suffix]
+    assert found == ["share-00000-0"] * again and one.state.used == 1_000_000 * again
+    for each in asked:
+        each.cancel()
+
+
+def test_others_are_answered_while_memory_is_freed(root: Path) -> None:
+    """What is made in its place waits for it."""
+    asyncio.run(ask_while_memory_is_freed(root))
+
+
+async def ask_while_memory_is_freed(root: Path) -> None:
+    one = Agent(Segments(root), "127.0.0.1", 1 << 20, stay=False)
+    gate, rmtree = threading.Event(), shutil.rmtree
+    take = w.Take(JOB, os.getpid(), "share", 0, "0001-000001", 0, 1_000_000)
+    mine = w.Hello(JOB, "file:///x", 1, 0, os.getpid(), "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *a, **k: (gate.wait(), rmtree(*a, **k)))
+        await one.ask(mine)
+        await one.ask(take)
+        await one.ask(w.Bye(JOB, os.getpid(), True))
+        assert not list(root.glob("jobs/*"))
+        await one.ask(mine)
+        again = asyncio.ensure_future(one.ask(take))
+        for _ in range(20):
+            await one.ask(w.Status())
+        assert not again.done() and list(root.glob("gone/*/share-*-0"))
+        gate.set()
+        await again
+    assert not list(root.glob("gone/*")) and list(root.glob("jobs/*/share-*-0"))
+
+
+def test_a_clock_that_is_set_ahead_frees_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a dead run left is kept for a day, and not until the date of tomorrow."""
+    asyncio.run(set_ahead(root, monkeypatch))
+
+
+async def set_ahead(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Agent(Segments(root), "127.0.0.1", 1 << 30, stay=False)
+    await one.ask(w.Hello(JOB, "file:///x", 1, 0, os.getpid(), "1"))
+    await one.ask(w.Take(JOB, os.getpid(), "share", 0, "0001-000001", 0, 1_000))
+    one.tell(w.Gone(JOB, (os.getpid(),)))
+    before = time.time()
+    monkeypatch.setattr(time, "time", lambda: before + 25 * 3600)
+    one.tell(w.Tick())
+    assert list(one.state.jobs) == [JOB]
+    monkeypatch.undo()
+    (job,) = one.report().jobs
+    assert abs(job.since - before) < 10
 
 
 def fail_to_commit(root: Path, client: Client) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.memory.node import words as w
+from holdfast.sizes import size_text
+from memory import agents
 from memory.agents import await_gone, is_gone, kill, pid_of
 from memory.zygote import Lives, train
 
@@ -40,9 +43,13 @@ def test_what_a_dead_agent_and_dead_processes_left_is_freed(lives: Lives) -> Non
     train(lives, 3, [0, 1], options={"redundancy": "none"})
     node = lives.node(0)
     kill(node)
-    assert agent(node, "status") == (1, f"no agent at {node}\n")
     job = job_of(node)
     assert sum(p.stat().st_size for p in (node / "jobs" / job).glob("share-*-?")) > 1_000_000
+    left = sum(p.stat().st_size for p in (node / "jobs" / job).iterdir())
+    said = f"{size_text(left)} lie there; `holdfast agent clean` frees them"
+    assert agent(node, "status") == (1, f"no agent at {node}\n{said}\n")
+    told = {"running": False, "directory": str(node), "bytes": left}
+    assert json.loads(agent(node, "status", "--json")[1]) == told
     assert agent(node, "clean") == (0, f"1 job freed: {job}\n")
     assert not list((node / "jobs").iterdir())
     assert agent(node, "clean") == (0, "0 jobs freed\n")
@@ -118,6 +125,38 @@ def test_what_runs_is_shown_and_not_freed(lives: Lives) -> None:
     ):  # it looks each second
         assert time.monotonic() < until
     assert not list((node / "jobs").iterdir())
+
+
+def test_one_that_a_training_has_started_stays_when_it_is_told_to(tmp_path: Path) -> None:
+    """What it cannot take over is refused."""
+    with agents.agent(tmp_path, budget=1 << 20) as client:
+        pid = pid_of(tmp_path)
+        for more in (["--host", "10.1.2.3"], ["--tls"]):
+            status, said = agent(tmp_path, "start", "--budget", "5MB", *more)
+            assert status == 2 and f"process {pid}, serves at 127.0.0.1:" in said
+        assert client.ask(w.Status(), w.Report).budget == 1 << 20
+        status, said = agent(tmp_path, "start", "--budget", "5MB", "--host", "127.0.0.1")
+        assert status == 0 and "0 B of 5.00 MB in use" in said
+        status, said = agent(tmp_path, "run")
+        assert status == 2 and f"has an agent already, process {pid}" in said
+        assert pid_of(tmp_path) == pid and client.is_there()
+
+
+@pytest.mark.parametrize(
+    ("action", "option"),
+    [
+        ("stop", ["--job", "x"]),
+        ("clean", ["--budget", "1GB"]),
+        ("run", ["--free"]),
+        ("start", ["--free"]),
+    ],
+)
+def test_an_option_of_another_action_is_refused(
+    tmp_path: Path, action: str, option: list[str]
+) -> None:
+    status, said = agent(tmp_path, action, *option)
+    assert status == 2 and f"`holdfast agent {action}` has no {option[0]}" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_silent_agent_is_told_from_none(lives: Lives) -> None:

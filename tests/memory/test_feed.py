@@ -69,7 +69,7 @@ class Run:
             folder / "root", state, every=holdfast.Every(memory=1), memory=memory, deadline_s=20
         )
         self.step = 0
-        self.averages = True
+        self.averages = self.schedules = True
         self.events: list[holdfast.events.Event] = []
         self.listening = holdfast.events.listen(self.events.append)
         self.listening.__enter__()
@@ -83,7 +83,8 @@ class Run:
         if self.step % 3 == 0:
             self.model.last.bias.grad = None
         self.optimizer.step((lambda: torch.tensor(0.0)) if closure else None)
-        self.scheduler.step()
+        if self.schedules:
+            self.scheduler.step()
         if self.averages:
             for mean, p in zip(self.average.parameters(), self.model.last.parameters()):
                 mean.lerp_(p.detach(), 0.1)
@@ -222,6 +223,107 @@ def test_weights_that_are_written_elsewhere(folder: Path, when: str) -> None:
     assert run.restore() == 6
     same(run.values(), expected)
     run.ckpt.close()
+
+
+def test_weights_that_a_hook_after_the_step_writes(folder: Path) -> None:
+    """It was there before the replica's own, and begins to when the replica has proved itself."""
+    run = Run(folder)
+
+    @torch.no_grad()
+    def clamp(*_: Any) -> None:
+        if run.step in (6, 7):
+            run.model.first.weight.clamp_(-0.01, 0.01)
+
+    run.optimizer.register_step_post_hook(clamp)
+    at = {}
+    while run.step < 12:
+        run.train()
+        run.save()
+        at[run.step] = run.values()
+        if run.step == 7:
+            assert run.restore() == 7
+            same(run.values(), at[7])
+    assert "written outside" in run.seen("twins.lost")[0]["why"]
+    followed = [f["step"] for f in run.seen("feed.followed")]
+    assert (followed[:2], followed[-1]) == ([4, 5], 12)
+    assert not {6, 7} & set(followed)
+    assert run.restore() == 12
+    same(run.values(), at[12])
+    run.ckpt.close()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("what", ["swapped", "given a group", "left out"])
+def test_parameters_that_go_to_another_group(folder: Path, kind: Any, what: str) -> None:
+    run = Run(folder, kind)
+    run.schedules = False  # of two groups alone
+    groups, bias = run.optimizer.param_groups, run.model.first.bias
+    while run.step < 12:
+        if run.step == 5 and what == "swapped":
+            groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+        if run.step == 5 and what != "swapped":
+            groups[1]["params"].remove(bias)
+        if run.step == 5 and what == "given a group":
+            run.optimizer.add_param_group({"params": [bias], "lr": 0.5})
+        run.train()
+        run.save()
+    if what == "left out":
+        run.optimizer.state.pop(bias, None)  # nobody saves it any more
+    expected = run.values()
+    assert run.restore() == 12
+    same(run.values(), expected)
+    assert run.seen("twins.lost")[0]["why"] == "parameters are in other groups now"
+    followed = [f["step"] for f in run.seen("feed.followed")]
+    assert (followed[:2], followed[-3:]) == ([4, 5], [10, 11, 12])
+    assert 6 not in followed
+    assert not run.seen("feed.drift")
+    run.ckpt.close()
+
+
+def test_a_parameter_that_is_in_two_groups(folder: Path) -> None:
+    """Torch bears that, where it is appended; no optimizer can be made so.  Snapshots go on."""
+    run = Run(folder)
+    run.schedules = False
+    while run.step < 9:
+        if run.step == 5:
+            run.optimizer.param_groups[0]["params"].append(run.model.first.bias)
+        run.train()
+        run.save()
+    run.ckpt.wait()
+    assert "more than one parameter group" in run.seen("twins.ended")[0]["why"]
+    assert run.seen("snapshot.committed")[-1]["step"] == 9
+    run.ckpt.close()
+
+
+@pytest.mark.parametrize("where", ["a group of its own", "a group that is there"])
+def test_a_parameter_that_a_second_optimizer_comes_to_train(folder: Path, where: str) -> None:
+    """Nothing follows that: each of the two has a weight of its own beside the training."""
+    model = nn.Linear(6, 3)
+    a, b = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
+    memory = holdfast.Memory("none", feed="gradient")
+    every, state = holdfast.Every(memory=1), {"model": model, "a": a, "b": b}
+    events: list[holdfast.events.Event] = []
+    with (
+        holdfast.events.listen(events.append),
+        holdfast.Checkpointer(folder / "root", state, every=every, memory=memory) as ckpt,
+    ):
+        for step in range(1, 11):
+            if step == 6 and where == "a group of its own":
+                b.add_param_group({"params": [model.weight]})
+            elif step == 6:
+                b.param_groups[0]["params"].append(model.weight)
+            model(torch.randn(4, 6)).square().mean().backward()
+            a.step()
+            b.step()
+            model.zero_grad()
+            ckpt.step(step)
+            ckpt.wait(20)
+        expected = {k: v.clone() for k, v in model.state_dict().items()}
+        assert ckpt.restore() == 10
+        same(dict(model.state_dict()), expected)
+    assert [e.fields["step"] for e in events if e.name == "feed.followed"] == [4, 5]
+    (ended,) = (e.fields["why"] for e in events if e.name == "twins.ended")
+    assert "'a' and 'b' train the same parameter" in ended
 
 
 @pytest.mark.parametrize("what", ["loaded", "written"])
@@ -529,6 +631,9 @@ def test_what_cannot_be_followed_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(UsageError, match=text):
             holdfast.Checkpointer(folder / "r", {"m": model, "o": optimizer}, memory=memory)
+    both = {"a": torch.optim.SGD(model.parameters()), "b": torch.optim.SGD([model.weight])}
+    with pytest.raises(UsageError, match="'a' and 'b' train the same parameter"):
+        holdfast.Checkpointer(folder / "r", {"m": model, **both}, memory=memory)
     with pytest.raises(UsageError, match="needs an optimizer"):
         holdfast.Checkpointer(folder / "r", {"m": model}, memory=memory)
     with pytest.raises(UsageError, match="must be state or gradient"):

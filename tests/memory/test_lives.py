@@ -301,6 +301,17 @@ def test_nodes_that_are_no_longer_part_of_the_job_still_answer(lives: Lives) -> 
     check(lives, told, 4, digests)
 
 
+def test_nodes_are_lost_one_after_the_other(lives: Lives) -> None:
+    """What was rebuilt is protected again at once, not with the next snapshot that is due."""
+    options = {"redundancy": "parity"}
+    digests = train(lives, 3, [0, 1, 2], options=options, memory=3)
+    lose(lives, 2)
+    train(lives, 4, [0, 1], options=options, memory=3)
+    lose(lives, 1)
+    told = lives.live(nodes=[0, 1], until=4, options=options, memory=3)
+    check(lives, told, 3, digests)
+
+
 def test_more_is_lost_than_the_scheme_bears(lives: Lives) -> None:
     """Two nodes under parity: the newest durable step, and the reason why not the snapshot."""
     options = {"redundancy": "parity"}
@@ -469,16 +480,17 @@ def test_memory_for_what_is_kept_is_missed_before_the_first_snapshot(lives: Live
 
 
 def test_all_memory_is_taken_before_the_first_snapshot(lives: Lives) -> None:
-    """Two images and two guards of each rank; no snapshot needs other memory."""
-    told = lives.live(
-        nodes=[0, 1, 2], until=7, die=True, memory=2, options={"redundancy": "parity"}
-    )
-    for rank, one in enumerate(told):
-        assert one.lines[-1]["done"] == 7, lives.errors()
-        found = [p.name for p in lives.node(rank).glob("jobs/*/*") if not p.suffix]
-        found = [name for name in found if name.startswith(("share", "guard"))]
-        kinds = ["share", "share", "guard", "guard"]
-        assert sorted(found) == sorted(f"{k}-{rank:05d}-{n}" for n, k in enumerate(kinds))
+    """Two images and two guards of each rank; no snapshot needs other memory, and no later life."""
+    for until in (7, 11):  # both lives have a step first that no snapshot is due at
+        options = {"redundancy": "parity"}
+        told = lives.live(nodes=[0, 1, 2], until=until, die=True, memory=2, options=options)
+        for rank, one in enumerate(told):
+            assert one.lines[-1]["done"] == until, lives.errors()
+            found = [p.name for p in lives.node(rank).glob("jobs/*/*") if not p.suffix]
+            found = [name for name in found if name.startswith(("share", "guard"))]
+            kinds = ["share", "share", "guard", "guard"]
+            assert sorted(found) == sorted(f"{k}-{rank:05d}-{n}" for n, k in enumerate(kinds))
+    assert [t.restored for t in told] == [6, 6, 6]
 
 
 def test_auto_keeps_nothing_where_memory_does_not_hold_it(lives: Lives) -> None:

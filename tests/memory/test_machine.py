@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "free": False, "finished": True, "flush_s": 0.0,
 }  # fmt: skip
 KINDS = {c.__name__: c for c in w.Message.__subclasses__()}
-INTERNAL = (w.Made, w.Digested, w.Wrote, w.Gone, w.Tick)
+INTERNAL = (w.Made, w.Digested, w.Wrote, w.Gone, w.Tick, w.Finished)
 
 
 def message(words: list[str]) -> w.Message:
@@ -186,6 +186,7 @@ def messages(draw: st.DrawFn) -> w.Message:
                 w.Drop("j", attempt),
                 w.Gone("j", (pid,)),
                 w.Bye("j", pid, draw(st.booleans())),
+                w.Finished("j", 1),
                 w.Tick(),
             ]
         )

@@ -79,7 +79,7 @@ def lives_in(path: Path) -> list[Life]:
 
 
 class Story:
-    """The job.  `folder` takes its root and its logs."""
+    """The job.  `folder` takes its root and its logs; `conf` is of the rendezvous."""
 
     def __init__(
         self,
@@ -90,8 +90,10 @@ class Story:
         nnodes: str,
         nproc: int = 1,
         retries: int = 2,
+        conf: dict[str, object] | None = None,
     ) -> None:
         self.cluster = cluster
+        self._conf = conf
         self.root, self.logs = folder / "root", folder / "logs"
         self.logs.mkdir(parents=True)
         self.nproc = nproc
@@ -109,6 +111,7 @@ class Story:
             nodes=nodes,
             nnodes=nnodes or f"{len(nodes)}:{len(nodes)}",
             nproc=self.nproc,
+            conf=self._conf,
             max_restarts=1000,
             torchrun=FORKING,
         )

@@ -112,9 +112,11 @@ class Told:
 
         def asked() -> bool:
             (life,) = self.story.newest([node])
-            done = (*life.of("snapshot.committed"), *life.of("snapshot.failed"))
-            called = [e["time"] for e in life.of("snapshot.copy") if e["time"] > since - 1.0]
-            return bool(called) and time.time() - max([since, *(e["time"] for e in done)]) > 1.0
+            kinds = ("snapshot.committed", "snapshot.failed", "save.committed", "save.failed")
+            ends = [e for kind in kinds for e in life.of(kind)]
+            done = max((e["time"] for e in ends), default=0.0)
+            begun = any(e["time"] > done for e in life.of("snapshot.call"))
+            return begun and time.time() - max(since, done) > 1.0
 
         self.story.job.await_(asked, "a snapshot that waits", 20)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -150,6 +151,8 @@ VALUES: list[Any] = [
     {"a": {1: "int key", (2, 3): "tuple key"}},
     {"$tuple": [1]},
     {1, 2, 3},
+    frozenset({1, 2, 3}),
+    {frozenset({1}): {(2, frozenset({3}))}},
     deque([1, 2], maxlen=5),
     Counter("aab"),
     OrderedDict(b=1, a=2),
@@ -172,6 +175,28 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
     for a, b in zip(mine, VALUES):
         assert type(a) is type(b), (a, b)
         assert np.array_equal(a, b) if isinstance(b, np.ndarray) else repr(a) == repr(b)
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+
+
+def test_subclasses_come_back_as_what_they_derive_from(tmp_path: Path) -> None:
+    """As the guide says."""
+    own = defaultdict(list, a=[1])
+    saved = [Point(1, 2), defaultdict(int, a=1), Phase.WARM, torch.Size([3]), bytearray(b"x")]
+    holdfast.save(tmp_path, {"v": saved, "own": own}, step=1)
+    loaded: dict[str, Any] = {"v": [], "own": defaultdict(list)}
+    holdfast.load(tmp_path, loaded)
+    assert [type(v) for v in loaded["v"]] == [tuple, dict, int, tuple, bytes]
+    assert loaded["v"] == [(1, 2), {"a": 1}, 1, (3,), b"x"]
+    assert loaded["own"] == own
+    assert loaded["own"]["b"] == []
 
 
 def test_nan_comes_back(tmp_path: Path) -> None:
@@ -213,6 +238,26 @@ def test_a_checkpointer_saves_and_restores_current_numbers(tmp_path: Path) -> No
 def test_what_cannot_be_saved_is_refused_with_its_path(tmp_path: Path, value: Any) -> None:
     with pytest.raises(holdfast.errors.UsageError, match=r"thing.*cannot be saved"):
         holdfast.save(tmp_path, {"thing": value}, step=1)
+    assert holdfast.steps(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"thing": "caf\udce9"}, "thing: a text"),
+        ({"thing": {"files": ["ok", "caf\udce9"]}}, r"thing\.files\[1\]: a text"),
+        ({"thing": {"caf\udce9": torch.ones(2)}}, "thing key: a text"),
+        ({"thing": nn.ModuleDict({"\udce9": nn.Linear(1, 1)})}, r"thing\.\\udce9\.weight: a text"),
+        ({"thing\udce9": 1}, r"thing\\udce9: a text"),
+        ({"thing": {Sampler(1)}}, r"thing\.\[0\]: a .*Sampler in a set"),
+    ],
+)
+def test_what_could_not_be_read_again_is_refused_with_its_path(
+    tmp_path: Path, state: Any, path: str
+) -> None:
+    with pytest.raises(holdfast.errors.UsageError, match=path) as caught:
+        holdfast.save(tmp_path, state, step=1)
+    str(caught.value).encode()
     assert holdfast.steps(str(tmp_path)) == []
 
 

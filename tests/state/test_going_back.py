@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +76,30 @@ def test_two_checkpointers_in_one_training_step(tmp_path: Path) -> None:
     second.close()
     optimizer.step()
     assert holdfast.steps(tmp_path / "a") == holdfast.steps(tmp_path / "b") == [1, 2, 3]
+
+
+class Counting(torch.optim.SGD):
+    """It keeps a number for each parameter that had a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["steps"] = 1 + self.state[p].get("steps", 0)
+        return super().step(closure)
+
+
+def test_states_that_the_older_step_had_not_are_gone(tmp_path: Path) -> None:
+    """Numbers as well as tensors: the bias has its first gradient after the step that is gone back to."""
+    model = net(1.0)
+    optim = Counting(model.parameters(), lr=0.1)
+    with holdfast.Checkpointer(tmp_path, {"model": model, "optim": optim}) as ckpt:
+        for step in range(1, 5):
+            model.bias.requires_grad_(step > 2)
+            model(torch.ones(4)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+            ckpt.save(step).wait()
+        assert optim.state[model.bias] == {"steps": 2}
+        assert ckpt.restore(step=2) == 2
+    assert dict(optim.state) == {model.weight: {"steps": 2}}

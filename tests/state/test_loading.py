@@ -79,6 +79,31 @@ def test_cast(root: Path) -> None:
     assert equal(net, expected(root).to(torch.bfloat16))
 
 
+def test_states_are_cast_with_their_parameters(tmp_path: Path) -> None:
+    """Also those that are made by the restore: the optimizer can go on."""
+
+    def new(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Linear(4, 3).to(dtype)
+        return net, torch.optim.AdamW(net.parameters())
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        net(torch.ones(4, dtype=net.weight.dtype)).sum().backward()
+        optimizer.step()
+
+    net, optimizer = new(torch.float32)
+    step(net, optimizer)
+    holdfast.save(tmp_path, {"model": net, "optim": optimizer}, step=1)
+    other, fresh = new(torch.bfloat16)
+    holdfast.load(tmp_path, {"model": other, "optim": fresh}, cast=True)
+    found = {name: value.dtype for name, value in fresh.state[other.weight].items()}
+    assert found == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+    step(other, fresh)
+
+
 def test_cast_up_is_exact(tmp_path: Path) -> None:
     narrow = build(0).to(torch.float16)
     holdfast.save(tmp_path, {"model": narrow}, step=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
+from holdfast.errors import UsageError
+from holdfast.group import Group
+from holdfast.state.putback import put_common
+from holdfast.state.restore import restore
+from holdfast.state.targets import Options
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -67,7 +74,29 @@ def build(make: Make, split: Callable[[Net], list[dict[str, Any]]], seed: int) -
     return net, make(split(net))
 
 
+class Counted(torch.optim.Optimizer):
+    """Its steps depend on state that belongs to no parameter: a counter (as MADGRAD has it), plain values,
+    a tensor too large to be among them."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own: dict[Any, Any] = self.state
+        own.setdefault("k", torch.tensor([0]))
+        own.setdefault("large", torch.zeros(20_000)).add_(1)
+        own["seen"] = {"rates": [*own.get("seen", {"rates": []})["rates"], float(own["k"]) + 1]}
+        rate = sum(own["seen"]["rates"]) / float(own["k"] + own["large"][-1])
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                sums = self.state[p].setdefault("sum", torch.zeros_like(p))
+                p.add_(sums.add_(p.grad), alpha=-rate * group["lr"])
+        own["k"] += 1
+
+
 OPTIMIZERS: dict[str, Make] = {
+    "counted": Counted,
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -225,13 +254,27 @@ def test_groups_split_otherwise_are_refused(tmp_path: Path) -> None:
     assert same(dict(before), {n: p.detach() for n, p in other.named_parameters()}) == []
 
 
-def test_a_new_optimizer_has_no_state_to_lose(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["adam", "counted"])
+def test_a_new_optimizer_has_no_state_to_lose(tmp_path: Path, name: str) -> None:
     """Saved before the first step: what this optimizer has gathered meanwhile goes."""
-    net, optimizer = build(OPTIMIZERS["adam"], groups, seed=0)
+    net, optimizer = build(OPTIMIZERS[name], groups, seed=0)
     holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=0)
     train(net, optimizer, 0, 2)
     assert holdfast.load(tmp_path, {"net": net, "optim": optimizer}) == 0
     assert not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_a_checkpoint_does_not_know_stays(tmp_path: Path, strict: bool) -> None:
+    """One of before such state was saved, or of another program."""
+    net, optimizer = build(OPTIMIZERS["adam"], groups, seed=0)
+    train(net, optimizer, 0, 2)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=2)
+    other, counted = build(Counted, groups, seed=1)
+    own: dict[Any, Any] = counted.state
+    own["k"] = torch.tensor(5)
+    assert holdfast.load(tmp_path, {"net": other, "optim": counted}, strict=strict) == 2
+    assert int(own["k"]) == 5
 
 
 @contextmanager
@@ -300,3 +343,109 @@ def test_a_rate_that_is_a_tensor_is_filled(tmp_path: Path) -> None:
     holdfast.load(tmp_path / "other", state)
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
     assert optimizer.param_groups[0]["lr"] is rates[0]
+
+
+@pytest.mark.parametrize("name", ["param", "buffer", "tensor", 0, ("a", 1)])
+def test_a_state_that_would_not_be_found_again_is_refused(tmp_path: Path, name: Any) -> None:
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    optim.state[model.weight][name] = torch.zeros(2, 2)
+    with pytest.raises(
+        UsageError,
+        match=re.escape(f"optim.weight: the optimizer has a state under the key {name!r}"),
+    ):
+        holdfast.save(tmp_path, {"model": model, "optim": optim}, step=1)
+
+
+class Nested(torch.optim.SGD):
+    """Its states are in lists and dicts, as those of some optimizers with preconditioners."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"] = [
+                    torch.zeros_like(p),
+                    {"v": torch.zeros_like(p), "norm": torch.zeros(2)},
+                ]
+            state["m"][0].lerp_(p.grad, 0.1)
+            state["m"][1]["v"].add_(p.grad * p.grad)
+            state["m"][1]["norm"] += 1
+            p.sub_(state["m"][0] / (1 + state["m"][1]["v"]))
+
+
+def test_sharded_states_in_lists_are_sharded_again(tmp_path: Path, mesh: Any) -> None:
+    def new() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(6, 4, bias=False)
+        weight = torch.arange(24.0).reshape(4, 6)
+        model.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+        return model, Nested(model.parameters(), lr=1.0)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.weight.grad = model.weight.detach() * 0.5
+        optimizer.step()
+
+    model, optimizer = new()
+    step(model, optimizer)
+    holdfast.save(tmp_path / "root", {"model": model, "optim": optimizer}, step=1)
+    step(model, optimizer)
+    other, again = new()
+    holdfast.load(tmp_path / "root", {"model": other, "optim": again})
+    first, rest = again.state[other.weight]["m"]
+    assert first.placements == rest["v"].placements == (Shard(0),)
+    assert torch.equal(rest["norm"], torch.ones(2))
+    step(other, again)
+    assert torch.equal(other.weight.full_tensor(), model.weight.full_tensor())
+
+
+def test_a_tensor_that_belongs_to_no_parameter_is_filled(tmp_path: Path) -> None:
+    """A captured graph may hold it."""
+    net, optimizer = build(Counted, groups, seed=0)
+    train(net, optimizer, 0, 3)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=3)
+    train(net, optimizer, 3, 5)
+    state: dict[Any, Any] = optimizer.state
+    counter, large = state["k"], state["large"]
+    holdfast.load(tmp_path, {"net": net, "optim": optimizer})
+    assert state["k"] is counter and int(counter) == 3
+    assert state["large"] is large and torch.equal(large, torch.full((20_000,), 3.0))
+
+
+def test_sharded_state_that_belongs_to_no_parameter_is_refused(tmp_path: Path, mesh: Any) -> None:
+    net, optimizer = build(Counted, groups, seed=0)
+    optimizer.state["mean"] = {"of": [distribute_tensor(torch.zeros(4), mesh, [Shard(0)])]}
+    with pytest.raises(holdfast.errors.UsageError, match=r"optim\.state\.mean\.of\[0\]: a DTensor"):
+        holdfast.save(tmp_path / "root", {"net": net, "optim": optimizer}, step=1)
+
+
+def test_the_fate_of_state_that_belongs_to_no_parameter_may_be_declared(tmp_path: Path) -> None:
+    """Then tensors of any size may differ between ranks."""
+    net, optimizer = build(Counted, groups, seed=0)
+    train(net, optimizer, 0, 3)
+    state = {"net": net, "optim": optimizer}
+    with holdfast.Checkpointer(tmp_path, state, on_resize={"optim.common": "fresh"}) as ckpt:
+        ckpt.save(3)
+    with holdfast.open(tmp_path) as found:
+        assert found.manifest.per_rank["optim.common"] == "fresh"
+    other, fresh = build(Counted, groups, seed=1)
+    holdfast.load(tmp_path, {"net": other, "optim": fresh})
+    assert same(fresh.state_dict(), optimizer.state_dict()) == []
+
+
+def test_what_lay_on_a_device_goes_to_that_of_the_parameters() -> None:
+    """As far as that can be seen without one: the device here is `meta`."""
+    optimizer = Counted([nn.Parameter(torch.zeros(3, device="meta"))])
+    both = {"a": torch.ones(2), "b": {"of": [torch.ones(2)]}}
+    put_common(optimizer, {"state": both | {"c": torch.ones(2)}, "on_device": ["a", "b"]})
+    own: dict[Any, Any] = optimizer.state
+    assert own["a"].is_meta and own["b"]["of"][0].is_meta and own["c"].device.type == "cpu"
+
+
+def test_a_malformed_state_that_belongs_to_no_parameter(tmp_path: Path) -> None:
+    net, optimizer = build(Counted, groups, seed=0)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=1)
+    with holdfast.open(tmp_path) as found:
+        found.manifest.extras["optim.common"] = [1]
+        with pytest.raises(holdfast.errors.FormatError, match=r"'optim\.common' is no state"):
+            restore(found, {"net": net, "optim": optimizer}, Group(), Options())

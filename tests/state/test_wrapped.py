@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import holdfast
 from holdfast.errors import UsageError
@@ -70,3 +72,70 @@ def test_a_shared_state_is_saved_once(tmp_path: Path) -> None:
     holdfast.load(tmp_path, {"model": other, "optim": theirs})
     for p, q in zip(model.parameters(), other.parameters()):
         assert all(torch.equal(v, their_base.state[q][k]) for k, v in base.state[p].items())
+
+
+class Rated(torch.optim.SGD):
+    """What its steps depend on, only its own state_dict() has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.made = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.made += 1
+        self.param_groups[0]["lr"] = 0.1 / self.made
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "made": self.made}
+
+
+class Renamed(torch.optim.Adam):
+    """Its state_dict() says nothing that is not saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return {"state": {f"p{i}": s for i, s in found["state"].items()}} | {
+            "param_groups": [{**g, "param_names": []} for g in found["param_groups"]]
+        }
+
+
+class Silent(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError("ask the others")
+
+
+def told(root: Path, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of two saves of one run."""
+    model = torch.nn.Linear(3, 2)
+    optimizer.add_param_group({"params": list(model.parameters())})
+    model(torch.ones(3)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with holdfast.Checkpointer(root, {"model": model, "optim": optimizer}) as ckpt:
+            for step in (1, 2):
+                optimizer.step()
+                ckpt.save(step)
+    return [str(one.message) for one in caught]
+
+
+def first() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(2))]
+
+
+def test_what_only_an_optimizers_own_state_dict_has_is_told_once(tmp_path: Path) -> None:
+    (warning,) = told(tmp_path, Rated(first()))
+    assert "the state_dict() of Rated has 'made' beside states and groups" in warning
+    (warning,) = told(tmp_path / "silent", Silent(first(), lr=0.1))
+    assert "has what it cannot say here (NotImplementedError: ask the others)" in warning
+
+
+def test_a_state_dict_that_adds_nothing_is_no_loss(tmp_path: Path) -> None:
+    assert told(tmp_path, Renamed(first())) == []
+    assert told(tmp_path / "plain", torch.optim.AdamW(first())) == []
+
+
+def test_zero1_need_not_be_asked(tmp_path: Path, mesh: Any) -> None:
+    """Its state_dict() fails until it is consolidated."""
+    zero1 = ZeroRedundancyOptimizer(first(), torch.optim.AdamW, lr=0.1)
+    assert told(tmp_path / "root", zero1) == []

@@ -717,3 +717,21 @@ def test_read_once_where_direct_reads_are_refused_to_two_threads_at_once(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(read, (0, 6000))) == [b"abc" * 1000] * 2
     reader.close()
+
+
+def test_what_was_moved_elsewhere_is_listed_by_its_link(tmp_path: Path) -> None:
+    """As a step on a larger disk; links that lead in a circle end."""
+    store = LocalStore(tmp_path / "root")
+    for key in ("a/1/x", "a/2/y"):
+        store.put(key, b"")
+    (tmp_path / "root/a/1").rename(tmp_path / "moved")
+    (tmp_path / "root/a/1").symlink_to(tmp_path / "moved")
+    (tmp_path / "root/a/3").symlink_to(tmp_path / "root/a")
+    (tmp_path / "moved/back").symlink_to(tmp_path / "moved")
+    (tmp_path / "root/p").symlink_to(tmp_path / "q")
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q/p").symlink_to(tmp_path / "root/p")
+    assert store.list("a/") == ["a/1/x", "a/2/y"]
+    assert store.list("p/") == []
+    store.delete("a/1/x")
+    assert store.list("a/") == ["a/2/y"]

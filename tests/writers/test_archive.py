@@ -46,6 +46,19 @@ def test_sets(value: set[Any]) -> None:
     assert pickle.loads(dumps(value)) == value
 
 
+def test_a_frozenset_is_a_set_where_it_may_be() -> None:
+    """torch.load knows sets alone."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", dumps({"a": frozenset({1, 2})}))
+        archive.writestr("a/version", b"3\n")
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == {"a": {1, 2}}
+    for value in ({frozenset({1}): 2}, {(1, frozenset({2}))}, frozenset({frozenset({1})})):
+        with pytest.raises(UsageError, match="a frozenset cannot be written"):
+            dumps(value)
+
+
 def test_what_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(UsageError, match="object"):
         dumps([object()])

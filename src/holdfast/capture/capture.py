@@ -62,7 +62,7 @@ class Tier(Protocol):
     def release(self, job: Job) -> None:
         """The job needs its memory no more.  Safe to call twice."""
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: Job, error: BaseException | None) -> None:
         """The job is over, however."""
 
 
@@ -312,7 +312,7 @@ def guarded(work: Callable[[Job, Tier], Any], job: Job, tier: Tier) -> None:
 
 def finish(job: Job, tier: Tier, error: BaseException | None) -> None:
     """The job has succeeded, or failed with `error`."""
-    tier.ended(job)
+    tier.ended(job, error)
     if error is None:
         took = time.perf_counter() - job.started
         emit(f"{job.kind(tier.name)}.committed", step=job.step, seconds=round(took, 3))
@@ -329,7 +329,7 @@ def skip(job: Job, tier: Tier) -> None:
     """The job is left out: some rank was busy."""
     tier.release(job)
     job.close_window()
-    tier.ended(job)
     job.save.skipped = True
+    tier.ended(job, None)
     emit(f"{job.kind(tier.name)}.skipped", step=job.step)
     job.save._future.set_result(False)

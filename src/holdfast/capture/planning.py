@@ -89,6 +89,11 @@ class Planner:
         self._kinds = kinds
         return msgspec.msgpack.encode(agreement)
 
+    def forget(self, view: memoryview) -> None:
+        """This memory is filled no more.  From any thread."""
+        if self.plan is not None:
+            self.plan.copies.pop(id(view), None)
+
     def lay_out(self, job: Job, aside: Kept) -> Image:
         """The image for this save: the last one, if nothing that it depends on has changed."""
         plan, verdict, buffer = self.plan, job.verdict, job.buffer

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.names import committed, run_of_log
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Exists, NotFound, UsageError
 from holdfast.here import fate, place, started
 from holdfast.store import Store
 
 _CLAIM = re.compile(r"claims/(\d{10})\.json")
-_RECORD = re.compile(r"log/(\d{10})/")
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -83,8 +82,9 @@ def _runs_of(store: Store) -> Iterator[int]:
     """The runs of full steps and of records: their numbers are taken, whatever became of the claims."""
     yield from (s.run for s in committed(store))
     for key in store.list("log/"):
-        if match := _RECORD.match(key):
-            yield int(match[1])
+        run = run_of_log(key)
+        if run is not None:
+            yield run
 
 
 def newest_claim(store: Store) -> Claim | None:

@@ -28,6 +28,9 @@ from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head
 from holdfast.store import Store
 
 _MANIFEST = re.compile(r"steps/(\d{10})/manifest\.json")
+_LOG = re.compile(
+    r"log/(\d{10})/(?:\d{10}-\d{10}/r\d{5,}\.log|plan-[0-9a-f]{16}\.json|r\d{5,}-\d+\.writing)"
+)
 _ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
 
 
@@ -47,6 +50,12 @@ def step_prefix(step: int) -> str:
 
 def manifest_key(step: int) -> str:
     return step_prefix(step) + "manifest.json"
+
+
+def run_of_log(key: str) -> int | None:
+    """The run that a file below `log/` is of; None if it is none of ours, such as a log of the script."""
+    match = _LOG.fullmatch(key)
+    return None if match is None else int(match[1])
 
 
 def committed(store: Store) -> list[Saved]:

@@ -28,8 +28,9 @@ from holdfast.store.local import sweep as sweep_unfinished
 INDEX = ".safetensors.index.json"
 """What a consolidated step has beside its manifest, for Hugging Face's loaders."""
 
-_IMAGE = re.compile(r"steps/(\d{10})/([^/]+)/[^/]+")
-_NUMBERED = re.compile(r"(\d{4,})-(\d{6})")
+_DIRECTORY = re.compile(r"steps/(\d{10})/([^/]+)")
+_IMAGE = re.compile(rf"{_DIRECTORY.pattern}/[^/]+")
+_NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +166,13 @@ def sweep(store: Store, mine: Claim | None = None, upto: int = 0) -> list[str]:
                     store.delete(key)
                 gone.append(attempt)
     if isinstance(store, LocalStore):
-        sweep_unfinished(store.root, lambda attempt: _is_old(attempt, mine, upto))
+        sweep_unfinished(store.root, lambda path: _is_of_old(path, mine, upto))
     return gone
+
+
+def _is_of_old(directory: str, mine: Claim | None, upto: int) -> bool:
+    match = _DIRECTORY.fullmatch(directory)
+    return match is not None and _is_old(match[2], mine, upto)
 
 
 def _is_old(attempt: str, mine: Claim | None, upto: int) -> bool:
@@ -174,3 +180,12 @@ def _is_old(attempt: str, mine: Claim | None, upto: int) -> bool:
     if match is None or mine is None:
         return False
     return (int(match[1]), int(match[2])) <= (mine.run, upto)
+
+
+def came_later(attempt: str, than: str) -> bool:
+    """Whether a save of a step was made after another one of the same run and step: `attempt` by a process
+    without a claim, or as a later try."""
+    mine, other = _NUMBERED.fullmatch(attempt), _NUMBERED.fullmatch(than)
+    if mine is None or other is None:
+        return mine is None and other is not None
+    return int(mine[2]) > int(other[2])

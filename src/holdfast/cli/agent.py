@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.screen import AsJson, dim, good, many, print_json, say, size, table
-from holdfast.errors import UsageError
+from holdfast.errors import AgentUnreachable, UsageError
+from holdfast.here import fate
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.near import near
@@ -46,12 +48,15 @@ def run(
     if action not in ACTIONS:
         hint = near(action, ACTIONS) or ", ".join(ACTIONS)
         raise UsageError(f"there is no action {action!r}", hint=hint)
+    _check_options(
+        action, {"--job": job, "--host": host, "--budget": budget, "--free": free, "--tls": tls}
+    )
     client = Client(deadline_s=60.0)
     limit = parse_size("--budget", budget) if budget else 0
     if action == "run":
-        raise typer.Exit(_be_the_agent(host, limit, tls))
+        raise typer.Exit(_be_the_agent(client, host, limit, tls))
     if action == "start":
-        client.start(host, limit, stay=True, tls=tls)
+        _start(client, host, limit, tls)
         action = "status"
     if action == "clean":
         _clean(client, job, as_json)
@@ -60,25 +65,71 @@ def run(
             raise client.silence()
         _nobody(client, as_json)
     elif action == "stop":
+        agent, until = client.agent(), time.monotonic() + client.deadline_s
         client.ask(w.Stop(free))
+        while free and fate(*agent) == "runs":  # it deletes
+            if time.monotonic() > until:
+                raise AgentUnreachable(f"process {agent[0]} has not ended: it may hang")
+            time.sleep(0.05)
         print_json({"stopped": True, "freed": free}) if as_json else say("stopped")
     else:
         _show(client.ask(w.Status(), w.Report), as_json)
 
 
-def _be_the_agent(host: str, budget: int, tls: bool) -> int:
+def _check_options(action: str, given: dict[str, object]) -> None:
+    """Nobody shall believe that one counts which does not."""
+    serving = ("--host", "--budget", "--tls")
+    known = {"start": serving, "run": serving, "stop": ("--free",), "clean": ("--job",)}
+    for name, value in given.items():
+        if value and name not in known.get(action, ()):
+            raise UsageError(
+                f"`holdfast agent {action}` has no {name}", hint="`--help` says whose it is"
+            )
+
+
+def _start(client: Client, host: str, budget: int, tls: bool) -> None:
+    """Also one that a training has started stays from now on."""
+    client.start(host, budget, stay=True, tls=tls)
+    found: w.Report = client.ask(w.Status(), w.Report)
+    if host not in ("", found.address.rpartition(":")[0]) or (tls and not found.tls):
+        how = "by TLS" if found.tls else "without TLS"
+        raise UsageError(
+            f"the agent of this node, process {found.pid}, serves at {found.address} already, {how}",
+            hint="`holdfast agent stop`, then start again; what it holds stays",
+        )
+    client.ask(w.Stay(budget))
+
+
+def _be_the_agent(client: Client, host: str, budget: int, tls: bool) -> int:
     from holdfast.memory.node.agent import main
 
+    if client.look() != "nobody":
+        raise UsageError(
+            f"this node has an agent already, process {client.pid}",
+            hint="`holdfast agent stop` ends it; what it holds stays",
+        )
     options = [f"--host={host}"] * bool(host) + ["--tls"] * tls
     return main(["--stay", f"--budget={budget}", *options])
 
 
 def _nobody(client: Client, as_json: bool) -> None:
+    left = _left(client)
     if as_json:
-        print_json({"running": False, "directory": str(client.root)})
+        print_json({"running": False, "directory": str(client.root), "bytes": left})
     else:
         say(f"no agent at {client.root}")
+        if left:
+            say(f"{size(left)} lie there; `holdfast agent clean` frees them")
     raise typer.Exit(1)
+
+
+def _left(client: Client) -> int:
+    """Bytes of memory that agents before have left."""
+    found = 0
+    for path in client.root.glob("jobs/*/*"):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size
+    return found
 
 
 def _clean(client: Client, job: str, as_json: bool) -> None:

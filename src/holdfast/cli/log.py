@@ -66,7 +66,7 @@ def _stretches(log: Log, store: Store) -> list[Stretch]:
             part[0].run, part[0].step, part[-1].step, part[0].world,
             sum(r.bytes for s in part for _, r in s.records.values()),
             part[0].parent, led.get(part[-1].identity),
-            part[-1].identity not in led and part[-1].identity < newest,
+            part[-1].identity not in led and part[-1].identity <= newest,
         )
         for part in out
     ]  # fmt: skip
@@ -97,5 +97,5 @@ def _from(one: Stretch) -> Any:
     if one.base is not None:
         return good(f"step {one.base}")
     if one.history:
-        return dim("nowhere: history, a restart takes a later state")
+        return dim("nowhere: history, a full step has what a restart takes")
     return bad("nowhere: no full step leads to them")

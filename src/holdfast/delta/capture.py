@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from holdfast.delta.recording import (
     check_grad,
     held,
     hooks_after,
+    is_torchs,
     kind_of,
     missing_of,
     plan_of,
@@ -46,15 +48,18 @@ from holdfast.delta.segment import (
     put_plan,
 )
 from holdfast.delta.space import Space, needed_bytes
-from holdfast.errors import AgentError, HoldfastError, UsageError
-from holdfast.events import emit
+from holdfast.errors import AgentError, Deadline, HoldfastError, UsageError
+from holdfast.events import emit, span
 from holdfast.format.image import ALIGN
 from holdfast.group import Group
+from holdfast.here import memory_bytes
 from holdfast.layout import Mesh
 from holdfast.state.rest import encoded_hyper
 from holdfast.state.restore import alike
 from holdfast.store import Store
 
+HURRY_S = 1.0
+"""A record gets so long to its writer, where storage is not waited for."""
 MEMORY_SHARE = 16
 """Of a rank's part of its node's memory, one of so many parts may hold records, where batches are tuned."""
 
@@ -105,6 +110,8 @@ class RecordCapture:
         self._run = run
         self._mesh = mesh
         self._deadline_s = deadline_s
+        self._memory_bytes = memory_bytes() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        """Of the node, shared evenly among its ranks."""
         self._queue = Queue(deadline_s)
         self._copier = ThreadPoolExecutor(1, "holdfast-delta")
         self._beside = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "holdfast-copy")
@@ -119,6 +126,8 @@ class RecordCapture:
         """For extras, at least; they have grown before."""
         self._whole: set[str] = set()
         """Gradients that are recorded whole, whatever was declared of them."""
+        self._handing: Future[None] | None = None
+        """The newest record on its way to the writer."""
         self._streams: dict[torch.device, torch.Stream] = {}
         """To copy from devices: with each a stream's memory is its own."""
 
@@ -158,7 +167,10 @@ class RecordCapture:
         room = aligned(max(self._room, len(extras) * 5 // 4 + SPARE_ROOM))
         self._layout = Layout.of(agreement, few, self._group.rank, live, steps, room)
         kinds = {one.key: kind_of(one.optimizer) for one in steps}
-        self._header = Header(self._run, self._group.rank, self._group.size, name, groups, kinds)
+        modules = {one.key: one.modules for one in steps}
+        self._header = Header(
+            self._run, self._group.rank, self._group.size, name, groups, kinds, modules=modules
+        )
         self._check_space(self._layout.image.total_bytes, len(encode_header(self._header)))
         self._open_queue()
 
@@ -191,7 +203,7 @@ class RecordCapture:
         """As many records per file as this rank's part of the node's memory holds: a sixteenth, or what the
         user asked for."""
         asked = self._options.queue + self._asked_batch
-        room = memory_bytes() // MEMORY_SHARE // max(self._record_bytes, 1)
+        room = self._memory_bytes // MEMORY_SHARE // max(self._record_bytes, 1)
         return max(room, asked) - self._options.queue if self._record_bytes else self._asked_batch
 
     def reopen(self) -> None:
@@ -219,24 +231,41 @@ class RecordCapture:
 
     def begin(self) -> Open | None:
         """A record of the planned layout; None if no slot can be had, or storage may take no more.  Blocks
-        while the queue is full."""
+        while the queue is full, and until the record before is the writer's: with this process no more than
+        one is lost."""
         if not self.space.has_room(self._record_bytes):
             self.notice = self.space.pause()
             return None
-        slot = self._queue.take(wait=self._options.when_full == "wait")
+        waits = self._options.when_full == "wait"
+        slot = self._queue.take(wait=waits) if self._has_handed_over(wait=waits) else None
         if slot is None:
             return None
         assert self._queue.ring is not None
         self.open = Open(slot, self._queue.ring.slot(slot))
         return self.open
 
+    def _has_handed_over(self, *, wait: bool) -> bool:
+        """Whether the record before is the writer's.  Deadline if it is not, though there was a `wait`."""
+        if self._handing is None or self._handing.done():
+            return True
+        limit_s = self._deadline_s if wait else HURRY_S
+        with span("delta.hand_over"):
+            done, _ = futures.wait([self._handing], limit_s)
+        if wait and not done:
+            raise Deadline(
+                f"the writer took no record for {limit_s:g} s",
+                hint="storage may hang; Delta(when_full='drop') does not wait for it",
+            )
+        return bool(done)
+
     def gradients(self, one: Steps) -> None:
         """Begin to copy those of one optimizer; they must stay as they are until `wait_copied`."""
         record = self.open
         assert record is not None and self._layout is not None
+        differs = any(group.get("differentiable") for group in one.optimizer.param_groups)
+        read_only = is_torchs(one.optimizer) and not differs
         for name, p in one.params:
-            if p.grad is not None:
-                check_grad(name, p)
+            check_grad(name, p, read_only=read_only)
         record.applied.append(_applied(one))
         found = self._layout.places(record.slot, record.memory, one.key)
         grads = [(p, p.piece.tensor.grad) for p in found if p.piece.tensor.grad is not None]
@@ -298,14 +327,15 @@ class RecordCapture:
         parent: Identity,
         unchanged: tuple[str, ...],
         notes: dict[str, tuple[str, str]],
+        late: tuple[str, ...] | None,
     ) -> Identity:
         """The record is complete: off it goes.  The state that it leads to.  Returns at once."""
         record, layout = self.open, self._layout
         assert record is not None and layout is not None
-        entry = Record(step, parent, 0, 0, 0, 0, tuple(record.applied), unchanged, notes)
+        entry = Record(step, parent, 0, 0, 0, 0, tuple(record.applied), unchanged, notes, late)
         self.open = None
         self.space.add(self._record_bytes)
-        self._copier.submit(self._put, record, entry, layout)
+        self._handing = self._copier.submit(self._put, record, entry, layout)
         return self._run, step
 
     def _put(self, record: Open, entry: Record, layout: Layout) -> None:
@@ -370,12 +400,6 @@ class RecordCapture:
             self._copier.shutdown(wait=False)
             self._beside.shutdown(wait=False)
             self._queue.close(limit_s)
-
-
-def memory_bytes() -> int:
-    """Of the node, shared evenly among its ranks."""
-    all_of_it = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return all_of_it // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def _applied(one: Steps) -> Applied:

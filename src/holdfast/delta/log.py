@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint.names import Saved, committed, step_prefix
+from holdfast.checkpoint.names import Saved, committed, run_of_log, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.delta.chain import chain_from
 from holdfast.delta.segment import (
@@ -57,6 +57,20 @@ def segments(store: Store, since: int = 0) -> list[str]:
     return found
 
 
+def last_recorded(store: Store, run: int, step: int) -> int:
+    """The last step behind this one that a run, or one after it, has recorded, as segments are named; 0 if
+    there is none."""
+    found = map(parse_key, segments(store, step))
+    return max((last for of_run, _, last, _ in filter(None, found) if of_run >= run), default=0)
+
+
+def leads_on(store: Store, state: Identity) -> bool:
+    """Whether the run that reached a state has recorded a step from there."""
+    run, step = state
+    keys = [key for key in segments(store, step) if run_of_log(key) == run]
+    return any(r.parent == state for one in read_headers(store, keys) for r in one.header.records)
+
+
 def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
     """Of those that can be read; the others are as good as not there."""
     found = []
@@ -71,6 +85,8 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
             if header.rank != rank:
                 raise FormatError(f"a segment of rank {header.rank}", key=key)
             found.append(Found(key, start, header))
+        except NotFound:
+            continue  # deleted since it was listed
         except (UnsupportedVersion, Unavailable):
             raise  # it may be sound
         except HoldfastError as error:
@@ -81,25 +97,27 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
 def tidy_log(store: Store, max_bytes: int = 0) -> None:
     """Delete the records that no step which is still there needs.
 
+    Those of a run without a full save stay: it may be on its way, whatever older runs have saved.
     With a bound also the oldest of those that the newest state does not need, until half of it is free.
     """
     saved = committed(store)
     if not saved:
         return
-    oldest = min(s.step for s in saved)
+    oldest, saving = min(s.step for s in saved), newest_of(saved)[0]
     kept: set[int] = set()
-    plans: list[str] = []
+    plans: list[tuple[int, str]] = []
     for key in store.list("log/"):
-        parsed = parse_key(key)
+        parsed, run = parse_key(key), run_of_log(key)
+        if run is None:
+            continue  # not ours
         if parsed is None:
-            plans.append(key)
-        elif parsed[2] <= oldest:
+            plans.append((run, key))
+        elif parsed[2] <= oldest and run <= saving:
             store.delete(key)
         else:
             kept.add(parsed[0])
     newest = max(kept, default=0)
-    for key in plans:
-        run = int(key.split("/")[1])
+    for run, key in plans:
         if run not in kept and run < newest:
             store.delete(key)
     if max_bytes:
@@ -129,7 +147,17 @@ def open_log(store: Store) -> tuple[Log, list[str]]:
     log = Log(store, found)
     plans = log.damaged_plans()
     log.leave_out(plans)
-    return log, sorted({*keys, *plans} - {one.key for one in found})
+    unread = {*keys} - {one.key for one in found}
+    return log, sorted({*plans, *(key for key in unread if _is_there(store, key))})
+
+
+def _is_there(store: Store, key: str) -> bool:
+    """Whether a file was not deleted since it was listed, beside a training."""
+    try:
+        store.size(key)
+    except NotFound:
+        return False
+    return True
 
 
 def newest_history(log: Log, saved: Iterable[Saved]) -> tuple[Saved, list[Step]]:

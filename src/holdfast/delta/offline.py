@@ -6,7 +6,7 @@ Model and optimizers are made from what was saved: parameters by their names, op
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -43,6 +43,26 @@ def put(module: nn.Module, name: str, tensor: torch.Tensor, *, param: bool) -> N
         module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=grows))
     else:
         module.register_buffer(leaf, tensor)
+
+
+class Extra(nn.Module):  # type: ignore[misc]
+    """A module with state of its own, which is not here: taken and given back as it is."""
+
+    def get_extra_state(self) -> Any:
+        return self.__dict__.get("_extra_state")
+
+    def set_extra_state(self, state: Any) -> None:
+        self.__dict__["_extra_state"] = state
+
+
+def give_extra(module: nn.Module, name: str) -> None:
+    """Make the module that has this extra state one that can take it."""
+    *path, _ = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]
+    module.__class__ = Extra
 
 
 class Carried:
@@ -107,9 +127,11 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
     """Objects that take a full step and its records: modules, optimizers, and the rest as it is."""
     state: State = {}
     steps = list(steps)
-    optimizers = sorted({key for step in steps for key in step.applied()})
+    headers = [found.header for step in steps for found, _ in step.records.values()]
+    optimizers = sorted({key for header in headers for key in header.kinds})
     params: dict[str, torch.Tensor] = {}
     """Those that only an optimizer has, and then those of modules."""
+    bare: State = {}
     for name in checkpoint.names():
         info = checkpoint.info(name)
         if info.state in _PARTS and name not in checkpoint.manifest.aliases:
@@ -119,20 +141,31 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
                 params[name.removesuffix(".value")] = nn.Parameter(tensor)
             else:
                 put(state.setdefault(key, nn.Module()), rest, tensor, param=info.state == "param")
+        elif info.state == "tensor" and "." not in name:
+            bare[name] = torch.zeros(info.shape, dtype=torch_dtype(info.dtype))
     params |= {
         f"{key}.{name}": p for key, module in state.items() for name, p in module.named_parameters()
     }
+    state |= bare
     for key in optimizers:
         made = [s for s in steps if key in s.applied()]
         hooked = (s for s in made if any(one.hooks for one in s.applied()[key].values()))
-        state[key] = _optimizer(next(hooked, made[0]), key, params, state)
+        known = (s for s in steps if any(key in f.header.kinds for f, _ in s.records.values()))
+        one = next(hooked, made[0] if made else next(known))
+        state[key] = _optimizer(one, key, params, state, checkpoint)
     recorded = {
         key for step in steps for _, record in step.records.values() for key in record.notes
     }
     for key, tree in checkpoint.manifest.extras.items():
-        if "." not in key and key not in state:
-            if _has_tensors(tree) and key in recorded:
-                raise NotRecoverable(f"{key!r} has tensors of the script's own", hint=IN_THE_SCRIPT)
+        first, _, name = key.partition(".")
+        is_extra = name.rpartition(".")[2] == "_extra_state" and first in state
+        if not is_extra and ("." in key or key in state):
+            continue
+        if _has_tensors(tree) and key in recorded:
+            raise NotRecoverable(f"{key!r} has tensors of the script's own", hint=IN_THE_SCRIPT)
+        if is_extra:
+            give_extra(state[first], name)
+        else:
             state[key] = Carried()
     for key in checkpoint.manifest.per_rank:
         if "." not in key:
@@ -140,7 +173,9 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
     return state
 
 
-def _optimizer(step: Step, key: str, params: dict[str, torch.Tensor], state: State) -> Optimizer:
+def _optimizer(
+    step: Step, key: str, params: dict[str, torch.Tensor], state: State, checkpoint: Checkpoint
+) -> Optimizer:
     kinds = {found.header.kinds.get(key, "") for found, _ in step.records.values()}
     module, _, name = kinds.pop().partition(":")
     if not module.startswith("torch.optim"):
@@ -148,24 +183,69 @@ def _optimizer(step: Step, key: str, params: dict[str, torch.Tensor], state: Sta
             f"{key!r} is a {module}.{name}, which cannot be made without the training script",
             hint=IN_THE_SCRIPT,
         )
-    if any(one.hooks for one in step.applied()[key].values()):
+    applied = step.applied().get(key, {})
+    if any(one.hooks for one in applied.values()):
         raise UsageError(
             f"{key!r} had hooks after its steps, which may have written to weights",
             hint=IN_THE_SCRIPT,
         )
     kind = getattr(importlib.import_module(module), name)
-    groups = merged_groups(step, key)["$optimizer"]["groups"]
+    told = [found.header.modules.get(key) for found, _ in step.records.values()]
+    modules = list(state) if None in told else [m for one in told for m in one or ()]
+    keys = dict.fromkeys([key, *modules])
+    tree = merged_groups(step, key) if applied else checkpoint.manifest.extras[key]
+    groups = tree["$optimizer"]["groups"]
+    _check_ties(checkpoint.manifest.extras.get(key), groups, params, keys)
     return kind(
-        [{"params": [_param(n, params, (key, *state)) for n in g["params"]]} for g in groups],
+        [
+            {
+                "params": [_param(n, params, keys) for n in g["params"]],
+                **_way_of(g["hyper"]),
+            }
+            for g in groups
+        ],
         lr=1.0,
     )
 
 
-def _param(name: str, params: dict[str, torch.Tensor], keys: Iterable[str]) -> torch.Tensor:
-    found = [params[f] for f in (name, *(f"{key}.{name}" for key in keys)) if f in params]
+def _way_of(hyper: dict[str, Any]) -> dict[str, bool]:
+    """How it computed, on which the last bits depend; what does so on CPUs."""
+    ways = ("fused",) if hyper.get("capturable") else ("foreach", "fused")
+    return {name: hyper[name] for name in ways if isinstance(hyper.get(name), bool)}
+
+
+def _param(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) -> torch.Tensor:
+    found = _places(name, params, keys)
     if not found:
         raise NotFound(f"no parameter {name!r} in the full step")
-    return found[0]
+    if len(found) > 1:
+        raise UsageError(
+            f"the records do not say which parameter {name!r} is: {' or '.join(found)}",
+            hint=IN_THE_SCRIPT,
+        )
+    return params[found[0]]
+
+
+def _places(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) -> list[str]:
+    """Where a parameter may be.  `keys`: under which; its name may have one of them already."""
+    full = [f"{key}.{name}" for key in keys] + [name] * (name.partition(".")[0] in keys)
+    return [f for f in full if f in params]
+
+
+def _check_ties(
+    saved: Any, groups: list[Any], params: dict[str, torch.Tensor], keys: Collection[str]
+) -> None:
+    """UsageError for a parameter that several modules share, which those made here do not.
+
+    A full step has all names of an optimizer's parameters, records have the first of each.
+    """
+    given = {name for group in groups for name in group["params"]}
+    for group in () if saved is None else saved["$optimizer"]["groups"]:
+        for name in group["params"]:
+            if name not in given and _places(name, params, keys):
+                raise UsageError(
+                    f"{name!r} is a parameter of another module, too", hint=IN_THE_SCRIPT
+                )
 
 
 def _has_tensors(tree: Any) -> bool:

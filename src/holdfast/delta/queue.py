@@ -22,6 +22,13 @@ from holdfast.store import Store
 MAX_RESTARTS = 3
 """Of writers that died before they had written anything."""
 
+RUN = """
+import sys
+sys.path = [p for p in sys.path if p]  # nothing that lies in the working directory
+from holdfast.delta.writer import main
+sys.exit(main())
+"""
+
 
 class Queue:
     """Records on their way to storage.  Thread-safe."""
@@ -140,7 +147,7 @@ class Queue:
         with theirs:
             numbers = map(str, (theirs.fileno(), os.getpid()))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.delta.writer", *numbers],
+                [sys.executable, "-c", RUN, *numbers],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -29,10 +29,10 @@ from holdfast.state.live import (
     named_parameters,
     stages,
 )
-from holdfast.state.optimizers import all_param_names, named_groups, tensors_in
+from holdfast.state.optimizers import all_param_names, named_groups, served_modules, tensors_in
 from holdfast.state.placed import local_of
 from holdfast.state.snapshot import raw_array
-from holdfast.state.wrapped import is_ours, stepping
+from holdfast.state.wrapped import bare, is_ours, stepping
 
 GRAD = "grad"
 """The state that a gradient counts as: `optim.h.0.weight.grad`."""
@@ -51,6 +51,8 @@ class Steps:
     key: str
     optimizer: Optimizer
     groups: list[list[tuple[str, torch.Tensor]]]
+    modules: tuple[str, ...] = ()
+    """Keys of the modules that have these parameters."""
 
     @property
     def params(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,18 +62,28 @@ class Steps:
 
 def optimizers(state: State) -> list[Steps]:
     """Every optimizer of a state.  UsageError for those of engines, whose gradients are elsewhere."""
-    found = []
+    found: list[Steps] = []
     for key, value in state.items():
         if not is_optimizer(value):
             continue
+        value = bare(value)
+        if twice := [one.key for one in found if one.optimizer is value]:
+            raise UsageError(f"an optimizer is in the state twice, as {twice[0]!r} and {key!r}")
         if not isinstance(value, Optimizer):
             raise UsageError(
                 f"delta= does not know the gradients of {key!r}, a {type(value).__name__}",
                 hint="use torch optimizers, or memory= and durable saves alone",
             )
+        if not hasattr(value, "_optimizer_step_pre_hooks"):
+            raise UsageError(
+                f"delta= cannot see the steps of {key!r}, a {type(value).__name__}: its __init__ has not "
+                "called torch.optim.Optimizer's",
+                hint="if it is around another optimizer, hand that over in its place",
+            )
         names = {i: n[0] for i, n in all_param_names(state, value, None).items()}
         groups = [(group, group["params"]) for group in value.param_groups]
-        found.append(Steps(key, value, named_groups(groups, names)))
+        modules = tuple(served_modules(state, value, None))
+        found.append(Steps(key, value, named_groups(groups, names), modules))
     if not found:
         raise UsageError("delta= needs an optimizer in the state")
     return found
@@ -198,10 +210,27 @@ def plan_of(agreement: Agreement, few: tuple[TensorEntry, ...]) -> Plan:
     return Plan(agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases, few)
 
 
-def check_grad(name: str, p: torch.Tensor) -> None:
-    """UsageError for a gradient that does not lie as its parameter."""
+def check_grad(name: str, p: torch.Tensor, *, read_only: bool) -> None:
+    """UsageError for a gradient that no record holds as the optimizer takes it.  `read_only`: it takes its
+    values alone, and does not differentiate it."""
     grad = p.grad
-    assert grad is not None
+    if grad is None:
+        if getattr(p, "main_grad", None) is not None:
+            raise UsageError(
+                f"{name}: its gradient is in .main_grad, which cannot be recorded",
+                hint="records are of gradients in .grad; use memory= and durable saves alone",
+            )
+        return
+    if grad.requires_grad and not read_only:
+        raise UsageError(
+            f"{name}: its gradient has a graph of its own (create_graph=True), which no record has",
+            hint="detach gradients before step(); of an optimizer that differentiates them, such as "
+            "AdaHessian, use memory= and durable saves alone",
+        )
+    if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
+        raise UsageError(
+            f"{name}: a gradient in {grad.placements} for a parameter in {p.placements}"
+        )
     if grad.dtype != p.dtype or grad.layout != torch.strided or grad.shape != p.shape:
         raise UsageError(
             f"{name}: a gradient of {grad.dtype} {tuple(grad.shape)} {grad.layout} for a parameter of "
@@ -209,6 +238,27 @@ def check_grad(name: str, p: torch.Tensor) -> None:
             hint="dense gradients of the parameters' own dtype can; of those that are mostly zero "
             "(holdfast.compression.sparse) only the rest is recorded",
         )
+
+
+def mixed_up(one: Steps) -> str:
+    """A parameter with which an optimizer computes otherwise than a replay would; empty if there is none.
+
+    Torch's fused kernels on CPUs go through the memory of gradient and parameter side by side, also where
+    one of them lies otherwise than the other (elsewhere they refuse), and those of 16 bits round otherwise
+    where memory has gaps.
+    """
+    for group, pairs in zip(one.optimizer.param_groups, one.groups):
+        for name, p in pairs:
+            is_open = (group.get("fused") or p.dtype in HALVES) and p.device.type == "cpu"
+            grad = p.grad if is_open else None
+            if grad is not None and grad.layout == torch.strided and not _lie_alike(p, grad):
+                return name
+    return ""
+
+
+def _lie_alike(p: torch.Tensor, grad: torch.Tensor) -> bool:
+    here, there = local_of(p), local_of(grad)
+    return all(size < 2 or a == b for size, a, b in zip(here.shape, here.stride(), there.stride()))
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -221,9 +271,20 @@ def only_reads(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is known to leave gradients as they are: torch's do, unless a fused
     kernel unscales them."""
     optimizer = stepping(optimizer)
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     looks_ahead = any(group.get("nesterov") for group in optimizer.param_groups)  # foreach writes
-    return is_torchs and not looks_ahead and getattr(optimizer, "grad_scale", None) is None
+    scales = getattr(optimizer, "grad_scale", None) is not None
+    return is_torchs(optimizer) and not looks_ahead and not scales
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether torch brings it, so that it is known what it reads, keeps and writes."""
+    return type(stepping(optimizer)).__module__.startswith("torch.optim.")
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether there is something in its step that may read other values than its own: a hook that follows
+    it, or an optimizer that torch does not bring."""
+    return hooks_after(optimizer) > 0 or not is_torchs(optimizer)
 
 
 def hooks_after(optimizer: Optimizer) -> int:

@@ -26,11 +26,13 @@ from holdfast.delta.log import Found, Log, Step, read_headers, segments
 from holdfast.delta.packing import PACKED, Part, entries, packed_name, parts_of
 from holdfast.delta.recording import (
     GRAD,
+    ROUNDED,
     Steps,
     buffers,
     grad_name,
     held,
     hooks_after,
+    is_torchs,
     optimizers,
     untrained,
 )
@@ -137,7 +139,11 @@ class Replay:
                 found = dict(sets[number % 2].values)
                 if number + 1 < len(steps):
                     reading = ahead.submit(self._read, steps[number + 1], sets[(number + 1) % 2])
-                newest |= found
+                if (late := _late(step)) is None:
+                    newest |= found
+                else:  # in this step something may read them
+                    self._put_values(newest | {n: v for n, v in found.items() if n not in late})
+                    newest = {n: v for n, v in found.items() if n in late}
                 self._apply(step, sets[number % 2])
                 last = step
             fields["steps"] = 0 if last is None else steps.index(last) + 1
@@ -145,17 +151,22 @@ class Replay:
             for _, p in one.params:
                 p.grad = None
         if last is not None:
-            with torch.no_grad():
-                for name, value in newest.items():
-                    self.values[name].copy_(value)
+            self._put_values(newest)
             self._put_rest(last)
         return last
+
+    def _put_values(self, values: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.values[name].copy_(value)
 
     def _check(self, steps: list[Step]) -> None:
         """Before anything is applied: NotRecoverable for what only the recorded layout can do again,
         StateMismatch for gradients that no rank has a parameter for."""
         for step in steps:
             self._check_scales(step)
+        with alike(self.group, steps[0].step):
+            self._check_dtypes(steps)
         lacking = self._lacking(steps)
         if lacking and self.options.strict:
             few = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" * (len(lacking) > 3))
@@ -189,6 +200,19 @@ class Replay:
             for key, name in nowhere
             if any(name in step.with_gradient(key) for step in steps)
         )
+
+    def _check_dtypes(self, steps: list[Step]) -> None:
+        """StateMismatch for a model that was restored into another dtype: it makes other steps."""
+        for step in {(s.run, s.plan): s for s in steps}.values():
+            for t in self.log.plan(step).tensors:
+                known = self.live.tensors.get(t.name)
+                here = known.placed.dtype if known is not None else t.dtype
+                if t.state == GRAD and t.dtype not in (here, *ROUNDED):
+                    raise StateMismatch(
+                        f"records are of {t.dtype} gradients of {t.name.removesuffix('.' + GRAD)!r}, which "
+                        f"is {here} here",
+                        hint=f"restore(step={steps[0].parent[1]}, cast=True) takes the full step alone",
+                    )
 
     def _check_scales(self, step: Step) -> None:
         """On another layout, what each rank's GradScaler said must be the same."""
@@ -328,8 +352,10 @@ class Replay:
                 continue
             one = known[key]
             given = step.with_gradient(one.key)
+            keeps = not is_torchs(one.optimizer)  # it may, as a state
             for name, p in one.params:
-                p.grad = grads.of[grad_name(one.key, name)] if name in given else None
+                grad = grads.of[grad_name(one.key, name)] if name in given else None
+                p.grad = grad.clone() if keeps and grad is not None else grad
             merged = merged_groups(step, one.key)
             groups = [(g, g["params"]) for g in one.optimizer.param_groups]
             put_groups(one.key, groups, merged, one.groups, _decode)
@@ -345,6 +371,7 @@ class Replay:
         live = Live(keys=set(self.state), tensors=dict(self.live.tensors))
         plan = Extras(checkpoint, self.state, live, self.group, _lenient(self.options))
         plan.resized = self._is_resized(step)
+        plan.is_whole = False
         with alike(self.group, step.step):
             plan.check_rules()
         read_together(checkpoint.files, plan.wants, self.group if self.group.size > 1 else None)
@@ -365,6 +392,12 @@ class Replay:
             versions += [raw.rank_extras(r)[key] for r in ranks if r != 0]
             extras[key] = merge_extras(key, versions)
         return extras, per_rank
+
+
+def _late(step: Step) -> set[str] | None:
+    """What was written after the step had begun, on any rank; None if nothing in it may read values."""
+    told = [record.late for _, record in step.records.values() if record.late is not None]
+    return set().union(*told) if told else None
 
 
 def _room_for_packed(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:

@@ -67,6 +67,8 @@ class Record(msgspec.Struct, frozen=True):
     """Tensors that are as they were."""
     notes: dict[str, tuple[str, str]] = {}
     """Of each of its extras the digest and the rule."""
+    late: tuple[str, ...] | None = None
+    """Tensors written after the first step had begun that may read any; None if there was none such."""
     at: int = 0
     digest: str = ""
     """Of its digest table."""
@@ -86,6 +88,8 @@ class Header(msgspec.Struct, frozen=True):
     kinds: dict[str, str] = {}
     """By optimizer its class, as `module:name`."""
     records: tuple[Record, ...] = ()
+    modules: dict[str, tuple[str, ...]] = {}
+    """By optimizer the keys of the modules that have its parameters; older logs lack it."""
 
 
 class Plan(msgspec.Struct, frozen=True):

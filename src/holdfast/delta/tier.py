@@ -5,18 +5,14 @@ optimizer reads them until it ends: they are copied into the ring in that time. 
 `Checkpointer.step` follow the rest of what the step changed (buffers, extras), and the record goes to the
 writer.  No rank waits for another, except when all plan together what their records hold.
 
-Here is when a record is made and what it leads on from; `capture` makes it, `watching` sees what no record
-can tell.
+Here is when a record is made and what it leads on from; `hooks` tells of steps, `capture` makes the record,
+and `watching` sees what no record can tell.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import msgspec
 import torch
@@ -25,8 +21,17 @@ from holdfast.capture import Save
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.capture import Groups, Open, RecordCapture
 from holdfast.delta.clock import Clock, Spent
+from holdfast.delta.hooks import Call, Hooks, refused
 from holdfast.delta.options import Delta
-from holdfast.delta.recording import GRAD, Steps, encode_extras, only_reads, optimizers
+from holdfast.delta.recording import (
+    GRAD,
+    Steps,
+    encode_extras,
+    is_watched,
+    mixed_up,
+    only_reads,
+    optimizers,
+)
 from holdfast.delta.segment import Identity
 from holdfast.delta.watching import Watch
 from holdfast.errors import AgentError, HoldfastError, UsageError
@@ -34,11 +39,13 @@ from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Box, Mesh
 from holdfast.state.live import Live, State, is_optimizer
+from holdfast.state.placed import reduce_gradients
 from holdfast.state.rest import collect_rest
-from holdfast.state.wrapped import is_followed_by_ours
+from holdfast.state.wrapped import bare
 from holdfast.store import MemoryStore, Store
 
 MAX_EDITS = 3
+FAILED = "the step of an optimizer failed"
 MAX_IDLE = 20
 """Records in a row without the step of any optimizer, before the user is told."""
 
@@ -89,9 +96,12 @@ class DeltaTier:
         self._idle = 0
         """Records in a row without the step of any optimizer."""
         self._told_of_idle = False
+        self._early: dict[str, tuple[int, int]] | None = None
+        """Versions of what no optimizer changes, when the first step of this record began, if anything in
+        there may read it."""
         self._clock = Clock()
         self._steps = optimizers(state())
-        self._hooks = _Hooks(self._steps, self._before, self._after_step)
+        self._hooks = Hooks(self._steps, self._before, self._after_step)
 
     # -- what records lead on from ----------------------------------------------------------------
 
@@ -138,6 +148,10 @@ class DeltaTier:
         self._hooks.move_last()
         self._watch.begin(self.state())
 
+    def expect(self, names: set[str]) -> None:
+        """Buffers and untrained tensors that changed in steps before, so that records hold them at once."""
+        self._watch.learn(names, self.state())
+
     def end(self, why: str) -> None:
         """Record no more, until records begin from another base."""
         if self.parent is not None:
@@ -169,6 +183,7 @@ class DeltaTier:
         """Records end here."""
         emit("delta.broken", why=why)
         self.parent = None
+        self._early = None
 
     def _again(self, why: str) -> None:
         """This step's record cannot be: the next ones are planned anew, from a new base."""
@@ -203,38 +218,42 @@ class DeltaTier:
         finally:
             self.paused = False
 
-    def _before(self, one: Steps, closure: Any, around: Steps | None) -> None:
-        """`around`: the optimizer in whose step this one begins."""
-        if self.parent is None or self.paused or around is one:  # a class calls its parent's step
+    def _before(self, call: Call) -> None:
+        one, around = call.one, call.around
+        if self.paused or around is one:  # a class calls its parent's step
+            return
+        params = (p for group in one.optimizer.param_groups for p in group["params"])
+        reduce_gradients(params)  # by all ranks, whether they make records or not
+        if self.parent is None:
             return
         if around is not None:
             raise UsageError(
                 f"delta= cannot record {around.key!r}, whose step makes that of {one.key!r}",
                 hint="use memory= and durable saves alone, or optimizers that are stepped one by one",
             )
-        if closure is not None:
-            raise UsageError(
-                "delta= cannot record an optimizer that is given a closure",
-                hint="call step() without one; LBFGS cannot be recorded",
-            )
+        if call.given:
+            raise refused(one.key, call.given)
         try:
             with self._clock.held():
-                self._begin(one.key)
+                self._begin(one.key, call.again)
         except UsageError:
             raise
         except Exception as error:
             self._fail(error)
 
-    def _begin(self, key: str) -> None:
-        """The gradients are final: copy them."""
+    def _begin(self, key: str, again: bool) -> None:
+        """The gradients are final: copy them.  `again`: the step before failed."""
         record = self._opened()
         if record is None:
             return
-        if not self._hooks.are_last():
+        if not self._hooks.are_last(key):
             self._again("a hook was registered that may change gradients after their copy")
             return
-        if self._watch.is_edited():
+        if self._watch.is_edited(key if record.applied else None):
             self._edited("between two steps")
+            return
+        if again:
+            self._again(FAILED)
             return
         if any(a.key == key for a in record.applied):
             raise UsageError(
@@ -242,19 +261,33 @@ class DeltaTier:
                 hint="call it after each optimizer step",
             )
         one = next(one for one in self._steps if one.key == key)
+        if name := mixed_up(one):
+            self._fail(
+                UsageError(
+                    f"{key}: the gradient of {name} lies otherwise in memory than the parameter: torch "
+                    f"{torch.__version__} rounds otherwise then in 16 bits, and its fused optimizers take "
+                    "other elements'",
+                    hint="a contiguous parameter and gradient",
+                )
+            )
+            return
+        if not record.applied:
+            self._early = None
+        if self._early is None and is_watched(one.optimizer):
+            self._early = self._watch.versions(self.state())
         self._capture.gradients(one)
         if not only_reads(one.optimizer):
-            self._after()
+            self._after(one)
 
-    def _after_step(self) -> None:
+    def _after_step(self, one: Steps) -> None:
         with self._clock.held():
-            self._after()
+            self._after(one)
 
-    def _after(self) -> None:
-        """The gradients may be changed as soon as they are copied."""
+    def _after(self, one: Steps) -> None:
+        """The gradients may be changed as soon as they are copied.  Hooks may have written to whatever."""
         if self._capture.open is not None:
             misdeclared = self._capture.wait_copied()
-            self._watch.accept_writes()
+            self._watch.accept_writes(None if is_watched(one.optimizer) else one.key)
             for what, names in misdeclared.items():
                 self._tell_of(names, what)
             if misdeclared:
@@ -291,12 +324,12 @@ class DeltaTier:
     def _follow_optimizers(self) -> bool:
         """Whether the state has other optimizers than those with hooks; they have them now."""
         state = self.state()
-        found = [(key, id(value)) for key, value in state.items() if is_optimizer(value)]
+        found = [(key, id(bare(value))) for key, value in state.items() if is_optimizer(value)]
         if found == [(one.key, id(one.optimizer)) for one in self._steps]:
             return False
         self._hooks.remove()
         self._steps = optimizers(state)
-        self._hooks = _Hooks(self._steps, self._before, self._after_step)
+        self._hooks = Hooks(self._steps, self._before, self._after_step)
         return True
 
     def _is_stale(self) -> bool:
@@ -343,6 +376,9 @@ class DeltaTier:
         if step <= self.parent[1]:
             self._check_number(step, self.parent[1])
             return
+        if self._hooks.has_failed():
+            self._again(FAILED)
+            return
         if self._follow_optimizers():
             self._again("the state has other optimizers")
             return
@@ -387,7 +423,9 @@ class DeltaTier:
             return
         self._count_idle()
         unchanged = tuple(sorted(self._watch.changing - changed))
-        self.parent = self._capture.hand_over(step, self.parent, unchanged, _notes(rest))
+        late = None if self._early is None else self._watch.written_since(self._early, state)
+        self.parent = self._capture.hand_over(step, self.parent, unchanged, _notes(rest), late)
+        self._early = None
         self._edits = 0
         self.recorded = True
         self._clock.made()
@@ -436,69 +474,6 @@ class DeltaTier:
     def close(self, limit_s: float) -> None:
         self._hooks.remove()
         self._capture.close(limit_s)
-
-
-class _Hooks:
-    """Before and after the step of each optimizer; before it as the last hook of all, so that no other
-    changes gradients behind it."""
-
-    def __init__(
-        self,
-        steps: list[Steps],
-        before: Callable[[Steps, Any, Steps | None], None],
-        after: Callable[[], None],
-    ) -> None:
-        """`before` is called with the closure that the step was given, if any, and with the optimizer in
-        whose step it begins, if any.  In a forked child neither is: records are its parent's."""
-        self._told = before
-        self._after = after
-        self._running: dict[FrameType, Steps] = {}
-        """Steps under way, by the calls that make them."""
-        self._handles: list[Any] = []
-        self._last: list[tuple[Any, int]] = []
-        self._pid = os.getpid()
-        for one in steps:
-            first = one.optimizer.register_step_pre_hook(self._begins(one))
-            second = one.optimizer.register_step_post_hook(self._ends)
-            self._last.append((one.optimizer, first.id))
-            self._handles += [first, second]
-
-    def _begins(self, one: Steps) -> Callable[..., None]:
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if os.getpid() != self._pid:
-                return
-            call = sys._getframe(1)
-            given = args[1:] or (kwargs.get("closure"),)  # torch hands over the optimizer, too
-            self._told(one, given[0], self._around(call))
-            self._running[call] = one
-
-        return hook
-
-    def _around(self, call: FrameType) -> Steps | None:
-        """The optimizer in whose step a call is made.  A step that has failed is never one."""
-        frame: FrameType | None = call if self._running else None
-        while frame is not None and frame not in self._running:
-            frame = frame.f_back
-        return None if frame is None else self._running[frame]
-
-    def _ends(self, *_: Any) -> None:
-        if os.getpid() != self._pid:
-            return
-        self._running.pop(sys._getframe(1), None)
-        self._after()
-
-    def move_last(self) -> None:
-        self._running.clear()
-        for optimizer, number in self._last:
-            optimizer._optimizer_step_pre_hooks.move_to_end(number)
-
-    def are_last(self) -> bool:
-        """But for hooks of other checkpointers, which change nothing."""
-        return all(is_followed_by_ours(optimizer, number) for optimizer, number in self._last)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def _places(rest: Live, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], Box, str]]:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from holdfast.delta.recording import Mark, buffers, small, untrained
 from holdfast.state.live import State
+from holdfast.state.placed import local_of
 from holdfast.state.wrapped import Seen, stepping
 
 
@@ -21,26 +22,35 @@ class Watch:
         self._untrained: dict[str, torch.Tensor] = {}
         self._marks: dict[str, Mark] = {}
         """What no optimizer changes, as it was at the last record."""
-        self._optimizers: list[Optimizer] = []
-        self._sizes: list[int] = []
-        """Of their parameter groups."""
-        self._seen = Seen([])
-        """What they have, as they left it."""
+        self._optimizers: dict[str, Optimizer] = {}
+        self._seen: dict[str, tuple[list[int], Seen]] = {}
+        """Of each the sizes of its parameter groups, and what it has, as it left that."""
+        self._is_shared = False
+        """Whether two of them train one parameter."""
 
     def begin(self, state: State) -> None:
         """Records lead on from the state as it is now."""
         self._untrained = untrained(state)
         self._mark(state)
-        self._optimizers = [v for v in state.values() if isinstance(v, Optimizer)]
+        self._optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
+        params = [
+            id(p) for o in self._optimizers.values() for g in o.param_groups for p in g["params"]
+        ]
+        self._is_shared = len(params) > len(set(params))
         self.accept_writes()
 
-    def accept_writes(self) -> None:
-        """What was written to weights and states up to now, the optimizers wrote."""
-        self._sizes, self._seen = self._look()
+    def accept_writes(self, key: str | None = None) -> None:
+        """What was written up to now to weights and states of an optimizer (of all), it wrote itself."""
+        for name in self._of(key):
+            self._seen[name] = self._look(self._optimizers[name])
 
-    def is_edited(self) -> bool:
-        """Whether somebody else has written to a weight or to a state, or an optimizer has others."""
-        return self._look() != (self._sizes, self._seen)
+    def is_edited(self, key: str | None = None) -> bool:
+        """Whether somebody else has written to a weight or to a state of an optimizer (of any), or it has
+        others."""
+        return any(self._look(self._optimizers[n]) != self._seen[n] for n in self._of(key))
+
+    def _of(self, key: str | None) -> list[str]:
+        return list(self._optimizers) if key is None or self._is_shared else [key]
 
     def tensors(self, state: State) -> dict[str, torch.Tensor]:
         """All that no optimizer changes, by name."""
@@ -51,6 +61,10 @@ class Watch:
         self.changing |= small(buffers(state))
         return {n: t for n, t in self.tensors(state).items() if n in self.changing}
 
+    def learn(self, names: set[str], state: State) -> None:
+        """These have changed in steps before."""
+        self.changing |= names & {**untrained(state), **buffers(state)}.keys()
+
     def changed(self, state: State) -> set[str]:
         """What was written since the last record, as far as that can be known."""
         before = self._marks
@@ -58,13 +72,23 @@ class Watch:
         found = {n for n, mark in self._marks.items() if n not in before or mark.differs(before[n])}
         return found | small(buffers(state))
 
+    def versions(self, state: State) -> dict[str, tuple[int, int]]:
+        """By name, how often what no optimizer changes was written, and where it lies.  A DTensor and its
+        local part count each by itself."""
+        found = {name: (t, local_of(t)) for name, t in self.tensors(state).items()}
+        return {n: (t._version + part._version, part.data_ptr()) for n, (t, part) in found.items()}
+
+    def written_since(self, before: dict[str, tuple[int, int]], state: State) -> tuple[str, ...]:
+        now = self.versions(state)
+        return tuple(sorted(name for name, v in now.items() if before.get(name) != v))
+
     def _mark(self, state: State) -> None:
         self._marks = {name: Mark.of(t) for name, t in self.tensors(state).items()}
 
-    def _look(self) -> tuple[list[int], Seen]:
-        groups = [g["params"] for o in self._optimizers for g in o.param_groups]
+    @staticmethod
+    def _look(optimizer: Optimizer) -> tuple[list[int], Seen]:
+        groups = [g["params"] for g in optimizer.param_groups]
         values: list[Any] = [p for params in groups for p in params]
-        for optimizer in self._optimizers:
-            for states in stepping(optimizer).state.values():
-                values += states.values() if isinstance(states, dict) else [states]
+        for states in stepping(optimizer).state.values():
+            values += states.values() if isinstance(states, dict) else [states]
         return [len(params) for params in groups], Seen(values)

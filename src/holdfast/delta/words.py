@@ -32,7 +32,7 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wrote(msgspec.Struct, frozen=True, tag=True):
-    """From the writer: these slots are free.  `error`: they were not written, and nothing will be."""
+    """From the writer: these slots are free; with an `error`, they were not written."""
 
     slots: tuple[int, ...]
     last: int = 0

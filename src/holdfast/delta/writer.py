@@ -27,6 +27,8 @@ from holdfast.store import Store, open_store
 from holdfast.store import Writer as File
 
 WRITE_BYTES = 8 << 20
+PAUSES_S = (0.1, 1.0, 5.0)
+"""Before a segment is tried again: what nobody else has any more."""
 
 
 class Writer:
@@ -44,7 +46,7 @@ class Writer:
         self._store: Store | None = None
         self._batch: list[w.Put] = []
         self._alone = False
-        """Nobody listens any more."""
+        """What `_is_alone` has found."""
 
     def run(self) -> None:
         """Until the training process closes its end, or dies."""
@@ -112,13 +114,38 @@ class Writer:
         began = time.monotonic()
         slots = tuple(put.slot for put in batch)
         try:
-            size, fixed_s = self._segment(batch)
+            size, fixed_s = self._persist(batch)
         except Exception as error:
             text, kind = getattr(error, "message", str(error)), type(error).__name__
             self._say(w.Wrote(slots, error=text, kind=kind))
+            if self._is_alone():
+                steps = f"{batch[0].record.step} to {batch[-1].record.step}"
+                with suppress(OSError):  # who read that may be gone as well
+                    print(
+                        f"holdfast: the records of steps {steps} are lost: {text}", file=sys.stderr
+                    )
             return
         took = time.monotonic() - began
         self._say(w.Wrote(slots, batch[-1].record.step, size, took, fixed_s))
+
+    def _persist(self, batch: list[w.Put]) -> tuple[int, float]:
+        """`_segment`, and again after errors if the training process is gone: it would have begun anew with
+        a full save."""
+        for pause_s in PAUSES_S:
+            try:
+                return self._segment(batch)
+            except Exception:
+                if not self._is_alone():
+                    raise
+                time.sleep(pause_s)
+        return self._segment(batch)
+
+    def _is_alone(self) -> bool:
+        """Whether the training process is gone, or listens no more."""
+        if not self._alone:
+            gone, _, _ = select.select(self._parent, [], [], 0)
+            self._alone = self._is_orphan or bool(gone)
+        return self._alone
 
     def _segment(self, batch: list[w.Put]) -> tuple[int, float]:
         """Bytes, and the seconds that it took to open and finish the file."""

@@ -144,7 +144,7 @@ class Durable:
             job.buffer = None
             self._free.set()
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: Job, error: BaseException | None) -> None:
         """The job is over."""
         self.let_go(job)
 

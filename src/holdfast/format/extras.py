@@ -29,20 +29,46 @@ OnTensor = Callable[[Any, str], Json]
 OnArray = Callable[[np.ndarray[Any, Any]], Any]
 
 
+class Unsaved(UsageError):
+    """A value that cannot be written, at a path inside another one."""
+
+    def __init__(self, path: str, why: str, hint: str | None = None) -> None:
+        self.path, self.why = path.encode(errors="backslashreplace").decode(), why
+        super().__init__(f"{self.path.strip() or 'value'}: {why}", hint=hint)
+
+    def within(self, key: str) -> UsageError:
+        """The same, said of the value of that key of the state."""
+        dot = "" if self.path[:1] in ("", " ") else "."
+        return UsageError(f"{key}{dot}{self.path}: {self.why}", hint=self.hint)
+
+
 def _refuse(value: Any, path: str) -> Json:
-    raise UsageError(
-        f"{path or 'value'}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved",
-        hint="give it a state_dict()/load_state_dict(), or reduce it to numbers, strings, lists, "
+    raise Unsaved(
+        path,
+        f"a {type(value).__module__}.{type(value).__qualname__} cannot be saved",
+        "give it a state_dict()/load_state_dict(), or reduce it to numbers, strings, lists, "
         "dicts, arrays or tensors",
     )
 
 
-def encode(value: Any, on_other: OnTensor = _refuse, path: str = "", depth: int = 0) -> Json:
-    """A JSON tree for `value`; `on_other(value, path)` is asked for what is none of the known types."""
+def encode(
+    value: Any,
+    on_other: OnTensor = _refuse,
+    path: str = "",
+    depth: int = 0,
+    *,
+    utf8: bool = False,
+) -> Json:
+    """A JSON tree for `value`; `on_other(value, path)` is asked for what is none of the known types.
+
+    `utf8`: strings that UTF-8 has not are refused, for no manifest can have them.
+    """
     if depth > MAX_DEPTH:
-        raise UsageError(f"{path[:80]}...: nested deeper than {MAX_DEPTH}")
-    if value is None or isinstance(value, (bool, str)):
-        return value if type(value) in (bool, str, type(None)) else _plain(value)
+        raise Unsaved(f"{path[:80]}...", f"nested deeper than {MAX_DEPTH}")
+    if isinstance(value, str):
+        return _text(value, path) if utf8 and not value.isascii() else str.__str__(value)
+    if value is None or isinstance(value, bool):
+        return value
     if isinstance(value, np.generic):
         return {"$scalar": [str(value.dtype), _b64(value.tobytes())]}
     if isinstance(value, int):
@@ -55,16 +81,41 @@ def encode(value: Any, on_other: OnTensor = _refuse, path: str = "", depth: int 
         return {"$bytes": _b64(bytes(value))}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return {"$array": [str(value.dtype), list(value.shape), _b64(value.tobytes())]}
-    return _encode_container(value, on_other, path, depth)
+    return _encode_container(value, on_other, path, depth, utf8)
 
 
-def _plain(value: Any) -> Json:
-    return str.__str__(value) if isinstance(value, str) else bool(value)
+def _text(value: str, path: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise no_text(error, path) from None
+    return str.__str__(value)
 
 
-def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int) -> Json:
-    def items(values: Any) -> list[Json]:
-        return [encode(v, on_other, f"{path}[{i}]", depth + 1) for i, v in enumerate(values)]
+def no_text(error: UnicodeEncodeError, path: str = "") -> Unsaved:
+    part = error.object[max(error.start - 20, 0) : error.start + 20]
+    return Unsaved(
+        path,
+        f"a text with half of a surrogate pair ({part!a}) cannot be saved",
+        "if it is a file's name, save os.fsencode(name), which is bytes",
+    )
+
+
+def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int, utf8: bool) -> Json:
+    def items(values: Any, other: OnTensor = on_other) -> list[Json]:
+        return [
+            encode(v, other, f"{path}[{i}]", depth + 1, utf8=utf8) for i, v in enumerate(values)
+        ]
+
+    def member(other: Any, path: str) -> Json:
+        tree = on_other(other, path)
+        if isinstance(tree, dict) and "$object" in tree:  # what comes back has no hash
+            why = f"a {type(other).__module__}.{type(other).__qualname__} in a set cannot be saved"
+            raise Unsaved(path, why, "have it in a list or a dict")
+        return tree
+
+    def key(k: Any) -> Json:
+        return encode(k, _refuse, f"{path} key", depth + 1, utf8=utf8)
 
     if isinstance(value, list):
         return items(value)
@@ -73,19 +124,27 @@ def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int) -> 
     if isinstance(value, deque):
         return {"$deque": [value.maxlen, items(value)]}
     if isinstance(value, (set, frozenset)):
-        return {"$set": items(sorted(value, key=repr))}
+        kind = "$frozenset" if isinstance(value, frozenset) else "$set"
+        return {kind: items(sorted(value, key=_order), member)}
     if isinstance(value, Mapping):
         kind = "$counter" if isinstance(value, Counter) else "$dict"
         kind = "$ordered" if type(value) is OrderedDict else kind
         plain = kind == "$dict" and all(type(k) is str and k[:1] != "$" for k in value)
         pairs = [
-            (k, encode(v, on_other, f"{path}.{k}" if path else str(k), depth + 1))
+            (key(k), encode(v, on_other, f"{path}.{k}" if path else str(k), depth + 1, utf8=utf8))
             for k, v in value.items()
         ]
-        if plain:
-            return dict(pairs)
-        return {kind: [[encode(k, _refuse, f"{path} key", depth + 1), v] for k, v in pairs]}
+        return dict(pairs) if plain else {kind: [list(pair) for pair in pairs]}
     return on_other(value, path)
+
+
+def _order(value: Any) -> str:
+    """What members of a set are sorted by: the same in every process."""
+    if isinstance(value, frozenset):
+        return repr(sorted(map(_order, value)))
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_order, value))})"
+    return repr(value)
 
 
 def _b64(data: bytes) -> str:
@@ -112,7 +171,7 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
         return [decode(v, on_other, depth) for v in values]
 
     def pairs() -> list[tuple[Any, Any]]:
-        return [(decode(k, None, depth), decode(v, on_other, depth)) for k, v in body]
+        return [(_hashable(decode(k, None, depth)), decode(v, on_other, depth)) for k, v in body]
 
     try:
         match tag:
@@ -134,7 +193,9 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
             case "$deque":
                 return deque(items(body[1]), maxlen=body[0])
             case "$set":
-                return set(items(body))
+                return set(map(_hashable, items(body)))
+            case "$frozenset":
+                return frozenset(map(_hashable, items(body)))
             case "$dict":
                 return dict(pairs())
             case "$ordered":
@@ -146,3 +207,10 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
     except _MALFORMED as error:
         raise FormatError(f"malformed extras: {tag}: {error}") from None
     raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+
+def _hashable(value: Any) -> Any:
+    """A key, or a member of a set: a set there was a frozenset, for which there once was no tag."""
+    if isinstance(value, set):
+        return frozenset(value)
+    return tuple(map(_hashable, value)) if isinstance(value, tuple) else value

@@ -21,6 +21,7 @@ import msgspec
 from holdfast.codec.digest import ALGORITHM, hexdigest
 from holdfast.errors import Corrupt, FormatError, HoldfastError, UnsupportedVersion
 from holdfast.format.dtypes import DTYPES, dtype_of
+from holdfast.format.extras import no_text
 from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table, num_corners, tiles
 
 VERSION = 1
@@ -147,7 +148,10 @@ def from_sharding(sharding: Sharding) -> ShardingEntry:
 
 def encode(manifest: Manifest) -> bytes:
     """Canonical bytes, sealed with their digest."""
-    body = msgspec.json.encode(manifest)[:-1]
+    try:
+        body = msgspec.json.encode(manifest)[:-1]
+    except UnicodeEncodeError as error:  # of another system's checkpoint
+        raise no_text(error) from None
     return body + f',"digest":"{hexdigest(body)}"}}'.encode()
 
 

@@ -32,6 +32,7 @@ class Board:
         self.size = size
         self.deadline_s = deadline_s
         self._tcp: Any = self._open() if size > 1 else None
+        """None with one rank, and when this rank has left."""
         self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
         self._leaving = False
@@ -63,13 +64,20 @@ class Board:
                 )
         return board
 
+    @property
+    def _there(self) -> Any:
+        """Deadline if this rank has left: nobody answers it any more."""
+        if self._tcp is None:
+            raise Deadline("this rank has left the others")
+        return self._tcp
+
     def post(self, key: str, value: bytes) -> None:
         """Pin a message to the board."""
         if self.size == 1:
             self._local[key] = value
             return
         with translated(f"post {key}"):
-            self._tcp.set(key, value)
+            self._there.set(key, value)
 
     def post_first(self, key: str, value: bytes) -> None:
         """Pin a message to the board, unless there is one under this key."""
@@ -77,7 +85,7 @@ class Board:
             self._local.setdefault(key, value)
             return
         with translated(f"post {key}"):
-            self._tcp.compare_set(key, "", value.decode())
+            self._there.compare_set(key, "", value.decode())
 
     def _wait(self, key: str, limit: float) -> bytes:
         """Rank 0's answer to `key`, as soon as it is there.
@@ -87,10 +95,10 @@ class Board:
         until, alive = time.monotonic() + limit, False
         for pause in self._pauses():
             with translated(f"wait for rank 0 ({key})"):
-                if self._tcp.check([f"{key}/answer"]):
-                    return bytes(self._tcp.get(f"{key}/answer"))
+                if self._there.check([f"{key}/answer"]):
+                    return bytes(self._there.get(f"{key}/answer"))
                 late = self._leaving or time.monotonic() > until
-                if late and not alive and self._tcp.check([f"{key}/alive"]):
+                if late and not alive and self._there.check([f"{key}/alive"]):
                     until, alive, late = time.monotonic() + limit, True, False
             if late:
                 raise Deadline(
@@ -113,7 +121,7 @@ class Board:
         if self.size == 1:
             return self._local.get(key)
         with translated(f"look for {key}"):
-            return bytes(self._tcp.get(key)) if self._tcp.check([key]) else None
+            return bytes(self._there.get(key)) if self._there.check([key]) else None
 
     def gather(self, key: str, value: bytes, deadline_s: float | None = None) -> list[bytes]:
         """On rank 0 every rank's value, in rank order; elsewhere an empty list, at once.
@@ -146,9 +154,9 @@ class Board:
         with translated(f"gather {key}"):
             for rank in range(self.size):
                 name = f"{key}/{rank}"
-                if rank not in answers and self._tcp.check([name]):
-                    answers[rank] = bytes(self._tcp.get(name))
-                    self._tcp.delete_key(name)
+                if rank not in answers and self._there.check([name]):
+                    answers[rank] = bytes(self._there.get(name))
+                    self._there.delete_key(name)
                     found = True
         return found
 
@@ -205,8 +213,8 @@ class Board:
         old, self._answered[family] = self._answered.get(family), key
         if old is not None and number:
             with translated(f"forget {old}"):
-                self._tcp.delete_key(f"{old}/answer")
-                self._tcp.delete_key(f"{old}/alive")
+                self._there.delete_key(f"{old}/answer")
+                self._there.delete_key(f"{old}/alive")
 
     def close(self) -> None:
         """Leave.  Rank 0 hosts the board and stays until all have left, but no longer than a while."""

@@ -92,21 +92,21 @@ class Exchange:
             dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
         return int(said)
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank; one round trip if they are few.  Collective."""
+    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
+        """One rank's bytes, on every rank; one round trip if they are few.  Collective."""
         data = data or b""
         if self.size == 1:
             return data
         with self._talking("broadcast") as group:
             head = bytearray((_SIZE.pack(len(data)) + data)[:BROADCAST_BYTES])
             into = torch.frombuffer(head.ljust(BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
-            dist.broadcast(into, 0, group=group)
+            dist.broadcast(into, source, group=group)
             found: bytes = into.numpy().tobytes()
             (size,) = _SIZE.unpack(found[: _SIZE.size])
             found = found[_SIZE.size : _SIZE.size + size]
             if len(found) < size:
                 rest = bytearray(data[len(found) :]) or bytearray(size - len(found))
-                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), 0, group=group)
+                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, group=group)
                 found += rest
         return found
 

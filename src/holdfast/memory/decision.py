@@ -18,7 +18,7 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     size: int
     """Of its image, in bytes; 0: it saves nothing."""
     budget: int
-    """Of its agent, in bytes."""
+    """Of this job on its node, in bytes."""
     refusal: str = ""
     """Why its image is not in its agent's memory."""
     exactness: Exactness | None = None
@@ -38,7 +38,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     sizes: tuple[int, ...] = ()
     """By rank: bytes of its image; 0: it saves nothing."""
     budgets: tuple[int, ...] = ()
-    """Of the agents, as `cards`."""
+    """Of this job on the nodes, as `cards`."""
     directly: str = ""
     """Why the save must get to storage without the agents."""
 

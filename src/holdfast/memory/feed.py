@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import inf
 from typing import Any
 
@@ -103,6 +104,8 @@ class Feed:
         """By twin."""
         self._named: list[Named] = []
         """As found on the training thread: to name what is sharded, it must not be gathered."""
+        self._made_of: list[Named] = []
+        """As they were when the twins were made."""
         self._made_for: Plan | None = None
         self._names: list[str] = []
         self._trained: set[str] = set()
@@ -132,6 +135,9 @@ class Feed:
         on."""
         self._named = named_params(self._state())
         live, trained = together(live, self._named), self._trained
+        if self._made_for is not None and _params(self._named) != _params(self._made_of):
+            self._made_for = None
+            self.twins.forget("an optimizer has other parameters now")
         if self._made_for is None:
             return live
         tensors, before, self._seen = dict(live.tensors), self._seen, {}
@@ -243,6 +249,8 @@ class Feed:
     def _make(self, job: Job, plan: Plan, image: Image) -> None:
         """Twins for what this rank saves by a plan; they learn from the snapshot after."""
         self.restart()
+        named = self._made_of = self._named
+        _check_apart(_params(named))
         self._where = {
             (entry.name, box): (at, size)
             for entry, box, at, size in pieces_of(plan, image, self._rank)
@@ -252,7 +260,7 @@ class Feed:
             boxes.setdefault(name, []).append(box)
         self._names, self._trained, self._watched = list(job.live.tensors), set(), []
         wanted, fed = [], []
-        for key, optimizer, pairs in self._named:
+        for key, optimizer, pairs in named:
             some = list(self._parts(key, optimizer, pairs, job.live, boxes))
             if some:
                 wanted.append((optimizer, [one.part for one in some]))
@@ -407,12 +415,28 @@ def check_feedable(state: State) -> None:
             )
     if not found:
         raise UsageError('Memory(feed="gradient") needs an optimizer in the state')
+    _check_apart(_params(named_params(state)))
     known = {id(p) for v in state.values() for m in stages(v) or () for _, p in named_parameters(m)}
     if any(id(p) not in known for o in found.values() for g in o.param_groups for p in g["params"]):
         raise UsageError(
             'Memory(feed="gradient"): an optimizer has parameters that no module of the state has',
             hint="hand over every module that is trained",
         )
+
+
+def _params(named: list[Named]) -> list[tuple[str, set[int]]]:
+    """Of each optimizer, by id."""
+    return [(key, {id(p) for _, p in pairs}) for key, _, pairs in named]
+
+
+def _check_apart(params: list[tuple[str, set[int]]]) -> None:
+    """UsageError for a parameter of two optimizers: each twin has weights of its own."""
+    for (key, mine), (other, others) in combinations(params, 2):
+        if mine & others:
+            raise UsageError(
+                f'Memory(feed="gradient"): {key!r} and {other!r} train the same parameter',
+                hint='have one optimizer for each parameter, or use feed="state"',
+            )
 
 
 def named_params(state: State) -> list[Named]:

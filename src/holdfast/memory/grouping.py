@@ -128,7 +128,7 @@ def lack(decision: Decision, scheme: Scheme, found: Groups) -> str:
             return (
                 f"snapshots of the {num_ranks[card]} rank(s) on the node of rank {first} take "
                 f"{own[card] + kept[card]} bytes ({SNAPSHOTS} of each: {size_text(own[card])} of images, "
-                f"{size_text(kept[card])} kept for others, {scheme}): the agent's budget is {budget} bytes"
+                f"{size_text(kept[card])} kept for others, {scheme}): the job's budget is {budget} bytes"
             )
     return ""
 

@@ -9,10 +9,13 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.errors import Exists, FormatError
+from holdfast.checkpoint.claiming import newest_claim
+from holdfast.errors import AgentUnreachable, Exists, FormatError, HoldfastError
 from holdfast.events import emit
 from holdfast.group import Group
-from holdfast.store import LocalStore, Store
+from holdfast.memory.node import words as w
+from holdfast.memory.node.client import Client
+from holdfast.store import LocalStore, Store, open_store
 
 JOB_KEY = "job.json"
 
@@ -24,23 +27,44 @@ class JobFile(msgspec.Struct, frozen=True):
     root: str
 
 
-def job_of(store: Store, group: Group) -> str:
+def job_of(store: Store, group: Group, *, anew: bool = False) -> str:
     """The identity of the job that keeps its state in a root, over all restarts.  Collective.
 
-    Drawn at random when the root is first used, and anew where `job.json` lies in a copy of the root: what
-    another root's run left in memory is another job's.
+    Drawn at random when the root is first used, and `anew` where `job.json` lies in a copy of the root or
+    the root was put back: what another root's run left in memory is another job's.
     """
 
     def find() -> bytes:
         fresh = msgspec.json.encode(JobFile(secrets.token_hex(8), _identity(store)))
         with suppress(Exists):
             store.put(JOB_KEY, fresh, if_absent=True)
-        if _read_job(store).root != _identity(store):
+        if anew or _read_job(store).root != _identity(store):
             emit("job.redrawn", root=store.url)
             store.put(JOB_KEY, fresh)
         return _read_job(store).job.encode()
 
     return group.from_rank0(find).decode()
+
+
+def last_run(client: Client, job: str) -> int:
+    """The newest run of a job that this node's agent has met; 0 if it knows of none."""
+    try:
+        return int(client.ask(w.Ask(job), w.Held).run)
+    except AgentUnreachable:  # it has just left, for it held nothing
+        return 0
+
+
+def is_anothers(client: Client, job: str, store: Store) -> bool:
+    """Whether this node's agent knows a job by another root, which is still there: then this one is a copy,
+    on a file system that gives the same numbers, as the topmost directories of volumes have.
+    """
+    with suppress(HoldfastError):
+        known = {one.job: one.root for one in client.ask(w.Status(), w.Report).jobs}
+        root = known.get(job, "?")
+        if root not in ("?", store.url):
+            other = open_store(root)
+            return _read_job(other).job == job and newest_claim(other) != newest_claim(store)
+    return False
 
 
 def _read_job(store: Store) -> JobFile:

@@ -134,7 +134,8 @@ class Protector:
         return self._holding[1]
 
     def reserve(self, job: Job, decision: Decision) -> None:
-        """Have memory for two snapshots of this rank and for what it keeps of its group's.
+        """Have memory for two snapshots of this rank and for what it keeps of its group's; the newest of
+        the life before is one of the two.
 
         OutOfSpace, on all ranks, if some node's budget does not hold that; on this one, if its agent has
         not as much left.
@@ -144,14 +145,25 @@ class Protector:
         assert isinstance(job.buffer, SlotBuffer) and job.buffer.lease is not None
         share, saves = job.buffer.lease.capacity, decision.sizes[self._rank] > 0
         kept = kept_bytes(decision, chosen.scheme, self._in(chosen.groups)) if saves else 0
-        for kind, size in (("share", share), ("guard", kept), ("guard", kept)):
+        held = self._tier.held()
+        wanted = [("share", share)] * (1 - self._has(held, "share", share))
+        wanted += [("guard", kept)] * (2 - self._has(held, "guard", kept))
+        for kind, size in wanted:
             if size:
                 try:
                     self._tier.slots.view(self._tier.lease(job, kind, size).name, job.live)
                 except OutOfSpace:
-                    if self._tier.holds_snapshot():  # one of the two is there, and will make room
+                    if held.newest:  # one of the two is there, and will make room
                         return
                     raise
+
+    def _has(self, held: w.Held, kind: str, size: int) -> bool:
+        """Whether the newest snapshot is there, in memory that serves for the one after the next."""
+        return any(
+            (i.kind, i.rank, i.attempt) == (kind, self._rank, held.newest)
+            and w.fits(i.capacity, size)
+            for i in held.images
+        )
 
     def _in(self, found: list[tuple[int, ...]]) -> tuple[int, ...]:
         """This rank's group."""

@@ -23,10 +23,14 @@ class _Mapped:
 
 
 class Slots:
-    """Files of the agent, each mapped once.  Their pages are there: touching them cannot fail."""
+    """Files of the agent, each mapped once.  Their pages are there: touching them cannot fail.
 
-    def __init__(self, directory: Path) -> None:
+    `forget`: is told of the view of a file that is no more, whose memory is free when nobody has that.
+    """
+
+    def __init__(self, directory: Path, forget: Callable[[memoryview], None]) -> None:
         self._directory = directory
+        self._forget = forget
         self._mapped: dict[tuple[str, int], _Mapped] = {}
 
     def view(self, name: str, live: Live) -> memoryview:
@@ -45,8 +49,17 @@ class Slots:
             os.close(fd)
 
     def _forget_removed(self) -> None:
-        for key in [k for k in self._mapped if not (self._directory / k[0]).exists()]:
-            self._unlock(self._mapped.pop(key))  # whoever still uses the memory keeps it
+        for key in [k for k in self._mapped if not self._is_there(*k)]:
+            one = self._mapped.pop(key)  # whoever still uses the memory keeps it
+            self._unlock(one)
+            self._forget(one.view)
+
+    def _is_there(self, name: str, number: int) -> bool:
+        """Another agent's files have the same names."""
+        try:
+            return (self._directory / name).stat().st_ino == number
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Nothing may be copying into them."""

@@ -32,11 +32,12 @@ from holdfast.events import emit, span
 from holdfast.format.image import Image
 from holdfast.format.manifest import FileEntry, Manifest, encode
 from holdfast.here import started
+from holdfast.memory.asking import tell_all, tell_finished
 from holdfast.memory.decision import Decision, Filled, decided
 from holdfast.memory.feed import Feed
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
-from holdfast.memory.node.holdings import Holdings, elsewhere
+from holdfast.memory.node.holdings import Holdings
 from holdfast.memory.options import Memory
 from holdfast.memory.protecting import Protector
 from holdfast.memory.recompute import Shadow, shadow_of
@@ -47,7 +48,7 @@ from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Beside, Filling, Kept, Moment, PrivateBuffer
 
 LEAVE_S = 5.0
-"""How long a process that ends early stays for a durable save to reach the agents."""
+"""How long a process that ends early stays for a snapshot to be complete, or a save to reach the agents."""
 
 
 class MemoryTier:
@@ -73,11 +74,12 @@ class MemoryTier:
         self.job = job
         self.host = host
         self.client = Client(deadline_s=self.deadline_s)
-        self.slots = Slots(self.client.root / "jobs" / job)
+        self.held_in = self.client.root / "jobs" / job
+        self.slots = Slots(self.held_in, capture.planner.forget)
         self.news: list[str] = []
         """What the user is to be warned of."""
         self._budget = 0
-        """Of this node's agent, in bytes."""
+        """Of this job on this node, in bytes."""
         self._shadow = shadow_of(state()) if options.recomputes else None
         self._feed = None
         if options.feed == "gradient":
@@ -87,6 +89,9 @@ class MemoryTier:
         self._untold: w.Commit | None = None
         """What the others know as committed and this node's agent does not yet."""
         self._pending = 0
+        self._closed = False
+        self._last_save = 0, False
+        """Number of the newest durable save that is over, and whether it failed."""
         self._free = threading.Event()
         self._free.set()
         self._thread = ThreadPoolExecutor(1, "holdfast-memory")
@@ -135,12 +140,14 @@ class MemoryTier:
         )
         card = self.client.ask(message, w.Card)
         if not self._budget or card != self.card:
-            self._budget = self.client.ask(w.Status(), w.Report).budget
+            of_all = self.client.ask(w.Status(), w.Report).budget
+            self._budget = min(of_all, self.options.budget_bytes or of_all)
         self.card: w.Card = card
 
-    def holds_snapshot(self) -> bool:
-        """Whether the agent has a complete one, of a run before."""
-        return bool(self.client.ask(w.Ask(self.job), w.Held).manifests)
+    def held(self) -> w.Held:
+        """What the agent of this node has of this run."""
+        held: w.Held = self.client.ask(w.Ask(self.job), w.Held)
+        return held
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -193,16 +200,25 @@ class MemoryTier:
 
     def leave(self) -> None:
         """The training ends early: wait for nobody any more.  What agents were told to do, they do."""
-        if self.durable.busy:
+        if not self._closed and (self.durable.busy or self._pending):
             with suppress(Deadline):
                 self.settle(LEAVE_S)
         self.client.hurry()
         self.group.hurry()
 
     def close(self, timeout: float | None, *, finished: bool) -> None:
-        """Wait for what is under way.  `finished`: the snapshots are needed no more."""
+        """Wait for what is under way.  `finished`: the snapshots are needed no more, if the last save is in
+        storage."""
+        self._closed = True
         try:
             self.settle(self.deadline_s if timeout is None else timeout)
+        except BaseException:
+            finished = False  # what is under way is for the agents to end, as long as ranks hear each other
+            self.client.hurry()
+            self.group.hurry()
+            with suppress(Deadline):
+                self.settle(LEAVE_S)
+            raise
         finally:
             self._thread.shutdown(wait=False)
             self._storing.thread.shutdown(wait=False)
@@ -210,9 +226,31 @@ class MemoryTier:
                 follower.twins.close(LEAVE_S)
             self.slots.close()
             self._spare.close()
-            finished = finished and not self._storing.left_to_agents
-            with suppress(AgentUnreachable):
-                self.client.ask(w.Bye(self.job, os.getpid(), finished), timeout_s=10.0)
+            if finished and self._last_save[1]:
+                finished = False
+                self.news.append(
+                    "the last save failed: what is in memory stays there for a day (the next start "
+                    "restores and saves it, `holdfast agent clean` frees it)"
+                )
+            with suppress(HoldfastError):
+                self._say_bye(finished and not self._storing.left_to_agents)
+
+    def _say_bye(self, finished: bool) -> None:
+        """To the successor of an agent that has died, if there is something to be freed."""
+        try:
+            self._leave_agents(finished)
+        except AgentUnreachable:
+            if not finished or not self.held_in.exists() or self.client.look() != "nobody":
+                raise
+            self.client.start(self.host, self.options.budget_bytes, tls=self.options.tls)
+            self._leave_agents(finished)
+
+    def _leave_agents(self, finished: bool) -> None:
+        """Rank 0 has the last word, and all agents hear it: what the others left serves until then."""
+        last = finished and self.group.rank == 0
+        others = self.client.ask(w.Ask(self.job), w.Held, timeout_s=10.0).peers if last else ()
+        self.client.ask(w.Bye(self.job, os.getpid(), finished), timeout_s=10.0)
+        tell_finished(self.job, self.run, [c for c in others if c.agent != self.card.agent])
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -236,11 +274,9 @@ class MemoryTier:
         with suppress(HoldfastError):
             self.hello()
             mine = self.client.ask(w.Ask(self.job), w.Held, timeout_s=self.deadline_s)
-        first = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank says it for its node
-        told = self.group.share(w.encode(mine) if mine is not None and first else b"")
-        helds = [msgspec.msgpack.decode(data, type=w.Held) for data in told if data]
-        others = self.group.from_rank0(lambda: w.encode(elsewhere(self.job, helds)))
-        helds += msgspec.msgpack.decode(others, type=list[w.Held])
+        agent = mine.card.agent.encode() if mine is not None else b""
+        first = self.group.share(agent).index(agent)  # one rank says it for its node
+        helds = tell_all(self.group, self.job, mine if self.group.rank == first else None)
         return helds, mine.card.agent if mine is not None else ""
 
     def adopt(self, manifest: Manifest) -> None:
@@ -278,10 +314,12 @@ class MemoryTier:
             job.buffer = None
             self._free.set()
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: Job, error: BaseException | None) -> None:
         """The job is over."""
         if job.durable:
             self.durable.let_go(job)
+        if job.durable and not job.save.skipped:
+            self._last_save = max(self._last_save, (job.number, error is not None))
 
     def attempt(self, job: Job) -> str:
         return f"{self.run:04d}-{job.number:06d}"

@@ -67,17 +67,31 @@ class Twin:
         self.parts = list(parts)
         likes = [part.of(part.param) for part in parts]
         self.weights = [torch.nn.Parameter(torch.empty(t.shape, dtype=t.dtype)) for t in likes]
-        of: dict[int, list[torch.Tensor]] = {}
-        for part, mine in zip(parts, self.weights):
-            of.setdefault(id(part.param), []).append(mine)
-        groups = [
-            {**hyper(g), "params": [mine for p in g["params"] for mine in of.get(id(p), ())]}
-            for g in optimizer.param_groups
-        ]
-        self._inner: Optimizer = type(stepping(optimizer))(groups, **_defaults(optimizer))
-        self._blockwise = Blockwise(self._inner)
+        self.regroup()
         self._spare = [self._room() for _ in range(AT_FIRST)]
         self._made = AT_FIRST
+
+    def regroup(self) -> None:
+        """Its parts are in the groups that their parameters are in now; it has no states until `put`."""
+        of: dict[int, list[torch.Tensor]] = {}
+        for part, mine in zip(self.parts, self.weights):
+            of.setdefault(id(part.param), []).append(mine)
+        self._grouped = self._groups()
+        groups = [
+            {**hyper(g), "params": [mine for p in ids for mine in of[p]]}
+            for g, ids in zip(self.outer.param_groups, self._grouped)
+        ]
+        self._inner: Optimizer = type(stepping(self.outer))(groups, **_defaults(self.outer))
+        self._blockwise = Blockwise(self._inner)
+
+    def is_regrouped(self) -> bool:
+        """Whether a parameter has come to another group since, or to none."""
+        return self._grouped != self._groups()
+
+    def _groups(self) -> list[list[int]]:
+        """Of each of the training's, the parameters of which there are parts here, by id."""
+        mine = {id(part.param) for part in self.parts}
+        return [[id(p) for p in g["params"] if id(p) in mine] for g in self.outer.param_groups]
 
     def copy_weights(self) -> None:
         """As the training's are now; on the training thread."""
@@ -86,13 +100,17 @@ class Twin:
                 mine.copy_(part.of(part.param))
 
     def misfit(self) -> str:
-        """Why the gradients of the step that begins cannot be copied; empty if they can."""
+        """Why the step that begins cannot be made here; empty if it can."""
+        if self.is_regrouped():
+            return "parameters are in other groups now"
         for part in self.parts:
             grad = part.param.grad
             if grad is not None and (
                 grad.layout != torch.strided or grad.dtype != part.param.dtype
             ):
                 return f"a gradient is {grad.layout}, of {grad.dtype}"
+            if isinstance(grad, DTensor) and grad.placements != part.param.placements:
+                return f"a gradient is in {grad.placements}"
         return ""
 
     def take(self) -> Gradient | None:

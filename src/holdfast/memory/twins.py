@@ -78,6 +78,13 @@ class Twins:
             if why:
                 self._forget(why)
             if not self.current and self._learning is None and not self._applying:
+                try:
+                    for twin in self.all:
+                        if twin.is_regrouped():
+                            twin.regroup()
+                except Exception as error:  # such as a parameter in two groups, which torch bears
+                    self.end(f"{type(error).__name__}: {error}")
+                    return
                 learning()
                 self._learning = number
             self._queue.append(number)
@@ -88,11 +95,12 @@ class Twins:
         """On the optimizers of all twins, and no others; torch cannot bear that hooks change in a step."""
         self._unhook()
         for number, twin in enumerate(self.all):
-            self._hooks += [
-                (twin.outer, twin.outer.register_step_pre_hook(self._before(number))),
-                (twin.outer, twin.outer.register_step_post_hook(self._after)),
-            ]
+            before = twin.outer.register_step_pre_hook(self._before(number))
+            after = twin.outer.register_step_post_hook(self._after)
+            self._hooks += [(twin.outer, before), (twin.outer, after)]
             _ours_last(twin.outer._optimizer_step_pre_hooks)
+            # what other hooks write is not the step's
+            twin.outer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
         self._hooked = self.all
 
     def _unhook(self) -> None:

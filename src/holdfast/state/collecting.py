@@ -22,11 +22,12 @@ from holdfast.state.live import (
     stages,
 )
 from holdfast.state.optimizers import (
+    add_common,
     add_optimizer,
     all_param_names,
     own_params,
 )
-from holdfast.state.wrapped import check_wrapped
+from holdfast.state.wrapped import check_wrapped, tell_own_state
 
 
 def collect(
@@ -37,7 +38,8 @@ def collect(
     """Name and place everything.  Shares memory with the live tensors; encodes the extras.
 
     `on_resize` declares, by key, what becomes of extras when the number of ranks changes.  `before`: the
-    tensors that were found the last time; those that lie where they did are not placed again.
+    tensors that were found the last time; those that lie where they did are not placed again.  The first
+    time, HoldfastWarning tells what of an optimizer is not saved.
     """
     check_keys(state)
     live = Live(keys=set(state), before=before or {})
@@ -58,6 +60,10 @@ def collect(
             for name, p in () if zero is not None else own_params(state, key, value, names):
                 live.add(name, "param", p, steady=True)
             add_optimizer(live, key, value, zero, names)
+            if zero is None:
+                add_common(live, key, value, on_resize)
+                if not before:
+                    tell_own_state(key, value)
         else:
             add_plain(live, key, value, on_resize)
     live.before = {}

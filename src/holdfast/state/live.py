@@ -133,6 +133,7 @@ class Live:
             if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():
                 return
             raise UsageError(f"two different tensors are named {name!r}")
+        extras.encode(name, path=name, utf8=True)
         lazy = tensor.is_conj() or tensor.is_neg()  # its values are nowhere in memory
         placed = place(tensor, name)
         self.tensors[name] = LiveTensor(
@@ -207,6 +208,7 @@ def check_keys(state: State) -> None:
     for key in state:
         if not isinstance(key, str) or not key or "." in key or "/" in key or key[0] == "$":
             raise UsageError(f"key {key!r} of the state must be a name without '.', '/' or '$'")
+        extras.encode(key, path=key, utf8=True)
 
 
 # -- modules --------------------------------------------------------------------------------------
@@ -334,7 +336,10 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
 
     if isinstance(value, torch.Size):
         value = tuple(value)
-    return extras.encode(value, on_other)
+    try:
+        return extras.encode(value, on_other, utf8=True)
+    except extras.Unsaved as error:
+        raise error.within(key) from None
 
 
 def is_cut(tensor: torch.Tensor) -> bool:

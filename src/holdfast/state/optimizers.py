@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
 from holdfast.state.live import (
@@ -26,7 +27,7 @@ from holdfast.state.live import (
 )
 from holdfast.state.megatron import Megatron
 from holdfast.state.placed import Placed, place
-from holdfast.state.wrapped import holder
+from holdfast.state.wrapped import holder, stepping
 from holdfast.state.zero import Group
 
 
@@ -48,13 +49,9 @@ def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[i
     A name carries its module's key only where two modules that the optimizer serves share a
     parameter name; what other modules the state has makes no difference.
     """
-    served = {id(p) for _, params in groups_of(optimizer, zero) for p in params}
     found: dict[int, list[tuple[str, str]]] = {}
     keys: dict[str, set[str]] = {}
-    for key, value in state.items():
-        pairs = [pair for module in stages(value) or () for pair in named_parameters(module)]
-        if not any(id(p) in served for _, p in pairs):
-            continue
+    for key, pairs in served_modules(state, optimizer, zero).items():
         for name, p in pairs:
             found.setdefault(id(p), []).append((key, name))
             keys.setdefault(name, set()).add(key)
@@ -62,6 +59,19 @@ def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[i
         i: [name if len(keys[name]) == 1 else f"{key}.{name}" for key, name in dict.fromkeys(pairs)]
         for i, pairs in found.items()
     }
+
+
+def served_modules(
+    state: State, optimizer: Any, zero: Engine | None
+) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    """By key of the state, the parameters of each module of which the optimizer has some."""
+    served = {id(p) for _, params in groups_of(optimizer, zero) for p in params}
+    found: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for key, value in state.items():
+        pairs = [pair for module in stages(value) or () for pair in named_parameters(module)]
+        if any(id(p) in served for _, p in pairs):
+            found[key] = pairs
+    return found
 
 
 def own_params(
@@ -130,6 +140,7 @@ def add_optimizer(
             plain = {}
             states = states_of(optimizer, p, zero)
             for state, value in states.items():
+                _check_state(f"{key}.{name}", state)
                 if isinstance(value, torch.Tensor):
                     whole = zero is None or value.ndim > 0  # one number serves many parameters
                     prefix, still = f"{key}.{name}", steady and whole
@@ -141,6 +152,55 @@ def add_optimizer(
                 others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
     live.extras[key] = {"$optimizer": {"groups": saved, "state": others}}
     live.rules[key] = "merge"
+
+
+KINDS = ("param", "buffer", "tensor")
+"""What tensors count as that are no state of an optimizer."""
+
+
+def _check_state(name: str, state: Any) -> None:
+    """UsageError for a state that would not be found again."""
+    if isinstance(state, str) and state not in KINDS:
+        return
+    raise UsageError(
+        f"{name}: the optimizer has a state under the key {state!r}, which is "
+        + ("the name of tensors of models" if isinstance(state, str) else "no text"),
+        hint="give it another name",
+    )
+
+
+def add_common(
+    live: Live, key: str, optimizer: Any, on_resize: dict[str, str] | None = None
+) -> None:
+    """State of an optimizer that belongs to no parameter, such as a counter in `state["k"]`.
+
+    Torch's own have none; of others it is saved also that there is none.
+    """
+    if not isinstance(optimizer, Optimizer):
+        return
+    inner = stepping(optimizer)
+    found = {k: v for k, v in inner.state.items() if not isinstance(k, torch.Tensor)}
+    if not found and type(inner).__module__.startswith("torch.optim."):
+        return
+    name = common_name(key)
+    cut = [path for path, t in tensors_in(found) if isinstance(t, DTensor)]
+    if cut:
+        raise UsageError(
+            f"{key}.state.{cut[0]}: a DTensor that belongs to no parameter cannot be saved",
+            hint="let the optimizer keep it as a plain tensor, or as the state of a parameter",
+        )
+    on_device = [
+        k for k, v in found.items() if any(t.device.type != "cpu" for _, t in tensors_in(v))
+    ]
+    if on_resize and name in on_resize:
+        live.rules[name] = on_resize[name]
+    tree = {"state": found, "on_device": on_device}
+    live.extras[name] = encode(live, name, tree, inline=True)
+
+
+def common_name(key: str) -> str:
+    """Of the extra that holds an optimizer's state that belongs to no parameter."""
+    return f"{key}.common"
 
 
 def states_of(optimizer: Any, p: torch.Tensor, zero: Engine | None) -> Mapping[str, Any]:

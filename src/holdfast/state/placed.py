@@ -8,6 +8,7 @@ tensor parallelism), so it moves behind them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -137,3 +138,13 @@ def mesh_axes(mesh: Any) -> list[Axis] | None:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a plain tensor or a DTensor, detached; shares memory."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
+    """Tensor parallelism leaves the last reduction of some gradients (of norms, say) to whoever computes
+    with them: what an optimizer would do as its first thing is done now.  Collective where that is so."""
+    for p in params:
+        grad = p.grad
+        if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
+            with torch.no_grad():
+                p.grad = grad.redistribute(p.device_mesh, p.placements)

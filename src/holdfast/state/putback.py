@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
@@ -34,14 +36,15 @@ from holdfast.state.live import (
 )
 from holdfast.state.megatron import Megatron
 from holdfast.state.optimizers import (
+    common_name,
     groups_of,
     named_groups,
     param_names,
     tensors_in,
 )
-from holdfast.state.placed import torch_dtype
+from holdfast.state.placed import local_of, place, torch_dtype
 from holdfast.state.targets import Options, only_tensors, target_of
-from holdfast.state.wrapped import holder
+from holdfast.state.wrapped import holder, stepping
 from holdfast.state.zero import Group as ParamGroup
 from holdfast.state.zero import Zero
 
@@ -59,9 +62,13 @@ class Extras:
         self.group = group
         self.options = options
         self.resized = False
+        self.is_whole = True
+        """Whether optimizers' states are in it; in a record they are not."""
         self.problems: list[str] = []
         self.wants: list[Want] = []
         self._loaded: dict[str, torch.Tensor] = {}
+        self._params: dict[str, dict[str, torch.Tensor]] = {}
+        """Of each optimizer that was looked at, by what the names of their states begin with."""
         self._engines = live.engines
         live.keys = set(state)
         if options.only is None:
@@ -101,9 +108,24 @@ class Extras:
                     first, last = rows(info.shape[0])  # the object knows which it needs
                     box = Box((first, *box.start[1:]), (last, *box.stop[1:]))
                 tensor = torch.empty(box.shape, dtype=torch_dtype(info.dtype))
+                p = self._param_of(name)
+                if isinstance(p, DTensor) and tuple(p.shape) == info.shape:  # cut as it is
+                    tensor = torch.empty_like(p, dtype=tensor.dtype, requires_grad=False)
+                    box = place(tensor, name).box
                 self._loaded[name] = tensor
                 index = self.checkpoint.index(name)
-                self.wants.append(Want(index, box, target_of(tensor, info.dtype)))
+                if box.size:
+                    self.wants.append(Want(index, box, target_of(local_of(tensor), info.dtype)))
+
+    def _param_of(self, name: str) -> torch.Tensor | None:
+        """The parameter in whose optimizer's state a tensor is, in a list, say."""
+        key = name.split(".", 1)[0]
+        if key not in self._params:
+            value = self.state[key]
+            groups = self._named_groups(value) if is_optimizer(value) else ()
+            self._params[key] = {f"{key}.{n}.": p for pairs in groups for n, p in pairs}
+        found = [start for start in self._params[key] if name.startswith(start)]
+        return self._params[key][max(found, key=len)] if found else None
 
     def _named_groups(self, optimizer: Any) -> list[list[tuple[str, torch.Tensor]]]:
         zero = self._engines.get(id(optimizer))
@@ -114,10 +136,11 @@ class Extras:
         """RuleError, on every rank alike, for an extra that has no rule for the new mesh."""
         if not self.resized or self.options.only is not None:
             return
+        known = {*self.state, *map(common_name, self.state)}
         lost = [
             key
             for key in self.checkpoint.manifest.per_rank
-            if key in self.state and self._rule(key) is None
+            if key in known and self._rule(key) is None
         ]
         if lost:
             saved, here = self.checkpoint.manifest.layout, self.group.size
@@ -128,15 +151,16 @@ class Extras:
                 hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {RULES}",
             )
         for key in self.checkpoint.manifest.per_rank:
-            if key in self.state and self._rule(key) == "redistribute":
-                if not callable(getattr(self.state[key], "redistribute", None)):
+            if key in known and self._rule(key) == "redistribute":
+                if not callable(getattr(self.state.get(key), "redistribute", None)):
                     raise RuleError(
                         f"{key!r} has no method redistribute(states, rank, world_size)",
                         hint=f"write one, or choose another rule of {RULES}",
                     )
 
     def _rule(self, key: str) -> str | None:
-        declared = self.options.on_resize.get(key) or getattr(self.state[key], "on_resize", None)
+        own = getattr(self.state.get(key), "on_resize", None)
+        declared = self.options.on_resize.get(key) or own
         return declared or self.checkpoint.manifest.per_rank[key]
 
     def put(self) -> None:
@@ -154,6 +178,9 @@ class Extras:
             if stages(value) is not None:
                 continue  # of a foreign dict of tensors; those alone make up a module
             self._put_engine(f"{key}.engine", self._engines.get(id(value)), own)
+            common = common_name(key)
+            if self.is_whole and (common in manifest.extras or common in manifest.per_rank):
+                put_common(value, self._common(common, own))
             if key in manifest.extras:
                 self._put_one(key, value, manifest.extras[key])
             elif key in manifest.per_rank:
@@ -169,6 +196,20 @@ class Extras:
         tree = own.get(name, self.checkpoint.manifest.extras.get(name))
         if zero is not None and tree is not None:
             zero.put_extras(self._decode(tree), has_scheduler(zero, self.state))
+
+    def _common(self, name: str, own: dict[str, Any]) -> Any:
+        """An optimizer's state that no parameter has, as `add_common` has it; None if there is none."""
+        tree = own.get(name, self.checkpoint.manifest.extras.get(name))
+        if self.resized and name in self.checkpoint.manifest.per_rank:
+            rule = self._rule(name)
+            emit("extras.resized", key=name, rule=rule)
+            tree = next(self._of_all(name), None) if rule in ("rank0", "same") else None
+        found = None if tree is None else self._decode(tree)
+        if found is not None and not (
+            isinstance(found, dict) and {"state", "on_device"} <= set(found)
+        ):
+            raise FormatError(f"malformed extras: {name!r} is no state of an optimizer")
+        return found
 
     def _own(self) -> dict[str, Any]:
         if not self.checkpoint.manifest.per_rank or self.resized:
@@ -318,6 +359,22 @@ def _fill(live: Any, value: Any, filled: dict[int, torch.Tensor]) -> bool:
     with torch.no_grad():
         live.copy_(value)
     return True
+
+
+def put_common(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
+    """State that belongs to no parameter: what was not saved is gone; tensors are filled where they are,
+    for a captured graph may hold them."""
+    state: dict[Any, Any] = stepping(optimizer).state
+    found, on_device = ({}, []) if saved is None else (saved["state"], saved["on_device"])
+    for key in [k for k in state if not isinstance(k, torch.Tensor) and k not in found]:
+        del state[key]
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    device = next((local_of(p).device for p in params), torch.device("cpu"))
+    for key, value in found.items():
+        if key in on_device:
+            value = tree_map_only(torch.Tensor, lambda t: t.to(device), value)
+        if not _fill(state.get(key), value, {}):
+            state[key] = value
 
 
 def put_plain_states(

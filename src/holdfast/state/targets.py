@@ -33,6 +33,7 @@ from holdfast.state.live import (
 )
 from holdfast.state.megatron import Megatron
 from holdfast.state.optimizers import (
+    KINDS,
     add_state,
     add_ties,
     all_param_names,
@@ -44,8 +45,6 @@ from holdfast.state.optimizers import (
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.snapshot import raw_array
 from holdfast.state.wrapped import check_wrapped, holder
-
-_KINDS = ("param", "buffer", "tensor")
 
 
 @dataclass(frozen=True)
@@ -188,9 +187,25 @@ def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in checkpoint.names():
         state = checkpoint.manifest.tensors[checkpoint.index(name)].state
-        if state not in _KINDS and name.startswith(key + "."):
+        if state not in KINDS and name.startswith(key + "."):
             found.setdefault(name[len(key) + 1 : -len(state) - 1], []).append(state)
     return found
+
+
+def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
+    """Of the saved parameters, by their names in their modules, and with those of the modules."""
+    params = [t for t in checkpoint.manifest.tensors if t.state == "param"]
+    inside = {t.name.partition(".")[2]: t.dtype for t in params}
+    return inside | {t.name: t.dtype for t in params}
+
+
+def _plain_states(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, Any]] | None:
+    """By parameter name what an optimizer kept of it beside tensors; None if that is not known."""
+    tree = checkpoint.manifest.extras.get(key)
+    if not isinstance(tree, dict) or "$optimizer" not in tree:
+        return None
+    states: dict[str, dict[str, Any]] | None = tree["$optimizer"].get("state")
+    return states
 
 
 @dataclass(frozen=True)
@@ -224,6 +239,8 @@ def _optimizer_targets(
     """Places for an optimizer's states in `live`; the optimizer itself is as it was."""
     states = saved_states(checkpoint, key)
     names = {i: found[0] for i, found in all_names.items()}
+    was = _dtypes(checkpoint) if options.cast else {}
+    plain = _plain_states(checkpoint, key) if options.strict else None
     changes = []
     groups = groups_of(optimizer, megatron)
     for (group, _), pairs in zip(groups, named_groups(groups, names)):
@@ -232,12 +249,15 @@ def _optimizer_targets(
             if inner is None:
                 continue  # other ranks have it
             saved = [s for s in states.get(name, []) if options.wanted(f"{key}.{name}.{s}")]
-            have = {
-                k: v for k, v in inner.state.get(master, {}).items() if isinstance(v, torch.Tensor)
-            }
-            drop = [k for k in have if k not in saved] if options.only is None else []
+            every = inner.state.get(master, {})
+            have = {k: v for k, v in every.items() if isinstance(v, torch.Tensor)}
+            known = have if plain is None or megatron is not None else every
+            there = {*saved, *(plain or {}).get(name, ())}
+            drop = [k for k in known if k not in there] if options.only is None else []
             made = {
-                s: _new_state(checkpoint, f"{key}.{name}.{s}", master, group, megatron)
+                s: _new_state(
+                    checkpoint, f"{key}.{name}.{s}", master, group, megatron, was.get(name)
+                )
                 for s in saved
                 if s not in have
             }
@@ -255,10 +275,14 @@ def _new_state(
     p: torch.Tensor,
     group: dict[str, Any],
     megatron: Megatron | None,
+    was: str | None,
 ) -> torch.Tensor:
-    """Memory for a saved state: cut like its parameter if it has its shape, else on every rank."""
+    """Memory for a saved state: cut like its parameter if it has its shape, else on every rank.  Of that
+    one's dtype, too, if it had the one that the parameter `was` of."""
     info = checkpoint.info(name)
     dtype = torch_dtype(info.dtype)
+    if info.dtype == was and info.shape == tuple(p.shape) != ():
+        dtype = p.dtype
     with torch.no_grad():
         if info.shape == tuple(p.shape) or (megatron and info.shape):
             return torch.empty_like(p, dtype=dtype, requires_grad=False)

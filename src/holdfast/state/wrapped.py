@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 import sys
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastWarning, UsageError
 
 ELEMENTWISE = frozenset(
     [
@@ -110,11 +111,60 @@ def stepping(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if is_zero1(optimizer) else optimizer
 
 
+def bare(optimizer: Any) -> Any:
+    """The optimizer inside one that only shows states and groups of that one, as accelerate's does.
+
+    Such was never made as an optimizer of its own, so torch calls no hooks for its steps.
+    """
+    while isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = [v for v in vars(optimizer).values() if isinstance(v, Optimizer)]
+        shown = [v for v in inner if v.state is optimizer.state]
+        if len(shown) != 1:
+            break
+        optimizer = shown[0]
+    return optimizer
+
+
 def holder(optimizer: Optimizer, p: torch.Tensor) -> Optimizer | None:
     """The optimizer that has the state of `p`; None if another rank has it."""
     if is_zero1(optimizer) and optimizer._param_to_rank.get(p) != optimizer.rank:
         return None
     return stepping(optimizer)
+
+
+def tell_own_state(key: str, optimizer: Any) -> None:
+    """HoldfastWarning for an optimizer whose class has a state_dict() of its own that says more than states
+    and groups, which are all that is saved."""
+    method = getattr(optimizer, "state_dict", None)
+    is_own = getattr(method, "__func__", None) is not Optimizer.state_dict
+    if not isinstance(optimizer, Optimizer) or not is_own or is_zero1(bare(optimizer)):
+        return
+    try:
+        lost = ", ".join(map(repr, _more_than_states(optimizer)))
+    except Exception as error:  # whatever it is, the save can be made
+        lost = f"what it cannot say here ({type(error).__name__}: {error})"
+    if lost:
+        warnings.warn(
+            f"{key!r}: the state_dict() of {type(optimizer).__name__} has {lost} beside states and groups; "
+            "that is not saved: hand it over as a value of the state, such as an object with "
+            "state_dict() and load_state_dict()",
+            HoldfastWarning,
+            stacklevel=2,
+        )
+
+
+def _more_than_states(optimizer: Optimizer) -> list[str]:
+    """Names in its state_dict() that are neither in its groups nor in its states."""
+    said = optimizer.state_dict()
+    groups, states = said.get("param_groups", []), said.get("state", {})
+    more = {str(name) for name in said} - {"param_groups", "state"}
+    more |= _keys(groups) - _keys(optimizer.param_groups) - {"param_names"}
+    more |= _keys(states.values()) - _keys(optimizer.state.values())
+    return sorted(more)
+
+
+def _keys(dicts: Iterable[Any]) -> set[str]:
+    return {str(key) for one in dicts if isinstance(one, dict) for key in one}
 
 
 def check_wrapped(key: str, optimizer: Any, state: dict[str, Any]) -> None:

@@ -74,10 +74,17 @@ def remove_empty_directories(path: str, root: str) -> None:
             path = os.path.dirname(path)
 
 
-def walk(directory: str, *, forbidden: bool = True) -> Iterator[str]:
+def walk(
+    directory: str,
+    *,
+    forbidden: bool = True,
+    links: bool = False,
+    above: frozenset[str] = frozenset(),
+) -> Iterator[str]:
     """Paths of all files below `directory`; what vanishes meanwhile is left out.
 
-    A directory that may not be read is a PermissionError, or left out too unless `forbidden`.
+    A directory that may not be read is a PermissionError, or left out too unless `forbidden`.  `links`:
+    also what lies in directories that there are links to, but for those that these lie in, or `above`.
     """
     try:
         with os.scandir(directory) as scan:
@@ -90,6 +97,10 @@ def walk(directory: str, *, forbidden: bool = True) -> Iterator[str]:
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            yield from walk(entry.path, forbidden=forbidden)
+            yield from walk(entry.path, forbidden=forbidden, links=links, above=above)
         elif entry.is_file():
             yield entry.path
+        elif links and entry.is_dir():
+            real, here = os.path.realpath(entry.path), os.path.realpath(directory)
+            if real not in above and os.path.commonpath([real, here]) != real:
+                yield from walk(entry.path, forbidden=forbidden, links=True, above=above | {real})

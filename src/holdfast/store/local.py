@@ -127,12 +127,13 @@ class LocalStore:
         return status.st_size
 
     def list(self, prefix: str = "") -> list[str]:
-        """All keys that begin with `prefix`, sorted."""
+        """All keys that begin with `prefix`, sorted.  In a folder also of what was moved, with a link in
+        its place; all of a root may have links to anywhere."""
         check_prefix(prefix)
         top = os.path.join(self.root, "")
         directory = os.path.join(top, os.path.dirname(prefix))
         with translated("list", prefix, directory):
-            keys = [path[len(top) :] for path in walk(directory)]
+            keys = [path[len(top) :] for path in walk(directory, links="/" in prefix)]
         return sorted(
             key
             for key in keys

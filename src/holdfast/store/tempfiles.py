@@ -65,14 +65,14 @@ def sweep(
     empties; returns the files' paths.
 
     Only those of this place (a boot of a host) can be judged and are touched, and those in
-    directories whose name `is_over` knows to be of finished writers.  Safe at any time, next to
-    writers.  What may not be read or removed is left.
+    directories that `is_over` knows, by their path below `root`, to be of finished writers.  Safe at any
+    time, next to writers.  What may not be read or removed is left.
     """
     top, removed = os.path.abspath(root), []
     for path in walk(top, forbidden=False):
         directory, name = os.path.split(path)
         match = _TEMP_NAME.fullmatch(name)
-        if match and (_is_stale(match) or is_over(os.path.basename(directory))):
+        if match and (_is_stale(match) or is_over(os.path.relpath(directory, top))):
             with suppress(OSError):
                 os.unlink(path)
                 removed.append(path)

@@ -78,6 +78,7 @@ class _Pickler:
                 self.out += b"]"
                 self._marked(value, b"e")
             case dict():
+                _check_keys(value)
                 self.out += b"}"
                 self._marked((x for pair in value.items() for x in pair), b"u")
             case Call():
@@ -93,7 +94,8 @@ class _Pickler:
                 self.write(value.value)
                 self.out += b"Q"
             case set() | frozenset():
-                self.write(Call(Global("builtins", type(value).__name__), (list(value),)))
+                _check_keys(value)
+                self.write(Call(Global("builtins", "set"), (list(value),)))
             case complex():
                 self.write(Call(Global("builtins", "complex"), (value.real, value.imag)))
             case _:
@@ -129,6 +131,15 @@ class _Pickler:
         for item in items:
             self.write(item)
         self.out += end
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    """torch.load knows no frozenset: one is written as a set, which is no key, and in no set."""
+    for key in keys:
+        if isinstance(key, frozenset):
+            raise UsageError(f"a frozenset cannot be written for torch.load as a key: {key!r:.60}")
+        if isinstance(key, tuple):
+            _check_keys(key)
 
 
 def _sized(data: bytes) -> bytes:

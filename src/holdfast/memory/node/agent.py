@@ -17,6 +17,7 @@ import secrets
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,7 +31,7 @@ from holdfast.addresses import own_address
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.events import counters
 from holdfast.format.manifest import decode
-from holdfast.here import fate, started, yield_to_training
+from holdfast.here import fate, memory_bytes, started, yield_to_training
 from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
 from holdfast.memory.node import words as w
@@ -39,13 +40,13 @@ from holdfast.memory.node.jobs import Job, Slot
 from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import Encoding, protect
-from holdfast.memory.node.segment import Segments, check_home, home
+from holdfast.memory.node.segment import JobNote, Segments, check_home, home, job_note
 from holdfast.memory.node.tls import serving
 
 log = logging.getLogger("holdfast.agent")
 
 TICK_S = 1.0
-THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4}
+THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4, "gone": 1}
 """By what holds them up: a slow peer or a full disk must not keep others from their memory."""
 IDLE_S = 60.0
 """A connection of another node is closed after so long without a request; a node that vanishes closes
@@ -59,7 +60,7 @@ class Agent:
         self.segments = segments
         self.card = w.Card(secrets.token_hex(8), host, "")
         self._secret = secrets.token_bytes(32)
-        self.state = machine.adopted(budget, segments.find(), time.time(), stay=stay)
+        self.state = machine.adopted(budget, segments.find(), time.monotonic(), stay=stay)
         self.stopped = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
@@ -70,6 +71,9 @@ class Agent:
         self._encodings: list[Encoding] = []
         self._paces: dict[tuple[str, int, int], Pace] = {}
         """By job, rank and cap: one for all that is done for a rank."""
+        self._noted: dict[str, JobNote] = {}
+        self._freed: Counter[str] = Counter()
+        """How often each job was."""
 
     # -- deciding ---------------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class Agent:
 
     def tell(self, message: w.Message, ask: int = 0) -> None:
         before, undone = self.state, False
-        self.state, effects = machine.step(self.state, message, time.time(), ask)
+        self.state, effects = machine.step(self.state, message, time.monotonic(), ask)
         failed = ""
         for effect in effects:
             if failed and isinstance(effect, e.Reply):
@@ -99,6 +103,8 @@ class Agent:
             except OSError as error:  # a note that cannot be written: shared memory is full
                 failed = f"{self.segments.root}: {error.strerror or error}"
                 log.error("%s", failed)
+                if isinstance(effect, e.Answer):
+                    self._do(e.Refuse(effect.ask, "OutOfSpace", failed))
                 if isinstance(effect, e.KeepManifest):  # the newest commit is the one before
                     self.state, undone = before, True
 
@@ -112,7 +118,7 @@ class Agent:
             case e.Answer(ask, job):
                 self._reply(ask, {"ok": self.held(job) if job else self.report()})
             case e.Greet(ask, job):
-                self.segments.note_job(self.state.jobs[job])
+                self._note_job(self.state.jobs[job])
                 self._reply(ask, {"ok": self.card_of(job)})
             case e.Note(job, slot):
                 self.segments.note(job, slot)
@@ -122,9 +128,13 @@ class Agent:
                 self.segments.keep_manifest(job, attempt, step, manifest)
             case e.Remove(job, names, attempts):
                 self.segments.remove(job, names, attempts)
+                self._later(self._bury())
             case e.RemoveJob(job):
                 self.segments.remove_job(job)
+                self._freed[job] += 1
                 self._paces = {key: pace for key, pace in self._paces.items() if key[0] != job}
+                self._noted.pop(job, None)
+                self._later(self._bury())
             case e.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
             case e.Digest(job, slot):
@@ -149,6 +159,17 @@ class Agent:
             case e.Exit():
                 self.stopped.set()
 
+    def _note_job(self, job: Job) -> None:
+        """For the next agent, if it is news; where there is no room, at the next occasion."""
+        note = job_note(job)
+        if self._noted.get(job.name) == note and self.segments.path(job.name, "job.json").exists():
+            return
+        try:
+            self.segments.note_job(job.name, note)
+            self._noted[job.name] = note
+        except OSError as error:
+            log.error("%s: %s", self.segments.path(job.name, "job.json"), error.strerror or error)
+
     def _is_needed(self, job: str, slot: Slot) -> bool:
         """Whether somebody still waits for what a slot is being filled with.  From any thread."""
         known = self.state.jobs.get(job, Job(job)).slots.get(slot.name)
@@ -169,13 +190,30 @@ class Agent:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _bury(self) -> None:
+        await self._in_thread("gone", self.segments.bury)
+
     async def _make(self, job: str, name: str, capacity: int) -> None:
-        error = ""
+        """Not if the job is freed meanwhile; the next of that name may have memory of the same names."""
+        life, error = self._freed[job], ""
+        made = f".{name}.{life}"
         try:
-            await self._in_thread("memory", self.segments.make, job, name, capacity)
+            if await self._in_thread("memory", self._make_if_wanted, job, made, capacity, life):
+                self.segments.place(job, made, name)
         except OSError as failed:
             error = failed.strerror or str(failed)
-        self.tell(w.Made(job, name, error))
+            self.segments.remove(job, (made,), ())
+        if life == self._freed[job] or job not in self.state.jobs:
+            self.tell(w.Made(job, name, error))
+        else:
+            self.segments.remove(job, (made,), ())
+            await self._bury()
+
+    def _make_if_wanted(self, job: str, name: str, capacity: int, life: int) -> bool:
+        """Whether it is wanted, now that it is made."""
+        if life == self._freed[job]:
+            self.segments.make(job, name, capacity)
+        return life == self._freed[job]
 
     async def _digest(self, job: str, slot: Slot, pool: str, work: Callable[[], str]) -> None:
         digest, error, differs = "", "", False
@@ -211,6 +249,7 @@ class Agent:
 
     async def watch(self) -> None:
         """Notice processes that die, and time that passes."""
+        self._later(self._bury())  # what one before has left
         while not self.stopped.is_set():
             for job in list(self.state.jobs.values()):
                 trainers = job.trainers.items()
@@ -253,6 +292,7 @@ class Agent:
                 s.members,
                 s.num_data,
                 s.num_parity,
+                s.capacity,
             )
             for s in job.slots.values()
             if s.phase == "ready"
@@ -263,20 +303,29 @@ class Agent:
                 manifests.append(path.read_bytes())
         directory = str(self.segments.jobs / name)
         peers = self.segments.peers(name)
-        return w.Held(self.card_of(name), directory, images, tuple(manifests), peers)
+        return w.Held(
+            self.card_of(name), directory, images, tuple(manifests), peers, job.newest, job.run
+        )
 
     def report(self) -> w.Report:
         jobs = tuple(
             w.JobReport(
                 j.name, j.root, j.run, j.used,
                 sum(s.phase == "ready" for s in j.slots.values()),
-                tuple(step for _, step in j.commits), tuple(sorted(j.trainers)), j.seen,
+                tuple(step for _, step in j.commits), tuple(sorted(j.trainers)),
+                time.time() - (time.monotonic() - j.seen), self._moved(j.name),
             )
             for j in self.state.jobs.values()
         )  # fmt: skip
-        fetched = counters["memory.peer.bytes"]
-        state = self.state
-        return w.Report(os.getpid(), self.card.address, state.budget, state.used, fetched, jobs)
+        fetched, state = counters["memory.peer.bytes"], self.state
+        return w.Report(
+            os.getpid(), self.card.address, state.budget, state.used, fetched, jobs,
+            bool(self.card.fingerprint),
+        )  # fmt: skip
+
+    def _moved(self, name: str) -> dict[str, int]:
+        """How far the work for a job's ranks has come, by kind."""
+        return dict(sum((p.let for (job, *_), p in self._paces.items() if job == name), Counter()))
 
     async def is_sound(self, job: str, name: str) -> bool:
         """Whether an image is what was written."""
@@ -311,6 +360,7 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) ->
     path.unlink(missing_ok=True)
     for runner in runners:
         await runner.cleanup()
+    agent.segments.bury()
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -319,10 +369,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def default_budget(root: Path) -> int:
-    """Half of the memory that the node has, and no more than the file system of `root` holds."""
+    """Half of the memory that this process may have, and no more than the file system of `root` holds."""
     stat = os.statvfs(root)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(memory // 2, stat.f_blocks * stat.f_frsize * 9 // 10)
+    return min(memory_bytes() // 2, stat.f_blocks * stat.f_frsize * 9 // 10)
 
 
 def main(argv: list[str] | None = None) -> int:

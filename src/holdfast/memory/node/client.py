@@ -32,6 +32,8 @@ LOOK_S, SILENT_S = 15.0, 5.0
 AGAIN_S, MOST_AGAIN_S = 60.0, 900.0
 """How long a silent agent is left alone, at first and at most."""
 Found = Literal["there", "silent", "nobody"]
+LONG = (w.Persist, w.Protect)
+"""Orders that take as long as storage and other nodes do: limited is how long an agent gets no further."""
 _T = TypeVar("_T")
 
 
@@ -79,7 +81,7 @@ class Client:
     def ask(self, message: w.Message, kind: type[_T] | Any = Any, timeout_s: float = 0.0) -> Any:
         """The answer, as `kind`; the error that the agent answers with; AgentUnreachable.
 
-        At once if it was silent lately.
+        At once if it was silent lately.  What is `LONG` is waited for as long as it gets on.
         """
         limit = timeout_s or self.deadline_s
         if self._is_waiting():
@@ -87,8 +89,9 @@ class Client:
         try:
             answer = self._ask(message, limit)
         except TimeoutError:
+            what = "got no further for" if isinstance(message, LONG) else "did not answer within"
             raise AgentUnreachable(
-                f"the agent of this node did not answer within {limit:g} s",
+                f"the agent of this node {what} {limit:g} s",
                 hint=f"its log is {self.root}/agent.log",
             ) from None
         except BlockingIOError:
@@ -106,12 +109,15 @@ class Client:
         try:
             check_home(self.root)
             line.request("POST", "/", w.encode(message))
-            self._await_answer(line.sock, limit)
+            self._await_answer(message, line.sock, limit)
             response = line.getresponse()
             status, body = response.status, response.read()
         except (TimeoutError, BlockingIOError):
             raise
         except (OSError, http.client.HTTPException) as error:
+            if self.leaving:
+                text = "the agent of this node had not answered when this process came to its end"
+                raise AgentUnreachable(text) from None
             raise AgentUnreachable(
                 f"the agent of this node cannot be reached: {type(error).__name__}: {error}",
                 hint=f"its log is {self.root}/agent.log; the next save or restart starts another",
@@ -125,15 +131,29 @@ class Client:
         answer: dict[str, Any] = msgspec.msgpack.decode(body)
         return answer
 
-    def _await_answer(self, sock: socket.socket, limit: float) -> None:
+    def _await_answer(self, message: w.Message, sock: socket.socket, limit: float) -> None:
         """Until there is something to read.  TimeoutError; AgentUnreachable if the agent is silent."""
         poll, until = select.poll(), time.monotonic() + limit
         poll.register(sock, select.POLLIN)
+        moved = self._moved(message) if isinstance(message, LONG) else 0
         while not poll.poll(1000 * min(LOOK_S, max(until - time.monotonic(), 0.0))):
             if time.monotonic() >= until:
-                raise TimeoutError
-            if self.look() == self.look() == "silent":
+                before = moved
+                if isinstance(message, LONG):
+                    moved = self._moved(message)
+                if moved == before or self.leaving:
+                    raise TimeoutError
+                until = time.monotonic() + limit
+            elif self.look() == self.look() == "silent":
                 raise self._was_silent()
+
+    def _moved(self, order: w.Persist | w.Protect) -> int:
+        """Bytes that the agent has stored or protected for the job of an order; 0 if it does not say."""
+        kind = w.STORED if isinstance(order, w.Persist) else w.PROTECTED
+        with suppress(TimeoutError, BlockingIOError):
+            report = msgspec.convert(self._ask(w.Status(), LOOK_S)["ok"], w.Report)
+            return sum(job.moved.get(kind, 0) for job in report.jobs if job.job == order.job)
+        return 0
 
     def look(self) -> Found:
         """Whether an agent answers."""
@@ -155,16 +175,22 @@ class Client:
 
     def silence(self) -> AgentUnreachable:
         """The error of an agent that runs and does not answer."""
-        pid = self._pid()
+        pid = self.pid
         return AgentUnreachable(
             f"the agent of this node, process {pid}, does not answer",
             hint=f"is it stopped, or stuck? `kill -9 {pid}` ends it; what it holds stays for the next one",
         )
 
-    def _pid(self) -> int:
-        return self._agent()[0]
+    @property
+    def pid(self) -> int:
+        """The agent's process; the last one's if none is here, 0 if none ever was."""
+        return self.agent()[0]
 
-    def _agent(self) -> tuple[int, str]:
+    def is_running(self) -> bool:
+        """Whether its process runs, though it may answer no more."""
+        return fate(*self.agent()) == "runs"
+
+    def agent(self) -> tuple[int, str]:
         """Process and start time of the last agent that was here; 0 if none was."""
         try:
             card = msgspec.json.decode((self.root / "agent.json").read_bytes())
@@ -176,7 +202,7 @@ class Client:
         """Whether an agent that was silent is not to be asked yet."""
         if time.monotonic() >= self._again_at:
             return False
-        if fate(*self._agent()) == "gone":
+        if fate(*self.agent()) == "gone":
             self.ask_again()
         return self._again_at > 0.0
 
@@ -188,7 +214,7 @@ class Client:
                 self._silent_s = min(max(2 * self._silent_s, AGAIN_S), MOST_AGAIN_S)
                 self._again_at = time.monotonic() + self._silent_s
         if first:
-            emit("agent.silent", pid=self._pid(), again_s=self._silent_s)
+            emit("agent.silent", pid=self.pid, again_s=self._silent_s)
         return self.silence()
 
     def start(

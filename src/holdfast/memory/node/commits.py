@@ -29,14 +29,16 @@ def commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
     if m.run and m.run < job.run:
         text = f"run {m.run} commits a snapshot, but run {job.run} has begun"
         return state, [Refuse(ask, "UsageError", text)]
-    if m.attempt == job.newest:
+    if m.attempt == job.newest or m.attempt in job.elsewhere:
         return state, [Reply(ask, None)]
     keep = KeepManifest(job.name, m.attempt, m.step, m.manifest, m.cards)
-    here = job.ready
+    here, gone = job.ready, job.elsewhere
     if m.attempt not in here:  # another node's images alone: nothing here is to be protected for it
-        return state, [keep, Reply(ask, None)]
-    gone = tuple(attempt for attempt, _ in job.commits if attempt not in here)
-    job = _with_newest(job, m.attempt, m.step)
+        before: list[Effect] = [Remove(job.name, (), gone)] if gone else []
+        state = state.with_job(job, elsewhere=(m.attempt,))
+        return state, [keep, *before, Reply(ask, None)]
+    gone += tuple(attempt for attempt, _ in job.commits if attempt not in here)
+    job = replace(_with_newest(job, m.attempt, m.step), elsewhere=())
     over = _left_over(job)
     removed: list[Effect] = [Remove(job.name, over, gone)] if gone or over else []
     slots = {name: s for name, s in job.slots.items() if name not in over}

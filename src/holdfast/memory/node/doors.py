@@ -53,7 +53,7 @@ def inside(agent: Agent) -> web.Application:
 
 
 def outside(agent: Agent) -> web.Application:
-    """For other nodes: what is held of a job, ranges of images, and whether an image is sound."""
+    """For other nodes: what a job has, ranges of images, whether one is sound; rank 0's last word."""
 
     @web.middleware
     async def with_token(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -63,6 +63,11 @@ def outside(agent: Agent) -> web.Application:
 
     async def about(request: web.Request) -> web.Response:
         return web.Response(body=w.encode(agent.held(request.match_info["job"])))
+
+    async def finished(request: web.Request) -> web.Response:
+        asked = request.match_info
+        agent.tell(w.Finished(asked["job"], int(asked["run"])))
+        return web.Response()
 
     async def image(request: web.Request) -> web.StreamResponse:
         found = _asked(agent, request)
@@ -79,6 +84,7 @@ def outside(agent: Agent) -> web.Application:
 
     app = web.Application(middlewares=[with_token])
     app.router.add_get("/v1/{job}", about)
+    app.router.add_post(r"/v1/{job}/finished/{run:\d{1,18}}", finished)
     app.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}", image)
     app.router.add_get("/v1/{job}/{attempt}/{kind}/{rank}/check", check)
     return app

@@ -36,6 +36,10 @@ class Peer:
         """A whole answer."""
         return self._asked(path, self._headers, None)
 
+    def tell(self, path: str) -> None:
+        """Say something that has no answer."""
+        self._asked(path, self._headers, None, "POST")
+
     def read(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on.  NotFound, Corrupt, AgentUnreachable."""
         if len(into):
@@ -51,26 +55,28 @@ class Peer:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
-    def _asked(self, path: str, headers: dict[str, str], into: memoryview | None) -> bytes:
+    def _asked(
+        self, path: str, headers: dict[str, str], into: memoryview | None, verb: str = "GET"
+    ) -> bytes:
         kept = getattr(self._local, "line", None)
         try:
-            return self._ask(path, headers, into)
+            return self._ask(path, headers, into, verb)
         except (OSError, http.client.HTTPException) as error:
             self._hang_up()
             if kept is None or isinstance(error, TimeoutError | http.client.IncompleteRead):
                 raise self._unreachable(error) from None
         try:  # a connection that was kept may have been closed at the other end
-            return self._ask(path, headers, into)
+            return self._ask(path, headers, into, verb)
         except (OSError, http.client.HTTPException) as error:
             self._hang_up()
             raise self._unreachable(error) from None
 
-    def _ask(self, path: str, headers: dict[str, str], into: memoryview | None) -> bytes:
+    def _ask(self, path: str, headers: dict[str, str], into: memoryview | None, verb: str) -> bytes:
         line: http.client.HTTPConnection | None = getattr(self._local, "line", None)
         if line is None:
             line = self._local.line = self._line()
             self._lines.append(line)
-        line.request("GET", path, headers=headers)
+        line.request(verb, path, headers=headers)
         response = line.getresponse()
         if response.status not in (200, 206):
             response.read()

@@ -90,12 +90,12 @@ class Holdings:
         """The manifest of one of them."""
         return next(m for m in self.manifests if m.attempt == attempt)
 
-    def lost_nodes(self) -> tuple[str, int]:
-        """The newest snapshot that is known, and how many agents had part of it that is in no memory now.
+    def lost_nodes(self, attempt: str = "") -> tuple[str, int]:
+        """A snapshot (else the newest), and how many agents had part of it that is in no memory now.
 
         An agent that died has a successor, which holds what it held.
         """
-        manifests = self.manifests
+        manifests = [m for m in self.manifests if attempt in ("", m.attempt)]
         if not manifests:
             return "", 0
         newest = max(manifests, key=lambda m: (m.run, m.step, m.attempt))

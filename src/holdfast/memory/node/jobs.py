@@ -1,9 +1,9 @@
 """What an agent knows: jobs, and the memory of each.
 
 A job's memory is a set of *slots*.  A slot is `filling` for one training process, or `ready` with one
-attempt's image of one rank, or `empty`.  The newest commit's slots are never given out again, all others
-are; until one is, what it holds may still serve.  So two slots per rank are all that ever are needed, and
-nothing has to be said when a snapshot grows old.
+attempt's image of one rank, or `empty`.  The newest commit's slots are not given out again while the job
+may need them, all others are; until one is, what it holds may still serve.  So two slots per rank are all
+that ever are needed, and nothing has to be said when a snapshot grows old.
 """
 
 from __future__ import annotations
@@ -67,12 +67,18 @@ class Job:
     writing: dict[tuple[str, int], Writing] = field(default_factory=dict)
     """By attempt and rank."""
     crashed: bool = False
+    finished: bool = False
+    """Rank 0 has left, with its work done."""
     claim: bytes = b""
     flush_s: float = 0.0
     bytes_per_s: int = 0
     """Cap for each rank, on what protects and stores its images; 0: none."""
     host: str = ""
     """This node's address for other nodes, as the run gave it; empty: the agent's own."""
+    budget: int = 0
+    """Of its memory alone, as the run gave it; 0: the agent's."""
+    elsewhere: tuple[str, ...] = ()
+    """Attempts of which the manifest alone is here; the next commit takes their place."""
     flushed: str = ""
     """The attempt that was sent to storage because everybody had died."""
     number: int = 0
@@ -103,11 +109,21 @@ class Job:
             return False
         return slot.phase == "empty" or (slot.phase == "ready" and slot.attempt != self.newest)
 
+    def is_spare(self, slot: Slot) -> bool:
+        """Whether another job may have it, when no process of this one is left: if they ended well, all."""
+        if slot.phase != "ready" or any(attempt == slot.attempt for attempt, _ in self.writing):
+            return slot.phase == "empty"
+        older = {attempt for attempt, _ in self.commits[:-1]}  # others may know of a newer commit
+        return not self.crashed or slot.attempt in older
+
     def trainers_but(self, pids: set[int]) -> dict[int, tuple[int, str]]:
         return {pid: who for pid, who in self.trainers.items() if pid not in pids}
 
     def with_slots(self, *changed: Slot) -> Job:
         return replace(self, slots={**self.slots, **{s.name: s for s in changed}})
+
+    def without(self, slots: list[Slot]) -> Job:
+        return replace(self, slots={n: s for n, s in self.slots.items() if s not in slots})
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,7 @@ class State:
 
     budget: int
     stay: bool = False
-    """Started by hand: does not leave by itself."""
+    """Started by hand, or told to: does not leave by itself."""
     jobs: dict[str, Job] = field(default_factory=dict)
     idle_since: float = 0.0
 

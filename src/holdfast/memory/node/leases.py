@@ -28,11 +28,10 @@ def take(state: State, job: Job, m: w.Take, ask: int) -> Result:
     free = [s for s in job.slots.values() if job.is_free(s) and s.attempt != m.attempt]
     free.sort(key=lambda s: _age(job, s))
     free += [s for s in job.slots.values() if _is_over(s, m)]
-    fits = [s for s in free if s.kind == m.kind]
-    fits = [s for s in fits if m.bytes <= s.capacity <= m.bytes * 5 // 4 + (1 << 20)]
-    if not fits:
+    good = [s for s in free if s.kind == m.kind and w.fits(s.capacity, m.bytes)]
+    if not good:
         return _make(state, job, m, ask, free)
-    slot = _for(min(fits, key=lambda s: s.rank != m.rank), m, "filling")
+    slot = _for(min(good, key=lambda s: s.rank != m.rank), m, "filling")
     lease = w.Lease(slot.name, slot.capacity)
     return state.with_job(job.with_slots(slot)), [Note(job.name, slot), Reply(ask, lease)]
 
@@ -44,21 +43,35 @@ def _is_over(slot: Slot, m: w.Take) -> bool:
 
 
 def _make(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Result:
-    """A new slot, in the place of as many free ones as the budget wants; they come the oldest first."""
+    """A new slot, in the place of as many free ones as the budget wants: of this job, the oldest first,
+    then of jobs that have no process any more."""
     over = state.used + m.bytes - state.budget
-    gone: list[Slot] = []
-    for slot in free:
-        if over > 0 or (slot.kind, slot.rank) == (m.kind, m.rank):  # of a size that is over
-            gone.append(slot)
+    own = job.used + m.bytes - (job.budget or state.budget)
+    gone: dict[str, list[Slot]] = {}
+    for owner, slot in [*((job, s) for s in free), *_deserted(state, job)]:
+        wrong = owner is job and (slot.kind, slot.rank) == (m.kind, m.rank)  # a size that is over
+        if over > 0 or (own > 0 and owner is job) or wrong:
+            gone.setdefault(owner.name, []).append(slot)
             over -= slot.capacity
-    if over > 0:
-        return state, [_too_large(state, m, ask)]
+            own -= slot.capacity if owner is job else 0
+    if over > 0 or own > 0:
+        return state, [_too_large(state, job, m, ask, free)]
+    removed: list[Effect] = []
+    for name, slots in gone.items():
+        state = state.with_job(state.jobs[name].without(slots))
+        removed.append(Remove(name, tuple(s.name for s in slots)))
+    job = state.jobs[job.name]
     slot = _for(Slot(f"{m.kind}-{m.rank:05d}-{job.number}", m.bytes, m.kind, m.rank), m, "making")
     slot = replace(slot, ask=ask)
-    kept = {name: s for name, s in job.slots.items() if s not in gone}
-    state = state.with_job(job, slots={**kept, slot.name: slot}, number=job.number + 1)
-    removed: list[Effect] = [Remove(job.name, tuple(s.name for s in gone))] if gone else []
+    state = state.with_job(job.with_slots(slot), number=job.number + 1)
     return state, [*removed, Make(job.name, slot.name, slot.capacity)]
+
+
+def _deserted(state: State, but: Job) -> list[tuple[Job, Slot]]:
+    """What other jobs, of which no process runs, could do without; of the job that ended first at first."""
+    dead = [job for job in state.jobs.values() if not job.trainers and job.name != but.name]
+    dead.sort(key=lambda job: job.seen)
+    return [(job, s) for job in dead for s in job.slots.values() if job.is_spare(s)]
 
 
 def _age(job: Job, slot: Slot) -> int:
@@ -76,13 +89,15 @@ def _for(slot: Slot, m: w.Take, phase: Phase) -> Slot:
     )  # fmt: skip
 
 
-def _too_large(state: State, m: w.Take, ask: int) -> Refuse:
-    jobs = state.jobs.values()
-    needed = sum(s.capacity for job in jobs for s in job.slots.values() if not job.is_free(s))
+def _too_large(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Refuse:
+    spare = [*free, *(slot for _, slot in _deserted(state, job))]
+    needed, whose, budget = state.used - sum(s.capacity for s in spare), "agent", state.budget
+    if job.budget and needed + m.bytes <= budget:
+        needed, whose, budget = job.used - sum(s.capacity for s in free), "job", job.budget
     return Refuse(
         ask,
         "OutOfSpace",
-        f"{m.bytes} bytes for the {m.kind} of rank {m.rank}: the agent's budget is {state.budget} bytes, "
+        f"{m.bytes} bytes for the {m.kind} of rank {m.rank}: the {whose}'s budget is {budget} bytes, "
         f"of which {needed} are in use",
         "raise Memory(budget=...), or free what other jobs left: `holdfast agent status`, `clean`",
     )

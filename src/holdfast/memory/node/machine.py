@@ -25,7 +25,7 @@ from holdfast.memory.node.effects import (
 from holdfast.memory.node.jobs import Job, State
 
 LINGER_S = 30.0
-"""How long an agent without jobs stays."""
+"""How long an agent without jobs stays, and memory of a dead job in which nothing is."""
 
 KEEP_S = 24 * 3600.0
 """How long a job's memory outlives its last process, if nobody asks for it."""
@@ -55,12 +55,17 @@ def step(state: State, message: w.Message, now: float, ask: int = 0) -> Result:
             return _hello(state, message, now, ask)
         case w.Bye():
             return _bye(state, message, now, ask)
+        case w.Finished():
+            return _finished(state, message, now)
         case w.Ask():
             return state, [Answer(ask, message.job)]
         case w.Status():
             return state, [Answer(ask, "")]
         case w.Clean():
             return _clean(state, message, now, ask)
+        case w.Stay():
+            budget = message.budget or state.budget
+            return replace(state, stay=True, budget=budget), [Reply(ask, None)]
         case w.Stop():
             freed: list[Effect] = [RemoveJob(name) for name in state.jobs] if message.free else []
             return state, [*freed, Reply(ask, None), Exit()]
@@ -76,6 +81,8 @@ def _of_a_job(state: State, message: Any, ask: int) -> Result:
     job = state.jobs.get(message.job)
     if job is not None:
         return work(state, job, message, ask)
+    if isinstance(message, w.Made):  # made for a job that has been freed meanwhile
+        return state, [RemoveJob(message.job)]
     if not ask:
         return state, []
     text = f"this agent knows nothing of job {message.job}"
@@ -107,10 +114,12 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
         run=max(m.run, job.run),
         trainers=trainers,
         crashed=False,
+        finished=job.finished and not older,
         seen=now,
         claim=m.claim if m.run >= job.run else job.claim,
         flush_s=m.flush_s,
         bytes_per_s=m.bytes_per_s,
+        budget=m.budget,
         host=host if older else job.host,  # its ranks know this node by one card
     )
     return state, [*effects, Greet(ask, m.job)]
@@ -121,11 +130,22 @@ def _bye(state: State, m: w.Bye, now: float, ask: int) -> Result:
     if job is None:
         return state, [Reply(ask, None)]
     left, crashed = job.trainers_but({m.pid}), job.crashed or not m.finished
-    if left or crashed:
-        state = state.with_job(job, trainers=left, crashed=crashed, seen=now)
+    finished = job.finished or (m.finished and job.trainers.get(m.pid, (-1, ""))[0] == 0)
+    if left or crashed or not finished:
+        state = state.with_job(job, trainers=left, crashed=crashed, finished=finished, seen=now)
         return state, [*commits.late(job, {m.pid}), Reply(ask, None)]
     state, effects = _forget(state, [job.name], now)
     return state, [*effects, Reply(ask, None)]
+
+
+def _finished(state: State, m: w.Finished, now: float) -> Result:
+    """Only rank 0 knows that all are done: another may have left while rank 0 went on, and crashed."""
+    job = state.jobs.get(m.job)
+    if job is None or job.run != m.run:
+        return state, []
+    if job.trainers or job.crashed:
+        return state.with_job(job, finished=True), []
+    return _forget(state, [job.name], now)
 
 
 def _forget(state: State, names: Iterable[str], now: float) -> Result:
@@ -136,13 +156,16 @@ def _forget(state: State, names: Iterable[str], now: float) -> Result:
 
 
 def _clean(state: State, m: w.Clean, now: float, ask: int) -> Result:
-    alive = [n for n, job in state.jobs.items() if job.trainers and m.job in ("", n)]
-    if m.job and (m.job in alive or m.job not in state.jobs):
-        text = f"job {m.job} " + (
-            "has running processes" if m.job in alive else "is not known here"
-        )
+    named = {n: job for n, job in state.jobs.items() if m.job in ("", n)}
+    alive = {
+        n: "has running processes" if job.trainers else "has a durable save that is still written"
+        for n, job in named.items()
+        if job.trainers or job.writing
+    }
+    if m.job and (alive or not named):
+        text = f"job {m.job} {alive.get(m.job, 'is not known here')}"
         return state, [Refuse(ask, "UsageError", text, "`holdfast agent status` lists the jobs")]
-    dead = [n for n in state.jobs if m.job in ("", n) and n not in alive]
+    dead = [n for n in named if n not in alive]
     state, effects = _forget(state, dead, now)
     return state, [*effects, Reply(ask, dead)]
 
@@ -162,7 +185,7 @@ def _gone(state: State, m: w.Gone, now: float) -> Result:
 
 
 def _tick(state: State, now: float) -> Result:
-    old = [n for n, job in state.jobs.items() if not job.trainers and now - job.seen > KEEP_S]
+    old = [n for n, job in state.jobs.items() if now - job.seen > _keep_s(job)]
     effects: list[Effect] = []
     if old:
         state, effects = _forget(state, old, now)
@@ -175,13 +198,22 @@ def _tick(state: State, now: float) -> Result:
     return state, effects
 
 
+def _keep_s(job: Job) -> float:
+    """How long a job's memory is kept after it was heard of last."""
+    if job.trainers or job.writing:
+        return float("inf")
+    return KEEP_S if job.ready else LINGER_S
+
+
 def adopted(budget: int, jobs: Iterable[Job], now: float, *, stay: bool = False) -> State:
     """The state of an agent that finds what another left: what was being filled is empty."""
     found = {}
     for job in jobs:
         unready = [s.emptied() for s in job.slots.values() if s.phase != "ready"]
         kept = tuple(c for c in job.commits if c[0] in job.ready)
+        elsewhere = tuple(a for a, _ in job.commits if a not in job.ready)
         found[job.name] = replace(
-            job.with_slots(*unready), commits=kept, crashed=not job.trainers, seen=now
-        )
+            job.with_slots(*unready), commits=kept, elsewhere=elsewhere, crashed=not job.trainers,
+            seen=now,
+        )  # fmt: skip
     return State(budget, stay, found, now)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 
 
 class Pace:
     """Lets `bytes_per_s` bytes through, in the long run; 0: as many as come.  Thread-safe."""
 
     def __init__(self, bytes_per_s: int) -> None:
+        self.let: Counter[str] = Counter()
+        """Bytes that were let through, by kind of work."""
         self._rate = bytes_per_s
         self._free_at = 0.0
         self._lock = threading.Lock()
 
-    def wait(self, size: int) -> None:
+    def wait(self, size: int, kind: str = "") -> None:
         """Before `size` bytes are moved."""
-        if not self._rate:
-            return
         with self._lock:
             now = time.monotonic()
             start = max(self._free_at, now)
-            self._free_at = start + size / self._rate
+            if self._rate:
+                self._free_at = start + size / self._rate
         time.sleep(max(start - now, 0.0))
+        with self._lock:
+            self.let[kind] += size

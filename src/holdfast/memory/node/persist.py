@@ -18,7 +18,7 @@ from holdfast.codec.digest import (
     hexdigest,
     num_chunks,
 )
-from holdfast.errors import Corrupt, StoreError, UsageError
+from holdfast.errors import Corrupt, NotFound, StoreError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Slot
@@ -36,15 +36,18 @@ SECOND_LOOK_S = 1.0
 def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> None:
     """Write an image, durable when this returns.  Blocks; StoreError.
 
-    Corrupt if memory has changed since the image was digested: then nothing is left in storage.
+    Corrupt if memory has changed since the image was digested: then nothing is left in storage.  Nothing is
+    written if it is there: a file has its name when it is whole.
     """
+    if _is_stored(open_store(order.store), order.key, slot.bytes):
+        return
     with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
         digests = table_of(view, slot)
         writer = open_store(order.store).create(order.key, slot.bytes)
 
         def one(start: int) -> None:
             stop = min(start + WRITE_BYTES, slot.bytes)
-            pace.wait(stop - start)
+            pace.wait(stop - start, w.STORED)
             with view[start:stop] as part:
                 writer.write(start, part)
                 check(part[: max(slot.table - start, 0)], start, digests, slot)
@@ -55,6 +58,13 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
         except BaseException:
             writer.abort()
             raise
+
+
+def _is_stored(store: Store, key: str, size: int) -> bool:
+    try:
+        return store.size(key) == size
+    except NotFound:
+        return False
 
 
 def table_of(view: memoryview, slot: Slot) -> Digests:

@@ -135,7 +135,7 @@ def _add(
         ]
         lead = max(skip - at, 0)
         start = c.source.start + at + lead
-        pace.wait(len(row) - lead)
+        pace.wait(len(row) - lead, w.PROTECTED)
         data = source.read(start, min(c.source.start + at + len(row), c.source.stop), memory)
         block = np.frombuffer(data, np.uint8)
         if lead:

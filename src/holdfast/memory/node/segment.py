@@ -7,6 +7,7 @@
 <home>/jobs/<job>/share-00003-0                     an image, as it will be a file of a step
 <home>/jobs/<job>/share-00003-0.json                its header: attempt, rank, step, digest of its table
 <home>/jobs/<job>/manifest-0000000120-0001-000012   a committed snapshot's manifest
+<home>/gone/<random>                                what was removed and is not deleted yet
 ```
 A header is replaced in one piece.  It says `ready` only of an image that was filled and digested, and is
 replaced before the image is filled again.
@@ -17,8 +18,11 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import secrets
 import shutil
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,6 +58,10 @@ class JobNote(msgspec.Struct, frozen=True):
     version: int = VERSION
 
 
+def job_note(job: Job) -> JobNote:
+    return JobNote(job.root, job.run, job.trainers, job.claim, job.flush_s, job.bytes_per_s)
+
+
 class _Version(msgspec.Struct):
     version: int = VERSION
 
@@ -84,6 +92,9 @@ class Segments:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_home(root)
         self.jobs.mkdir(mode=0o700, exist_ok=True)
+        self._gone = root / "gone"
+        self._gone.mkdir(mode=0o700, exist_ok=True)
+        self._burying = threading.Lock()
         self._number = self.jobs.stat().st_ino
 
     def is_home(self) -> bool:
@@ -97,7 +108,9 @@ class Segments:
         return self.jobs / job / name
 
     def make(self, job: str, name: str, capacity: int) -> None:
-        """A file with all its memory, so that no later write to it can fail; OSError."""
+        """A file with all its memory, so that no later write to it can fail; OSError.  In the place of what
+        was removed: that is deleted first."""
+        self.bury()
         (self.jobs / job).mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self.path(job, name), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -105,16 +118,22 @@ class Segments:
         finally:
             os.close(fd)
 
+    def place(self, job: str, made: str, name: str) -> None:
+        """Give a file that was made its name."""
+        os.rename(self.path(job, made), self.path(job, name))
+
     def note(self, job: str, slot: Slot) -> None:
         """Write a slot's header."""
         self._put(job, f"{slot.name}.json", msgspec.json.encode(slot))
 
-    def note_job(self, job: Job) -> None:
-        about = JobNote(job.root, job.run, job.trainers, job.claim, job.flush_s, job.bytes_per_s)
-        self._put(job.name, "job.json", msgspec.json.encode(about))
+    def note_job(self, job: str, note: JobNote) -> None:
+        self._put(job, "job.json", msgspec.json.encode(note))
 
     def keep_manifest(self, job: str, attempt: str, step: int, manifest: bytes) -> None:
-        self._put(job, f"manifest-{step:010d}-{attempt}", manifest)
+        """Of a commit, which is the newest from here on, whatever has been done to the clock."""
+        times = [path.stat().st_mtime_ns for _, _, path in self.manifests(job)]
+        at = max([time.time_ns(), *(1 + t for t in times)])
+        self._put(job, f"manifest-{step:010d}-{attempt}", manifest, at)
 
     def keep_peers(self, job: str, cards: tuple[Card, ...]) -> None:
         self._put(job, "peers.json", msgspec.json.encode(cards))
@@ -127,13 +146,15 @@ class Segments:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return ()
 
-    def _put(self, job: str, name: str, data: bytes) -> None:
+    def _put(self, job: str, name: str, data: bytes, at: int | None = None) -> None:
         path = self.path(job, name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         temp = path.with_name(f".{name}.new")
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(fd, "wb") as file:
             file.write(data)
+        if at is not None:
+            os.utime(temp, ns=(at, at))
         os.replace(temp, path)
 
     def manifests(self, job: str) -> list[tuple[int, str, Path]]:
@@ -148,14 +169,29 @@ class Segments:
 
     def remove(self, job: str, names: tuple[str, ...], attempts: tuple[str, ...]) -> None:
         for name in names:
-            for path in (self.path(job, f"{name}.json"), self.path(job, name)):
-                path.unlink(missing_ok=True)
+            self.path(job, f"{name}.json").unlink(missing_ok=True)
+            self._put_away(self.path(job, name))
         for _, attempt, path in self.manifests(job):
             if attempt in attempts:
                 path.unlink(missing_ok=True)
 
     def remove_job(self, job: str) -> None:
-        shutil.rmtree(self.jobs / job, ignore_errors=True)
+        self._put_away(self.jobs / job)
+
+    def _put_away(self, path: Path) -> None:
+        """At once: to give memory back takes the kernel a second for some gigabytes."""
+        self._gone.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):
+            path.rename(self._gone / secrets.token_hex(8))
+
+    def bury(self) -> None:
+        """Delete what was removed.  Blocks; from any thread."""
+        with self._burying, suppress(FileNotFoundError):
+            for path in list(self._gone.iterdir()):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
     def digest(self, job: str, slot: Slot) -> str:
         """Digest what a slot holds chunk by chunk, write the table; the digest of the table."""

@@ -32,7 +32,8 @@ class Hello(Message, frozen=True):
     host: str = ""
     """This node's address for other nodes."""
     budget: int = 0
-    """What the agent may use, at least; 0: what it has.  One started by hand keeps its own and its host."""
+    """What the job may use at most, and the agent at least; 0: what it has.  One started by hand keeps its
+    own and its host."""
     version: int = VERSION
 
 
@@ -149,11 +150,19 @@ class Drop(Message, frozen=True):
 
 
 class Bye(Message, frozen=True):
-    """A training process leaves; `finished`: its work is done and its snapshots are needed no more."""
+    """A training process leaves; `finished`: its work is done.  When rank 0's is, snapshots are needed no
+    more."""
 
     job: str
     pid: int
     finished: bool
+
+
+class Finished(Message, frozen=True):
+    """Rank 0, on another node, has left, and its work is done."""
+
+    job: str
+    run: int
 
 
 class Ask(Message, frozen=True):
@@ -170,6 +179,13 @@ class Clean(Message, frozen=True):
     """Free what dead jobs left: one job, or all of them.  Answered with the names freed."""
 
     job: str = ""
+
+
+class Stay(Message, frozen=True):
+    """Be as one that was started by hand: do not leave by itself."""
+
+    budget: int = 0
+    """What it may use from now on; 0: what it has."""
 
 
 class Stop(Message, frozen=True):
@@ -240,6 +256,8 @@ class HeldImage(msgspec.Struct, frozen=True):
     """Of a guard: the ranks of its group, in order."""
     num_data: int = 1
     num_parity: int = 0
+    capacity: int = 0
+    """Bytes of its memory."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -251,6 +269,19 @@ class Held(msgspec.Struct, frozen=True):
     manifests: tuple[bytes, ...]
     peers: tuple[Card, ...] = ()
     """Agents that held part of the newest commit, as they were then."""
+    newest: str = ""
+    """The attempt of that commit."""
+    run: int = 0
+    """The newest of the job's that the agent has met."""
+
+
+def fits(capacity: int, size: int) -> bool:
+    """Whether memory of `capacity` bytes serves for what needs `size`, and is not much too large."""
+    return size <= capacity <= size * 5 // 4 + (1 << 20)
+
+
+STORED, PROTECTED = "stored", "protected"
+"""Kinds of work that take as long as storage and other nodes do."""
 
 
 class JobReport(msgspec.Struct, frozen=True):
@@ -264,6 +295,8 @@ class JobReport(msgspec.Struct, frozen=True):
     steps: tuple[int, ...]
     trainers: tuple[int, ...]
     since: float
+    moved: dict[str, int] = {}
+    """Bytes that were `STORED` and `PROTECTED`, since the agent started."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -276,10 +309,12 @@ class Report(msgspec.Struct, frozen=True):
     fetched: int
     """Bytes that came from other nodes, since the agent started."""
     jobs: tuple[JobReport, ...]
+    tls: bool = False
 
 
 MESSAGES = (
-    Hello | Take | Ready | Protect | Persist | Settled | Commit | Drop | Bye | Ask | Status | Clean | Stop
+    Hello | Take | Ready | Protect | Persist | Settled | Commit | Drop | Bye | Ask | Status | Clean
+    | Stay | Stop
 )  # fmt: skip
 """What may come from outside."""
 

@@ -1,0 +1,83 @@
+"""What the agents of all nodes hold, told among the ranks of a restart.
+
+Agents know the same manifests, which are large: each goes to each rank once, and is known by its digest in
+what else is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import msgspec
+
+from holdfast.codec.digest import hexdigest
+from holdfast.errors import HoldfastError
+from holdfast.group import Group
+from holdfast.memory.node import words as w
+from holdfast.memory.node.fetch import Peer
+from holdfast.memory.node.holdings import ELSEWHERE_S, ELSEWHERE_THREADS, elsewhere
+from holdfast.threads import in_threads
+
+Manifests = dict[bytes, bytes]
+"""By digest."""
+
+
+def tell_all(group: Group, job: str, mine: w.Held | None) -> list[w.Held]:
+    """What all agents hold, also of nodes that the job no longer runs on, if they still answer.
+
+    `mine`: what this node's holds, on one of its ranks.  Collective.
+    """
+    own = manifests_of([mine] if mine is not None else [])
+    told = group.share(w.encode(_brief(mine)) if mine is not None else b"")
+    helds = {r: msgspec.msgpack.decode(data, type=w.Held) for r, data in enumerate(told) if data}
+    having: dict[bytes, int] = {}
+    for rank, held in helds.items():
+        for digest in held.manifests:
+            having.setdefault(digest, rank)
+    known = {
+        digest: group.broadcast(own[digest] if rank == group.rank else None, rank)
+        for digest, rank in having.items()
+    }
+    here = [_whole(held, known) for held in helds.values()]
+    return here + _others(group, job, here, known)
+
+
+def tell_finished(job: str, run: int, cards: Iterable[w.Card]) -> None:
+    """Tell agents of other nodes that rank 0 has left, with its work done; one out of reach keeps all."""
+
+    def tell(card: w.Card) -> None:
+        with suppress(HoldfastError):
+            Peer(card, ELSEWHERE_S).tell(f"/v1/{job}/finished/{run}")
+
+    in_threads(tell, list(cards), ELSEWHERE_THREADS)
+
+
+def _others(group: Group, job: str, here: list[w.Held], known: Manifests) -> list[w.Held]:
+    """Rank 0 asks them."""
+
+    def ask() -> bytes:
+        found = elsewhere(job, here)
+        news = {d: m for d, m in manifests_of(found).items() if d not in known}
+        return w.encode((list(map(_brief, found)), news))
+
+    kind = tuple[list[w.Held], dict[bytes, bytes]]
+    found, news = msgspec.msgpack.decode(group.from_rank0(ask), type=kind)
+    return [_whole(held, known | news) for held in found]
+
+
+def manifests_of(helds: Iterable[w.Held]) -> Manifests:
+    return {_digest(data): data for held in helds for data in held.manifests}
+
+
+def _digest(manifest: bytes) -> bytes:
+    return hexdigest(manifest).encode()
+
+
+def _brief(held: w.Held) -> w.Held:
+    """With the digests of manifests in their place."""
+    return msgspec.structs.replace(held, manifests=tuple(map(_digest, held.manifests)))
+
+
+def _whole(held: w.Held, known: Manifests) -> w.Held:
+    return msgspec.structs.replace(held, manifests=tuple(known[d] for d in held.manifests))

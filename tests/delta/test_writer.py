@@ -1,0 +1,87 @@
+"""What a writer does when its storage fails and the training process is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.codec.digest import CHUNK_BYTES, num_chunks
+from holdfast.delta import words as w
+from holdfast.delta import writer
+from holdfast.delta.ring import Ring
+from holdfast.delta.segment import Header, Record, read_header, segment_key
+from holdfast.store import LocalStore
+
+DATA_BYTES = 1000
+STEPS = range(4, 7)
+
+
+def orphan(store: LocalStore) -> tuple[writer.Writer, socket.socket]:
+    """A writer whose training process has handed over three records, and died."""
+    parent = subprocess.Popen([sys.executable, "-c", ""])
+    mine, theirs = socket.socketpair()
+    table_bytes = 8 * num_chunks(DATA_BYTES, CHUNK_BYTES)
+    ring = Ring(len(STEPS), 4096)
+    w.send(mine, w.Open(store.url, Header(5, 0, 1, "plan", {}), ring.slots, 4096, 1), (ring.fd,))
+    for slot, step in enumerate(STEPS):
+        ring.slot(slot)[:DATA_BYTES] = bytes([step]) * DATA_BYTES
+        whole = DATA_BYTES + table_bytes
+        record = Record(step, (5, step - 1), whole, 0, DATA_BYTES, DATA_BYTES, ())
+        w.send(mine, w.Put(slot, record))
+    ring.close()
+    parent.wait()
+    return writer.Writer(theirs, parent.pid), mine
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, times: range) -> None:
+    """Storage does not take these of the new names."""
+    link, count = os.link, iter(range(1000))
+
+    def tried(*args: Any, **kwargs: Any) -> None:
+        if next(count) in times:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        link(*args, **kwargs)
+
+    monkeypatch.setattr(os, "link", tried)
+    monkeypatch.setattr(writer, "PAUSES_S", (0.01, 0.01, 0.01))
+
+
+def steps_in(store: LocalStore) -> list[int]:
+    found = []
+    for step in STEPS:
+        key = segment_key(5, step, step, 0)
+        if key in store.list("log/"):
+            header, at = read_header(store.open(key), key)
+            data = bytearray(DATA_BYTES)
+            store.read(key, at, memoryview(data))
+            assert data == bytes([step]) * DATA_BYTES
+            found += [record.step for record in header.records]
+    return found
+
+
+def test_storage_fails_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record is left out: those after it would lead nowhere."""
+    store = LocalStore(tmp_path)
+    failing(monkeypatch, range(1, 4))
+    left, _line = orphan(store)
+    left.run()
+    assert steps_in(store) == [4, 5, 6]
+
+
+def test_storage_fails_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is lost is said; those after it may follow a later full save."""
+    store = LocalStore(tmp_path)
+    failing(monkeypatch, range(1, 5))
+    left, _line = orphan(store)
+    left.run()
+    assert steps_in(store) == [4, 6]
+    assert "the records of steps 5 to 5 are lost: cannot finish" in capfd.readouterr().err
