@@ -68,6 +68,15 @@ def test_the_budget_is_enough_to_the_byte(scheme: str) -> None:
         check_room(short, chosen_for(scheme, short))
 
 
+def test_images_take_whole_pages() -> None:
+    """Of one that saves nothing, too."""
+    card = w.Card("a", "a:1", "t")
+    filled = [
+        Filled(b"", card, "x", size, 20_480, memory=m) for size, m in ((5000, 8192), (0, 4096))
+    ]
+    assert "take 24576 bytes" in lack(decided(filled), none(), [(0,), (1,)])
+
+
 def test_auto_gives_protection_up_before_it_gives_up_snapshots() -> None:
     budget = 3 * MB
     tight = told("abcd", sizes=[MB] * 4, budget=2 * MB)

@@ -3,6 +3,7 @@
 Each test's lives are real processes under gloo; a node is a directory with an agent of its own.
 """
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -470,13 +471,29 @@ def test_memory_for_what_is_kept_is_missed_before_the_first_snapshot(lives: Live
     for one in told:
         (failed,) = one.events("prepare.failed")
         assert "budget is 5000000 bytes" in failed["error"]
-        assert "3.90 MB of images, 3.90 MB kept for others, copy(2)" in failed["error"]
+        assert "3.91 MB of images, 3.90 MB kept for others, copy(2)" in failed["error"]
         assert [x["step"] for x in one.lines if "step" in x and "digest" in x] == [1, 2, 3, 4]
         failures = [x["event"] for x in one.lines if "failed" in x.get("event", "")]
         assert (
             failures[0] == "prepare.failed"
         )  # the others are of durable saves, which need no memory
     assert holdfast.steps(str(lives.place / "root")) == [2, 4]
+
+
+@pytest.mark.parametrize("redundancy", ["none", "copy"])
+def test_the_budget_that_is_told_to_be_needed_is_enough(lives: Lives, redundancy: str) -> None:
+    """To the byte, also where an image ends within a page of memory."""
+    script = {"nodes": [0, 1], "until": 7, "width": 41, "memory": 2}
+    small = {"redundancy": redundancy, "budget": 100_000}
+    told = lives.live(**script, options=small)
+    (failed,) = told[0].events("prepare.failed")
+    (most,) = {int(n) for n in re.findall(r"take (\d+) bytes", failed["error"])}
+    for budget, enough in ((most - 1, False), (most, True)):
+        options = {"redundancy": redundancy, "budget": budget}
+        told = lives.live(**script, options=options, root=str(lives.place / str(budget)))
+        for one in told:
+            assert bool(one.events("prepare.failed")) is not enough, lives.errors()
+            assert not (enough and one.events("snapshot.failed")), lives.errors()
 
 
 def test_all_memory_is_taken_before_the_first_snapshot(lives: Lives) -> None:

@@ -114,7 +114,7 @@ class Planner:
             pieces = plan.placement.pieces(self.group.rank)
             image = plan.image = plan_image(plan.agreement.tensors, pieces, extras_bytes=room)
             plan.copies.clear()
-        view = buffer.reserve(-(-image.total_bytes // ALIGN) * ALIGN, job.live)
+        view = buffer.reserve(image.memory_bytes, job.live)
         mark = fingerprint(job.live)
         if mark != plan.fingerprint:
             plan.copies.clear()

@@ -46,6 +46,11 @@ class Image:
     def extras_bytes(self) -> int:
         return self.table_start - self.extras_start
 
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes in memory: whole pages, as storage is written."""
+        return -(-self.total_bytes // ALIGN) * ALIGN
+
 
 def plan_image(
     tensors: tuple[TensorEntry, ...],

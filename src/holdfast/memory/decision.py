@@ -23,6 +23,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     """Why its image is not in its agent's memory."""
     exactness: Exactness | None = None
     """If its image was copied from a replica."""
+    memory: int = 0
+    """Bytes that its image takes on its node, whether it saves anything or not."""
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +39,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     """By rank: a number that ranks share which hold the same."""
     sizes: tuple[int, ...] = ()
     """By rank: bytes of its image; 0: it saves nothing."""
+    memory: tuple[int, ...] = ()
+    """By rank: bytes that its image takes on its node."""
     budgets: tuple[int, ...] = ()
     """Of this job on the nodes, as `cards`."""
     directly: str = ""
@@ -55,5 +59,6 @@ def decided(filled: list[Filled], manifest: bytes = b"") -> Decision:
         tuple(cards[f.card] for f in filled),
         tuple(kinds[f.holding] for f in filled),
         tuple(f.size for f in filled),
+        tuple(max(f.size, f.memory) for f in filled),
         tuple(budgets[card] for card in cards),
     )

@@ -119,7 +119,7 @@ def lack(decision: Decision, scheme: Scheme, found: Groups) -> str:
         each = kept_bytes(decision, scheme, group)
         for rank in group:
             card = decision.card_of[rank]
-            own[card] += SNAPSHOTS * decision.sizes[rank]
+            own[card] += SNAPSHOTS * decision.memory[rank]
             kept[card] += SNAPSHOTS * each if decision.sizes[rank] else 0
             num_ranks[card] += 1
     for card, budget in enumerate(decision.budgets):

@@ -434,8 +434,10 @@ class MemoryTier:
 
     def _filled(self, job: Job, given: bytes, size: int, refusal: str) -> bytes:
         holding = self._protector.holding(job)
+        image = job.plan.image if job.plan is not None else None
+        memory = image.memory_bytes if image is not None else 0
         return w.encode(
-            Filled(given, self.card, holding, size, self._budget, refusal, job.exactness)
+            Filled(given, self.card, holding, size, self._budget, refusal, job.exactness, memory)
         )
 
     def _tell(self, commit: w.Commit) -> None:
