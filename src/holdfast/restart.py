@@ -170,7 +170,7 @@ class Restart:
                     snapshots, manifest, tiers.store, tiers.group, self.state, self.options,
                     tiers.memory.survey_again,
                 )  # fmt: skip
-            tiers.memory.adopt(manifest)
+            tiers.memory.adopt(manifest, snapshots.cards(manifest.attempt))
             tell_exactness(manifest)
         else:
             with span("restore.load", step=candidate.step, tier="durable"):

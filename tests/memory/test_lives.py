@@ -302,6 +302,25 @@ def test_nodes_that_are_no_longer_part_of_the_job_still_answer(lives: Lives) -> 
     check(lives, told, 4, digests)
 
 
+def test_a_job_moves_on_before_it_makes_a_snapshot_of_its_own(lives: Lives) -> None:
+    """From nodes 0 and 1 to 0 and 2, then to 2 and 3: what 2 has met at its restart, it finds again."""
+    options = {"redundancy": "none"}
+    digests = train(lives, 3, [0, 1], options=options, memory=3)
+    for nodes in ([0, 2], [2, 3]):
+        told = lives.live(nodes=nodes, until=5, die=True, options=options, memory=9)
+        check(lives, told, 3, digests)
+
+
+def test_the_successor_of_an_agent_is_found_where_the_job_no_longer_runs(lives: Lives) -> None:
+    """The snapshot is older than the agent which holds it now."""
+    options = {"redundancy": "none"}
+    digests = train(lives, 3, [0, 1], options=options, memory=3)
+    kill(lives.node(1))
+    for nodes in ([0, 1], [0]):
+        told = lives.live(nodes=nodes, until=4, die=True, options=options, memory=9)
+        check(lives, told, 3, digests)
+
+
 def test_nodes_are_lost_one_after_the_other(lives: Lives) -> None:
     """What was rebuilt is protected again at once, not with the next snapshot that is due."""
     options = {"redundancy": "parity"}

@@ -279,11 +279,12 @@ class MemoryTier:
         helds = tell_all(self.group, self.job, mine if self.group.rank == first else None)
         return helds, mine.card.agent if mine is not None else ""
 
-    def adopt(self, manifest: Manifest) -> None:
-        """What was restored is the newest snapshot of this node, too: it must not be given out."""
+    def adopt(self, manifest: Manifest, cards: tuple[w.Card, ...]) -> None:
+        """What was restored is the newest snapshot of this node, too: it must not be given out.  `cards`: of
+        the agents that hold it, with whom the next restart finds it."""
         self._untold = None
         with suppress(HoldfastError):
-            decision = Decision({}, encode(manifest))
+            decision = Decision({}, encode(manifest), cards)
             self.client.ask(self._commit(manifest.step, manifest.attempt, decision))
 
     def _commit(self, step: int, attempt: str, decision: Decision) -> w.Commit:

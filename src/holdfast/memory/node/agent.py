@@ -72,6 +72,7 @@ class Agent:
         self._paces: dict[tuple[str, int, int], Pace] = {}
         """By job, rank and cap: one for all that is done for a rank."""
         self._noted: dict[str, JobNote] = {}
+        self._peers: dict[str, tuple[w.Card, ...]] = {}
         self._freed: Counter[str] = Counter()
         """How often each job was."""
 
@@ -124,8 +125,10 @@ class Agent:
                 self.segments.note(job, slot)
             case e.KeepManifest(job, attempt, step, manifest, cards):
                 if cards:
-                    self.segments.keep_peers(job, cards)
+                    self._keep_peers(job, cards)
                 self.segments.keep_manifest(job, attempt, step, manifest)
+            case e.KeepPeers(job, cards):
+                self._keep_peers(job, cards)
             case e.Remove(job, names, attempts):
                 self.segments.remove(job, names, attempts)
                 self._later(self._bury())
@@ -134,6 +137,7 @@ class Agent:
                 self._freed[job] += 1
                 self._paces = {key: pace for key, pace in self._paces.items() if key[0] != job}
                 self._noted.pop(job, None)
+                self._peers.pop(job, None)
                 self._later(self._bury())
             case e.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
@@ -169,6 +173,12 @@ class Agent:
             self._noted[job.name] = note
         except OSError as error:
             log.error("%s: %s", self.segments.path(job.name, "job.json"), error.strerror or error)
+
+    def _keep_peers(self, job: str, cards: tuple[w.Card, ...]) -> None:
+        """If it is news: each rank of this node tells."""
+        if self._peers.get(job) != cards:
+            self.segments.keep_peers(job, cards)
+            self._peers[job] = cards
 
     def _is_needed(self, job: str, slot: Slot) -> bool:
         """Whether somebody still waits for what a slot is being filled with.  From any thread."""

@@ -12,6 +12,7 @@ from holdfast.memory.node.effects import (
     CommitLate,
     Effect,
     KeepManifest,
+    KeepPeers,
     Refuse,
     Remove,
     Reply,
@@ -30,7 +31,8 @@ def commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
         text = f"run {m.run} commits a snapshot, but run {job.run} has begun"
         return state, [Refuse(ask, "UsageError", text)]
     if m.attempt == job.newest or m.attempt in job.elsewhere:
-        return state, [Reply(ask, None)]
+        known: list[Effect] = [KeepPeers(job.name, m.cards)] if m.cards else []
+        return state, [*known, Reply(ask, None)]
     keep = KeepManifest(job.name, m.attempt, m.step, m.manifest, m.cards)
     here, gone = job.ready, job.elsewhere
     if m.attempt not in here:  # another node's images alone: nothing here is to be protected for it

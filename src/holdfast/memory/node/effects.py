@@ -83,6 +83,14 @@ class KeepManifest:
 
 
 @dataclass(frozen=True)
+class KeepPeers:
+    """Who holds part of the newest commit may have changed: an agent has died and has a successor."""
+
+    job: str
+    cards: tuple[w.Card, ...]
+
+
+@dataclass(frozen=True)
 class Remove:
     """Files of a job that are no more: slots, and manifests by attempt."""
 
@@ -119,6 +127,6 @@ class Exit:
 
 Effect = (
     Reply | Refuse | Make | Note | Digest | Encode | Write | CommitLate
-    | KeepManifest | Remove | RemoveJob | Answer | Greet | Exit
+    | KeepManifest | KeepPeers | Remove | RemoveJob | Answer | Greet | Exit
 )  # fmt: skip
 Result = tuple[State, list[Effect]]

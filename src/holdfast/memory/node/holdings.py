@@ -99,17 +99,31 @@ class Holdings:
         if not manifests:
             return "", 0
         newest = max(manifests, key=lambda m: (m.run, m.step, m.attempt))
-        ranks = {f.rank for f in newest.files}
-        missing = [r for r in ranks if ("share", newest.attempt, r) not in self._places]
+        missing = self._missing(newest)
         if not missing:
             return newest.attempt, 0
-        there = [
-            held
-            for held in self.helds.values()
-            if any(image.attempt == newest.attempt for image in held.images)
-        ]
+        there = self._having(newest.attempt)
         had = max((len(held.peers) for held in there), default=0)
         return newest.attempt, min(max(had - len(there), 1), len(missing))
+
+    def cards(self, attempt: str) -> tuple[w.Card, ...]:
+        """Of the agents that hold part of a snapshot, as they are now; as long as some of it is in no
+        memory, also of those that held part of it and did not answer."""
+        there = self._having(attempt)
+        found = {held.card.agent: held.card for held in there}
+        if self._missing(self.find(attempt)):
+            for held in there:
+                found |= {c.agent: c for c in held.peers if c.agent not in self.helds}
+        return tuple(found[agent] for agent in sorted(found))
+
+    def _having(self, attempt: str) -> list[w.Held]:
+        """What the agents tell that hold part of a snapshot."""
+        return [h for h in self.helds.values() if any(i.attempt == attempt for i in h.images)]
+
+    def _missing(self, manifest: Manifest) -> list[int]:
+        """The ranks whose images are in no memory."""
+        ranks = {f.rank for f in manifest.files}
+        return [r for r in ranks if ("share", manifest.attempt, r) not in self._places]
 
     def suspects(self, attempt: str, rank: int) -> list[Key]:
         """What must count as lost, as this node sees it, when an image proved damaged or out of reach.
