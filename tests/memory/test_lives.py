@@ -586,6 +586,22 @@ def test_a_flush_without_a_node_commits_nothing(lives: Lives) -> None:
     assert "is not committed" in log.read_text() and "was taken over by run 2" in log.read_text()
 
 
+def test_a_flush_brings_no_root_back(lives: Lives) -> None:
+    """That was moved meanwhile.  What is in memory stays there, and the run goes on where it is now."""
+    root, moved = lives.place / "root", lives.place / "moved"
+    options = {"redundancy": "copy", "flush_after_s": 3.0}
+    digests = train(lives, 4, [0, 1], options=options)
+    root.rename(moved)
+    until = time.monotonic() + 30
+    while not all("to storage" in (lives.node(n) / "agent.log").read_text() for n in (0, 1)):
+        assert time.monotonic() < until, (lives.node(0) / "agent.log").read_text()
+        time.sleep(0.1)
+    assert "knows of no run any more" in (lives.node(0) / "agent.log").read_text()
+    assert not root.exists()
+    told = lives.live(nodes=[0, 1], until=5, options=options, root=str(moved))
+    check(lives, told, 4, digests)
+
+
 def test_a_root_that_was_made_anew_begins_anew(lives: Lives) -> None:
     """Snapshots of the run that lived there before are another job's."""
     train(lives, 3, [0, 1], options={"redundancy": "none"})

@@ -105,12 +105,17 @@ def newest_claim(store: Store) -> Claim | None:
 
 
 def check_claim(store: Store, mine: Claim) -> None:
-    """UsageError if another run has taken the root since."""
+    """UsageError if another run has taken the root since, or the root is there no more."""
     held = newest_claim(store)
-    if held is None or held.run != mine.run:
+    if held is None:
         raise UsageError(
-            f"{store.url} was taken over by {held or 'nobody'}; this is run {mine.run}, which "
-            "commits no more",
+            f"{store.url} knows of no run any more: it was moved, emptied or deleted under run {mine.run}, "
+            "which commits no more",
+            hint="start the run again, on the root where it is now",
+        )
+    if held.run != mine.run:
+        raise UsageError(
+            f"{store.url} was taken over by {held}; this is run {mine.run}, which commits no more",
             hint="two runs must not write to one root; stop one of them",
         )
 

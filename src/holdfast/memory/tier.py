@@ -280,8 +280,8 @@ class MemoryTier:
         return helds, mine.card.agent if mine is not None else ""
 
     def adopt(self, manifest: Manifest, cards: tuple[w.Card, ...]) -> None:
-        """What was restored is the newest snapshot of this node, too: it must not be given out.  `cards`: of
-        the agents that hold it, with whom the next restart finds it."""
+        """What was restored is the newest snapshot of this node, too: it must not be given out.  `cards`:
+        of the agents that hold it, with whom the next restart finds it."""
         self._untold = None
         with suppress(HoldfastError):
             decision = Decision({}, encode(manifest), cards)

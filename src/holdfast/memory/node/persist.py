@@ -7,7 +7,7 @@ import time
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.claiming import Claim, check_claim
+from holdfast.checkpoint.claiming import Claim, check_claim, newest_claim
 from holdfast.checkpoint.committing import check_files, commit
 from holdfast.checkpoint.names import manifest_key
 from holdfast.checkpoint.tidying import attempt_of
@@ -36,14 +36,18 @@ SECOND_LOOK_S = 1.0
 def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> None:
     """Write an image, durable when this returns.  Blocks; StoreError.
 
+    UsageError for a flush into a root that is there no more: a file would bring its directory back.
     Corrupt if memory has changed since the image was digested: then nothing is left in storage.  Nothing is
     written if it is there: a file has its name when it is whole.
     """
-    if _is_stored(open_store(order.store), order.key, slot.bytes):
+    store = open_store(order.store)
+    if not order.pid and newest_claim(store) is None:
+        check_claim(store, msgspec.json.decode(order.claim, type=Claim))
+    if _is_stored(store, order.key, slot.bytes):
         return
     with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
         digests = table_of(view, slot)
-        writer = open_store(order.store).create(order.key, slot.bytes)
+        writer = store.create(order.key, slot.bytes)
 
         def one(start: int) -> None:
             stop = min(start + WRITE_BYTES, slot.bytes)
