@@ -143,12 +143,18 @@ class Restart:
             )
 
     def _warn_of_lost(self, reached: Identity) -> None:
-        """Records behind one that is missing or damaged lead nowhere."""
+        """Records behind one that is missing or damaged, or behind a full save that is not complete, lead
+        nowhere."""
         behind = self.log.behind(reached)
         if behind:
+            why = f"the record of the step after {reached[1]} is missing or damaged"
+            known = {reached, *self.log.steps}
+            bases = {self.log.steps[one].parent for one in known if one > reached} - known
+            if bases and all(step <= reached[1] for _, step in bases):
+                run, step = max(bases)
+                why = f"the full save of step {step} by run {run}, from which they lead on, is not there"
             warnings.warn(
-                f"the record of the step after {reached[1]} is missing or damaged: records up to step "
-                f"{behind[-1]} are there and cannot be used",
+                f"{why}: records up to step {behind[-1]} are there and cannot be used",
                 HoldfastWarning,
                 stacklevel=4,
             )

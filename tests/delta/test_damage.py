@@ -19,7 +19,7 @@ import pytest
 import holdfast
 from holdfast.delta import queue
 from holdfast.delta.log import open_log
-from holdfast.errors import AgentError, Deadline, NotRecoverable
+from holdfast.errors import AgentError, Deadline, NotRecoverable, RankErrors
 from holdfast.store import open_store
 
 from .test_exact import (
@@ -174,6 +174,32 @@ def test_a_damaged_plan_costs_the_records_it_describes(
         check_equal(run.everything(), at_step(4))
     _, damaged = open_log(open_store(str(root)))
     assert damaged == [str(plan.relative_to(root))]
+
+
+def test_records_whose_full_save_failed_lead_nowhere(root: Path) -> None:  # noqa: F811
+    """No record is missing: the next start says what is."""
+    recorded(root, new, LAST)
+    run = new()
+    ckpt = checkpointer(root, run)
+    assert ckpt.restore() == LAST
+    blocks = [root / "steps" / f"{step:010d}" for step in (LAST, LAST + 1)]
+    for block in blocks:
+        block.write_text("no directory can be made here")
+    save = ckpt.save(LAST)
+    with pytest.raises(RankErrors, match=f"save of step {LAST} failed"):
+        save.wait()
+    run.step(LAST + 1)
+    ckpt.step(LAST + 1)
+    with pytest.raises(RankErrors, match=f"save of step {LAST + 1} failed"):
+        ckpt.close()
+    for block in blocks:
+        block.unlink()
+    again = new()
+    with checkpointer(root, again) as ckpt:
+        text = f"full save of step {LAST} by run 2, .* not there: records up to step {LAST + 1} "
+        with pytest.warns(holdfast.HoldfastWarning, match=text):
+            assert ckpt.restore() == LAST
+        check_equal(again.everything(), at_step(LAST))
 
 
 def test_a_step_behind_a_damaged_record_is_not_given_out(root: Path) -> None:  # noqa: F811
