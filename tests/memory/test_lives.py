@@ -602,6 +602,17 @@ def test_a_flush_brings_no_root_back(lives: Lives) -> None:
     check(lives, told, 4, digests)
 
 
+def test_a_model_that_does_not_fit_is_told_on_every_rank(lives: Lives) -> None:
+    """By what does not, also where rank 0 has raised that and ended before others have read it."""
+    script = {"nodes": [0, 1, 2], "options": {"redundancy": "none"}}
+    train(lives, 2, **script)
+    told = lives.live(until=3, width=41, **script)
+    assert [t.status for t in told] == [1] * 3
+    for rank in range(3):
+        (error,) = (lives.place / f"life{lives.number}").glob(f"r{rank}.err")
+        assert "StateMismatch: step 2 does not fit the live state" in error.read_text()
+
+
 def test_a_root_that_was_made_anew_begins_anew(lives: Lives) -> None:
     """Snapshots of the run that lived there before are another job's."""
     train(lives, 3, [0, 1], options={"redundancy": "none"})

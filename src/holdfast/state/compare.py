@@ -88,6 +88,10 @@ def judge_together(
         lambda answers: _combine(checkpoint, live, answers, group.size, options),
     )
     together = msgspec.msgpack.decode(answer, type=_Together)
+    if together.problems:
+        group.any(
+            True
+        )  # all have read it: rank 0, which holds the answer for them, may end at once
     if error is not None and len(together.problems) == 1:
         raise error
     if together.problems:
