@@ -190,6 +190,7 @@ class Checkpointer:
         if not delta.needs_base(step):
             return False
         delta.begin_from((self._tiers.run, step), self._begin(step, must=True, live=True))
+        delta.prepare()
         return True
 
     def _snapshot(self, step: int, memory: MemoryTier) -> None:
@@ -331,20 +332,23 @@ class Checkpointer:
             fields["step"] = found
         if restart.leaves_behind():
             self._tiers.leave_behind()
-        if delta is not None and restart.reached is not None and self.every.delta is not None:
-            delta.begin_from(restart.reached)
+        records = None if restart.reached is None or self.every.delta is None else delta
+        if records is not None and restart.reached is not None:
+            records.begin_from(restart.reached)
         for key in self.state:
             self.state[key] = restart.state[key]
         lasting = self.every.durable is not None or (delta is not None and delta.parent is not None)
         unsaved = lasting and restart.is_unsaved()  # records that lead on from it need it, too
         unsaved = unsaved or (origin is not None and keep_source)
+        generators, memory = Rng().state_dict(), self._tiers.memory
         if unsaved or restart.needs_protection():
-            generators, memory = Rng().state_dict(), self._tiers.memory
             if unsaved or memory is None:
                 self._begin(found, must=True)
             else:
                 self._snapshot(found, memory)
-            Rng().load_state_dict(generators)  # a loader may draw when it is asked for its state
+        if records is not None:
+            records.prepare()
+        Rng().load_state_dict(generators)  # a loader may draw when it is asked for its state
         return found
 
     def _origin(self, source: str | os.PathLike[str] | None) -> str | None:

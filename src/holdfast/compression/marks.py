@@ -19,7 +19,7 @@ def sparse(parameters: Iterable[torch.Tensor], *, at_most: float) -> None:
 
     Records then hold those elements alone (`holdfast.Delta`).  Nothing is lost if it proves wrong: what is
     not zero is looked for at every step, and gradients with more of it are recorded whole from the next
-    full save on.  Say the same on every rank, before the first step.
+    full save on.  Say the same on every rank, before `restore()`.
     """
     if not 0 < at_most <= 1:
         raise UsageError(f"sparse(at_most={at_most!r}): must be above 0 and at most 1")
@@ -35,7 +35,7 @@ def rounded(parameters: Iterable[torch.Tensor], to: torch.dtype) -> None:
 
     Records then hold it in that dtype, which is half of the bytes (`holdfast.Delta`).  Nothing is lost if
     it proves wrong: each value is looked at at every step, and if one gradient has others, all are recorded
-    whole from the next full save on.  Say the same on every rank, before the first step, of the parameters
+    whole from the next full save on.  Say the same on every rank, before `restore()`, of the parameters
     that the optimizer has: `fully_shard` and `to_empty` make others.  What is declared `sparse`, too, is
     recorded as that.
     """

@@ -148,6 +148,23 @@ class DeltaTier:
         self._hooks.move_last()
         self._watch.begin(self.state())
 
+    def prepare(self) -> None:
+        """Plan records, which all ranks do together, right after `begin_from`.  Collective; blocks.
+
+        Not within the first step of an optimizer: a loss scaler may skip that step on one rank alone, or
+        one may have failed to make records.  Those that make it would wait for that rank, and that rank
+        for them in whatever ranks exchange next.
+        """
+        if self.group.size == 1 or self._capture.is_planned:
+            return
+        try:
+            with self._clock.held(), self._clock.once():
+                self._plan()
+        except UsageError:
+            raise
+        except Exception as error:
+            self._fail(error)
+
     def expect(self, names: set[str]) -> None:
         """Buffers and untrained tensors that changed in steps before, so that records hold them at once."""
         self._watch.learn(names, self.state())
