@@ -58,7 +58,7 @@ class TopK:
         self._names: dict[torch.Tensor, str] = {}
 
     def register(self, model: nn.parallel.DistributedDataParallel) -> None:
-        """Compress what this model's ranks exchange.  Once, on every rank, before the first step."""
+        """Compress what this model's ranks exchange.  Once, on every rank, before `restore()`."""
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             raise UsageError(
                 f"TopK is a hook of DistributedDataParallel, not {type(model).__name__}"
