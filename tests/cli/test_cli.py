@@ -322,6 +322,20 @@ def test_agent_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 2 and "status" in err
 
 
+def test_a_memory_directory_whose_socket_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unix sockets have short paths: told before an agent is started that could not be reached."""
+    short = tmp_path / "node"
+    for far in (short / ("x" * 96), Path("/" + "x" * 97)):
+        monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(far))
+        code, _, err = call("agent", "status")
+        assert code == 2 and f"{len(str(far))} bytes" in err and "may have 96" in err
+    assert not short.exists()
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", "/" + "x" * 95)
+    assert call("agent", "status")[0] == 1  # there is none
+
+
 def test_plan_by_rules(root: Path, tmp_path: Path) -> None:
     names = {t["name"]: t for t in call_json("inspect", root)[1]["tensors"]}
     file = tmp_path / "some.rules"

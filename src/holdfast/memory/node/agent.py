@@ -40,7 +40,7 @@ from holdfast.memory.node.jobs import Job, Slot
 from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import Encoding, protect
-from holdfast.memory.node.segment import JobNote, Segments, check_home, home, job_note
+from holdfast.memory.node.segment import SOCKET, JobNote, Segments, check_home, home, job_note
 from holdfast.memory.node.tls import serving
 
 log = logging.getLogger("holdfast.agent")
@@ -356,7 +356,7 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) ->
     await web.TCPSite(runners[1], "0.0.0.0", 0, ssl_context=context).start()
     address = f"{host}:{runners[1].addresses[0][1]}"
     agent.card = msgspec.structs.replace(agent.card, address=address, fingerprint=fingerprint)
-    path = root / "agent.sock"
+    path = root / SOCKET
     path.unlink(missing_ok=True)
     await web.UnixSite(runners[0], str(path)).start()
     os.chmod(path, 0o600)

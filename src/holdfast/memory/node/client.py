@@ -21,7 +21,7 @@ from holdfast.errors import AgentUnreachable, HoldfastError
 from holdfast.events import emit
 from holdfast.here import fate
 from holdfast.memory.node import words as w
-from holdfast.memory.node.segment import check_home, home
+from holdfast.memory.node.segment import SOCKET, check_home, home
 
 START_S = 20.0
 RESTART_S = 1.0
@@ -104,7 +104,7 @@ class Client:
         """The answer as it comes.  TimeoutError, BlockingIOError, AgentUnreachable."""
         with self._lock:
             limit = min(limit, HURRIED_S) if self.leaving else limit
-            line = _Connection(self.root / "agent.sock", limit)
+            line = _Connection(self.root / SOCKET, limit)
             self._open.add(line)
         try:
             check_home(self.root)

@@ -44,6 +44,9 @@ from holdfast.memory.node.words import VERSION, Card
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
 MIB = 1 << 20
+SOCKET = "agent.sock"
+MOST_SOCKET_BYTES = 107
+"""Of a Unix socket's path, on Linux."""
 
 
 class JobNote(msgspec.Struct, frozen=True):
@@ -78,9 +81,17 @@ def check_home(root: Path) -> None:
 
 
 def home() -> Path:
-    """Where this user's agent of this node lives: HOLDFAST_MEMORY_DIR, or a folder of /dev/shm."""
+    """Where this user's agent of this node lives: HOLDFAST_MEMORY_DIR, or a folder of /dev/shm.  UsageError
+    if its socket could have no such name."""
     told = os.environ.get("HOLDFAST_MEMORY_DIR")
-    return Path(told).absolute() if told else Path(f"/dev/shm/holdfast-{os.getuid()}")
+    found = Path(told).absolute() if told else Path(f"/dev/shm/holdfast-{os.getuid()}")
+    size, most = len(os.fsencode(found)), MOST_SOCKET_BYTES - len(f"/{SOCKET}")
+    if size > most:
+        raise UsageError(
+            f"HOLDFAST_MEMORY_DIR={found} has {size} bytes; with its socket's name it may have {most}",
+            hint="a shorter path, in /dev/shm",
+        )
+    return found
 
 
 class Segments:
