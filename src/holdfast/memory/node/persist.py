@@ -41,7 +41,7 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
     written if it is there: a file has its name when it is whole.
     """
     store = open_store(order.store)
-    if not order.pid and newest_claim(store) is None:
+    if order.claim and not order.pid and newest_claim(store) is None:
         check_claim(store, msgspec.json.decode(order.claim, type=Claim))
     if _is_stored(store, order.key, slot.bytes):
         return
