@@ -29,10 +29,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Tests that start no ranks run side by side, files with one long test not at the end; the others have the
-# machine for themselves.
+# Tests that start no ranks run side by side; the others have the machine for themselves.
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "(not distributed or beside) and not alone"; beside=$$?; \
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "(not distributed or beside) and not alone"; beside=$$?; \
 	  $(BIN)/python -m pytest -m "(distributed and not beside) or alone" && exit $$beside
 
 unit: $(READY)
