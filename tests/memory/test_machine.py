@@ -48,6 +48,8 @@ def message(words: list[str]) -> w.Message:
             values[field.name] = (
                 tuple(map(int, text.split(",")))
                 if field.name == "pids"
+                else tuple(w.Card(agent, f"{agent}:1", "t") for agent in text.split(","))
+                if field.name == "cards"
                 else msgspec.convert(text, field.type, strict=False)
             )
         elif field.name == "job" and kind is w.Clean:
@@ -80,6 +82,8 @@ def show(effect: e.Effect) -> str:
             return f"commit late {order.attempt}"
         case e.KeepManifest(_, attempt, step, _):
             return f"keep manifest {attempt} of step {step}"
+        case e.KeepPeers(_, cards):
+            return "keep peers " + " ".join(card.agent for card in cards)
         case e.Remove(_, names, attempts):
             return "remove " + " ".join((*names, *attempts))
         case e.RemoveJob(job):

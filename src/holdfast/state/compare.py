@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.errors import LayoutError, StateMismatch
+from holdfast.errors import HoldfastError, LayoutError, StateMismatch
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
 from holdfast.near import near
@@ -89,9 +90,9 @@ def judge_together(
     )
     together = msgspec.msgpack.decode(answer, type=_Together)
     if together.problems:
-        group.any(
-            True
-        )  # all have read it: rank 0, which holds the answer for them, may end at once
+        # until all have read it: rank 0, which holds the answer for them, may end at once
+        with suppress(HoldfastError):  # a rank that is gone is not what is to be told
+            group.any(True)
     if error is not None and len(together.problems) == 1:
         raise error
     if together.problems:
