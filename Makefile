@@ -4,16 +4,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+STRANGERS := $(VENV)/.strangers
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE = 1
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: they need not compile each time
 
-.PHONY: demo test unit check format bench api clean help
+.PHONY: demo test soak unit check format bench api clean help
 
 help:
 	@echo "make demo    train, kill, resume on other layouts; shows a table and demo-out/loss.png"
-	@echo "make test    all tests"
+	@echo "make test    all tests but the long ones"
+	@echo "make soak    the long ones, with packages of others (torchao, bitsandbytes, peft, ...)"
 	@echo "make unit    the fast tests only (a minute or two)"
 	@echo "make check   ruff, mypy, architecture"
 	@echo "make bench   benchmarks against torch.distributed.checkpoint and the raw device"
@@ -26,16 +28,23 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+$(STRANGERS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[strangers]'
+	@touch $@
+
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 # Tests that start no ranks run side by side; the others have the machine for themselves.
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "(not distributed or beside) and not alone"; beside=$$?; \
-	  $(BIN)/python -m pytest -m "(distributed and not beside) or alone" && exit $$beside
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "(not distributed or beside) and not alone and not soak"; beside=$$?; \
+	  $(BIN)/python -m pytest -m "((distributed and not beside) or alone) and not soak" && exit $$beside
 
 unit: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow and not alone"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow and not alone and not soak"
+
+soak: $(READY) $(STRANGERS)
+	$(BIN)/python -m pytest -m soak
 
 check: $(READY)
 	$(BIN)/ruff check .
