@@ -25,8 +25,9 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.layout import Box
+from holdfast.state.kinds import check_kind, check_unit
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
-from holdfast.state.placed import Placed, place, torch_dtype
+from holdfast.state.placed import Placed, local_of, place, torch_dtype
 from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
@@ -134,8 +135,9 @@ class Live:
                 return
             raise UsageError(f"two different tensors are named {name!r}")
         extras.encode(name, path=name, utf8=True)
-        lazy = tensor.is_conj() or tensor.is_neg()  # its values are nowhere in memory
         placed = place(tensor, name)
+        # conjugated and negated values are nowhere in memory; writes to inference tensors are not counted
+        lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
         self.tensors[name] = LiveTensor(
             name, state, placed, steady and not lazy, tensor, (), origin_of(tensor)
         )
@@ -238,13 +240,9 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         kind = type(part)  # which answers ten times sooner than a module that has no such name
         if hasattr(kind, "reshard") and hasattr(kind, "unshard"):  # FSDP2: not left gathered
             part.reshard()
+        check_unit(part, module)
     names = names_of(module)
     for name, p in module.named_parameters(remove_duplicate=False):
-        if "_flat_param" in name:
-            raise UsageError(
-                "FullyShardedDataParallel (FSDP1) flattens parameters and is not supported",
-                hint="use torch.distributed.fsdp.fully_shard",
-            )
         yield from ((own, p) for own in names.get(id(p), [clean(name)]))
 
 
@@ -314,6 +312,7 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     def on_other(leaf: Any, path: str) -> Any:
         if isinstance(leaf, torch.Tensor):
             name = f"{key}.{path}"
+            check_kind(local_of(leaf), name)
             if inline and is_cut(leaf):  # each rank has its part: a tensor like a module's
                 live.add(name, "tensor", leaf, steady=False)
                 return {"$at": name}

@@ -81,7 +81,11 @@ class TorchTarget:
 def target_of(local: torch.Tensor, dtype: str) -> Target:
     """The memory of a live local tensor, for values of the saved dtype."""
     saved = torch_dtype(dtype)
-    if local.device.type == "cpu" and local.dtype == saved and not local.is_conj():
+    if (
+        local.device.type == "cpu"
+        and local.dtype == saved
+        and not (local.is_conj() or local.is_neg())
+    ):
         raw = raw_array(local)
         return ArrayTarget(raw.view(RAW[raw.dtype.itemsize]))
     return TorchTarget(local.detach(), saved)
