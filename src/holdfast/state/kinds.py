@@ -16,6 +16,7 @@ A checkpoint is made of memory.  Three kinds of tensors look like the others and
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from typing import Any
 
@@ -74,6 +75,11 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
     except RuntimeError as failed:  # of torch, for a kind that is not known here
         error = _unreadable(tensor, name, failed)
     raise error
+
+
+def writing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which torch lets values be written to a tensor: one of inference mode needs it again."""
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
 
 
 @lru_cache(1024)

@@ -348,15 +348,20 @@ def is_cut(tensor: torch.Tensor) -> bool:
 
 def content_digest(tensor: torch.Tensor) -> str:
     """Digest of a tensor's own elements on this rank."""
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    plain = _plain(tensor).reshape(-1)
     return hexdigest(plain.view(torch.uint8).numpy().data)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same values whose memory is just these, in row-major order, on the CPU."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def inline_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """A small tensor as JSON: dtype, shape, bytes."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    plain = tensor.detach().cpu().contiguous()
+    plain = _plain(tensor)
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"$tensor": [dtype, list(tensor.shape), base64.b64encode(data).decode()]}

@@ -20,6 +20,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
+from holdfast.state.kinds import writing
 from holdfast.state.live import (
     Live,
     State,
@@ -74,7 +75,7 @@ class TorchTarget:
 
     def put(self, at: tuple[slice, ...], values: Array) -> None:
         source = torch.from_numpy(np.array(values)).view(self.dtype)
-        with torch.no_grad():
+        with writing(self.tensor):
             self.tensor[at].copy_(source)
 
 
