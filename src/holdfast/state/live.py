@@ -27,7 +27,7 @@ from holdfast.format import extras
 from holdfast.layout import Box
 from holdfast.state.kinds import check_kind, check_unit
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
-from holdfast.state.placed import Placed, local_of, place, torch_dtype
+from holdfast.state.placed import Placed, memory_of, place, torch_dtype
 from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
@@ -312,7 +312,7 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     def on_other(leaf: Any, path: str) -> Any:
         if isinstance(leaf, torch.Tensor):
             name = f"{key}.{path}"
-            check_kind(local_of(leaf), name)
+            check_kind(memory_of(leaf), name)
             if inline and is_cut(leaf):  # each rank has its part: a tensor like a module's
                 live.add(name, "tensor", leaf, steady=False)
                 return {"$at": name}

@@ -140,9 +140,14 @@ def mesh_axes(mesh: Any) -> list[Axis] | None:
     return axes if regular else None
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What has this rank's part of a plain tensor or a DTensor, be it plain or not."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a plain tensor or a DTensor, detached; shares memory."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return memory_of(tensor).detach()
 
 
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
