@@ -13,7 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import holdfast
@@ -360,6 +369,117 @@ def a_plan_that_fails_is_made_again(root: Path) -> None:
     assert holdfast.steps(str(root)) == [1, 3]
 
 
+# -- parts that look whole ------------------------------------------------------------------------
+
+
+def fsdp1(*, orig: bool, whole_units: bool = False, **options: Any) -> nn.Module:
+    """Two layers without bias, cut evenly by three ranks if each is a unit: of one shape on all of them."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
+    policy = ModuleWrapPolicy({nn.Linear}) if whole_units else None
+    return FSDP(
+        layers,
+        device_id=torch.device("cpu"),
+        use_orig_params=orig,
+        auto_wrap_policy=policy,
+        **options,
+    )
+
+
+class Around(nn.Module):
+    """Has a model that is sharded as a part."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+        self.parts = nn.ModuleList([inner])
+
+
+def step_of(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 9)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def fsdp1_is_refused_in_every_form(root: Path) -> None:
+    """Also where ranks have parts of one shape, which look like replicas."""
+    plain = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
+    holdfast.save(root / "plain", {"model": plain}, step=1)
+    states: list[dict[str, Any]] = []
+    for orig in (True, False):
+        one = fsdp1(orig=orig, whole_units=True)
+        states += [{"model": Around(one)}, {"optim": step_of(one)}, {"p": list(one.parameters())}]
+        whole_in_effect = fsdp1(orig=orig, sharding_strategy=ShardingStrategy.NO_SHARD)
+        states += [{"model": fsdp1(orig=orig)}, {"model": [whole_in_effect]}]
+    one = fsdp1(orig=True, whole_units=True)
+    states.append({"model": one})
+    refused = r"(?s)LayoutError: .*FSDP1.*\n  hint: shard the model by .*fully_shard"
+    for number, state in enumerate(states):
+        with pytest.raises(RankErrors, match=refused):
+            holdfast.save(root / "run", state, step=1)
+        if "model" in state:
+            before = [p.detach().clone() for p in one.parameters()]
+            with pytest.raises(holdfast.HoldfastError, match="FSDP1"):
+                holdfast.load(root / "plain", state)
+            assert all(map(torch.equal, before, one.parameters())), number
+    with FSDP.summon_full_params(one), pytest.raises(RankErrors, match=refused):
+        holdfast.save(root / "run", {"model": one}, step=1)
+    dist.barrier()
+    assert holdfast.steps(str(root / "run")) == []
+
+
+def fsdp1_is_saved_by_whole_tensors(root: Path) -> None:
+    """As the hint says; they come back on all ranks."""
+
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = fsdp1(orig=True, whole_units=True)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(seed)
+        return model, step_of(model)
+
+    def whole_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        both = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        return dict(zip(("model", "optim"), both))
+
+    model, optimizer = build(0)
+    whole = whole_of(model, optimizer)
+    holdfast.save(root, whole, step=1)
+    other = build(1)
+    state = whole_of(*other)
+    assert not torch.equal(state["model"]["0.weight"], whole["model"]["0.weight"])
+    holdfast.load(root, state)
+    set_state_dict(
+        *other,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+        options=StateDictOptions(full_state_dict=True),
+    )
+    assert all(map(torch.equal, model.parameters(), other[0].parameters()))
+    for p, q in zip(model.parameters(), other[0].parameters()):
+        assert torch.equal(optimizer.state[p]["exp_avg"], other[1].state[q]["exp_avg"])
+
+
+def what_megatron_has_cut_is_refused_outside_its_models(root: Path) -> None:
+    module = nn.Linear(4, 4)
+    module.weight.tensor_model_parallel = True
+    module.bias.tensor_model_parallel = False
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for state, name in (({"m": module}, "m.weight"), ({"o": optimizer}, "o.group0.0.value")):
+        with pytest.raises(RankErrors, match=f"LayoutError: '{name}': .*\n  hint: hand over"):
+            holdfast.save(root / "run", state, step=1)
+    spots = [f"rank:{rank}/cpu" for rank in range(3)]
+    sharded = sharded_tensor.ones(ChunkShardingSpec(0, spots), 6, 2)
+    with pytest.raises(
+        RankErrors, match=r"UsageError: 'd\.x': a .*ShardedTensor, .*\n  hint: make"
+    ):
+        holdfast.save(root / "run", {"d": {"x": sharded}}, step=1)
+    dist.barrier()
+    assert holdfast.steps(str(root / "run")) == []
+
+
 CASES = [
     snapshots_are_of_the_moment_of_the_call,
     a_write_in_the_window_fails_aloud,
@@ -373,6 +493,9 @@ CASES = [
     a_tensor_that_differs_between_ranks_is_refused,
     state_that_one_rank_cannot_save_fails_the_save_on_all,
     a_plan_that_fails_is_made_again,
+    fsdp1_is_refused_in_every_form,
+    fsdp1_is_saved_by_whole_tensors,
+    what_megatron_has_cut_is_refused_outside_its_models,
     a_rank_that_never_saves_is_named_in_time,
 ]
 
