@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,15 +21,16 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import holdfast
 from holdfast import events
 from holdfast.errors import Deadline, OutOfSpace, RankErrors
-from holdfast.state import snapshot
+from holdfast.state import replicas, snapshot
 from holdfast.testing import Faulty
 
 from .cases import run_all
@@ -480,6 +482,128 @@ def what_megatron_has_cut_is_refused_outside_its_models(root: Path) -> None:
     assert holdfast.steps(str(root / "run")) == []
 
 
+# -- what is taken for replicated -----------------------------------------------------------------
+
+
+def replicas_that_differ_are_refused_at_the_first_save(root: Path) -> None:
+    """Parameters, their states, tensors of a dict: each named, with ranks; and DTensors are not."""
+    mine = float(dist.get_rank() == 1)
+    module = nn.Linear(3, 3)
+    nn.init.zeros_(module.weight)
+    nn.init.constant_(module.bias, mine)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight] = {"momentum_buffer": torch.full((3, 3), mine)}
+    mesh = init_device_mesh("cpu", (3,))
+    unlike = DTensor.from_local(torch.full((2,), mine), mesh, [Replicate()], run_check=False)
+    state: dict[str, Any] = {"m": module, "o": optimizer, "d": {"x": torch.full((2,), mine)}}
+    state["unlike"] = unlike
+    for root_of, save in (("once", holdfast.save), ("kept", saver(state, on_error="raise"))):
+        with pytest.raises(holdfast.HoldfastError) as caught:
+            save(root / root_of, state, step=1)
+        lines = str(caught.value).splitlines()
+        assert "replicas of 3 tensor(s) differ" in lines[0], lines
+        names = ["m.bias", "o.weight.momentum_buffer", "d.x"]
+        assert sorted(lines[1:4]) == sorted(f"  {name}: ranks 0 and 1" for name in names)
+        assert 'replicas="trust"' in lines[4]
+    dist.barrier()
+    assert not holdfast.steps(str(root / "once")) + holdfast.steps(str(root / "kept"))
+    holdfast.save(root / "trust", state, step=1, replicas="trust")
+    saver(state, replicas="trust")(root / "too", state, step=1)
+    dist.barrier()
+    assert holdfast.steps(str(root / "trust")) == holdfast.steps(str(root / "too")) == [1]
+
+
+def saver(made_for: dict[str, Any], **options: Any) -> Callable[..., None]:
+    """Saves as a run does."""
+
+    def save(root: Path, state: dict[str, Any], step: int) -> None:
+        assert state is made_for
+        with holdfast.Checkpointer(root, state, deadline_s=WAIT_S, **options) as ckpt:
+            ckpt.save(step).wait(WAIT_S)
+
+    return save
+
+
+def replicas_are_proved_once(root: Path) -> None:
+    """Each tensor at the first save that has it; then only if it is asked for."""
+    looked: list[str] = []
+    original = replicas._digests
+
+    def digests(wanted: Any, *args: Any, **options: Any) -> Any:
+        looked.append(" ".join(sorted(wanted)))
+        return original(wanted, *args, **options)
+
+    replicas._digests = digests
+    try:
+        for mode, times in (("once", 1), ("trust", 0), ("verify", 4)):
+            looked.clear()
+            state: dict[str, Any] = {"m": nn.Linear(2, 2, bias=False), "x": torch.zeros(2)}
+            nn.init.zeros_(state["m"].weight)
+            with holdfast.Checkpointer(root / mode, state, replicas=mode) as ckpt:
+                for step in (1, 2, 3):
+                    ckpt.save(step).wait(WAIT_S)
+                state["y"] = torch.zeros(2)
+                ckpt.save(4).wait(WAIT_S)
+            assert len(looked) == times + (mode == "once"), (mode, looked)
+            assert mode != "once" or looked == ["m.weight x", "y"]
+    finally:
+        replicas._digests = original
+
+
+def buffers_are_those_of_rank_0(root: Path) -> None:
+    """Whole, however large; and a run under DDP with batch norm goes on as if it had not been ended."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        net.register_buffer("large", torch.full((600_000,), float(dist.get_rank())))
+        model = nn.parallel.DistributedDataParallel(net)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        torch.manual_seed(step * 10 + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = build()
+    train(model, optimizer, 1)
+    model.module.large.add_(dist.get_rank())
+    own = [b.clone() for b in model.buffers()]
+    assert len({tuple(b[1].tolist()) for b in everyone(own)}) == 3  # ranks have seen other data
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # DDP will send them about
+        with holdfast.Checkpointer(root, {"model": model, "optim": optimizer}) as ckpt:
+            ckpt.save(1).wait(WAIT_S)
+    firsts = everyone(own)[0]
+    other, again = build()
+    train(other, again, 5)  # DDP orders gradients anew after its first step, and sums them so
+    holdfast.load(root, {"model": other, "optim": again})
+    assert all(map(torch.equal, other.buffers(), firsts))
+    for step in (2, 3):
+        train(model, optimizer, step)
+        train(other, again, step)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    assert all(map(torch.equal, other.buffers(), model.buffers()))
+
+
+def buffers_that_nobody_sends_are_told(root: Path) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    with torch.no_grad():
+        net[0].running_mean += dist.get_rank()
+    alone = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)
+    for number, model in enumerate((net, alone)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with holdfast.Checkpointer(root / str(number), {"m": model}) as ckpt:
+                for step in (1, 2):
+                    ckpt.save(step).wait(WAIT_S)
+        texts = [str(w.message) for w in told if issubclass(w.category, holdfast.HoldfastWarning)]
+        assert len(texts) == (dist.get_rank() == 0), texts
+        assert all("m.0.running_mean: ranks 0 and 1" in text for text in texts)
+    assert (holdfast.open(str(root / "0"), 2).read("m.0.running_mean") == 0).all()
+
+
 CASES = [
     snapshots_are_of_the_moment_of_the_call,
     a_write_in_the_window_fails_aloud,
@@ -496,6 +620,10 @@ CASES = [
     fsdp1_is_refused_in_every_form,
     fsdp1_is_saved_by_whole_tensors,
     what_megatron_has_cut_is_refused_outside_its_models,
+    replicas_that_differ_are_refused_at_the_first_save,
+    replicas_are_proved_once,
+    buffers_are_those_of_rank_0,
+    buffers_that_nobody_sends_are_told,
     a_rank_that_never_saves_is_named_in_time,
 ]
 

@@ -106,6 +106,8 @@ class Live:
     state_dict of objects, and numbers that ZeRO keeps once for many parameters."""
     engines: dict[int, Engine] = field(default_factory=dict)
     """In a restore: by id of module and of optimizer, the framework that knows them."""
+    modules: dict[str, list[nn.Module]] = field(default_factory=dict)
+    """By key, as they were handed over."""
     padded: set[str] = field(default_factory=set)
     """Tensors whose dim 0 is padded for this layout: more or fewer rows may have been saved."""
     contents: dict[str, list[str]] = field(default_factory=dict)
@@ -266,6 +268,7 @@ def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def add_module(live: Live, key: str, module: nn.Module, zero: Engine | None) -> None:
+    live.modules.setdefault(key, []).append(module)
     first: dict[int, str] = {}
     for kind, pairs in (("param", named_parameters(module)), ("buffer", named_buffers(module))):
         for name, tensor in pairs:
