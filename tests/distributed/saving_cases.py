@@ -407,6 +407,7 @@ def step_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def fsdp1_is_refused_in_every_form(root: Path) -> None:
     """Also where ranks have parts of one shape, which look like replicas."""
+    torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
     holdfast.save(root / "plain", {"model": plain}, step=1)
     states: list[dict[str, Any]] = []
