@@ -52,7 +52,9 @@ class Checkpointer:
     `on_error`: whether a failed save is reported by a warning or raised, at the next call.  `on_resize`:
     by key, what becomes of state that differs between ranks when their number changes (`same`, `rank0`,
     `redistribute`, `fresh`).
-    `replicas="verify"` checks before each save that ranks which hold the same data hold the same bytes.
+    `replicas`: whether it is proved that plain tensors which several ranks have under one name are the same
+    bytes, at the first save that has them (`once`) or, and of DTensors too, at each (`verify`), or believed
+    (`trust`); if they differ, the save fails with a LayoutError.
     `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
     and stop within that many seconds.  `deadline_s` bounds every wait.
     """
@@ -69,7 +71,7 @@ class Checkpointer:
         when_busy: Literal["queue", "skip"] = "skip",
         on_error: Literal["warn", "raise"] = "warn",
         on_resize: dict[str, str] | None = None,
-        replicas: Literal["trust", "verify"] = "trust",
+        replicas: Literal["once", "verify", "trust"] = "once",
         mesh: Any = None,
         sigterm_s: float | None = None,
         deadline_s: float = 600.0,
@@ -78,7 +80,7 @@ class Checkpointer:
         check_keys(state)
         _check_choice("when_busy", when_busy, ("queue", "skip"))
         _check_choice("on_error", on_error, ("warn", "raise"))
-        _check_choice("replicas", replicas, ("trust", "verify"))
+        _check_choice("replicas", replicas, ("once", "verify", "trust"))
         for rule in (on_resize or {}).values():
             _check_choice("on_resize", rule, tuple(RULES.split(", ")))
         check_every(every, memory=memory is not None, delta=delta is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -25,18 +26,26 @@ from holdfast.store import Store
 
 
 def save(
-    url: str | os.PathLike[str], state: State, *, step: int, deadline_s: float = 600.0
+    url: str | os.PathLike[str],
+    state: State,
+    *,
+    step: int,
+    replicas: Literal["once", "trust"] = "once",
+    deadline_s: float = 600.0,
 ) -> None:
     """Save once, as step `step`, in place of one of that number, and wait until it is durable.
-    Collective; RankErrors if it failed anywhere; UsageError if records lead on from that step.
+    Collective; RankErrors if it failed anywhere; UsageError if records lead on from that step; LayoutError
+    if plain tensors of one name differ between ranks, unless `replicas="trust"`.
     """
+    if replicas not in ("once", "trust"):
+        raise UsageError(f"replicas must be 'once' or 'trust', not {replicas!r}")
     check_own(url)
     check_keys(state)
     group = Group(deadline_s)
     store = open_shared(url, group)
     sweep_host(store)
     run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store, step)))
-    capture = Capture(group, deadline_s=deadline_s)
+    capture = Capture(group, deadline_s=deadline_s, replicas=replicas)
     durable = Durable(store, capture, claim=None, run=run, attempt=attempt)
     try:
         durable.begin(lambda: collect(state), step, must=True).wait()

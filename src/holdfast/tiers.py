@@ -42,7 +42,7 @@ class Tiers:
         *,
         keep: Keep | None,
         mesh: Mesh | None,
-        replicas: Literal["trust", "verify"],
+        replicas: Literal["once", "verify", "trust"],
         carry_bytes: int,
     ) -> None:
         """Takes the root for this run.  Collective.  `state`: gives the live state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +14,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate
 
 import holdfast
 from holdfast import events
 from holdfast.errors import Deadline, OutOfSpace, RankErrors
-from holdfast.state import snapshot
+from holdfast.state import replicas, snapshot
 from holdfast.testing import Faulty
 
 from .cases import run_all
@@ -360,6 +371,240 @@ def a_plan_that_fails_is_made_again(root: Path) -> None:
     assert holdfast.steps(str(root)) == [1, 3]
 
 
+# -- parts that look whole ------------------------------------------------------------------------
+
+
+def fsdp1(*, orig: bool, whole_units: bool = False, **options: Any) -> nn.Module:
+    """Two layers without bias, cut evenly by three ranks if each is a unit: of one shape on all of them."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
+    policy = ModuleWrapPolicy({nn.Linear}) if whole_units else None
+    return FSDP(
+        layers,
+        device_id=torch.device("cpu"),
+        use_orig_params=orig,
+        auto_wrap_policy=policy,
+        **options,
+    )
+
+
+class Around(nn.Module):
+    """Has a model that is sharded as a part."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+        self.parts = nn.ModuleList([inner])
+
+
+def step_of(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 9)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def fsdp1_is_refused_in_every_form(root: Path) -> None:
+    """Also where ranks have parts of one shape, which look like replicas."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
+    holdfast.save(root / "plain", {"model": plain}, step=1)
+    states: list[dict[str, Any]] = []
+    for orig in (True, False):
+        one = fsdp1(orig=orig, whole_units=True)
+        states += [{"model": Around(one)}, {"optim": step_of(one)}, {"p": list(one.parameters())}]
+        whole_in_effect = fsdp1(orig=orig, sharding_strategy=ShardingStrategy.NO_SHARD)
+        states += [{"model": fsdp1(orig=orig)}, {"model": [whole_in_effect]}]
+    one = fsdp1(orig=True, whole_units=True)
+    states.append({"model": one})
+    refused = r"(?s)LayoutError: .*FSDP1.*\n  hint: shard the model by .*fully_shard"
+    for number, state in enumerate(states):
+        with pytest.raises(RankErrors, match=refused):
+            holdfast.save(root / "run", state, step=1)
+        if "model" in state:
+            before = [p.detach().clone() for p in one.parameters()]
+            with pytest.raises(holdfast.HoldfastError, match="FSDP1"):
+                holdfast.load(root / "plain", state)
+            assert all(map(torch.equal, before, one.parameters())), number
+    with FSDP.summon_full_params(one), pytest.raises(RankErrors, match=refused):
+        holdfast.save(root / "run", {"model": one}, step=1)
+    dist.barrier()
+    assert holdfast.steps(str(root / "run")) == []
+
+
+def fsdp1_is_saved_by_whole_tensors(root: Path) -> None:
+    """As the hint says; they come back on all ranks."""
+
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = fsdp1(orig=True, whole_units=True)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(seed)
+        return model, step_of(model)
+
+    def whole_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        both = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        return dict(zip(("model", "optim"), both))
+
+    model, optimizer = build(0)
+    whole = whole_of(model, optimizer)
+    holdfast.save(root, whole, step=1)
+    other = build(1)
+    state = whole_of(*other)
+    assert not torch.equal(state["model"]["0.weight"], whole["model"]["0.weight"])
+    holdfast.load(root, state)
+    set_state_dict(
+        *other,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+        options=StateDictOptions(full_state_dict=True),
+    )
+    assert all(map(torch.equal, model.parameters(), other[0].parameters()))
+    for p, q in zip(model.parameters(), other[0].parameters()):
+        assert torch.equal(optimizer.state[p]["exp_avg"], other[1].state[q]["exp_avg"])
+
+
+def what_megatron_has_cut_is_refused_outside_its_models(root: Path) -> None:
+    module = nn.Linear(4, 4)
+    module.weight.tensor_model_parallel = True
+    module.bias.tensor_model_parallel = False
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for state, name in (({"m": module}, "m.weight"), ({"o": optimizer}, "o.group0.0.value")):
+        with pytest.raises(RankErrors, match=f"LayoutError: '{name}': .*\n  hint: hand over"):
+            holdfast.save(root / "run", state, step=1)
+    spots = [f"rank:{rank}/cpu" for rank in range(3)]
+    sharded = sharded_tensor.ones(ChunkShardingSpec(0, spots), 6, 2)
+    with pytest.raises(
+        RankErrors, match=r"UsageError: 'd\.x': a .*ShardedTensor, .*\n  hint: make"
+    ):
+        holdfast.save(root / "run", {"d": {"x": sharded}}, step=1)
+    dist.barrier()
+    assert holdfast.steps(str(root / "run")) == []
+
+
+# -- what is taken for replicated -----------------------------------------------------------------
+
+
+def replicas_that_differ_are_refused_at_the_first_save(root: Path) -> None:
+    """Parameters, their states, tensors of a dict: each named, with ranks; and DTensors are not."""
+    mine = float(dist.get_rank() == 1)
+    module = nn.Linear(3, 3)
+    nn.init.zeros_(module.weight)
+    nn.init.constant_(module.bias, mine)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight] = {"momentum_buffer": torch.full((3, 3), mine)}
+    mesh = init_device_mesh("cpu", (3,))
+    unlike = DTensor.from_local(torch.full((2,), mine), mesh, [Replicate()], run_check=False)
+    state: dict[str, Any] = {"m": module, "o": optimizer, "d": {"x": torch.full((2,), mine)}}
+    state["unlike"] = unlike
+    for root_of, save in (("once", holdfast.save), ("kept", saver(state, on_error="raise"))):
+        with pytest.raises(holdfast.HoldfastError) as caught:
+            save(root / root_of, state, step=1)
+        lines = str(caught.value).splitlines()
+        assert "replicas of 3 tensor(s) differ" in lines[0], lines
+        names = ["m.bias", "o.weight.momentum_buffer", "d.x"]
+        assert sorted(lines[1:4]) == sorted(f"  {name}: ranks 0 and 1" for name in names)
+        assert 'replicas="trust"' in lines[4]
+    dist.barrier()
+    assert not holdfast.steps(str(root / "once")) + holdfast.steps(str(root / "kept"))
+    holdfast.save(root / "trust", state, step=1, replicas="trust")
+    saver(state, replicas="trust")(root / "too", state, step=1)
+    dist.barrier()
+    assert holdfast.steps(str(root / "trust")) == holdfast.steps(str(root / "too")) == [1]
+
+
+def saver(made_for: dict[str, Any], **options: Any) -> Callable[..., None]:
+    """Saves as a run does."""
+
+    def save(root: Path, state: dict[str, Any], step: int) -> None:
+        assert state is made_for
+        with holdfast.Checkpointer(root, state, deadline_s=WAIT_S, **options) as ckpt:
+            ckpt.save(step).wait(WAIT_S)
+
+    return save
+
+
+def replicas_are_proved_once(root: Path) -> None:
+    """Each tensor at the first save that has it; then only if it is asked for."""
+    looked: list[str] = []
+    original = replicas._digests
+
+    def digests(wanted: Any, *args: Any, **options: Any) -> Any:
+        looked.append(" ".join(sorted(wanted)))
+        return original(wanted, *args, **options)
+
+    replicas._digests = digests
+    try:
+        for mode, times in (("once", 1), ("trust", 0), ("verify", 4)):
+            looked.clear()
+            state: dict[str, Any] = {"m": nn.Linear(2, 2, bias=False), "x": torch.zeros(2)}
+            nn.init.zeros_(state["m"].weight)
+            with holdfast.Checkpointer(root / mode, state, replicas=mode) as ckpt:
+                for step in (1, 2, 3):
+                    ckpt.save(step).wait(WAIT_S)
+                state["y"] = torch.zeros(2)
+                ckpt.save(4).wait(WAIT_S)
+            assert len(looked) == times + (mode == "once"), (mode, looked)
+            assert mode != "once" or looked == ["m.weight x", "y"]
+    finally:
+        replicas._digests = original
+
+
+def buffers_are_those_of_rank_0(root: Path) -> None:
+    """Whole, however large; and a run under DDP with batch norm goes on as if it had not been ended."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        net.register_buffer("large", torch.full((600_000,), float(dist.get_rank())))
+        model = nn.parallel.DistributedDataParallel(net)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        torch.manual_seed(step * 10 + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = build()
+    train(model, optimizer, 1)
+    model.module.large.add_(dist.get_rank())
+    own = [b.clone() for b in model.buffers()]
+    assert len({tuple(b[1].tolist()) for b in everyone(own)}) == 3  # ranks have seen other data
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # DDP will send them about
+        with holdfast.Checkpointer(root, {"model": model, "optim": optimizer}) as ckpt:
+            ckpt.save(1).wait(WAIT_S)
+    firsts = everyone(own)[0]
+    other, again = build()
+    train(other, again, 5)  # DDP orders gradients anew after its first step, and sums them so
+    holdfast.load(root, {"model": other, "optim": again})
+    assert all(map(torch.equal, other.buffers(), firsts))
+    for step in (2, 3):
+        train(model, optimizer, step)
+        train(other, again, step)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    assert all(map(torch.equal, other.buffers(), model.buffers()))
+
+
+def buffers_that_nobody_sends_are_told(root: Path) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    with torch.no_grad():
+        net[0].running_mean += dist.get_rank()
+    alone = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)
+    for number, model in enumerate((net, alone)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with holdfast.Checkpointer(root / str(number), {"m": model}) as ckpt:
+                for step in (1, 2):
+                    ckpt.save(step).wait(WAIT_S)
+        texts = [str(w.message) for w in told if issubclass(w.category, holdfast.HoldfastWarning)]
+        assert len(texts) == (dist.get_rank() == 0), texts
+        assert all("m.0.running_mean: ranks 0 and 1" in text for text in texts)
+    assert (holdfast.open(str(root / "0"), 2).read("m.0.running_mean") == 0).all()
+
+
 CASES = [
     snapshots_are_of_the_moment_of_the_call,
     a_write_in_the_window_fails_aloud,
@@ -373,6 +618,13 @@ CASES = [
     a_tensor_that_differs_between_ranks_is_refused,
     state_that_one_rank_cannot_save_fails_the_save_on_all,
     a_plan_that_fails_is_made_again,
+    fsdp1_is_refused_in_every_form,
+    fsdp1_is_saved_by_whole_tensors,
+    what_megatron_has_cut_is_refused_outside_its_models,
+    replicas_that_differ_are_refused_at_the_first_save,
+    replicas_are_proved_once,
+    buffers_are_those_of_rank_0,
+    buffers_that_nobody_sends_are_told,
     a_rank_that_never_saves_is_named_in_time,
 ]
 

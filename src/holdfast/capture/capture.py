@@ -17,7 +17,7 @@ from holdfast.layout import Mesh
 from holdfast.state.agreed import describe
 from holdfast.state.carrying import Room
 from holdfast.state.live import Live, LiveTensor
-from holdfast.state.replicas import check_replicas, replica_digests
+from holdfast.state.replicas import Replicas
 from holdfast.state.snapshot import (
     MAX_RETAKES,
     Beside,
@@ -75,12 +75,12 @@ class Capture:
         *,
         mesh: Mesh | None = None,
         deadline_s: float = 600.0,
-        replicas: Literal["trust", "verify"] = "trust",
+        replicas: Literal["once", "verify", "trust"] = "once",
         carry_bytes: int = 0,
     ) -> None:
         self.group = group
         self.deadline_s = deadline_s
-        self.replicas = replicas
+        self.replicas = Replicas(replicas)
         self.room = Room(carry_bytes)
         """For what is not copied when the window ends."""
         self.planner = Planner(group, mesh, deadline_s)
@@ -176,6 +176,7 @@ class Capture:
         job.verdict = verdict
         if verdict.describe:
             self.planner.make_plan(job, verdict.describe)
+            self.replicas.is_due = True
         if job.window is None:
             self._try_out(job)
             self._make_room(job)
@@ -254,16 +255,11 @@ class Capture:
             return None
 
     def _check_replicas(self, job: Job) -> None:
-        """If asked to: LayoutError on every rank if some replicas differ."""
-        if self.replicas == "trust" or self.group.size == 1:
-            return
+        """LayoutError on every rank if some replicas differ that are not known to agree."""
         assert self.planner.plan is not None
         placement = self.planner.plan.placement
-        mine = replica_digests(job.live, self.aside, placement, self.group.rank)
-        names = placement.table.names
-        self.group.ask(
-            f"replicas/{job.number}", mine, lambda a: check_replicas(a, names), self.deadline_s
-        )
+        name = f"replicas/{job.number}"
+        self.replicas.check(name, job.live, self.aside, placement, self.group, self.deadline_s)
 
     def _fill(self, job: Job, image: Image, filling: Filling, beside: Beside | None) -> None:
         """Copy the live tensors into the image; a failure is the tier's to report."""

@@ -377,7 +377,7 @@ class MemoryTier:
         return None if job.follows else self._protector.begin(job)
 
     def follows(self, job: Job) -> bool:
-        if self._feed is None or self.capture.replicas == "verify":
+        if self._feed is None or self.capture.replicas.mode == "verify":
             return False
         return self._feed.follows(job.live, durable=job.durable)
 

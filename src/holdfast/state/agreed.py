@@ -125,8 +125,17 @@ class _Shardings:
         self._on: dict[tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...] | None] = {}
 
     def of(self, given: list[tuple[int, Described]]) -> int:
-        sharding = self._regular(given) or self._listed(given)
+        sharding = self._of_first(given) or self._regular(given) or self._listed(given)
         return self.index.setdefault(sharding, len(self.index))
+
+    def _of_first(self, given: list[tuple[int, Described]]) -> Sharding | None:
+        """Whole buffers are the first holder's alone: replicas of them may differ, and DDP sends those of
+        the first rank to the others."""
+        if any(t.state != "buffer" or t.cuts != () for _, t in given) or self.mesh.world == 1:
+            return None
+        first = min(self.ranks[i][0] for i, _ in given)
+        at = [(axis, self.mesh.coordinate(first, axis)) for axis, n in self.mesh.axes if n > 1]
+        return Sharding((), tuple((axis, (where,)) for axis, where in at))
 
     def _regular(self, given: list[tuple[int, Described]]) -> Sharding | None:
         first = given[0][1]

@@ -25,8 +25,9 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.layout import Box
+from holdfast.state.kinds import check_kind, check_unit
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
-from holdfast.state.placed import Placed, place, torch_dtype
+from holdfast.state.placed import Placed, memory_of, place, torch_dtype
 from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
@@ -105,6 +106,8 @@ class Live:
     state_dict of objects, and numbers that ZeRO keeps once for many parameters."""
     engines: dict[int, Engine] = field(default_factory=dict)
     """In a restore: by id of module and of optimizer, the framework that knows them."""
+    modules: dict[str, list[nn.Module]] = field(default_factory=dict)
+    """By key, as they were handed over."""
     padded: set[str] = field(default_factory=set)
     """Tensors whose dim 0 is padded for this layout: more or fewer rows may have been saved."""
     contents: dict[str, list[str]] = field(default_factory=dict)
@@ -134,8 +137,9 @@ class Live:
                 return
             raise UsageError(f"two different tensors are named {name!r}")
         extras.encode(name, path=name, utf8=True)
-        lazy = tensor.is_conj() or tensor.is_neg()  # its values are nowhere in memory
         placed = place(tensor, name)
+        # conjugated and negated values are nowhere in memory; writes to inference tensors are not counted
+        lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
         self.tensors[name] = LiveTensor(
             name, state, placed, steady and not lazy, tensor, (), origin_of(tensor)
         )
@@ -238,13 +242,9 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         kind = type(part)  # which answers ten times sooner than a module that has no such name
         if hasattr(kind, "reshard") and hasattr(kind, "unshard"):  # FSDP2: not left gathered
             part.reshard()
+        check_unit(part, module)
     names = names_of(module)
     for name, p in module.named_parameters(remove_duplicate=False):
-        if "_flat_param" in name:
-            raise UsageError(
-                "FullyShardedDataParallel (FSDP1) flattens parameters and is not supported",
-                hint="use torch.distributed.fsdp.fully_shard",
-            )
         yield from ((own, p) for own in names.get(id(p), [clean(name)]))
 
 
@@ -268,6 +268,7 @@ def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def add_module(live: Live, key: str, module: nn.Module, zero: Engine | None) -> None:
+    live.modules.setdefault(key, []).append(module)
     first: dict[int, str] = {}
     for kind, pairs in (("param", named_parameters(module)), ("buffer", named_buffers(module))):
         for name, tensor in pairs:
@@ -314,6 +315,7 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     def on_other(leaf: Any, path: str) -> Any:
         if isinstance(leaf, torch.Tensor):
             name = f"{key}.{path}"
+            check_kind(memory_of(leaf), name)
             if inline and is_cut(leaf):  # each rank has its part: a tensor like a module's
                 live.add(name, "tensor", leaf, steady=False)
                 return {"$at": name}
@@ -349,15 +351,20 @@ def is_cut(tensor: torch.Tensor) -> bool:
 
 def content_digest(tensor: torch.Tensor) -> str:
     """Digest of a tensor's own elements on this rank."""
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    plain = _plain(tensor).reshape(-1)
     return hexdigest(plain.view(torch.uint8).numpy().data)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same values whose memory is just these, in row-major order, on the CPU."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def inline_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """A small tensor as JSON: dtype, shape, bytes."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    plain = tensor.detach().cpu().contiguous()
+    plain = _plain(tensor)
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"$tensor": [dtype, list(tensor.shape), base64.b64encode(data).decode()]}

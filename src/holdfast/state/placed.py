@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import FormatError, LayoutError
 from holdfast.layout import Axis, Box, chunk, whole
+from holdfast.state.kinds import check_kind
 
 AxisCut = tuple[int, Axis]
 
@@ -49,11 +50,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def place(tensor: torch.Tensor, name: str) -> Placed:
-    """Describe a tensor.  Shares memory with it.  LayoutError for what has no place."""
+    """Describe a tensor.  Shares memory with it.
+
+    LayoutError for what has no place, or one that nobody tells; UsageError for what has no memory.
+    """
     if isinstance(tensor, DTensor):
         return _place_dtensor(tensor, name)
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise LayoutError(f"{name!r}: a {tensor.layout} tensor cannot be saved; make it dense")
+    check_kind(tensor, name)
     shape = tuple(tensor.shape)
     return Placed(tensor.detach(), shape, whole(shape))
 
@@ -62,7 +65,9 @@ def _place_dtensor(tensor: DTensor, name: str) -> Placed:
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
     with torch.no_grad():  # detaching a DTensor is slow; a parameter would mark its local tensor
         plain = tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor
-        local = plain.to_local().detach()
+        local = plain.to_local()
+        check_kind(local, name)
+        local = local.detach()
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LayoutError(f"{name!r}: this rank is not in the tensor's mesh {mesh}")
@@ -135,9 +140,14 @@ def mesh_axes(mesh: Any) -> list[Axis] | None:
     return axes if regular else None
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What has this rank's part of a plain tensor or a DTensor, be it plain or not."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a plain tensor or a DTensor, detached; shares memory."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return memory_of(tensor).detach()
 
 
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:

@@ -1,55 +1,215 @@
-"""Checking that replicas agree: on request, before a save shares their writing.
+"""Checking that replicas agree, before ranks share the writing of them.
 
-Ranks that hold the same part of a tensor each write a share of it, so replicas that differ (a buffer that
-is not broadcast, a seed that went astray) would be stitched together.  Each rank digests its whole
-part of every replicated tensor; rank 0 compares.  Costs a pass over the replicated bytes in the window.
+Ranks that hold the same part of a tensor each write a share of it, so replicas that differ (a seed that
+went astray, a part of something that only looks whole) would be stitched together, and a load would give
+every rank what no rank had.  That plain tensors of one name are replicas is only believed: nothing but
+their name says so.  So it is proved once, at the first save that has them, and at every save if asked to;
+then DTensors too, whose placements say it.
+
+Each rank digests its whole part of every such tensor.  What all ranks say first is one digest for each
+sharding and part; only where these differ do they tell those of single tensors.  Costs a pass over the
+replicated bytes in the window.
+
+Buffers of modules are another matter: batch norm's differ between ranks under DDP until the next forward
+pass, which begins by sending those of rank 0 to the others.  They are written by the first rank that holds
+them (`holdfast.state.agreed`), so they are of one piece whether they differ or not; where
+nobody sends them about, it is told that they differ.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
 import msgspec
 import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from holdfast.codec.digest import digest
-from holdfast.errors import LayoutError
+from holdfast.errors import HoldfastWarning, LayoutError, RankErrors
+from holdfast.group import Group
 from holdfast.layout import Placement
-from holdfast.state.live import Live
-from holdfast.state.snapshot import Kept, raw_array
+from holdfast.state.live import Live, LiveTensor
+from holdfast.state.snapshot import Kept, first_device, raw_array
 
-Found = tuple[int, int, int]
+Class = tuple[int, int, bool]
+"""(number of a sharding, part, whether they are buffers): what is compared in one digest first."""
+Row = tuple[int, int, int]
 """(tensor number, part, digest)"""
+MOST_NAMED = 20
 
 
-def replica_digests(live: Live, kept: Kept, placement: Placement, rank: int) -> bytes:
-    """Digests of what this rank holds of every tensor that other ranks hold too."""
-    found: list[Found] = []
+class _Said(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says first."""
+
+    digests: dict[Class, int]
+    error: str | None = None
+
+
+class _Found(msgspec.Struct, frozen=True, array_like=True):
+    """By name of what differs, which ranks do."""
+
+    tensors: dict[str, str]
+    buffers: dict[str, str]
+
+
+@dataclass
+class Replicas:
+    """Which replicas of a run were proved equal, or are not to be."""
+
+    mode: str
+    """`once`, `verify` (at every save), or `trust` (never)."""
+    proved: set[str] = field(default_factory=set)
+    is_due: bool = True
+    """Whether there may be tensors that were not looked at yet."""
+
+    def check(
+        self, name: str, live: Live, kept: Kept, placement: Placement, group: Group, limit_s: float
+    ) -> None:
+        """LayoutError on every rank if some replicas differ.  `name`: of the exchange.  Collective."""
+        always = self.mode == "verify"
+        if self.mode == "trust" or group.size == 1 or not (always or self.is_due):
+            return
+        names = placement.table.names
+        wanted = {
+            n: t
+            for n, t in live.tensors.items()
+            if always or not (n in self.proved or isinstance(t.source, DTensor))
+        }
+        rows: dict[Class, list[Row]] = {}
+        error: Exception | None = None
+        try:
+            rows = _digests(wanted, live, kept, placement, group.rank, apart=not always)
+        except Exception as failed:  # the others are waiting for what this rank says
+            error = failed
+        whole = {one: digest(msgspec.msgpack.encode(some)) for one, some in rows.items()}
+        said = _Said(whole, None if error is None else f"{type(error).__name__}: {error}")
+        answer = group.ask(name, msgspec.msgpack.encode(said), _differing, limit_s)
+        differing = msgspec.msgpack.decode(answer, type=list[Class])
+        if differing:
+            each = [(one, rows[one]) for one in differing if one in rows]
+            answer = group.ask(
+                f"{name}/each",
+                msgspec.msgpack.encode(each),
+                lambda answers: _compare(answers, names),
+                limit_s,
+            )
+            found = msgspec.msgpack.decode(answer, type=_Found)
+            if found.tensors:
+                raise _mixture(found.tensors)
+            if group.rank == 0:
+                _tell_buffers(live, found.buffers)
+        self.proved |= wanted.keys()
+        self.is_due = False
+
+
+def _digests(
+    wanted: Mapping[str, LiveTensor],
+    live: Live,
+    kept: Kept,
+    placement: Placement,
+    rank: int,
+    *,
+    apart: bool,
+) -> dict[Class, list[Row]]:
+    """Digests of what this rank holds of those tensors that other ranks hold too.  `apart`: of buffers
+    for themselves."""
+    if wanted and (device := first_device(live)) is not None:
+        torch.accelerator.synchronize(
+            device
+        )  # what the training has given it may still be under way
     table = placement.table
-    for index, name in enumerate(table.names):
-        t = live.tensors.get(name)
-        sharding = table.shardings[int(table.sharding[index])]
-        if t is None or sharding.held is not None:
+    parts: dict[int, int | None] = {}
+    found: dict[Class, list[Row]] = {}
+    for index, (name, number) in enumerate(zip(table.names, table.sharding.tolist())):
+        t = wanted.get(name)
+        if t is None:
             continue
-        place = placement.place(sharding, rank)
-        if place is not None and len(placement.holders(sharding, place[0])) > 1:
+        is_buffer = apart and t.state == "buffer" and t.placed.cuts == ()
+        if number not in parts:
+            parts[number] = _shared_part(placement, number, rank)
+        part = 0 if is_buffer else parts[number]
+        if part is not None:
             local = t.placed.local if t.steady else kept[name, 0]
             plain = np.ascontiguousarray(raw_array(local.cpu()))
-            found.append((index, place[0], digest(plain.reshape(-1).view(np.uint8).data)))
+            row = index, part, digest(plain.reshape(-1).view(np.uint8).data)
+            found.setdefault((-1 if is_buffer else number, part, is_buffer), []).append(row)
+    return found
+
+
+def _shared_part(placement: Placement, number: int, rank: int) -> int | None:
+    """The part of tensors of a sharding that this rank holds, if others hold it too."""
+    sharding = placement.table.shardings[number]
+    place = None if sharding.held is not None else placement.place(sharding, rank)
+    if place is None or len(placement.holders(sharding, place[0])) < 2:
+        return None
+    return place[0]
+
+
+def _differing(answers: list[bytes]) -> bytes:
+    """Rank 0: what has to be looked at one by one."""
+    said = [msgspec.msgpack.decode(a, type=_Said) for a in answers]
+    errors = {rank: one.error for rank, one in enumerate(said) if one.error is not None}
+    if errors:
+        raise RankErrors("comparing replicas", errors)
+    first: dict[Class, int] = {}
+    differing: dict[Class, None] = {}
+    for one in said:
+        for key, value in one.digests.items():
+            if first.setdefault(key, value) != value:
+                differing[key] = None
+    return msgspec.msgpack.encode(list(differing))
+
+
+def _compare(answers: list[bytes], names: tuple[str, ...]) -> bytes:
+    """Rank 0: which tensors differ, and on which ranks."""
+    first: dict[tuple[int, int], tuple[int, int]] = {}
+    found = _Found({}, {})
+    for rank, answer in enumerate(answers):
+        for (_, _, is_buffer), rows in msgspec.msgpack.decode(
+            answer, type=list[tuple[Class, list[Row]]]
+        ):
+            for index, part, value in rows:
+                owner, expected = first.setdefault((index, part), (rank, value))
+                if value != expected:
+                    into = found.buffers if is_buffer else found.tensors
+                    into.setdefault(names[index], f"ranks {owner} and {rank}")
     return msgspec.msgpack.encode(found)
 
 
-def check_replicas(answers: list[bytes], names: tuple[str, ...]) -> bytes:
-    """LayoutError with every tensor whose replicas differ, and on which ranks."""
-    first: dict[tuple[int, int], tuple[int, int]] = {}
-    differ: dict[str, str] = {}
-    for rank, answer in enumerate(answers):
-        for index, part, value in msgspec.msgpack.decode(answer, type=list[Found]):
-            owner, expected = first.setdefault((index, part), (rank, value))
-            if value != expected:
-                differ.setdefault(names[index], f"ranks {owner} and {rank}")
-    if differ:
-        lines = [f"  {name}: {ranks}" for name, ranks in list(differ.items())[:20]]
-        raise LayoutError(
-            f"replicas of {len(differ)} tensor(s) differ:\n" + "\n".join(lines),
-            hint="broadcast them before saving, or give them names of their own per rank",
+def _mixture(differ: dict[str, str]) -> LayoutError:
+    return LayoutError(
+        f"replicas of {len(differ)} tensor(s) differ:\n" + "\n".join(_lines(differ)),
+        hint="broadcast them before saving, make parts of one tensor a DTensor, or give them names of "
+        'their own per rank; replicas="trust" saves a mixture of them',
+    )
+
+
+def _lines(differ: dict[str, str]) -> list[str]:
+    return [f"  {name}: {ranks}" for name, ranks in list(differ.items())[:MOST_NAMED]]
+
+
+def _tell_buffers(live: Live, differ: dict[str, str]) -> None:
+    """HoldfastWarning for buffers that differ and stay so."""
+    sent = {key for key, modules in live.modules.items() if _are_sent(modules)}
+    lost = {name: ranks for name, ranks in differ.items() if name.split(".", 1)[0] not in sent}
+    if lost:
+        warnings.warn(
+            f"{len(lost)} buffer(s) differ between ranks, and nothing sends rank 0's to the others; the "
+            "first rank's are saved, and all ranks get these from a restore:\n"
+            + "\n".join(_lines(lost)),
+            HoldfastWarning,
+            stacklevel=2,
         )
-    return b""
+
+
+def _are_sent(modules: Iterable[nn.Module]) -> bool:
+    """Whether DDP sends rank 0's buffers to the other ranks before each forward pass."""
+    return any(
+        isinstance(part, nn.parallel.DistributedDataParallel) and part.broadcast_buffers
+        for module in modules
+        for part in module.modules()
+    )

@@ -22,8 +22,10 @@ from holdfast.events import span
 from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.state.compare import Problems, compare, judge_together
+from holdfast.state.kinds import writing
 from holdfast.state.live import Live, State, check_keys, stages
 from holdfast.state.masters import MasterChange, master_changes, read_numbers
+from holdfast.state.overlapping import Aside, set_aside
 from holdfast.state.placed import Placed
 from holdfast.state.putback import Extras
 from holdfast.state.snapshot import wait_for_copies
@@ -44,6 +46,8 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options
         with span("restore.read", step=checkpoint.step):
             read_together(checkpoint.files, prepared.wants, group if group.size > 1 else None)
         with alike(group, checkpoint.step):
+            for aside in prepared.asides.values():
+                aside.put()
             prepared.put_extras()
         with alike(group, checkpoint.step):
             for zero in dict.fromkeys(prepared.live.engines.values()):
@@ -82,8 +86,8 @@ def poison(live: Live) -> None:
     """A half-loaded state must not be mistaken for a good one."""
     for t in live.tensors.values():
         if t.placed.local.is_floating_point() and t.placed.local.element_size() > 1:
-            with torch.no_grad():
-                for part in t.parts:
+            for part in t.parts:
+                with writing(part.local):
                     part.local.fill_(float("nan"))
     if any(t.state == "param" for t in live.tensors.values()):
         for zero in dict.fromkeys(live.engines.values()):
@@ -94,6 +98,7 @@ def poison(live: Live) -> None:
 class _Prepared:
     live: Live
     wants: list[Want]
+    asides: dict[int, Aside]
     put_extras: Callable[[], None]
 
 
@@ -102,6 +107,7 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
     live, problems = Live(), Problems()
     changes: list[Change] = []
     masters: list[MasterChange] = []
+    asides: dict[int, Aside] = {}
     plan: Extras | None = None
     try:
         for value in state.values():
@@ -112,6 +118,8 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         problems = compare(checkpoint, live, state, options)
         plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
+        if not problems.lines:
+            asides = set_aside(checkpoint, live)
     except Exception as failed:
         error = failed
         problems.lines.append(str(failed))
@@ -135,19 +143,20 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         if is_known(checkpoint, name)
         for part in t.parts
         if part.box.size
-        for want in _wants(checkpoint, name, part)
+        for want in _wants(checkpoint, name, part, asides)
     ]
     wants += plan.wants
-    return _Prepared(live, wants, plan.put)
+    return _Prepared(live, wants, asides, plan.put)
 
 
-def _wants(checkpoint: Checkpoint, name: str, part: Placed) -> list[Want]:
+def _wants(checkpoint: Checkpoint, name: str, part: Placed, asides: dict[int, Aside]) -> list[Want]:
     """What is saved of a part.  Rows of padding that are not are zero."""
     index = checkpoint.index(name)
     entry = checkpoint.manifest.tensors[index]
     if entry.shape == part.shape:
-        return [Want(index, part.box, target_of(part.local, entry.dtype))]
-    with torch.no_grad():
+        local = asides[id(part)].values if id(part) in asides else part.local
+        return [Want(index, part.box, target_of(local, entry.dtype))]
+    with writing(part.local):
         part.local.zero_()
     box = part.box & whole(entry.shape)
     if box is None:

@@ -267,6 +267,7 @@ Kept = dict[tuple[str, int], torch.Tensor]
 """By name and number of the part, what was copied at the call."""
 
 
+@torch.inference_mode(False)  # type: ignore[untyped-decorator]  # torch refuses such copies outside
 def set_aside(live: Live, kept: Kept) -> None:
     """Copy what may change before the next optimizer step into `kept`, which is reused."""
     for name, t in live.tensors.items():

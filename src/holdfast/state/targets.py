@@ -20,6 +20,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
+from holdfast.state.kinds import writing
 from holdfast.state.live import (
     Live,
     State,
@@ -74,14 +75,18 @@ class TorchTarget:
 
     def put(self, at: tuple[slice, ...], values: Array) -> None:
         source = torch.from_numpy(np.array(values)).view(self.dtype)
-        with torch.no_grad():
+        with writing(self.tensor):
             self.tensor[at].copy_(source)
 
 
 def target_of(local: torch.Tensor, dtype: str) -> Target:
     """The memory of a live local tensor, for values of the saved dtype."""
     saved = torch_dtype(dtype)
-    if local.device.type == "cpu" and local.dtype == saved and not local.is_conj():
+    if (
+        local.device.type == "cpu"
+        and local.dtype == saved
+        and not (local.is_conj() or local.is_neg())
+    ):
         raw = raw_array(local)
         return ArrayTarget(raw.view(RAW[raw.dtype.itemsize]))
     return TorchTarget(local.detach(), saved)
