@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast.state.customised import add_made, add_own, customised
 from holdfast.state.live import (
     Live,
     LiveTensor,
@@ -48,7 +49,11 @@ def collect(
         modules = stages(value)
         if modules is not None:
             for module in modules:
-                add_module(live, key, module, engines.get(id(module)))
+                engine = engines.get(id(module))
+                own = [] if engine is not None else customised(key, module, first=not before)
+                add_module(live, key, module, engine)
+                add_own(live, key, own)
+                add_made(live, key, own)
         elif is_optimizer(value):
             zero = engines.get(id(value))
             if zero is not None:

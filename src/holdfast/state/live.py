@@ -27,6 +27,7 @@ from holdfast.format import extras
 from holdfast.layout import Box
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
 from holdfast.state.placed import Placed, place, torch_dtype
+from holdfast.state.quantised import quantised_parts
 from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
@@ -103,6 +104,8 @@ class Live:
     owned: set[str] = field(default_factory=set)
     """In a restore: saved tensors that have a place, but none of their own in `tensors`: those of the
     state_dict of objects, and numbers that ZeRO keeps once for many parameters."""
+    own: dict[int, list[Any]] = field(default_factory=dict)
+    """In a restore: by id of a module, what it has beyond parameters and buffers (`state.customised`)."""
     engines: dict[int, Engine] = field(default_factory=dict)
     """In a restore: by id of module and of optimizer, the framework that knows them."""
     padded: set[str] = field(default_factory=set)
@@ -312,8 +315,12 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline."""
 
     def on_other(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, torch.dtype):
+            return {"$dtype": str(leaf).removeprefix("torch.")}
+        if isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+            return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
         if isinstance(leaf, torch.Tensor):
-            name = f"{key}.{path}"
+            name = f"{key}.{path}" if path else key
             if inline and is_cut(leaf):  # each rank has its part: a tensor like a module's
                 live.add(name, "tensor", leaf, steady=False)
                 return {"$at": name}

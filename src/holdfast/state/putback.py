@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_map_only
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
+from holdfast.checkpoint.verifying import referred
 from holdfast.errors import FormatError, RuleError, StateMismatch
 from holdfast.events import emit
 from holdfast.format import extras
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
+from holdfast.state.customised import OWN, Own, put_own
 from holdfast.state.live import (
     Engine,
     Live,
@@ -43,6 +45,7 @@ from holdfast.state.optimizers import (
     tensors_in,
 )
 from holdfast.state.placed import local_of, place, torch_dtype
+from holdfast.state.quantised import quantised
 from holdfast.state.targets import Options, only_tensors, target_of
 from holdfast.state.wrapped import holder, stepping
 from holdfast.state.zero import Group as ParamGroup
@@ -70,6 +73,7 @@ class Extras:
         self._params: dict[str, dict[str, torch.Tensor]] = {}
         """Of each optimizer that was looked at, by what the names of their states begin with."""
         self._engines = live.engines
+        self._owns: dict[int, list[Own]] = live.own
         live.keys = set(state)
         if options.only is None:
             self._find_missing()
@@ -77,7 +81,13 @@ class Extras:
 
     def _find_missing(self) -> None:
         manifest = self.checkpoint.manifest
+        saved = {*manifest.extras, *manifest.per_rank}
         for key, value in self.state.items():
+            for name, own in self._made(key, value):
+                if name not in saved and self.options.strict:
+                    self.problems += [
+                        f"missing in the checkpoint: {key}.{own.name(e)}" for e in own.made
+                    ]
             if is_optimizer(value) and key in manifest.extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
@@ -95,13 +105,19 @@ class Extras:
     def _plan_tensors(self, live: Live) -> None:
         """Tensors inside the state_dict of objects, and those that a user's dict lacks, get memory of
         their own; the latter are unexpected unless strict is off."""
+        in_modules = set(self._tensors_of_modules())
         for name in self.checkpoint.object_tensors:
             key = name.split(".", 1)[0]
-            if key not in self.state or name in live.tensors or stages(self.state[key]):
+            if key not in self.state or name in live.tensors:
                 continue
-            if is_stateful(self.state[key]):
+            of_object = is_stateful(self.state[key])
+            if stages(self.state[key]) is not None:
+                if name not in in_modules:
+                    continue
+                of_object = True
+            if of_object:
                 live.owned.add(name)
-            if is_stateful(self.state[key]) or not self.options.strict:
+            if of_object or not self.options.strict:
                 info = self.checkpoint.info(name)
                 box = whole(info.shape)
                 if info.shape and callable(rows := getattr(self.state[key], "rows_of_rank", None)):
@@ -116,6 +132,21 @@ class Extras:
                 index = self.checkpoint.index(name)
                 if box.size:
                     self.wants.append(Want(index, box, target_of(local_of(tensor), info.dtype)))
+
+    def _tensors_of_modules(self) -> Iterator[str]:
+        """Names of tensors in what modules of the state have besides their own tensors."""
+        for key, value in self.state.items():
+            names = [name for name, _ in (*self._module_states(key, value), *self._made(key, value))]
+            for name in names:
+                yield from referred(self.checkpoint.manifest.extras.get(name))
+
+    def _made(self, key: str, value: Any) -> list[tuple[str, Own]]:
+        """Modules that have something of their own, by the name of the extra of its made values."""
+        return [
+            (f"{key}.{own.name(OWN)}", own)
+            for m in stages(value) or ()
+            for own in self._owns.get(id(m), ())
+        ]
 
     def _param_of(self, name: str) -> torch.Tensor | None:
         """The parameter in whose optimizer's state a tensor is, in a list, say."""
@@ -175,6 +206,10 @@ class Extras:
                 tree = own.get(name, manifest.extras.get(name))
                 if tree is not None:
                     module.set_extra_state(self._decode(tree))
+            for name, one in self._made(key, value):
+                tree = own.get(name, manifest.extras.get(name))
+                saved = {} if tree is None else self._decode(tree)
+                put_own(key, one, {e: v for e, v in saved.items() if e in one.made})
             if stages(value) is not None:
                 continue  # of a foreign dict of tensors; those alone make up a module
             self._put_engine(f"{key}.engine", self._engines.get(id(value)), own)
@@ -273,6 +308,10 @@ class Extras:
                 return known[body.split(".", 1)[1]] if found is None else found
             if tag == "$object":
                 return extras.decode(body, on_other)
+            if tag == "$dtype":
+                return torch_dtype(body)
+            if tag == "$quantized":
+                return quantised(extras.decode(body, on_other))
             raise FormatError(f"malformed extras: unknown tag {tag!r}")
 
         return extras.decode(tree, on_other)

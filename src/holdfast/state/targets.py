@@ -20,6 +20,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
+from holdfast.state.customised import add_own, customised, ignored_of
 from holdfast.state.live import (
     Live,
     State,
@@ -142,6 +143,8 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
     changes: list[Change] = []
     for key, value in state.items():
         for module in stages(value) or ():
+            if id(module) not in live.engines:
+                _add_own(checkpoint, live, key, module, options)
             seen: dict[int, str] = {}
             for kind, pairs in (
                 ("param", named_parameters(module)),
@@ -171,6 +174,23 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
                 if options.wanted(f"{key}.{path}"):
                     live.add(f"{key}.{path}", "tensor", tensor, steady=True)
     return live, changes
+
+
+def _add_own(
+    checkpoint: Checkpoint, live: Live, key: str, module: nn.Module, options: Options
+) -> None:
+    """What modules have of their own is found before the rest, which some of them move when asked."""
+    found = customised(key, module)
+    mine = Live()
+    add_own(mine, key, found, steady=True)
+    live.tensors |= {n: t for n, t in mine.tensors.items() if options.wanted(n)}
+    live.aliases |= mine.aliases
+    live.own[id(module)] = found
+    if (ignored := ignored_of(module)) is not None:
+        start = f"{key}."
+        live.owned |= {
+            n for n in checkpoint.names() if n.startswith(start) and ignored.has(n[len(start) :])
+        }
 
 
 def only_tensors(value: Any) -> bool:
