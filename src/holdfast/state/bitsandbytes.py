@@ -1,8 +1,9 @@
 """bitsandbytes' 4-bit weights, which the library saves by hooks and cannot load by hooks.
 
-A `Linear4bit` says in its state_dict() what its `QuantState` consists of: scales (`weight.absmax`), their own
-scales (`weight.nested_absmax`), and the rest packed into one tensor (`weight.quant_state.bitsandbytes__nf4`).
-To put it back, the library wants a `QuantState` made anew, as transformers does it.
+A `Linear4bit` says in its state_dict() what its `QuantState` consists of: scales (`weight.absmax`), the
+scales of these (`weight.nested_absmax`), and the rest packed into one tensor
+(`weight.quant_state.bitsandbytes__nf4`).  To put it back, the library wants a `QuantState` made anew, as
+transformers does it.
 
 The only module that knows attributes of bitsandbytes (0.50); it imports nothing of it.
 """
@@ -28,8 +29,8 @@ def put_quant_states(part: nn.Module, entries: Mapping[str, Any]) -> bool:
             continue
         packed = {e[len(name) + 1 :]: v for e, v in entries.items() if e.startswith(f"{name}.")}
         made = make(packed, device=p.device)
-        p.quant_state = made  # type: ignore[union-attr]
+        p.quant_state = made
         if getattr(part, "quant_state", None) is state:
-            part.quant_state = made  # type: ignore[assignment]
+            part.quant_state = made
         done = True
     return done

@@ -28,7 +28,7 @@ from holdfast.state.optimizers import (
     all_param_names,
     own_params,
 )
-from holdfast.state.wrapped import check_wrapped, tell_own_state
+from holdfast.state.wrapped import check_own_state, check_wrapped
 
 
 def collect(
@@ -40,7 +40,7 @@ def collect(
 
     `on_resize` declares, by key, what becomes of extras when the number of ranks changes.  `before`: the
     tensors that were found the last time; those that lie where they did are not placed again.  The first
-    time, HoldfastWarning tells what of an optimizer is not saved.
+    time, what of a module or an optimizer would not be saved is a UsageError.
     """
     check_keys(state)
     live = Live(keys=set(state), before=before or {})
@@ -68,7 +68,7 @@ def collect(
             if zero is None:
                 add_common(live, key, value, on_resize)
                 if not before:
-                    tell_own_state(key, value)
+                    check_own_state(key, value)
         else:
             add_plain(live, key, value, on_resize)
     live.before = {}

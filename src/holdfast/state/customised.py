@@ -1,15 +1,15 @@
 """What the `state_dict()` of a module has beyond parameters, buffers and `get_extra_state`.
 
 A module may say more of itself: it overrides `_save_to_state_dict` or `state_dict`, or it has state-dict
-hooks.  bitsandbytes keeps the scales of quantised weights that way, torch's dynamic quantisation the weights
-themselves.  Only such modules are asked, each for its own entries; names do not matter, for hooks rename
-things: what lies in the memory of a parameter or buffer is saved already.
+hooks.  bitsandbytes keeps the scales of quantised weights that way, torch's dynamic quantisation the
+weights themselves.  Only such modules are asked, each for its own entries.  Names do not matter, for hooks
+rename things: what lies in the memory of a parameter or buffer is saved already.
 
-Of the rest there are two kinds.  *Live* tensors are attributes of the module: two calls give the same memory.
-They are saved and restored in place, as buffers are.  *Made* values (a packed weight that is unpacked, a
-number as a tensor, a dtype) are new at each call.  They go into one extra of the module, `<module>.
-_own_extra_state`, by name; a restore puts them back through the module's own loading hooks, and then asks again
-whether they have arrived:
+Of the rest there are two kinds.  *Live* tensors are attributes of the module: two calls give the same
+memory.  They are saved and restored in place, as buffers are.  *Made* values (a packed weight that is
+unpacked, a number as a tensor, a dtype) are new at each call.  They go into one extra of the module,
+`<module>._own_extra_state`, by name; a restore puts them back through the module's own loading hooks, and
+then asks again whether they have arrived:
 
     saved:     {"0.weight": param, "0.SCB": live, "0.weight_format": made}
     restored:  0.weight and 0.SCB in place   ->  load hooks, given all three  ->  0.weight_format compared
@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
 from holdfast.state.bitsandbytes import put_quant_states
 from holdfast.state.ignoring import Ignored
-from holdfast.state.live import Live, clean, encode, unwrap
+from holdfast.state.live import Live, clean, encode, has_extra_state, parts_of, unwrap
 
 OWN = "_own_extra_state"
 """The last part of the name of the extra that holds the made values of a module."""
@@ -45,7 +45,7 @@ HARMLESS = ("torch.distributed.", "torch.nn.utils.", "holdfast.")
 """Modules of Python whose state-dict hooks add no content, and may communicate."""
 
 _live_names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-"""Entries of modules that were seen to be live tensors, so that modules are asked only once from then on."""
+"""Entries of modules that were seen to be live tensors: from then on modules are asked only once."""
 
 
 @dataclass(slots=True)
@@ -99,19 +99,19 @@ def ignored_of(module: nn.Module) -> Ignored | None:
 
 def _asked(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Submodules whose state_dict() may have something of its own."""
-    plain = True
-    for part in root.modules():
-        if not _is_plain(type(part)) or part._state_dict_hooks or part._state_dict_pre_hooks:
-            plain = False
-            break
-        if "state_dict" in part.__dict__ or "_save_to_state_dict" in part.__dict__:
-            plain = False
-            break
-    if plain:
+    if all(map(_is_plain_one, parts_of(root))):
         return
     for path, part in root.named_modules():
         if _asks_whole(part) or _adds_itself(part):
             yield clean(path), part
+
+
+def _is_plain_one(part: nn.Module) -> bool:
+    """Whether a module says nothing beyond what nn.Module has it say."""
+    if part._state_dict_hooks or part._state_dict_pre_hooks:
+        return False
+    own, kind = part.__dict__, cast("Any", type(part))
+    return _is_plain(kind) and "state_dict" not in own and "_save_to_state_dict" not in own
 
 
 @cache
@@ -161,7 +161,7 @@ def _own(
     ignored: Ignored | None,
     seen: list[str],
 ) -> Own | None:
-    """What a module has beyond what is saved anyway; None if nothing is asked of it.  `seen` gets the names."""
+    """What a module has beyond what is saved anyway; None if it is not asked.  `seen` gets the names."""
     own = Own(path, part)
     try:
         entries = _entries(part)
@@ -198,7 +198,7 @@ def _live(part: nn.Module, tensors: dict[str, torch.Tensor]) -> set[str]:
         again = _entries(part)
         same = {e for e, t in tensors.items() if _is_same(t, again.get(e))}
         known = _live_names[part] = frozenset(same)
-    return known & tensors.keys()
+    return set(known & tensors.keys())
 
 
 def _is_same(tensor: torch.Tensor, other: Any) -> bool:
@@ -228,14 +228,16 @@ class _Held:
         self._spans: dict[tuple[Any, int], list[tuple[int, int]]] = {}
         self._own = own
         whole = _asks_whole(own.part)
-        for path, part in own.part.named_modules(remove_duplicate=False) if whole else [("", own.part)]:
+        for path, part in (
+            own.part.named_modules(remove_duplicate=False) if whole else [("", own.part)]
+        ):
             start = f"{path}." if path else ""
             for name, tensor in part._parameters.items():
                 self._add(start + name, tensor)
             for name, tensor in part._buffers.items():
                 if name not in part._non_persistent_buffers_set:
                     self._add(start + name, tensor)
-            if type(part).get_extra_state is not nn.Module.get_extra_state:
+            if has_extra_state(type(part)):
                 self.names.add(clean(start + "_extra_state"))
 
     def _add(self, name: str, tensor: torch.Tensor | None) -> None:
@@ -318,7 +320,20 @@ def add_made(live: Live, key: str, found: Iterable[Own]) -> None:
     for own in found:
         if own.made:
             name = f"{key}.{own.name(OWN)}"
-            live.extras[name] = encode(live, name, own.made, inline=True)
+            live.extras[name] = {e: _encoded(live, key, own, e, name) for e in own.made}
+
+
+def _encoded(live: Live, key: str, own: Own, entry: str, extra: str) -> Any:
+    """A made value for the extra of its module, which then goes by what is in its large tensors, too."""
+    full = f"{key}.{own.name(entry)}"
+    try:
+        tree = encode(live, full, own.made[entry], inline=True)
+    except UsageError as error:
+        way = f"holdfast.ignore({key}, {own.name(entry)!r}) does without it"
+        error.hint = f"let the module's state_dict() have it as plain values or tensors; {way}"
+        raise
+    live.contents.setdefault(extra, []).extend(live.contents.pop(full, []))
+    return tree
 
 
 # -- putting back -----------------------------------------------------------------------------------

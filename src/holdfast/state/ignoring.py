@@ -1,8 +1,8 @@
 """What a user has declared need not be saved: `holdfast.ignore`.
 
-A save holds all that the `state_dict()` of a module or an optimizer has, or fails with the names of what it
-cannot hold.  Such names may be given up, one by one or by pattern.  The mark is on the object itself, not in
-the state, so that the module that knows about it can leave it when it is built; it dies with the object.
+A save holds all that the `state_dict()` of a module or an optimizer has, or fails with the names of what
+it cannot hold.  Such names may be given up, one by one or by pattern.  The mark is on the object itself,
+not in the state: whoever builds the object may leave it there, and it dies with the object.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _marks: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDiction
 
 
 def ignore(obj: T, *patterns: str) -> T:
-    """Neither save nor restore what the `state_dict()` of a module or optimizer has under these names, beyond
-    its parameters, buffers, states and groups, which are always saved; returns the object.
+    """Neither save nor restore what the `state_dict()` of a module or optimizer has under these names.
+
+    Parameters, buffers, states and groups are always saved; this is about what there is beyond them.
+    Returns the object.
 
     `patterns` are names as the object's own `state_dict()` has them, or patterns as of `only=`
     (`"layers.*.codebook"`).  Of a module inside the model that is handed over, names begin at that module.

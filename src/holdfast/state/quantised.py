@@ -17,8 +17,10 @@ _PER_TENSOR, _PER_CHANNEL = "per_tensor_affine", "per_channel_affine"
 
 
 def quantised_parts(tensor: torch.Tensor, path: str) -> dict[str, Any]:
-    """Integers and scales of a quantised tensor, as plain values and plain tensors.  Unsaved for other kinds
-    of quantisation; `path` is where it lies."""
+    """Integers and scales of a quantised tensor, as plain values and plain tensors.
+
+    Unsaved for other kinds of quantisation; `path` is where it lies.
+    """
     scheme = str(tensor.qscheme()).removeprefix("torch.")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype in ("qint8", "quint8", "qint32") and scheme == _PER_TENSOR:

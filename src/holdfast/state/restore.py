@@ -112,6 +112,7 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         problems = compare(checkpoint, live, state, options)
         plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
+        problems.missing += plan.missing
     except Exception as failed:
         error = failed
         problems.lines.append(str(failed))

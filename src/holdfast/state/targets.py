@@ -20,7 +20,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
-from holdfast.state.customised import add_own, customised, ignored_of
+from holdfast.state.customised import OWN, add_own, customised, ignored_of
 from holdfast.state.live import (
     Live,
     State,
@@ -188,9 +188,13 @@ def _add_own(
     live.own[id(module)] = found
     if (ignored := ignored_of(module)) is not None:
         start = f"{key}."
-        live.owned |= {
-            n for n in checkpoint.names() if n.startswith(start) and ignored.has(n[len(start) :])
-        }
+        names = [n for n in checkpoint.names() if n.startswith(start)]
+        live.owned |= {n for n in names if ignored.has(n[len(start) :])}
+        for name, tree in checkpoint.manifest.extras.items():
+            if name.startswith(start) and name.endswith(OWN) and isinstance(tree, dict):
+                path = name[len(start) : -len(OWN)]
+                if all(ignored.has(path + entry) for entry in tree):
+                    live.owned.add(name)
 
 
 def only_tensors(value: Any) -> bool:
