@@ -326,6 +326,25 @@ def test_what_a_lenient_load_leaves_is_told_once(tmp_path: Path) -> None:
         holdfast.load(tmp_path, {"model": nn.Linear(2, 2), "epoch": 0}, strict=False)
 
 
+def test_a_module_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """Some values have the same names, some others."""
+
+    class Other(Packed):
+        def _save_to_state_dict(self, found: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(found, prefix, keep_vars)
+            found[prefix + "type"] = found.pop(prefix + "kind")
+
+    holdfast.save(tmp_path, {"model": nn.Sequential(Packed(1.0))}, step=1)
+    twin = nn.Sequential(Other(2.0))
+    with pytest.raises(StateMismatch) as caught:
+        holdfast.load(tmp_path, {"model": twin})
+    assert [p.split(" (")[0] for p in caught.value.problems] == [
+        "missing in the checkpoint: model.0.type",
+        "unexpected in the checkpoint: model.0.kind",
+    ]
+    assert twin[0].scale == 2.0
+
+
 def test_only_some_names(tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"model": nn.Sequential(Packed(1.0), Packed(1.0, 40_000))}, step=1)
     twin = nn.Sequential(Packed(2.0), Packed(2.0, 40_000))

@@ -29,6 +29,7 @@ MAX_HINTS = 20
 class Problems:
     lines: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
 
 
 def compare(checkpoint: Checkpoint, live: Live, state: State, options: Options) -> Problems:
@@ -61,6 +62,7 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     axes: list[tuple[int, int, str | None]]
     failed: bool
     taken: list[str]
+    unexpected: list[str]
 
 
 class _Together(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +90,7 @@ def judge_together(
                key=str),
         error is not None,
         sorted(live.taken),
+        problems.unexpected,
     )  # fmt: skip
     group.asked += 1
     answer = group.ask(
@@ -161,6 +164,8 @@ def _combine(
             f"missing in the checkpoint: {n}{_near(n, names) if i < MAX_HINTS else ''}"
             for i, n in enumerate(missing)
         ]
+        more = dict.fromkeys(n for f in found for n in f.unexpected)
+        untouched += [f"unexpected in the checkpoint: {n}" for n in more]
         untouched += _unexpected(checkpoint, found, live, options)
         untouched += _unexpected_extras(checkpoint, found, live, options)
     if options.strict:

@@ -70,6 +70,8 @@ class Extras:
         self.problems: list[str] = []
         self.missing: list[str] = []
         """What the checkpoint lacks, by name."""
+        self.unexpected: list[str] = []
+        """What it has of a module that this module has not."""
         self.wants: list[Want] = []
         self._loaded: dict[str, torch.Tensor] = {}
         self._params: dict[str, dict[str, torch.Tensor]] = {}
@@ -101,16 +103,30 @@ class Extras:
                 elif not optional:
                     self.missing.append(key)
 
-    def _find_missing_in_modules(self, live: Live) -> None:
+    def _saved_of(self, name: str) -> dict[str, Any]:
+        """The made values of a module, encoded."""
         manifest = self.checkpoint.manifest
+        if name in manifest.extras:
+            tree = manifest.extras[name]
+        else:  # another rank's, where this one had none
+            rank = self.group.rank if self.group.rank in manifest.file_of else min(manifest.file_of)
+            tree = self.checkpoint.rank_extras(rank).get(name, {})
+        if not isinstance(tree, dict):
+            raise FormatError(f"malformed extras: {name!r} is no state of a module")
+        return tree
+
+    def _find_missing_in_modules(self, live: Live) -> None:
+        manifest, options = self.checkpoint.manifest, self.options
         saved = {*manifest.extras, *manifest.per_rank}
         for key, value in self.state.items():
             if self.options.only is None:
                 live.taken |= {name for name, _ in self._module_states(key, value)}
             for name, own in self._made(key, value):
                 live.taken.add(name)
-                if name not in saved:
-                    self.missing += [f"{key}.{own.name(e)}" for e in own.made]
+                tree = self._saved_of(name) if name in saved else {}
+                self.missing += [f"{key}.{own.name(e)}" for e in own.made if e not in tree]
+                more = [f"{key}.{own.name(e)}" for e in tree if e not in own.made]
+                self.unexpected += [n for n in more if n not in live.owned and options.wanted(n)]
 
     def _plan_tensors(self, live: Live) -> None:
         """Tensors inside the state_dict of objects, and those that a user's dict lacks, get memory of

@@ -113,6 +113,7 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
         problems.missing += plan.missing
+        problems.unexpected += plan.unexpected
     except Exception as failed:
         error = failed
         problems.lines.append(str(failed))

@@ -193,7 +193,9 @@ def _add_own(
         for name, tree in checkpoint.manifest.extras.items():
             if name.startswith(start) and name.endswith(OWN) and isinstance(tree, dict):
                 path = name[len(start) : -len(OWN)]
-                if all(ignored.has(path + entry) for entry in tree):
+                given_up = {entry for entry in tree if ignored.has(path + entry)}
+                live.owned |= {start + path + entry for entry in given_up}
+                if len(given_up) == len(tree):
                     live.owned.add(name)
 
 
