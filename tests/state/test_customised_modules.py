@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.delta.offline import replay_to
 from holdfast.errors import StateMismatch, UsageError
+from holdfast.store import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:torch.ao")
 
@@ -367,6 +369,10 @@ def test_records_have_them(tmp_path: Path) -> None:
             model[0].codebook.add_(step)
             model[1].scale = float(step)
             ckpt.step(step)
+    with pytest.raises(
+        holdfast.errors.NotRecoverable, match=r"'model.1' is a module with its own way"
+    ):
+        replay_to(open_store(str(tmp_path)), 3)
     twin = build(2.0)
     with holdfast.Checkpointer(tmp_path, twin, every=every, delta=delta) as ckpt:
         assert ckpt.restore() == 3

@@ -133,7 +133,7 @@ def tell_untouched(checkpoint: Checkpoint, lines: list[str], group: Group) -> No
         f"step {checkpoint.step} and the live state have not all in common; what only one side has was "
         "left as it is:\n  " + "\n  ".join(shown),
         HoldfastWarning,
-        stacklevel=6,
+        stacklevel=8,
     )
 
 
