@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.delta.offline import replay_to
 from holdfast.errors import StateMismatch, UsageError
+from holdfast.state.customised import customised
 from holdfast.store import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:torch.ao")
@@ -379,6 +382,32 @@ def test_records_have_them(tmp_path: Path) -> None:
     assert torch.equal(twin["model"][0].codebook, model[0].codebook)
     assert twin["model"][1].scale == 3.0
     assert torch.equal(twin["model"][0].weight, model[0].weight)
+
+
+def test_hooks_of_fsdp_are_not_called(tmp_path: Path, mesh: Any) -> None:
+    """They may gather; modules that it wraps are still asked for what they have of their own."""
+
+    def build(fill: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), Book(fill))
+        fully_shard(model[0], mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    model, twin = build(1.0), build(2.0)
+    model(torch.ones(2, 2))  # until then there are none
+    ((number, hook),) = model[0]._state_dict_pre_hooks.items()
+    called: list[nn.Module] = []
+
+    @functools.wraps(hook)
+    def watched(module: nn.Module, *rest: Any) -> None:
+        called.append(module)
+        hook(module, *rest)
+
+    model[0]._state_dict_pre_hooks[number] = watched
+    assert [own.path for own in customised("model", model)] == ["1"]
+    holdfast.save(tmp_path, {"model": model}, step=1)
+    assert not called
+    holdfast.load(tmp_path, {"model": twin})
+    assert (twin[1].codebook == 1.0).all() and twin[1].total == 4.0
 
 
 def test_optimizers_with_hooks_that_add_are_refused(tmp_path: Path) -> None:
