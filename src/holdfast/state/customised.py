@@ -332,7 +332,8 @@ def _encoded(live: Live, key: str, own: Own, entry: str, extra: str) -> Any:
         way = f"holdfast.ignore({key}, {own.name(entry)!r}) does without it"
         error.hint = f"let the module's state_dict() have it as plain values or tensors; {way}"
         raise
-    live.contents.setdefault(extra, []).extend(live.contents.pop(full, []))
+    if digests := live.contents.pop(full, []):
+        live.contents.setdefault(extra, []).extend(digests)
     return tree
 
 
