@@ -42,6 +42,7 @@ SECTIONS = (
             "save",
             "load",
             "Rng",
+            "ignore",
             "HoldfastWarning",
         ),
     ),

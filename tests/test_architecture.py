@@ -148,6 +148,7 @@ def test_public_names_are_pinned() -> None:
         "convert",
         "errors",
         "events",
+        "ignore",
         "load",
         "open",
         "save",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from holdfast.memory.options import Memory
     from holdfast.once import load, save
     from holdfast.policy.tuning import Auto
+    from holdfast.state.ignoring import ignore
     from holdfast.state.rng import Rng
     from holdfast.steering import Every
 
@@ -53,6 +54,7 @@ _HOME = {
     "convert": "holdfast.converting",
     "errors": "holdfast",
     "events": "holdfast",
+    "ignore": "holdfast.state.ignoring",
     "load": "holdfast.once",
     "open": "holdfast.looking",
     "save": "holdfast.once",
@@ -78,6 +80,7 @@ __all__ = [
     "convert",
     "errors",
     "events",
+    "ignore",
     "load",
     "open",
     "save",

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from holdfast import events
 from holdfast.errors import Corrupt, NotRecoverable, RuleError, StateMismatch
+from state.test_customised_modules import Book, Packed
 from state.test_optimizers import Counted
 
 from .cases import run_all
@@ -119,6 +120,22 @@ def state_that_belongs_to_no_parameter(root: Path) -> None:
             for o in (optimizer, fresh)
         )
         assert after == before and after["k"] == "tensor([2])" and ("rank" in after) == own
+
+
+def modules_keep_their_own_state(root: Path) -> None:
+    """What modules have besides tensors may differ between ranks; FSDP2's hooks are not asked."""
+    rank = dist.get_rank()
+
+    def build(value: float) -> nn.Module:
+        net = nn.Sequential(nn.Linear(6, 6), Packed(value), Book(3.0 if value else 0.0))
+        return fully_shard(net)
+
+    net, other = build(rank + 1.0), build(0.0)
+    net(torch.ones(2, 6))
+    holdfast.save(root, {"model": net}, step=1, deadline_s=30)
+    holdfast.load(root, {"model": other}, deadline_s=30)
+    assert other[1].scale == rank + 1.0 and (other[2].codebook == 3.0).all()
+    assert torch.equal(whole(other[0].weight), whole(net[0].weight))
 
 
 def a_mismatch_is_the_same_on_every_rank(root: Path) -> None:
@@ -321,6 +338,7 @@ CASES = [
     meta_models_become_real_and_stay_tied,
     state_goes_on_under_fsdp,
     state_that_belongs_to_no_parameter,
+    modules_keep_their_own_state,
     a_mismatch_is_the_same_on_every_rank,
     an_error_of_one_rank_is_told_to_all,
     a_flipped_bit_is_named_on_every_rank,

@@ -11,6 +11,7 @@ import torch
 import holdfast
 from holdfast import events
 from holdfast.errors import RuleError
+from state.test_customised_modules import Book, Packed
 from state.test_optimizers import Counted
 
 from .cases import Case, check, run_module
@@ -71,6 +72,22 @@ def test_state_that_belongs_to_no_parameter_on_one_rank(
     assert own["rank"] == {"is": 0}
     assert resized(root / "True", state, on_resize={"optim.common": "fresh"})
     assert not [key for key in own if isinstance(key, str)]
+
+
+def test_what_modules_have_of_their_own_on_one_rank(
+    out: Path, failed: dict[str, list[str]]
+) -> None:
+    assert failed["modules_keep_their_own_state"] == []
+    root = out / "modules_keep_their_own_state"
+    net = torch.nn.Sequential(torch.nn.Linear(6, 6), Packed(9.0), Book())
+    name = "model.1._own_extra_state"
+    with pytest.raises(RuleError, match=f"'{name}': saved by each rank"):
+        holdfast.load(root, {"model": net})
+    assert resized(root, {"model": net}, on_resize={"model": "rank0"}) == {name: "rank0"}
+    assert net[1].scale == 1.0 and (net[2].codebook == 3.0).all()
+    net[1].scale = 9.0
+    assert resized(root, {"model": net}, on_resize={name: "fresh"}) == {name: "fresh"}
+    assert net[1].scale == 9.0
 
 
 # -- another number of ranks ----------------------------------------------------------------------

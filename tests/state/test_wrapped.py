@@ -123,11 +123,23 @@ def first() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(2))]
 
 
-def test_what_only_an_optimizers_own_state_dict_has_is_told_once(tmp_path: Path) -> None:
-    (warning,) = told(tmp_path, Rated(first()))
-    assert "the state_dict() of Rated has 'made' beside states and groups" in warning
+def test_what_only_an_optimizers_own_state_dict_has_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    state = {"model": model, "optim": Rated(model.parameters())}
+    with pytest.raises(
+        UsageError, match="the state_dict\\(\\) of Rated has 'made' beside states and groups"
+    ):
+        holdfast.save(tmp_path, state, step=1)
+
+
+def test_what_is_ignored_of_an_optimizer_is_not_told(tmp_path: Path) -> None:
+    assert told(tmp_path, holdfast.ignore(Rated(first()), "made")) == []
+
+
+def test_an_optimizer_that_cannot_say_is_told_once(tmp_path: Path) -> None:
     (warning,) = told(tmp_path / "silent", Silent(first(), lr=0.1))
-    assert "has what it cannot say here (NotImplementedError: ask the others)" in warning
+    assert "it cannot say here (NotImplementedError: ask the others)" in warning
+    assert told(tmp_path / "ignored", holdfast.ignore(Silent(first(), lr=0.1), "*")) == []
 
 
 def test_a_state_dict_that_adds_nothing_is_no_loss(tmp_path: Path) -> None:

@@ -182,8 +182,10 @@ def plain_tensor(tag: str, body: Any) -> Any:
             return np.frombuffer(b64decode(data), numpy_dtype(dtype)).reshape(shape)
         case "$at":
             return body
-        case "$object":
+        case "$object" | "$quantized":
             return decode(body, plain_tensor)
+        case "$dtype" if isinstance(body, str):
+            return body
         case "$optimizer":
             groups = [
                 {"params": g["params"], **decode(g["hyper"], plain_tensor)} for g in body["groups"]

@@ -21,6 +21,7 @@ from holdfast.delta.replay import Replay, merged_groups
 from holdfast.delta.segment import Identity
 from holdfast.errors import NotFound, NotRecoverable, UsageError
 from holdfast.group import Group
+from holdfast.state.customised import OWN
 from holdfast.state.live import State
 from holdfast.state.placed import torch_dtype
 from holdfast.state.restore import restore
@@ -125,6 +126,12 @@ def _way(store: Store, log: Log, step: int) -> tuple[int, list[Step]]:
 
 def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
     """Objects that take a full step and its records: modules, optimizers, and the rest as it is."""
+    own = [name for name in checkpoint.manifest.extras if name.endswith(f".{OWN}")]
+    if own:
+        raise NotRecoverable(
+            f"{own[0].removesuffix('.' + OWN)!r} is a module with its own way to save and load",
+            hint=IN_THE_SCRIPT,
+        )
     state: State = {}
     steps = list(steps)
     headers = [found.header for step in steps for found, _ in step.records.values()]

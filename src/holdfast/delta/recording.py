@@ -20,6 +20,7 @@ from holdfast.format.manifest import TensorEntry
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.state.agreed import Agreement, Description, describe, merge
+from holdfast.state.customised import customised, own_tensors
 from holdfast.state.live import (
     Live,
     State,
@@ -142,6 +143,8 @@ def buffers(state: State) -> dict[str, torch.Tensor]:
         for module in stages(value) or ():
             for name, buffer in named_buffers(module):
                 found.setdefault(f"{key}.{name}", buffer)
+            for name, tensor in own_tensors(customised(key, module)):
+                found.setdefault(f"{key}.{name}", tensor)
         if stages(value) is None and not is_optimizer(value) and not is_stateful(value):
             for path, tensor in tensors_in(value):
                 found[f"{key}.{path}" if path else key] = tensor

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast.state.customised import add_made, add_own, customised
 from holdfast.state.live import (
     Live,
     LiveTensor,
@@ -27,7 +28,7 @@ from holdfast.state.optimizers import (
     all_param_names,
     own_params,
 )
-from holdfast.state.wrapped import check_wrapped, tell_own_state
+from holdfast.state.wrapped import check_own_state, check_wrapped
 
 
 def collect(
@@ -39,7 +40,7 @@ def collect(
 
     `on_resize` declares, by key, what becomes of extras when the number of ranks changes.  `before`: the
     tensors that were found the last time; those that lie where they did are not placed again.  The first
-    time, HoldfastWarning tells what of an optimizer is not saved.
+    time, what of a module or an optimizer would not be saved is a UsageError.
     """
     check_keys(state)
     live = Live(keys=set(state), before=before or {})
@@ -48,7 +49,11 @@ def collect(
         modules = stages(value)
         if modules is not None:
             for module in modules:
-                add_module(live, key, module, engines.get(id(module)))
+                engine = engines.get(id(module))
+                own = [] if engine is not None else customised(key, module, first=not before)
+                add_module(live, key, module, engine)
+                add_own(live, key, own)
+                add_made(live, key, own)
         elif is_optimizer(value):
             zero = engines.get(id(value))
             if zero is not None:
@@ -63,7 +68,7 @@ def collect(
             if zero is None:
                 add_common(live, key, value, on_resize)
                 if not before:
-                    tell_own_state(key, value)
+                    check_own_state(key, value)
         else:
             add_plain(live, key, value, on_resize)
     live.before = {}

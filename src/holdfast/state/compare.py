@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,13 +11,16 @@ import msgspec
 import numpy as np
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.errors import HoldfastError, LayoutError, StateMismatch
+from holdfast.errors import HoldfastError, HoldfastWarning, LayoutError, StateMismatch
+from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
 from holdfast.near import near
+from holdfast.state.customised import OWN
 from holdfast.state.live import Live, State
 from holdfast.state.targets import Options, is_known
 
+MAX_UNTOUCHED = 20
 MAX_HINTS = 20
 """Near misses are looked for this often per list: it takes time."""
 
@@ -25,6 +29,7 @@ MAX_HINTS = 20
 class Problems:
     lines: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
 
 
 def compare(checkpoint: Checkpoint, live: Live, state: State, options: Options) -> Problems:
@@ -56,6 +61,8 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     claimed: bytes
     axes: list[tuple[int, int, str | None]]
     failed: bool
+    taken: list[str]
+    unexpected: list[str]
 
 
 class _Together(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +70,7 @@ class _Together(msgspec.Struct, frozen=True, array_like=True):
 
     problems: list[str]
     resized: bool
+    untouched: list[str]
 
 
 def judge_together(
@@ -76,11 +84,13 @@ def judge_together(
     """Raise StateMismatch on every rank if any has a problem; returns whether the mesh differs."""
     mine = _Compared(
         problems.lines,
-        problems.missing if options.strict else [],
+        problems.missing,
         _claimed(checkpoint, live),
         sorted({(a.stride, a.size, a.name) for t in live.tensors.values() for _, a in t.placed.cuts or ()},
                key=str),
         error is not None,
+        sorted(live.taken),
+        problems.unexpected,
     )  # fmt: skip
     group.asked += 1
     answer = group.ask(
@@ -107,7 +117,24 @@ def judge_together(
             or "build the same model and optimizer"
             + (", or pass strict=False: it ignores missing and unexpected names" * named),
         )
+    tell_untouched(checkpoint, together.untouched, group)
     return together.resized
+
+
+def tell_untouched(checkpoint: Checkpoint, lines: list[str], group: Group) -> None:
+    """HoldfastWarning, once, of what a load that is not to be strict leaves as it is."""
+    if not lines or group.rank:
+        return
+    emit("restore.untouched", step=checkpoint.step, names=lines)
+    shown = lines[:MAX_UNTOUCHED]
+    if len(lines) > len(shown):
+        shown.append(f"... and {len(lines) - len(shown)} more")
+    warnings.warn(
+        f"step {checkpoint.step} and the live state have not all in common; what only one side has was "
+        "left as it is:\n  " + "\n  ".join(shown),
+        HoldfastWarning,
+        stacklevel=8,
+    )
 
 
 def _refused(checkpoint: Checkpoint, live: Live) -> str:
@@ -130,15 +157,23 @@ def _combine(
     found = [msgspec.msgpack.decode(a, type=_Compared) for a in answers]
     missing = list(dict.fromkeys(n for f in found for n in f.missing))
     lines = list(dict.fromkeys(x for f in found for x in f.lines))
-    if options.strict and not any(f.failed for f in found):
+    untouched: list[str] = []
+    if not any(f.failed for f in found):
         names = checkpoint.manifest.aliases.keys() | checkpoint.manifest.by_name.keys()
-        lines += [
+        untouched = [
             f"missing in the checkpoint: {n}{_near(n, names) if i < MAX_HINTS else ''}"
             for i, n in enumerate(missing)
         ]
-        lines += _unexpected(checkpoint, found, live, options)
+        more = dict.fromkeys(n for f in found for n in f.unexpected)
+        untouched += [f"unexpected in the checkpoint: {n}" for n in more]
+        untouched += _unexpected(checkpoint, found, live, options)
+        untouched += _unexpected_extras(checkpoint, found, live, options)
+    if options.strict:
+        lines += untouched
+        untouched = []
     axes = {a for f in found for a in f.axes}
-    return msgspec.msgpack.encode(_Together(lines, _resized(checkpoint, axes, size, options.mesh)))
+    resized = _resized(checkpoint, axes, size, options.mesh)
+    return msgspec.msgpack.encode(_Together(lines, resized, untouched))
 
 
 def _near(name: str, names: Iterable[str]) -> str:
@@ -162,6 +197,24 @@ def _unexpected(
             hint = _near(t.name, live.tensors) if len(out) < MAX_HINTS else ""
             out.append(f"unexpected in the checkpoint: {t.name}{hint}")
     return out
+
+
+def _unexpected_extras(
+    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: Options
+) -> list[str]:
+    """What modules had besides their tensors, for which no rank has such a module."""
+    if options.only is not None:
+        return []
+    taken = {name for f in found for name in f.taken}
+    saved = dict.fromkeys([*checkpoint.manifest.extras, *checkpoint.manifest.per_rank])
+    return [
+        f"unexpected in the checkpoint: {name}"
+        for name in saved
+        if name.endswith(("._extra_state", f".{OWN}"))
+        and name.partition(".")[0] in live.keys
+        and name not in taken
+        and name not in live.owned
+    ]
 
 
 def _resized(

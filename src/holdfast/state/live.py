@@ -28,6 +28,7 @@ from holdfast.layout import Box
 from holdfast.state.kinds import check_kind, check_unit
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
 from holdfast.state.placed import Placed, memory_of, place, torch_dtype
+from holdfast.state.quantised import quantised_parts
 from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
@@ -104,6 +105,10 @@ class Live:
     owned: set[str] = field(default_factory=set)
     """In a restore: saved tensors that have a place, but none of their own in `tensors`: those of the
     state_dict of objects, and numbers that ZeRO keeps once for many parameters."""
+    taken: set[str] = field(default_factory=set)
+    """In a restore: extras of modules that have a place."""
+    own: dict[int, list[Any]] = field(default_factory=dict)
+    """In a restore: by id of a module, what it has beyond parameters and buffers (`state.customised`)."""
     engines: dict[int, Engine] = field(default_factory=dict)
     """In a restore: by id of module and of optimizer, the framework that knows them."""
     modules: dict[str, list[nn.Module]] = field(default_factory=dict)
@@ -258,11 +263,31 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield names.get(id(buffer), [own])[0], buffer
 
 
+def parts_of(root: nn.Module) -> dict[nn.Module, None]:
+    """A module and all in it, each once: three times as fast as `modules()`, which names them."""
+    found: dict[nn.Module, None] = {root: None}
+    left = [root]
+    while left:
+        for part in left.pop()._modules.values():
+            if part is not None and part not in found:
+                found[part] = None
+                left.append(part)
+    return found
+
+
+def has_extra_state(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class have state of their own."""
+    return kind.get_extra_state is not nn.Module.get_extra_state
+
+
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules with state of their own (`get_extra_state`)."""
-    names = extra_names(unwrap(module))
-    for prefix, part in unwrap(module).named_modules():
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
+    root = unwrap(module)
+    if not any(map(has_extra_state, set(map(type, parts_of(root))))):
+        return  # and nothing is to be named
+    names = extra_names(root)
+    for prefix, part in root.named_modules():
+        if has_extra_state(type(part)):
             own = clean(f"{prefix}._extra_state" if prefix else "_extra_state")
             yield names.get(own, own), part
 
@@ -313,8 +338,12 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline."""
 
     def on_other(leaf: Any, path: str) -> Any:
+        name = f"{key}.{path}" if path else key
+        if isinstance(leaf, torch.dtype):
+            return {"$dtype": str(leaf).removeprefix("torch.")}
+        if isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+            return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
         if isinstance(leaf, torch.Tensor):
-            name = f"{key}.{path}"
             check_kind(memory_of(leaf), name)
             if inline and is_cut(leaf):  # each rank has its part: a tensor like a module's
                 live.add(name, "tensor", leaf, steady=False)
@@ -327,11 +356,11 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
             live.add(name, "tensor", leaf, steady=False)
             return {"$at": name}
         if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):
-            return {"$object": encode(live, f"{key}.{path}", leaf.state_dict(), inline=True)}
+            return {"$object": encode(live, name, leaf.state_dict(), inline=True)}
         if isinstance(leaf, torch.Size):
             return {"$tuple": list(leaf)}
         raise UsageError(
-            f"{key}.{path}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be saved",
+            f"{name}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be saved",
             hint="give it state_dict()/load_state_dict(), hand modules and optimizers over as "
             "values of the state itself, or reduce it to numbers, strings, lists, dicts or tensors",
         )

@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_map_only
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
+from holdfast.checkpoint.verifying import referred
 from holdfast.errors import FormatError, RuleError, StateMismatch
 from holdfast.events import emit
 from holdfast.format import extras
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
+from holdfast.state.customised import OWN, Own, customised, put_own
 from holdfast.state.live import (
     Engine,
     Live,
@@ -43,6 +45,7 @@ from holdfast.state.optimizers import (
     tensors_in,
 )
 from holdfast.state.placed import local_of, place, torch_dtype
+from holdfast.state.quantised import quantised
 from holdfast.state.targets import Options, only_tensors, target_of
 from holdfast.state.wrapped import holder, stepping
 from holdfast.state.zero import Group as ParamGroup
@@ -65,15 +68,21 @@ class Extras:
         self.is_whole = True
         """Whether optimizers' states are in it; in a record they are not."""
         self.problems: list[str] = []
+        self.missing: list[str] = []
+        """What the checkpoint lacks, by name."""
+        self.unexpected: list[str] = []
+        """What it has of a module that this module has not."""
         self.wants: list[Want] = []
         self._loaded: dict[str, torch.Tensor] = {}
         self._params: dict[str, dict[str, torch.Tensor]] = {}
         """Of each optimizer that was looked at, by what the names of their states begin with."""
         self._engines = live.engines
+        self._owns: dict[int, list[Own]] = live.own
         live.keys = set(state)
         if options.only is None:
             self._find_missing()
-            self._plan_tensors(live)
+        self._find_missing_in_modules(live)
+        self._plan_tensors(live)
 
     def _find_missing(self) -> None:
         manifest = self.checkpoint.manifest
@@ -91,17 +100,50 @@ class Extras:
                     self.problems.append(
                         f"missing in the checkpoint: {key}{f' ({hint})' if hint else ''}"
                     )
+                elif not optional:
+                    self.missing.append(key)
+
+    def _saved_of(self, name: str) -> dict[str, Any]:
+        """The made values of a module, encoded."""
+        manifest = self.checkpoint.manifest
+        if name in manifest.extras:
+            tree = manifest.extras[name]
+        else:  # another rank's, where this one had none
+            rank = self.group.rank if self.group.rank in manifest.file_of else min(manifest.file_of)
+            tree = self.checkpoint.rank_extras(rank).get(name, {})
+        if not isinstance(tree, dict):
+            raise FormatError(f"malformed extras: {name!r} is no state of a module")
+        return tree
+
+    def _find_missing_in_modules(self, live: Live) -> None:
+        manifest, options = self.checkpoint.manifest, self.options
+        saved = {*manifest.extras, *manifest.per_rank}
+        for key, value in self.state.items():
+            if self.options.only is None:
+                live.taken |= {name for name, _ in self._module_states(key, value)}
+            for name, own in self._made(key, value):
+                live.taken.add(name)
+                tree = self._saved_of(name) if name in saved else {}
+                self.missing += [f"{key}.{own.name(e)}" for e in own.made if e not in tree]
+                more = [f"{key}.{own.name(e)}" for e in tree if e not in own.made]
+                self.unexpected += [n for n in more if n not in live.owned and options.wanted(n)]
 
     def _plan_tensors(self, live: Live) -> None:
         """Tensors inside the state_dict of objects, and those that a user's dict lacks, get memory of
         their own; the latter are unexpected unless strict is off."""
+        in_modules = set(self._tensors_of_modules())
         for name in self.checkpoint.object_tensors:
             key = name.split(".", 1)[0]
-            if key not in self.state or name in live.tensors or stages(self.state[key]):
+            if key not in self.state or name in live.tensors:
                 continue
-            if is_stateful(self.state[key]):
+            of_object = is_stateful(self.state[key])
+            if stages(self.state[key]) is not None or self.options.only is not None:
+                if name not in in_modules:
+                    continue
+                of_object = True
+            if of_object:
                 live.owned.add(name)
-            if is_stateful(self.state[key]) or not self.options.strict:
+            if of_object or not self.options.strict:
                 info = self.checkpoint.info(name)
                 box = whole(info.shape)
                 if info.shape and callable(rows := getattr(self.state[key], "rows_of_rank", None)):
@@ -116,6 +158,29 @@ class Extras:
                 index = self.checkpoint.index(name)
                 if box.size:
                     self.wants.append(Want(index, box, target_of(local_of(tensor), info.dtype)))
+
+    def _tensors_of_modules(self) -> Iterator[str]:
+        """Names of tensors in what modules of the state have besides their own tensors."""
+        for key, value in self.state.items():
+            states = self._module_states(key, value) if self.options.only is None else []
+            for name, _ in (*states, *self._made(key, value)):
+                yield from referred(self.checkpoint.manifest.extras.get(name))
+
+    def _made(self, key: str, value: Any) -> list[tuple[str, Own]]:
+        """Modules that have something of their own that is wanted, by the name of the extra of its made
+        values."""
+        return [
+            (f"{key}.{own.name(OWN)}", own)
+            for module in stages(value) or ()
+            for own in self._own_of(key, module)
+            if any(self.options.wanted(f"{key}.{own.name(e)}") for e in (*own.made, *own.tensors))
+        ]
+
+    def _own_of(self, key: str, module: nn.Module) -> list[Own]:
+        if id(module) not in self._owns:
+            is_engines = id(module) in self._engines
+            self._owns[id(module)] = [] if is_engines else customised(key, module)
+        return self._owns[id(module)]
 
     def _param_of(self, name: str) -> torch.Tensor | None:
         """The parameter in whose optimizer's state a tensor is, in a list, say."""
@@ -137,6 +202,9 @@ class Extras:
         if not self.resized or self.options.only is not None:
             return
         known = {*self.state, *map(common_name, self.state)}
+        for key, value in self.state.items():
+            known |= {name for name, _ in self._module_states(key, value)}
+            known |= {name for name, _ in self._made(key, value)}
         lost = [
             key
             for key in self.checkpoint.manifest.per_rank
@@ -160,21 +228,25 @@ class Extras:
 
     def _rule(self, key: str) -> str | None:
         own = getattr(self.state.get(key), "on_resize", None)
-        declared = self.options.on_resize.get(key) or own
+        of_module = self.options.on_resize.get(key.partition(".")[0]) if "." in key else None
+        declared = self.options.on_resize.get(key) or own or of_module
         return declared or self.checkpoint.manifest.per_rank[key]
 
     def put(self) -> None:
         """Put everything back, RNG last."""
-        if self.options.only is not None:
-            return
         manifest = self.checkpoint.manifest
         own = self._own()
+        for key, value in self.state.items() if self.options.only is not None else ():
+            self._put_made(key, value, own)
+        if self.options.only is not None:
+            return
         for key in sorted(self.state, key=lambda k: k == "rng"):
             value = self.state[key]
             for name, module in self._module_states(key, value):
-                tree = own.get(name, manifest.extras.get(name))
+                tree = self._tree(name, own)
                 if tree is not None:
                     module.set_extra_state(self._decode(tree))
+            self._put_made(key, value, own)
             if stages(value) is not None:
                 continue  # of a foreign dict of tensors; those alone make up a module
             self._put_engine(f"{key}.engine", self._engines.get(id(value)), own)
@@ -197,13 +269,28 @@ class Extras:
         if zero is not None and tree is not None:
             zero.put_extras(self._decode(tree), has_scheduler(zero, self.state))
 
+    def _put_made(self, key: str, value: Any, own: dict[str, Any]) -> None:
+        """What modules make of themselves for their state_dict(), by their own ways to load."""
+        for name, one in self._made(key, value):
+            tree = self._tree(name, own)
+            saved = {} if tree is None else self._decode(tree)
+            if not isinstance(saved, dict):
+                raise FormatError(f"malformed extras: {name!r} is no state of a module")
+            wanted = {e for e in saved if self.options.wanted(f"{key}.{one.name(e)}")}
+            if tree is not None or one.tensors:
+                put_own(key, one, {e: v for e, v in saved.items() if e in one.made and e in wanted})
+
+    def _tree(self, name: str, own: dict[str, Any]) -> Any:
+        """An extra that is part of a value of the state, as this rank is to have it; None if it is not."""
+        if not (self.resized and name in self.checkpoint.manifest.per_rank):
+            return own.get(name, self.checkpoint.manifest.extras.get(name))
+        rule = self._rule(name)
+        emit("extras.resized", key=name, rule=rule)
+        return next(self._of_all(name), None) if rule in ("rank0", "same") else None
+
     def _common(self, name: str, own: dict[str, Any]) -> Any:
         """An optimizer's state that no parameter has, as `add_common` has it; None if there is none."""
-        tree = own.get(name, self.checkpoint.manifest.extras.get(name))
-        if self.resized and name in self.checkpoint.manifest.per_rank:
-            rule = self._rule(name)
-            emit("extras.resized", key=name, rule=rule)
-            tree = next(self._of_all(name), None) if rule in ("rank0", "same") else None
+        tree = self._tree(name, own)
         found = None if tree is None else self._decode(tree)
         if found is not None and not (
             isinstance(found, dict) and {"state", "on_device"} <= set(found)
@@ -273,6 +360,10 @@ class Extras:
                 return known[body.split(".", 1)[1]] if found is None else found
             if tag == "$object":
                 return extras.decode(body, on_other)
+            if tag == "$dtype":
+                return torch_dtype(body)
+            if tag == "$quantized":
+                return quantised(extras.decode(body, on_other))
             raise FormatError(f"malformed extras: unknown tag {tag!r}")
 
         return extras.decode(tree, on_other)

@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from holdfast.state.collecting import add_plain
+from holdfast.state.customised import add_made, customised
 from holdfast.state.live import Live, State, add_extra_states, encode, is_optimizer, stages
 from holdfast.state.optimizers import hyper
 
@@ -25,6 +26,7 @@ def collect_rest(
         if modules is not None:
             for module in modules:
                 add_extra_states(live, key, module)
+                add_made(live, key, customised(key, module))
         elif is_optimizer(value):
             saved = [
                 {"params": list(names), "hyper": encoded_hyper(key, group)}

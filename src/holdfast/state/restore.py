@@ -118,6 +118,8 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         problems = compare(checkpoint, live, state, options)
         plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
+        problems.missing += plan.missing
+        problems.unexpected += plan.unexpected
         if not problems.lines:
             asides = set_aside(checkpoint, live)
     except Exception as failed:

@@ -21,6 +21,7 @@ from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
 from holdfast.state.kinds import writing
+from holdfast.state.customised import OWN, add_own, customised, ignored_of
 from holdfast.state.live import (
     Live,
     State,
@@ -147,6 +148,8 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
     changes: list[Change] = []
     for key, value in state.items():
         for module in stages(value) or ():
+            if id(module) not in live.engines:
+                _add_own(checkpoint, live, key, module, options)
             seen: dict[int, str] = {}
             for kind, pairs in (
                 ("param", named_parameters(module)),
@@ -176,6 +179,29 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
                 if options.wanted(f"{key}.{path}"):
                     live.add(f"{key}.{path}", "tensor", tensor, steady=True)
     return live, changes
+
+
+def _add_own(
+    checkpoint: Checkpoint, live: Live, key: str, module: nn.Module, options: Options
+) -> None:
+    """What modules have of their own is found before the rest, which some of them move when asked."""
+    found = customised(key, module)
+    mine = Live()
+    add_own(mine, key, found, steady=True)
+    live.tensors |= {n: t for n, t in mine.tensors.items() if options.wanted(n)}
+    live.aliases |= mine.aliases
+    live.own[id(module)] = found
+    if (ignored := ignored_of(module)) is not None:
+        start = f"{key}."
+        names = [n for n in checkpoint.names() if n.startswith(start)]
+        live.owned |= {n for n in names if ignored.has(n[len(start) :])}
+        for name, tree in checkpoint.manifest.extras.items():
+            if name.startswith(start) and name.endswith(OWN) and isinstance(tree, dict):
+                path = name[len(start) : -len(OWN)]
+                given_up = {entry for entry in tree if ignored.has(path + entry)}
+                live.owned |= {start + path + entry for entry in given_up}
+                if len(given_up) == len(tree):
+                    live.owned.add(name)
 
 
 def only_tensors(value: Any) -> bool:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastWarning, UsageError
+from holdfast.state.ignoring import Ignored
 
 ELEMENTWISE = frozenset(
     [
@@ -132,25 +133,45 @@ def holder(optimizer: Optimizer, p: torch.Tensor) -> Optimizer | None:
     return stepping(optimizer)
 
 
-def tell_own_state(key: str, optimizer: Any) -> None:
-    """HoldfastWarning for an optimizer whose class has a state_dict() of its own that says more than states
-    and groups, which are all that is saved."""
-    method = getattr(optimizer, "state_dict", None)
-    is_own = getattr(method, "__func__", None) is not Optimizer.state_dict
-    if not isinstance(optimizer, Optimizer) or not is_own or is_zero1(bare(optimizer)):
+def check_own_state(key: str, optimizer: Any) -> None:
+    """UsageError for an optimizer whose state_dict() has more than states and groups, which are all that is
+    saved, unless that is ignored.  HoldfastWarning if it cannot be asked."""
+    if not isinstance(optimizer, Optimizer) or is_zero1(bare(optimizer)):
         return
-    try:
-        lost = ", ".join(map(repr, _more_than_states(optimizer)))
-    except Exception as error:  # whatever it is, the save can be made
-        lost = f"what it cannot say here ({type(error).__name__}: {error})"
-    if lost:
-        warnings.warn(
-            f"{key!r}: the state_dict() of {type(optimizer).__name__} has {lost} beside states and groups; "
-            "that is not saved: hand it over as a value of the state, such as an object with "
-            "state_dict() and load_state_dict()",
-            HoldfastWarning,
-            stacklevel=2,
+    ignored = Ignored([("", optimizer)])
+    lost: list[str] = []
+    if _has_own_state_dict(optimizer):
+        try:
+            lost = _more_than_states(optimizer)
+        except Exception as error:  # whatever it is, the save can be made
+            lost = []
+            if not ignored.has("*"):
+                warnings.warn(
+                    f"{key!r}: whether the state_dict() of {type(optimizer).__name__} has anything beside "
+                    f"states and groups, which are saved, it cannot say here ({type(error).__name__}: "
+                    f"{error}); holdfast.ignore({key}, '*') says that it may be left out",
+                    HoldfastWarning,
+                    stacklevel=2,
+                )
+    kept = [name for name in lost if not ignored.has(name)]
+    if kept:
+        names = ", ".join(map(repr, kept))
+        raise UsageError(
+            f"{key!r}: the state_dict() of {type(optimizer).__name__} has {names} beside states and "
+            "groups, which are all that is saved of an optimizer",
+            hint="hand it over as a value of the state, such as an object with state_dict() and "
+            f"load_state_dict(), and say holdfast.ignore({key}, {names})",
         )
+    ignored.check(key, lost)
+
+
+def _has_own_state_dict(optimizer: Optimizer) -> bool:
+    """Whether its state_dict() may say more than torch's: by its class, on itself or by hooks."""
+    method = getattr(optimizer, "state_dict", None)
+    if getattr(method, "__func__", None) is not Optimizer.state_dict:
+        return True
+    hooks = vars(optimizer).get("_optimizer_state_dict_post_hooks")
+    return bool(hooks or vars(optimizer).get("_optimizer_state_dict_pre_hooks"))
 
 
 def _more_than_states(optimizer: Optimizer) -> list[str]:

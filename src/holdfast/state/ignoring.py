@@ -1,0 +1,83 @@
+"""What a user has declared need not be saved: `holdfast.ignore`.
+
+A save holds all that the `state_dict()` of a module or an optimizer has, or fails with the names of what
+it cannot hold.  Such names may be given up, one by one or by pattern.  The mark is on the object itself,
+not in the state: whoever builds the object may leave it there, and it dies with the object.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.errors import UsageError
+from holdfast.near import near
+
+T = TypeVar("T")
+
+_marks: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def ignore(obj: T, *patterns: str) -> T:
+    """Neither save nor restore what the `state_dict()` of a module or optimizer has under these names.
+
+    Parameters, buffers, states and groups are always saved; this is about what there is beyond them.
+    Returns the object.
+
+    `patterns` are names as the object's own `state_dict()` has them, or patterns as of `only=`
+    (`"layers.*.codebook"`).  Of a module inside the model that is handed over, names begin at that module.
+    Further calls add patterns.  One that matches nothing is a UsageError at the first save.
+    """
+    if not isinstance(obj, (nn.Module, Optimizer)):
+        raise UsageError(
+            f"ignore() takes a module or an optimizer, not a {type(obj).__name__}",
+            hint="what other objects shall not save, their state_dict() leaves out",
+        )
+    if not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise UsageError(
+            f"ignore() needs names or patterns of names, not {patterns!r}",
+            hint="such as holdfast.ignore(model, 'layers.*.codebook')",
+        )
+    _marks[obj] = tuple(dict.fromkeys((*_marks.get(obj, ()), *patterns)))
+    return obj
+
+
+class Ignored:
+    """The patterns on some objects, and which of them have matched.  `objects`: with the names that theirs
+    begin with."""
+
+    def __init__(self, objects: Iterable[tuple[str, Any]]) -> None:
+        self._patterns = [(at, p) for at, obj in objects for p in _marks.get(obj, ())]
+        self._used: set[tuple[str, str]] = set()
+
+    @staticmethod
+    def any() -> bool:
+        """Whether anything was declared of any object."""
+        return bool(_marks)
+
+    def has(self, name: str) -> bool:
+        """Whether a name is given up."""
+        start = [(at, p) for at, p in self._patterns if not at or name.startswith(f"{at}.")]
+        hits = {(at, p) for at, p in start if fnmatchcase(name[len(at) + 1 if at else 0 :], p)}
+        self._used |= hits
+        return bool(hits)
+
+    def check(self, what: str, names: Iterable[str]) -> None:
+        """UsageError for patterns that have matched none of `names`."""
+        unused = [(at, p) for at, p in self._patterns if (at, p) not in self._used]
+        if not unused:
+            return
+        at, pattern = unused[0]
+        known = [n[len(at) + 1 if at else 0 :] for n in names]
+        few = ", ".join(map(repr, known[:5])) + (", ..." if len(known) > 5 else "")
+        where = f"{what}.{at}" if at else what
+        raise UsageError(
+            f"ignore({where}, {pattern!r}) matches nothing that would not be saved anyway; there is "
+            + (few or "nothing of that kind"),
+            hint=near(pattern, known) or "take the pattern away, or write the name as it is there",
+        )
