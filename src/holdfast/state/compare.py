@@ -13,7 +13,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import HoldfastError, LayoutError, StateMismatch
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
-from holdfast.near import near
+from holdfast.near import matching_nothing, near, near_pattern
 from holdfast.state.live import Live, State
 from holdfast.state.targets import Options, is_known
 
@@ -56,6 +56,8 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     claimed: bytes
     axes: list[tuple[int, int, str | None]]
     failed: bool
+    matching_nothing: list[str]
+    """Patterns of `only` by which nothing that this rank holds is loaded."""
 
 
 class _Together(msgspec.Struct, frozen=True, array_like=True):
@@ -81,6 +83,7 @@ def judge_together(
         sorted({(a.stride, a.size, a.name) for t in live.tensors.values() for _, a in t.placed.cuts or ()},
                key=str),
         error is not None,
+        _matching_nothing(checkpoint, live, options),
     )  # fmt: skip
     group.asked += 1
     answer = group.ask(
@@ -137,6 +140,8 @@ def _combine(
             for i, n in enumerate(missing)
         ]
         lines += _unexpected(checkpoint, found, live, options)
+    if not any(f.failed for f in found):
+        lines += _idle_patterns(checkpoint, found, live.keys, options)
     axes = {a for f in found for a in f.axes}
     return msgspec.msgpack.encode(_Together(lines, _resized(checkpoint, axes, size, options.mesh)))
 
@@ -161,6 +166,26 @@ def _unexpected(
         if mine and not claimed[i] and t.name not in live.owned:
             hint = _near(t.name, live.tensors) if len(out) < MAX_HINTS else ""
             out.append(f"unexpected in the checkpoint: {t.name}{hint}")
+    return out
+
+
+def _matching_nothing(checkpoint: Checkpoint, live: Live, options: Options) -> list[str]:
+    loaded = [n for n in (*live.tensors, *live.aliases, *live.owned) if is_known(checkpoint, n)]
+    return matching_nothing(options.only or (), loaded)
+
+
+def _idle_patterns(
+    checkpoint: Checkpoint, found: list[_Compared], keys: set[str], options: Options
+) -> list[str]:
+    """Patterns of `only` by which no rank loads anything: misspelled, or of extras."""
+    names = [n for n in checkpoint.names() if n.split(".", 1)[0] in keys]
+    out = []
+    for pattern in options.only or ():
+        if all(pattern in f.matching_nothing for f in found):
+            hint = near_pattern(pattern, names)
+            given = ", ".join(map(repr, sorted(keys)))
+            why = hint or f"the state that was handed over has {given}"
+            out.append(f"only={pattern!r} matches no tensor that is saved and in the state ({why})")
     return out
 
 

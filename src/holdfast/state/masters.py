@@ -12,19 +12,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
+from holdfast.format import extras
 from holdfast.layout import Box
-from holdfast.state.live import Live, State
+from holdfast.state.live import Live, State, outline_tensor
 from holdfast.state.optimizers import add_state, add_ties, all_param_names, named_groups
 from holdfast.state.placed import torch_dtype
 from holdfast.state.targets import Options, saved_states, target_of
 from holdfast.state.zero import Zero
 
-PLAIN = (int, float, str, type(None))
+PLAIN = (int, float, str, type(None), torch.Tensor)
+"""Kinds of values that one state of a master may have, beside flat tensors; tensors are 0-dim."""
 
 
 @dataclass
@@ -192,8 +195,31 @@ def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
         others = [saved.get(name, {}).get(state, value) for name, _ in change.params]
         if any(other != value for other in others):
             change.problems.append(_differ(change, state, others))
-        elif isinstance(value, PLAIN):
-            change.set_number(state, value)
+            continue
+        number = _number(value)
+        if isinstance(number, PLAIN):
+            change.set_number(state, number)
+        else:
+            change.problems.append(
+                f"{change.key}.{change.params[0][0]}.{state}: neither a tensor nor a number, and "
+                "DeepSpeed keeps one flat state for all parameters of a group"
+            )
+
+
+def _number(tree: Any) -> Any:
+    """A saved state that is no tensor of the checkpoint, as a number; a tree that is none stays one.
+
+    The count of steps that DeepSpeed's own optimizers keep comes from its files as a 0-dim tensor among the
+    extras.
+    """
+
+    def on_other(tag: str, body: Any) -> Any:
+        return outline_tensor(body) if tag == "$tensor" else {tag: body}
+
+    value = extras.decode(tree, on_other)
+    if isinstance(value, np.generic):
+        return value.item()
+    return tree if isinstance(value, torch.Tensor) and value.ndim else value
 
 
 def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
