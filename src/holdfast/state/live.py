@@ -27,6 +27,7 @@ from holdfast.format import extras
 from holdfast.layout import Box
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
 from holdfast.state.placed import Placed, place, torch_dtype
+from holdfast.state.several import taken_apart
 from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
@@ -187,6 +188,7 @@ def is_optimizer(value: Any) -> bool:
 def engines_in(state: State) -> dict[int, Engine]:
     """The frameworks of a state, by id of module (or engine) and of optimizer."""
     modules = {key: stages(value) or [] for key, value in state.items()}
+    state = taken_apart(state)
     return {**zeros(modules, state), **megatrons(modules, state, unwrap)}
 
 

@@ -43,8 +43,9 @@ from holdfast.state.optimizers import (
     tensors_in,
 )
 from holdfast.state.placed import local_of, place, torch_dtype
+from holdfast.state.several import Several, holder
 from holdfast.state.targets import Options, only_tensors, target_of
-from holdfast.state.wrapped import holder, stepping
+from holdfast.state.wrapped import stepping
 from holdfast.state.zero import Group as ParamGroup
 from holdfast.state.zero import Zero
 
@@ -364,6 +365,15 @@ def _fill(live: Any, value: Any, filled: dict[int, torch.Tensor]) -> bool:
 def put_common(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
     """State that belongs to no parameter: what was not saved is gone; tensors are filled where they are,
     for a captured graph may hold them."""
+    if isinstance(optimizer, Several):
+        if saved is not None and saved["state"]:
+            names = ", ".join(map(repr, saved["state"]))
+            raise StateMismatch(
+                f"state that belongs to no parameter was saved ({names}); which of the "
+                f"{len(optimizer.parts)} optimizers that were handed over as one has it is not known",
+                hint="hand the optimizers over one by one, each under a key of its own",
+            )
+        return
     state: dict[Any, Any] = stepping(optimizer).state
     found, on_device = ({}, []) if saved is None else (saved["state"], saved["on_device"])
     for key in [k for k in state if not isinstance(k, torch.Tensor) and k not in found]:

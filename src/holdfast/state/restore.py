@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import agree
@@ -26,6 +28,7 @@ from holdfast.state.live import Live, State, check_keys, stages
 from holdfast.state.masters import MasterChange, master_changes, read_numbers
 from holdfast.state.placed import Placed
 from holdfast.state.putback import Extras
+from holdfast.state.several import as_seen
 from holdfast.state.snapshot import wait_for_copies
 from holdfast.state.targets import Change, Options, is_known, materialise, target_of, targets
 from holdfast.state.zero import is_engine
@@ -103,7 +106,9 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
     changes: list[Change] = []
     masters: list[MasterChange] = []
     plan: Extras | None = None
+    given = state
     try:
+        state = as_seen(state)
         for value in state.values():
             for module in stages(value) or ():
                 materialise(module)
@@ -138,7 +143,14 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         for want in _wants(checkpoint, name, part)
     ]
     wants += plan.wants
-    return _Prepared(live, wants, plan.put)
+    return _Prepared(live, wants, partial(_put_extras, plan, state, given))
+
+
+def _put_extras(plan: Extras, seen: State, given: State) -> None:
+    """Put the extras back; plain values, which are put into the state itself, into the user's own."""
+    plan.put()
+    if seen is not given:
+        given |= {key: value for key, value in seen.items() if not isinstance(value, Optimizer)}
 
 
 def _wants(checkpoint: Checkpoint, name: str, part: Placed) -> list[Want]:

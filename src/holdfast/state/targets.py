@@ -43,8 +43,8 @@ from holdfast.state.optimizers import (
     tensors_in,
 )
 from holdfast.state.placed import place, torch_dtype
+from holdfast.state.several import holder
 from holdfast.state.snapshot import raw_array
-from holdfast.state.wrapped import check_wrapped, holder
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,6 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
         engine = live.engines.get(id(value))
         megatron = engine if isinstance(engine, Megatron) and stages(value) is None else None
         if megatron or (isinstance(value, Optimizer) and engine is None):
-            check_wrapped(key, value, state)
             names = all_param_names(state, value, megatron)
             changes += _optimizer_targets(checkpoint, live, key, value, megatron, names, options)
             for name, p in () if megatron else own_params(state, key, value, names):
