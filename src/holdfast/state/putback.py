@@ -35,6 +35,7 @@ from holdfast.state.live import (
     stages,
 )
 from holdfast.state.megatron import Megatron
+from holdfast.state.nested import LIVE, OBJECT, Nested, Slot, nested
 from holdfast.state.optimizers import (
     common_name,
     groups_of,
@@ -70,6 +71,8 @@ class Extras:
         self._loaded: dict[str, torch.Tensor] = {}
         self._params: dict[str, dict[str, torch.Tensor]] = {}
         """Of each optimizer that was looked at, by what the names of their states begin with."""
+        self._nested: dict[str, Nested] = {}
+        """By key, the objects inside lists and dicts."""
         self._engines = live.engines
         live.keys = set(state)
         if options.only is None:
@@ -84,6 +87,9 @@ class Extras:
                 match_groups(key, manifest.extras[key], pairs)
                 if self.options.strict:
                     self.problems += _all_unknown(key, manifest.extras[key], pairs)
+            if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
+                found = self._nested[key] = nested(key, value, manifest.extras[key])
+                self.problems += found.missing + (found.homeless if self.options.strict else [])
             plain = stages(value) is None and not only_tensors(value)
             optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
@@ -100,9 +106,11 @@ class Extras:
             key = name.split(".", 1)[0]
             if key not in self.state or name in live.tensors or stages(self.state[key]):
                 continue
-            if is_stateful(self.state[key]):
+            own = is_stateful(self.state[key])
+            own = own or (key in self._nested and self._nested[key].has(name))
+            if own:
                 live.owned.add(name)
-            if is_stateful(self.state[key]) or not self.options.strict:
+            if own or not self.options.strict:
                 info = self.checkpoint.info(name)
                 box = whole(info.shape)
                 if info.shape and callable(rows := getattr(self.state[key], "rows_of_rank", None)):
@@ -249,11 +257,15 @@ class Extras:
         elif is_stateful(value):
             value.load_state_dict(self._decode(tree))
         else:
-            self.state[key] = self._merge(value, tree)
+            self.state[key] = self._merge(key, value, tree)
 
-    def _merge(self, live: Any, tree: Any) -> Any:
-        """Saved values into the user's own containers; tensors there are loaded already."""
-        found = self._decode(tree, live)
+    def _merge(self, key: str, live: Any, tree: Any) -> Any:
+        """Saved values into the user's own containers; tensors there are loaded, and objects stay."""
+        inside = nested(key, live, tree)
+        if inside.missing:
+            raise StateMismatch("; ".join(inside.missing))
+        inside.put(self._decode)
+        found = self._decode(inside.tree, live)
         if isinstance(live, dict) and isinstance(found, dict):
             live.clear()
             live.update(found)
@@ -272,7 +284,9 @@ class Extras:
             if tag == "$at":
                 found = self._loaded.get(body)
                 return known[body.split(".", 1)[1]] if found is None else found
-            if tag == "$object":
+            if tag == LIVE and isinstance(body, Slot):
+                return body.live
+            if tag == OBJECT:
                 return extras.decode(body, on_other)
             raise FormatError(f"malformed extras: unknown tag {tag!r}")
 
