@@ -114,6 +114,12 @@ class Live:
     """How large tensors in the state_dict of an object may be to go into the extras."""
     rules: dict[str, str] = field(default_factory=dict)
     """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
+    problems: list[str] = field(default_factory=list)
+    """In a restore: why optimizers cannot go on with what was saved."""
+    idle: list[str] = field(default_factory=list)
+    """In a restore: which states optimizers will have, but have no use for themselves."""
+    unfit: set[int] = field(default_factory=set)
+    """In a restore that is not strict: by id, parameters whose saved states are left out for that."""
     before: Mapping[str, LiveTensor] = field(default_factory=dict)
     """What was found the last time: of it, what still lies where it did is not placed again."""
 

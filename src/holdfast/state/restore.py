@@ -7,6 +7,7 @@ in one error); read every rank's boxes together, straight into the live tensors;
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import agree
 from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
+from holdfast.errors import HoldfastWarning
 from holdfast.events import span
 from holdfast.group import Group
 from holdfast.layout import whole
@@ -115,6 +117,7 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         live, changes = targets(checkpoint, state, options)
         masters = master_changes(checkpoint, state, live, options)
         problems = compare(checkpoint, live, state, options)
+        _tell_unfit(problems, live, options)
         plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
     except Exception as failed:
@@ -144,6 +147,19 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
     ]
     wants += plan.wants
     return _Prepared(live, wants, partial(_put_extras, plan, state, given))
+
+
+def _tell_unfit(problems: Problems, live: Live, options: Options) -> None:
+    """States with which an optimizer cannot go on, which are left out if the load is not strict; and those
+    that it will have and not look at."""
+    if options.strict:
+        problems.lines += live.problems
+    for lines, what in (
+        (live.problems if not options.strict else [], "states of another optimizer are left out"),
+        (live.idle, "states are put back that their optimizer has no use for"),
+    ):
+        if lines:
+            warnings.warn(f"{what}: {'; '.join(lines)}", HoldfastWarning, stacklevel=2)
 
 
 def _put_extras(plan: Extras, seen: State, given: State) -> None:

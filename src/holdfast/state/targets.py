@@ -20,6 +20,8 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
+from holdfast.state.expected import Fitting
+from holdfast.state.groups import plain_states
 from holdfast.state.live import (
     Live,
     State,
@@ -198,15 +200,6 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
     return inside | {t.name: t.dtype for t in params}
 
 
-def _plain_states(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, Any]] | None:
-    """By parameter name what an optimizer kept of it beside tensors; None if that is not known."""
-    tree = checkpoint.manifest.extras.get(key)
-    if not isinstance(tree, dict) or "$optimizer" not in tree:
-        return None
-    states: dict[str, dict[str, Any]] | None = tree["$optimizer"].get("state")
-    return states
-
-
 @dataclass(frozen=True)
 class Change:
     """What becomes of an optimizer's state of one parameter, once the checkpoint is known to fit."""
@@ -239,16 +232,22 @@ def _optimizer_targets(
     states = saved_states(checkpoint, key)
     names = {i: found[0] for i, found in all_names.items()}
     was = _dtypes(checkpoint) if options.cast else {}
-    plain = _plain_states(checkpoint, key) if options.strict else None
+    plain = plain_states(checkpoint, key) if options.strict else None
     changes = []
     groups = groups_of(optimizer, megatron)
-    for (group, _), pairs in zip(groups, named_groups(groups, names)):
+    named = named_groups(groups, names)
+    fitting = Fitting.of(checkpoint, key, groups, named, options) if megatron is None else None
+    for number, ((group, _), pairs) in enumerate(zip(groups, named)):
         for name, p in pairs:
             inner, master = (holder(optimizer, p), p) if megatron is None else megatron.holder(p)
             if inner is None:
                 continue  # other ranks have it
             saved = [s for s in states.get(name, []) if options.wanted(f"{key}.{name}.{s}")]
             every = inner.state.get(master, {})
+            if fitting is not None and not fitting.fits(number, name, inner, p, saved, every):
+                if not options.strict:
+                    live.unfit.add(id(p))
+                    continue
             have = {k: v for k, v in every.items() if isinstance(v, torch.Tensor)}
             known = have if plain is None or megatron is not None else every
             there = {*saved, *(plain or {}).get(name, ())}
@@ -265,6 +264,9 @@ def _optimizer_targets(
                 tensor = have[state] if state in have else made[state]
                 add_state(live, f"{key}.{name}", state, p, tensor, megatron)
                 add_ties(live, key, state, all_names.get(id(p), ()))
+    if fitting is not None:
+        live.problems += fitting.problems()
+        live.idle += fitting.idle()
     return changes
 
 
