@@ -31,6 +31,7 @@ from holdfast.state.collecting import collect
 from holdfast.state.live import Live, LiveTensor, State, check_keys
 from holdfast.state.putback import RULES
 from holdfast.state.rng import Rng
+from holdfast.state.selecting import check_on_resize
 from holdfast.state.targets import Options
 from holdfast.steering import Every, Steering, check_every
 from holdfast.stopping import Stop
@@ -83,6 +84,7 @@ class Checkpointer:
         _check_choice("replicas", replicas, ("once", "verify", "trust"))
         for rule in (on_resize or {}).values():
             _check_choice("on_resize", rule, tuple(RULES.split(", ")))
+        check_on_resize(on_resize or {}, [*state, "rng"])
         check_every(every, memory=memory is not None, delta=delta is not None)
         self.state = state
         self.every = every if isinstance(every, Every) else Every()

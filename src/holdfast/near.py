@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 
 def near(name: str, known: Iterable[str], most: int = 3) -> str | None:
@@ -14,3 +15,24 @@ def near(name: str, known: Iterable[str], most: int = 3) -> str | None:
         names = [n for n in names if n.rsplit(".", 1)[-1] == tail][:2000] or names[:2000]
     found = get_close_matches(name, names, most, 0.5)
     return f"did you mean {', '.join(map(repr, found))}?" if found else None
+
+
+def matching_nothing(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The patterns that match none of the names."""
+    known = list(names)
+    return [p for p in patterns if not any(fnmatchcase(name, p) for name in known)]
+
+
+def near_pattern(pattern: str, names: Iterable[str]) -> str | None:
+    """`did you mean 'model.*'?` for a pattern that matches none of the names, or None.
+
+    Near are names, and patterns of all that begins as some names do, at the pattern's depth.
+    """
+    known = list(dict.fromkeys(names))
+    if any(c in pattern for c in "*?["):
+        depth = pattern.count(".") or 1
+        begins = dict.fromkeys(
+            ".".join(n.split(".")[:depth]) for n in known if n.count(".") >= depth
+        )
+        known = [f"{begin}.*" for begin in begins] + known
+    return near(pattern, known)

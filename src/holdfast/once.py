@@ -21,6 +21,7 @@ from holdfast.restoring import load_from, open_shared
 from holdfast.roots import check_own, sweep_host
 from holdfast.state.collecting import collect
 from holdfast.state.live import State, check_keys
+from holdfast.state.selecting import check_on_resize, patterns_of
 from holdfast.state.targets import Options
 from holdfast.store import Store
 
@@ -86,14 +87,15 @@ def load(
     """Load step `step` (or the newest) into the live objects of `state`; returns its number.
 
     Only what `state` names is loaded: `{"model": model}` loads weights alone.  `only`: patterns of
-    tensor names (`model.h.0.*`).  `cast`: convert dtypes.  `strict=False`: names that one
-    side lacks keep their value.  `on_resize`: as of `Checkpointer`.  `verify=False`: digests are not
-    compared.  Collective; blocks, for other ranks `deadline_s` at most.  NotRecoverable if there is no
-    step; StateMismatch before anything is touched.  Foreign checkpoints are read where they lie, as
-    `holdfast.open` finds them.
+    tensor names (`model.h.0.*`), each of which must match some.  `cast`: convert dtypes.
+    `strict=False`: names that one side lacks keep their value.  `on_resize`: as of `Checkpointer`.
+    `verify=False`: digests are not compared.  Collective; blocks, for other ranks `deadline_s` at most.
+    NotRecoverable if there is no step; StateMismatch before anything is touched.  Foreign checkpoints are
+    read where they lie, as `holdfast.open` finds them.
     """
-    patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
-    options = Options(patterns, cast, strict, on_resize or {})
+    check_keys(state)
+    check_on_resize(on_resize or {}, state)
+    options = Options(patterns_of(only), cast, strict, on_resize or {})
     group = Group(deadline_s)
     try:
         return load_from(os.fspath(url), group, state, step, options, verify=verify)

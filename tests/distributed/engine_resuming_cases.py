@@ -283,6 +283,32 @@ def through_a_chain(root: Path) -> None:
     assert all(torch.equal(found[n], expected[n]) for n in found)
 
 
+def counts(engine: Any) -> list[Any]:
+    """The steps that its optimizer has counted, and of what type they are."""
+    return [(type(s["step"]), float(s["step"])) for s in inner_of(engine).state.values()]
+
+
+def from_its_own_files(kind: Kind) -> Case:
+    """What DeepSpeed's own `save_checkpoint` wrote goes on in an engine as in the one that wrote it."""
+
+    def case(root: Path) -> None:
+        writer, _ = build(kind, 0)
+        train(writer, 0, 3)
+        writer.save_checkpoint(str(root / str(kind)))
+        counted = counts(writer)
+        expected = train(writer, 3, 3)
+        engine, _ = build(kind, 1)
+        state = {"model": engine, "optim": engine.optimizer}
+        holdfast.load(f"deepspeed:{root / str(kind)}", state, cast=kind.dtype != "fp32")
+        assert counts(engine) == counted
+        assert train(engine, 3, 3) == expected
+
+    case.__name__ = f"from-its-own-files-{kind}"
+    return case
+
+
+OWN_FILES = [from_its_own_files(kind) for kind in BUILT]
+
 CASES = [
     *(resuming(kind) for kind in (*KINDS, *WAYS)),
     *(moving(*pair) for pair in PAIRS),
@@ -292,6 +318,8 @@ CASES = [
     into_plain_torch,
     from_plain_torch,
     through_a_chain,
+    from_its_own_files(Kind(1, "fp32")),
+    from_its_own_files(Kind(3, "fp32")),
 ]
 
 ELSEWHERE = [
@@ -303,4 +331,4 @@ ELSEWHERE = [
 """On another number of ranks."""
 
 if __name__ == "__main__":
-    run_all([*CASES, *(resuming(kind) for kind in BUILT)])
+    run_all([*CASES, *(resuming(kind) for kind in BUILT), *OWN_FILES])

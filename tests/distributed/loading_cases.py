@@ -158,6 +158,26 @@ def a_mismatch_is_the_same_on_every_rank(root: Path) -> None:
     assert all(torch.equal(whole(p), b) for p, b in zip(other.parameters(), before))
 
 
+class Stage(nn.Module):
+    """Of a pipeline: each rank has one, whose names begin with its number."""
+
+    def __init__(self, rank: int, fill: float) -> None:
+        super().__init__()
+        self.add_module(f"stage{rank}", nn.Linear(2, 2))
+        for p in self.parameters():
+            nn.init.constant_(p, fill)
+
+
+def a_pattern_may_be_of_other_ranks_alone(root: Path) -> None:
+    rank = dist.get_rank()
+    holdfast.save(root, {"model": Stage(rank, 5.0)}, step=1)
+    mine = Stage(rank, 0.0)
+    holdfast.load(root, {"model": mine}, only="model.stage1.*")
+    assert all(torch.all(p == (5.0 if rank == 1 else 0.0)) for p in mine.parameters())
+    with pytest.raises(StateMismatch, match=r"only='model\.stage7\.\*' matches no tensor"):
+        holdfast.load(root, {"model": mine}, only=["model.stage1.*", "model.stage7.*"])
+
+
 def an_error_of_one_rank_is_told_to_all(root: Path) -> None:
     """A rank whose state is malformed must not leave the others waiting."""
     net = sharded(0)
@@ -340,6 +360,7 @@ CASES = [
     state_that_belongs_to_no_parameter,
     modules_keep_their_own_state,
     a_mismatch_is_the_same_on_every_rank,
+    a_pattern_may_be_of_other_ranks_alone,
     an_error_of_one_rank_is_told_to_all,
     a_flipped_bit_is_named_on_every_rank,
     restore_goes_back_on_every_rank,

@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 
 from .cases import check, run_module
 from .engine_resuming_cases import CASES as RESUMING
-from .engine_resuming_cases import ELSEWHERE
+from .engine_resuming_cases import ELSEWHERE, OWN_FILES
 from .engine_saving_cases import CASES as SAVING
 from .engine_saving_cases import COMPILING
 from .engines import BUILT
@@ -112,7 +112,7 @@ def test_optimizers_that_deepspeed_compiles(tmp_path: Path) -> None:
     """Its CPU and fused Adam and its Muon: the first run takes minutes."""
     saved = names_of(COMPILING)
     failed = launched(tmp_path, "saved", "engine_saving_cases", 2, *saved)
-    resumed = [f"resuming-{kind}" for kind in BUILT]
+    resumed = [*(f"resuming-{kind}" for kind in BUILT), *names_of(OWN_FILES)]
     failed |= launched(tmp_path, "two", "engine_resuming_cases", 2, *resumed)
     for name in (*saved, *resumed):
         check(failed, name)

@@ -19,10 +19,12 @@ from holdfast.checkpoint.brief import brief
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Want
+from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box, flat_range
+from holdfast.near import matching_nothing, near_pattern
 
 BLOCK_BYTES = 64 << 20
 SLICE = 1 << 20
@@ -78,9 +80,12 @@ def compare(
 ) -> Difference:
     """Compare tensors and extras; `only`: a pattern for names of tensors and paths of extras.
 
-    `progress` is told the bytes just compared.  Corrupt if either checkpoint is damaged.
+    `progress` is told the bytes just compared.  UsageError for a pattern that matches nothing in either;
+    Corrupt if either checkpoint is damaged.
     """
     found = Difference()
+    if only is not None:
+        _check_pattern(a, b, only)
     shared = _match_names(a, b, only, found)
     differing = {t.name: Values(t.name, math.prod(t.shape)) for t in shared}
     for batch in batches(shared):
@@ -93,6 +98,39 @@ def compare(
     found.num_equal = len(shared) - len(found.values)
     _compare_extras(a, b, only, found)
     return found
+
+
+def _check_pattern(a: Checkpoint, b: Checkpoint, only: str) -> None:
+    """UsageError for a pattern that matches nothing: what is not compared is not equal."""
+    names = [*a.names(), *b.names()]
+    if not matching_nothing([only], names):
+        return
+    paths = [path for c in (a, b) for path in _extras_paths(c)]
+    if matching_nothing([only], paths):
+        raise UsageError(
+            f"only={only!r} matches no tensor and no extra of either step",
+            hint=near_pattern(only, [*names, *paths]) or "`holdfast inspect` lists their names",
+        )
+
+
+def _extras_paths(checkpoint: Checkpoint) -> Iterator[str]:
+    """Paths of all extras, as differences between them are named: of containers and of what they hold."""
+    yield from _paths("", checkpoint.extras)
+    if checkpoint.manifest.per_rank:
+        for rank in sorted(checkpoint.manifest.file_of):
+            own = {k: decode(v, plain_tensor) for k, v in checkpoint.rank_extras(rank).items()}
+            yield from _paths(f"rank{rank}", own)
+
+
+def _paths(path: str, value: Any) -> Iterator[str]:
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _paths(f"{path}.{key}" if path else str(key), one)
+    elif isinstance(value, (list, tuple)):
+        for i, one in enumerate(value):
+            yield from _paths(f"{path}[{i}]", one)
 
 
 def total_bytes(a: Checkpoint, b: Checkpoint, only: str | None = None) -> int:

@@ -32,6 +32,7 @@ from holdfast.state.live import (
 )
 from holdfast.state.optimizers import all_param_names, named_groups, served_modules, tensors_in
 from holdfast.state.placed import local_of
+from holdfast.state.several import check_apart
 from holdfast.state.snapshot import raw_array
 from holdfast.state.wrapped import bare, is_ours, stepping
 
@@ -64,6 +65,7 @@ class Steps:
 def optimizers(state: State) -> list[Steps]:
     """Every optimizer of a state.  UsageError for those of engines, whose gradients are elsewhere."""
     found: list[Steps] = []
+    check_apart(state, "delta=")
     for key, value in state.items():
         if not is_optimizer(value):
             continue

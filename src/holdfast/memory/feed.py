@@ -43,6 +43,7 @@ from holdfast.state.live import (
 )
 from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import Placed
+from holdfast.state.several import check_apart
 from holdfast.state.snapshot import Moment, raw_array
 from holdfast.state.wrapped import ELEMENTWISE, Seen, is_zero1
 
@@ -400,6 +401,7 @@ def optimizers(state: State) -> dict[str, Any]:
 
 def check_feedable(state: State) -> None:
     """UsageError for optimizers that no twin can follow on parts of a parameter."""
+    check_apart(state, 'Memory(feed="gradient")')
     found = optimizers(state)
     for key, optimizer in found.items():
         kind = type(optimizer).__name__

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from holdfast.state.customised import add_made, add_own, customised
 from holdfast.state.live import (
@@ -28,7 +29,8 @@ from holdfast.state.optimizers import (
     all_param_names,
     own_params,
 )
-from holdfast.state.wrapped import check_own_state, check_wrapped
+from holdfast.state.several import as_seen, check_in_backward, parts_of
+from holdfast.state.wrapped import check_own_state
 
 
 def collect(
@@ -44,6 +46,9 @@ def collect(
     """
     check_keys(state)
     live = Live(keys=set(state), before=before or {})
+    given, state = state, as_seen(state)
+    if not before:
+        check_in_backward(state)
     engines = engines_in(state)
     for key, value in state.items():
         modules = stages(value)
@@ -60,7 +65,6 @@ def collect(
                 scheduler = has_scheduler(zero, state)
                 tree = encode(live, f"{key}.engine", zero.extras(scheduler), inline=True)
                 live.extras[f"{key}.engine"] = tree
-            check_wrapped(key, value, state)
             names = all_param_names(state, value, zero)
             for name, p in () if zero is not None else own_params(state, key, value, names):
                 live.add(name, "param", p, steady=True)
@@ -68,11 +72,21 @@ def collect(
             if zero is None:
                 add_common(live, key, value, on_resize)
                 if not before:
-                    check_own_state(key, value)
+                    _check_own_states(key, given[key], value)
         else:
             add_plain(live, key, value, on_resize)
     live.before = {}
     return live
+
+
+def _check_own_states(key: str, given: Any, saved: Any) -> None:
+    """Of what was handed over, and of the optimizers that are saved in its place."""
+    for label, part in parts_of(saved).items():
+        check_own_state(key + label, part, part)
+    if isinstance(given, Optimizer) and given is not saved:
+        # torchtitan's makes a step to have states to tell of, if there are none
+        if all(part.state for part in parts_of(saved).values()):
+            check_own_state(key, given, saved)
 
 
 def add_plain(live: Live, key: str, value: Any, on_resize: dict[str, str] | None) -> None:

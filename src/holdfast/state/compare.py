@@ -15,7 +15,7 @@ from holdfast.errors import HoldfastError, HoldfastWarning, LayoutError, StateMi
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
-from holdfast.near import near
+from holdfast.near import matching_nothing, near, near_pattern
 from holdfast.state.customised import OWN
 from holdfast.state.live import Live, State
 from holdfast.state.targets import Options, is_known
@@ -63,6 +63,8 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     failed: bool
     taken: list[str]
     unexpected: list[str]
+    matching_nothing: list[str]
+    """Patterns of `only` by which nothing that this rank holds is loaded."""
 
 
 class _Together(msgspec.Struct, frozen=True, array_like=True):
@@ -91,6 +93,7 @@ def judge_together(
         error is not None,
         sorted(live.taken),
         problems.unexpected,
+        _matching_nothing(checkpoint, live, options),
     )  # fmt: skip
     group.asked += 1
     answer = group.ask(
@@ -171,6 +174,8 @@ def _combine(
     if options.strict:
         lines += untouched
         untouched = []
+    if not any(f.failed for f in found):
+        lines += _idle_patterns(checkpoint, found, live.keys, options)
     axes = {a for f in found for a in f.axes}
     resized = _resized(checkpoint, axes, size, options.mesh)
     return msgspec.msgpack.encode(_Together(lines, resized, untouched))
@@ -215,6 +220,26 @@ def _unexpected_extras(
         and name not in taken
         and name not in live.owned
     ]
+
+
+def _matching_nothing(checkpoint: Checkpoint, live: Live, options: Options) -> list[str]:
+    loaded = [n for n in (*live.tensors, *live.aliases, *live.owned) if is_known(checkpoint, n)]
+    return matching_nothing(options.only or (), loaded)
+
+
+def _idle_patterns(
+    checkpoint: Checkpoint, found: list[_Compared], keys: set[str], options: Options
+) -> list[str]:
+    """Patterns of `only` by which no rank loads anything: misspelled, or of extras."""
+    names = [n for n in checkpoint.names() if n.split(".", 1)[0] in keys]
+    out = []
+    for pattern in options.only or ():
+        if all(pattern in f.matching_nothing for f in found):
+            hint = near_pattern(pattern, names)
+            given = ", ".join(map(repr, sorted(keys)))
+            why = hint or f"the state that was handed over has {given}"
+            out.append(f"only={pattern!r} matches no tensor that is saved and in the state ({why})")
+    return out
 
 
 def _resized(

@@ -29,6 +29,7 @@ from holdfast.state.kinds import check_kind, check_unit
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
 from holdfast.state.placed import Placed, memory_of, place, torch_dtype
 from holdfast.state.quantised import quantised_parts
+from holdfast.state.several import taken_apart
 from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
@@ -121,6 +122,12 @@ class Live:
     """How large tensors in the state_dict of an object may be to go into the extras."""
     rules: dict[str, str] = field(default_factory=dict)
     """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
+    problems: list[str] = field(default_factory=list)
+    """In a restore: why optimizers cannot go on with what was saved."""
+    idle: list[str] = field(default_factory=list)
+    """In a restore: which states optimizers will have, but have no use for themselves."""
+    unfit: set[int] = field(default_factory=set)
+    """In a restore that is not strict: by id, parameters whose saved states are left out for that."""
     before: Mapping[str, LiveTensor] = field(default_factory=dict)
     """What was found the last time: of it, what still lies where it did is not placed again."""
 
@@ -196,6 +203,7 @@ def is_optimizer(value: Any) -> bool:
 def engines_in(state: State) -> dict[int, Engine]:
     """The frameworks of a state, by id of module (or engine) and of optimizer."""
     modules = {key: stages(value) or [] for key, value in state.items()}
+    state = taken_apart(state)
     return {**zeros(modules, state), **megatrons(modules, state, unwrap)}
 
 

@@ -12,19 +12,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
+from holdfast.format import extras
 from holdfast.layout import Box
-from holdfast.state.live import Live, State
+from holdfast.state.expected import Fitting
+from holdfast.state.live import Live, State, outline_tensor
 from holdfast.state.optimizers import add_state, add_ties, all_param_names, named_groups
 from holdfast.state.placed import torch_dtype
 from holdfast.state.targets import Options, saved_states, target_of
 from holdfast.state.zero import Zero
 
-PLAIN = (int, float, str, type(None))
+PLAIN = (int, float, str, type(None), torch.Tensor)
+"""Kinds of values that one state of a master may have, beside flat tensors; tensors are 0-dim."""
 
 
 @dataclass
@@ -33,6 +37,8 @@ class MasterChange:
 
     zero: Zero
     key: str
+    number: int
+    """Of the parameter group."""
     group: dict[str, Any]
     params: list[tuple[str, torch.Tensor]]
     made: dict[str, Any] = field(default_factory=dict)
@@ -87,18 +93,41 @@ def master_changes(
             continue
         all_names = all_param_names(state, value, zero)
         states = saved_states(checkpoint, key)
-        for change in _masters(key, zero, {i: names[0] for i, names in all_names.items()}):
+        names = {i: found[0] for i, found in all_names.items()}
+        named = named_groups(zero.groups, names)
+        fitting = Fitting.of(checkpoint, key, zero.groups, named, options)
+        for change in _masters(key, zero, names):
+            if not _fits(change, fitting, states, options) and not options.strict:
+                continue
             _plan(checkpoint, live, change, states, all_names, options)
             changes.append(change)
+        if fitting is not None:
+            live.problems += fitting.problems()
+            live.idle += fitting.idle()
     return changes
+
+
+def _fits(
+    change: MasterChange,
+    fitting: Fitting | None,
+    states: dict[str, list[str]],
+    options: Options,
+) -> bool:
+    """Whether the inner optimizer can go on with the states that were saved of a master's parameters."""
+    if fitting is None or change.zero.inner is None:
+        return True
+    name = change.params[0][0]
+    saved = [s for s in states.get(name, ()) if options.wanted(f"{change.key}.{name}.{s}")]
+    return fitting.fits(change.number, name, change.zero.inner, change.master, saved, change.have)
 
 
 def _masters(key: str, zero: Zero, names: dict[int, str]) -> Iterator[MasterChange]:
     """Every master with the parameters that are in it."""
-    for (group, _), pairs in zip(zero.groups, named_groups(zero.groups, names)):
+    named = named_groups(zero.groups, names)
+    for number, ((group, _), pairs) in enumerate(zip(zero.groups, named)):
         found: dict[int, MasterChange] = {}
         for name, p in pairs:
-            change = MasterChange(zero, key, group, [])
+            change = MasterChange(zero, key, number, group, [])
             found.setdefault(id(zero.source(p)), change).params.append((name, p))
         yield from found.values()
 
@@ -192,8 +221,31 @@ def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
         others = [saved.get(name, {}).get(state, value) for name, _ in change.params]
         if any(other != value for other in others):
             change.problems.append(_differ(change, state, others))
-        elif isinstance(value, PLAIN):
-            change.set_number(state, value)
+            continue
+        number = _number(value)
+        if isinstance(number, PLAIN):
+            change.set_number(state, number)
+        else:
+            change.problems.append(
+                f"{change.key}.{change.params[0][0]}.{state}: neither a tensor nor a number, and "
+                "DeepSpeed keeps one flat state for all parameters of a group"
+            )
+
+
+def _number(tree: Any) -> Any:
+    """A saved state that is no tensor of the checkpoint, as a number; a tree that is none stays one.
+
+    The count of steps that DeepSpeed's own optimizers keep comes from its files as a 0-dim tensor among the
+    extras.
+    """
+
+    def on_other(tag: str, body: Any) -> Any:
+        return outline_tensor(body) if tag == "$tensor" else {tag: body}
+
+    value = extras.decode(tree, on_other)
+    if isinstance(value, np.generic):
+        return value.item()
+    return tree if isinstance(value, torch.Tensor) and value.ndim else value
 
 
 def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:

@@ -27,7 +27,8 @@ from holdfast.state.live import (
 )
 from holdfast.state.megatron import Megatron
 from holdfast.state.placed import Placed, place
-from holdfast.state.wrapped import holder, stepping
+from holdfast.state.several import Several, holder
+from holdfast.state.wrapped import stepping
 from holdfast.state.zero import Group
 
 
@@ -178,6 +179,9 @@ def add_common(
     """
     if not isinstance(optimizer, Optimizer):
         return
+    if isinstance(optimizer, Several):
+        _check_no_common(key, optimizer)
+        return
     inner = stepping(optimizer)
     found = {k: v for k, v in inner.state.items() if not isinstance(k, torch.Tensor)}
     if not found and type(inner).__module__.startswith("torch.optim."):
@@ -196,6 +200,18 @@ def add_common(
         live.rules[name] = on_resize[name]
     tree = {"state": found, "on_device": on_device}
     live.extras[name] = encode(live, name, tree, inline=True)
+
+
+def _check_no_common(key: str, several: Several) -> None:
+    """UsageError for state of a part that belongs to no parameter: its name would not say which part's."""
+    for label, part in several.parts.items():
+        names = [k for k in stepping(part).state if not isinstance(k, torch.Tensor)]
+        if names:
+            raise UsageError(
+                f"{key}{label}: a {type(part).__name__} with state that belongs to no parameter "
+                f"({names[0]!r}), beside other optimizers",
+                hint="hand the optimizers over one by one, each under a key of its own",
+            )
 
 
 def common_name(key: str) -> str:

@@ -5,10 +5,9 @@ Planned, and refused where it must be, before any tensor is read; put back when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,6 +24,7 @@ from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
 from holdfast.state.customised import OWN, Own, customised, put_own
+from holdfast.state.groups import HOW, match_groups
 from holdfast.state.live import (
     Engine,
     Live,
@@ -37,6 +37,7 @@ from holdfast.state.live import (
     stages,
 )
 from holdfast.state.megatron import Megatron
+from holdfast.state.nested import LIVE, OBJECT, Nested, Slot, nested
 from holdfast.state.optimizers import (
     common_name,
     groups_of,
@@ -46,8 +47,9 @@ from holdfast.state.optimizers import (
 )
 from holdfast.state.placed import local_of, place, torch_dtype
 from holdfast.state.quantised import quantised
+from holdfast.state.several import Several, holder
 from holdfast.state.targets import Options, only_tensors, target_of
-from holdfast.state.wrapped import holder, stepping
+from holdfast.state.wrapped import stepping
 from holdfast.state.zero import Group as ParamGroup
 from holdfast.state.zero import Zero
 
@@ -76,6 +78,9 @@ class Extras:
         self._loaded: dict[str, torch.Tensor] = {}
         self._params: dict[str, dict[str, torch.Tensor]] = {}
         """Of each optimizer that was looked at, by what the names of their states begin with."""
+        self._nested: dict[str, Nested] = {}
+        """By key, the objects inside lists and dicts."""
+        self._live = live
         self._engines = live.engines
         self._owns: dict[int, list[Own]] = live.own
         live.keys = set(state)
@@ -92,6 +97,12 @@ class Extras:
                 match_groups(key, manifest.extras[key], pairs)
                 if self.options.strict:
                     self.problems += _all_unknown(key, manifest.extras[key], pairs)
+            if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
+                found = self._nested[key] = nested(key, value, manifest.extras[key])
+                self.problems += found.missing + (found.homeless if self.options.strict else [])
+            common = manifest.extras.get(common_name(key))
+            if isinstance(value, Several) and isinstance(common, dict) and common.get("state"):
+                self.problems.append(_of_no_part(key, common["state"], value))
             plain = stages(value) is None and not only_tensors(value)
             optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
@@ -137,6 +148,7 @@ class Extras:
             if key not in self.state or name in live.tensors:
                 continue
             of_object = is_stateful(self.state[key])
+            of_object = of_object or (key in self._nested and self._nested[key].has(name))
             if stages(self.state[key]) is not None or self.options.only is not None:
                 if name not in in_modules:
                     continue
@@ -329,17 +341,21 @@ class Extras:
         if is_optimizer(value):
             zero = self._engines.get(id(value))
             pairs = self._named_groups(value)
-            put_groups(key, groups_of(value, zero), tree, pairs, self._decode)
+            put_groups(key, groups_of(value, zero), tree, pairs, self._decode, self._live.unfit)
             if not isinstance(zero, Zero):
-                put_plain_states(value, zero, tree, pairs, self._decode)
+                put_plain_states(value, zero, tree, pairs, self._decode, self._live.unfit)
         elif is_stateful(value):
             value.load_state_dict(self._decode(tree))
         else:
-            self.state[key] = self._merge(value, tree)
+            self.state[key] = self._merge(key, value, tree)
 
-    def _merge(self, live: Any, tree: Any) -> Any:
-        """Saved values into the user's own containers; tensors there are loaded already."""
-        found = self._decode(tree, live)
+    def _merge(self, key: str, live: Any, tree: Any) -> Any:
+        """Saved values into the user's own containers; tensors there are loaded, and objects stay."""
+        inside = nested(key, live, tree)
+        if inside.missing:
+            raise StateMismatch("; ".join(inside.missing))
+        inside.put(self._decode)
+        found = self._decode(inside.tree, live)
         if isinstance(live, dict) and isinstance(found, dict):
             live.clear()
             live.update(found)
@@ -358,7 +374,9 @@ class Extras:
             if tag == "$at":
                 found = self._loaded.get(body)
                 return known[body.split(".", 1)[1]] if found is None else found
-            if tag == "$object":
+            if tag == LIVE and isinstance(body, Slot):
+                return body.live
+            if tag == OBJECT:
                 return extras.decode(body, on_other)
             if tag == "$dtype":
                 return torch_dtype(body)
@@ -371,36 +389,6 @@ class Extras:
 
 def _with_paths(live: Any) -> Iterable[tuple[str, torch.Tensor]]:
     return tensors_in(live) if live is not None else ()
-
-
-HOW = ("foreach", "fused", "capturable", "differentiable")
-"""How an optimizer computes is this process's own: other hardware and layouts need other ways."""
-
-
-def match_groups(
-    key: str, tree: Any, pairs: list[list[tuple[str, torch.Tensor]]]
-) -> list[int | None]:
-    """For each live group the number of the saved group that its parameters were in.
-
-    StateMismatch if they were in several with different hyper-parameters.
-    """
-    if not isinstance(tree, dict) or "$optimizer" not in tree:
-        raise StateMismatch(f"{key!r} is no optimizer in the checkpoint")
-    groups = tree["$optimizer"]["groups"]
-    group_of = {p: i for i, g in enumerate(groups) for p in g["params"]}
-    origin: list[int | None] = []
-    for number, params in enumerate(pairs):
-        found = sorted({group_of[name] for name, _ in params if name in group_of})
-        hypers = {msgspec.json.encode(groups[i]["hyper"]): i for i in found}
-        if len(hypers) > 1:
-            raise StateMismatch(
-                f"parameters of group {number} of {key!r} were in groups {found} "
-                "with different hyper-parameters",
-                hint="build the optimizer with the parameter groups that it was saved with",
-            )
-        empty = number if not params and number < len(groups) else None
-        origin.append(next(iter(hypers.values()), empty))
-    return origin
 
 
 def _all_unknown(key: str, tree: Any, pairs: list[list[tuple[str, torch.Tensor]]]) -> list[str]:
@@ -423,15 +411,17 @@ def put_groups(
     tree: Any,
     pairs: list[list[tuple[str, torch.Tensor]]],
     decode: Callable[[Any], Any],
+    unfit: Collection[int] = (),
 ) -> None:
     """Each group's hyper-parameters from the saved group that its parameters were in.
 
-    Tensors are filled: a script or a captured graph may hold them.
+    Tensors are filled: a script or a captured graph may hold them.  `unfit`: by id, parameters whose states
+    were another optimizer's, as then the hyper-parameters of their groups were.
     """
     saved = tree["$optimizer"]["groups"]
     filled: dict[int, torch.Tensor] = {}
-    for (group, _), source in zip(groups, match_groups(key, tree, pairs)):
-        if source is not None:
+    for (group, params), source in zip(groups, match_groups(key, tree, pairs)):
+        if source is not None and not any(id(p) in unfit for p in params):
             hyper = decode(saved[source]["hyper"])
             for name in (n for n in hyper if n not in HOW or n not in group):
                 if not _fill(group.get(name), hyper[name], filled):
@@ -452,9 +442,20 @@ def _fill(live: Any, value: Any, filled: dict[int, torch.Tensor]) -> bool:
     return True
 
 
+def _of_no_part(key: str, saved: dict[str, Any], several: Several) -> str:
+    return (
+        f"{key}: state that belongs to no parameter was saved ({', '.join(map(repr, saved))}); whose it "
+        f"is of the {len(several.parts)} optimizers here is not known: hand them over one by one"
+    )
+
+
 def put_common(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
     """State that belongs to no parameter: what was not saved is gone; tensors are filled where they are,
     for a captured graph may hold them."""
+    if isinstance(optimizer, Several):
+        if saved is not None and saved["state"]:
+            raise StateMismatch(_of_no_part("optimizer", saved["state"], optimizer))
+        return
     state: dict[Any, Any] = stepping(optimizer).state
     found, on_device = ({}, []) if saved is None else (saved["state"], saved["on_device"])
     for key in [k for k in state if not isinstance(k, torch.Tensor) and k not in found]:
@@ -474,10 +475,13 @@ def put_plain_states(
     tree: Any,
     pairs: list[list[tuple[str, torch.Tensor]]],
     decode: Callable[[Any], Any],
+    unfit: Collection[int] = (),
 ) -> None:
-    """What an optimizer keeps of a parameter beside tensors."""
+    """What an optimizer keeps of a parameter beside tensors.  `unfit`: parameters, by id, left out."""
     for params in pairs:
         for name, p in params:
+            if id(p) in unfit:
+                continue
             for state, value in tree["$optimizer"]["state"].get(name, {}).items():
                 if megatron is not None:
                     megatron.put_plain(p, state, decode(value))

@@ -7,17 +7,21 @@ in one error); read every rank's boxes together, straight into the live tensors;
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import agree
 from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
+from holdfast.errors import HoldfastWarning
 from holdfast.events import span
 from holdfast.group import Group
 from holdfast.layout import whole
@@ -28,6 +32,7 @@ from holdfast.state.masters import MasterChange, master_changes, read_numbers
 from holdfast.state.overlapping import Aside, set_aside
 from holdfast.state.placed import Placed
 from holdfast.state.putback import Extras
+from holdfast.state.several import as_seen
 from holdfast.state.snapshot import wait_for_copies
 from holdfast.state.targets import Change, Options, is_known, materialise, target_of, targets
 from holdfast.state.zero import is_engine
@@ -109,13 +114,16 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
     masters: list[MasterChange] = []
     asides: dict[int, Aside] = {}
     plan: Extras | None = None
+    given = state
     try:
+        state = as_seen(state)
         for value in state.values():
             for module in stages(value) or ():
                 materialise(module)
         live, changes = targets(checkpoint, state, options)
         masters = master_changes(checkpoint, state, live, options)
         problems = compare(checkpoint, live, state, options)
+        _tell_unfit(problems, live, options)
         plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
         problems.missing += plan.missing
@@ -148,7 +156,27 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         for want in _wants(checkpoint, name, part, asides)
     ]
     wants += plan.wants
-    return _Prepared(live, wants, asides, plan.put)
+    return _Prepared(live, wants, asides, partial(_put_extras, plan, state, given))
+
+
+def _tell_unfit(problems: Problems, live: Live, options: Options) -> None:
+    """States with which an optimizer cannot go on, which are left out if the load is not strict; and those
+    that it will have and not look at."""
+    if options.strict:
+        problems.lines += live.problems
+    for lines, what in (
+        (live.problems if not options.strict else [], "states of another optimizer are left out"),
+        (live.idle, "states are put back that their optimizer has no use for"),
+    ):
+        if lines:
+            warnings.warn(f"{what}: {'; '.join(lines)}", HoldfastWarning, stacklevel=2)
+
+
+def _put_extras(plan: Extras, seen: State, given: State) -> None:
+    """Put the extras back; plain values, which are put into the state itself, into the user's own."""
+    plan.put()
+    if seen is not given:
+        given |= {key: value for key, value in seen.items() if not isinstance(value, Optimizer)}
 
 
 def _wants(checkpoint: Checkpoint, name: str, part: Placed, asides: dict[int, Aside]) -> list[Want]:

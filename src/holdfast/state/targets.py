@@ -20,8 +20,10 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
-from holdfast.state.kinds import writing
 from holdfast.state.customised import OWN, add_own, customised, ignored_of
+from holdfast.state.expected import Fitting
+from holdfast.state.groups import plain_states
+from holdfast.state.kinds import writing
 from holdfast.state.live import (
     Live,
     State,
@@ -45,8 +47,8 @@ from holdfast.state.optimizers import (
     tensors_in,
 )
 from holdfast.state.placed import place, torch_dtype
+from holdfast.state.several import holder
 from holdfast.state.snapshot import raw_array
-from holdfast.state.wrapped import check_wrapped, holder
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,6 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
         engine = live.engines.get(id(value))
         megatron = engine if isinstance(engine, Megatron) and stages(value) is None else None
         if megatron or (isinstance(value, Optimizer) and engine is None):
-            check_wrapped(key, value, state)
             names = all_param_names(state, value, megatron)
             changes += _optimizer_targets(checkpoint, live, key, value, megatron, names, options)
             for name, p in () if megatron else own_params(state, key, value, names):
@@ -230,15 +231,6 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
     return inside | {t.name: t.dtype for t in params}
 
 
-def _plain_states(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, Any]] | None:
-    """By parameter name what an optimizer kept of it beside tensors; None if that is not known."""
-    tree = checkpoint.manifest.extras.get(key)
-    if not isinstance(tree, dict) or "$optimizer" not in tree:
-        return None
-    states: dict[str, dict[str, Any]] | None = tree["$optimizer"].get("state")
-    return states
-
-
 @dataclass(frozen=True)
 class Change:
     """What becomes of an optimizer's state of one parameter, once the checkpoint is known to fit."""
@@ -271,16 +263,22 @@ def _optimizer_targets(
     states = saved_states(checkpoint, key)
     names = {i: found[0] for i, found in all_names.items()}
     was = _dtypes(checkpoint) if options.cast else {}
-    plain = _plain_states(checkpoint, key) if options.strict else None
+    plain = plain_states(checkpoint, key) if options.strict else None
     changes = []
     groups = groups_of(optimizer, megatron)
-    for (group, _), pairs in zip(groups, named_groups(groups, names)):
+    named = named_groups(groups, names)
+    fitting = Fitting.of(checkpoint, key, groups, named, options) if megatron is None else None
+    for number, ((group, _), pairs) in enumerate(zip(groups, named)):
         for name, p in pairs:
             inner, master = (holder(optimizer, p), p) if megatron is None else megatron.holder(p)
             if inner is None:
                 continue  # other ranks have it
             saved = [s for s in states.get(name, []) if options.wanted(f"{key}.{name}.{s}")]
             every = inner.state.get(master, {})
+            if fitting is not None and not fitting.fits(number, name, inner, p, saved, every):
+                if not options.strict:
+                    live.unfit.add(id(p))
+                    continue
             have = {k: v for k, v in every.items() if isinstance(v, torch.Tensor)}
             known = have if plain is None or megatron is not None else every
             there = {*saved, *(plain or {}).get(name, ())}
@@ -297,6 +295,9 @@ def _optimizer_targets(
                 tensor = have[state] if state in have else made[state]
                 add_state(live, f"{key}.{name}", state, p, tensor, megatron)
                 add_ties(live, key, state, all_names.get(id(p), ()))
+    if fitting is not None:
+        live.problems += fitting.problems()
+        live.idle += fitting.idle()
     return changes
 
 

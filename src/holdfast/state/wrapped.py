@@ -126,23 +126,17 @@ def bare(optimizer: Any) -> Any:
     return optimizer
 
 
-def holder(optimizer: Optimizer, p: torch.Tensor) -> Optimizer | None:
-    """The optimizer that has the state of `p`; None if another rank has it."""
-    if is_zero1(optimizer) and optimizer._param_to_rank.get(p) != optimizer.rank:
-        return None
-    return stepping(optimizer)
-
-
-def check_own_state(key: str, optimizer: Any) -> None:
+def check_own_state(key: str, optimizer: Any, saved: Any) -> None:
     """UsageError for an optimizer whose state_dict() has more than states and groups, which are all that is
-    saved, unless that is ignored.  HoldfastWarning if it cannot be asked."""
+    saved, unless that is ignored: its own, or those of the optimizers that it was made around, which are
+    `saved` in its place.  HoldfastWarning if it cannot be asked."""
     if not isinstance(optimizer, Optimizer) or is_zero1(bare(optimizer)):
         return
     ignored = Ignored([("", optimizer)])
     lost: list[str] = []
     if _has_own_state_dict(optimizer):
         try:
-            lost = _more_than_states(optimizer)
+            lost = _more_than_states(optimizer, saved)
         except Exception as error:  # whatever it is, the save can be made
             lost = []
             if not ignored.has("*"):
@@ -174,37 +168,20 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
     return bool(hooks or vars(optimizer).get("_optimizer_state_dict_pre_hooks"))
 
 
-def _more_than_states(optimizer: Optimizer) -> list[str]:
-    """Names in its state_dict() that are neither in its groups nor in its states."""
+def _more_than_states(optimizer: Optimizer, saved: Optimizer) -> list[str]:
+    """Names in its state_dict() that are neither in the groups nor in the states that are saved.
+
+    Of flat names, such as `state.layers.0.weight.exp_avg`, the last part says what it is.
+    """
     said = optimizer.state_dict()
     groups, states = said.get("param_groups", []), said.get("state", {})
-    more = {str(name) for name in said} - {"param_groups", "state"}
-    more |= _keys(groups) - _keys(optimizer.param_groups) - {"param_names"}
-    more |= _keys(states.values()) - _keys(optimizer.state.values())
+    hypers, kept = _keys(saved.param_groups), _keys(saved.state.values())
+    flat = {str(name) for name in said} - {"param_groups", "state"}
+    more = {name for name in flat if name.rpartition(".")[2] not in hypers | kept}
+    more |= _keys(groups) - hypers - {"param_names"}
+    more |= _keys(states.values()) - kept
     return sorted(more)
 
 
 def _keys(dicts: Iterable[Any]) -> set[str]:
     return {str(key) for one in dicts if isinstance(one, dict) for key in one}
-
-
-def check_wrapped(key: str, optimizer: Any, state: dict[str, Any]) -> None:
-    """UsageError for an optimizer inside another one whose state nobody would save."""
-    if is_zero1(optimizer):
-        if optimizer._overlap_with_ddp:
-            raise UsageError(
-                f"{key!r}: ZeroRedundancyOptimizer(overlap_with_ddp=True) is not supported",
-                hint="build it with overlap_with_ddp=False",
-            )
-        return
-    if not isinstance(optimizer, Optimizer):
-        return
-    for name, inner in vars(optimizer).items():
-        if not isinstance(inner, Optimizer) or inner.state is optimizer.state:
-            continue
-        if not any(value is inner for value in state.values()):
-            raise UsageError(
-                f"{key!r}: a {type(optimizer).__name__} around a {type(inner).__name__} "
-                f"(.{name}), whose state would be lost",
-                hint=f"hand that over, too: {{{key!r}: optimizer, '{key}_inner': optimizer.{name}}}",
-            )

@@ -1,0 +1,75 @@
+"""Parameter groups of a live optimizer and those of a checkpoint: which is which, and what they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import StateMismatch
+from holdfast.format import extras
+from holdfast.state.live import outline_tensor
+from holdfast.state.zero import Group
+
+HOW = ("foreach", "fused", "capturable", "differentiable")
+"""How an optimizer computes is this process's own: other hardware and layouts need other ways."""
+
+Pairs = list[list[tuple[str, torch.Tensor]]]
+"""Of each group, names and parameters."""
+
+
+def match_groups(key: str, tree: Any, pairs: Pairs) -> list[int | None]:
+    """For each live group the number of the saved group that its parameters were in.
+
+    StateMismatch if they were in several with different hyper-parameters.
+    """
+    if not isinstance(tree, dict) or "$optimizer" not in tree:
+        raise StateMismatch(f"{key!r} is no optimizer in the checkpoint")
+    groups = tree["$optimizer"]["groups"]
+    group_of = {p: i for i, g in enumerate(groups) for p in g["params"]}
+    origin: list[int | None] = []
+    for number, params in enumerate(pairs):
+        found = sorted({group_of[name] for name, _ in params if name in group_of})
+        hypers = {msgspec.json.encode(groups[i]["hyper"]): i for i in found}
+        if len(hypers) > 1:
+            raise StateMismatch(
+                f"parameters of group {number} of {key!r} were in groups {found} "
+                "with different hyper-parameters",
+                hint="build the optimizer with the parameter groups that it was saved with",
+            )
+        empty = number if not params and number < len(groups) else None
+        origin.append(next(iter(hypers.values()), empty))
+    return origin
+
+
+def hypers_after(key: str, tree: Any, groups: list[Group], pairs: Pairs) -> list[dict[str, Any]]:
+    """Hyper-parameters of each live group, as a restore will leave them."""
+    found = []
+    for (group, _), source in zip(groups, match_groups(key, tree, pairs)):
+        hyper = without_params(group)
+        if source is not None:
+            saved = extras.decode(tree["$optimizer"]["groups"][source]["hyper"], _tensor)
+            hyper |= {k: v for k, v in saved.items() if k not in HOW or k not in group}
+        found.append(hyper)
+    return found
+
+
+def without_params(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyper-parameters."""
+    return {k: v for k, v in group.items() if k != "params"}
+
+
+def _tensor(tag: str, body: Any) -> Any:
+    """A tensor among hyper-parameters; large ones, which lie elsewhere, are none that matter here."""
+    return outline_tensor(body) if tag == "$tensor" else None
+
+
+def plain_states(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, Any]] | None:
+    """By parameter name what an optimizer kept of it beside tensors; None if that is not known."""
+    tree = checkpoint.manifest.extras.get(key)
+    if not isinstance(tree, dict) or "$optimizer" not in tree:
+        return None
+    states: dict[str, dict[str, Any]] | None = tree["$optimizer"].get("state")
+    return states

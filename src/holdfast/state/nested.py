@@ -1,0 +1,137 @@
+"""Objects with a state_dict() inside the user's lists and dicts: schedulers in a list, say.
+
+Saved is what `state_dict()` gives, in the place of the object.  If a restore put that there, the object
+would be gone and a dict in its stead.  So what was saved goes into the live object of the same place, and
+that stays.  An object without a place in the checkpoint, or a place without an object, is a mismatch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.format import extras
+from holdfast.state.live import is_stateful
+
+LIVE, OBJECT = "$live", "$object"
+
+
+@dataclass
+class Slot:
+    """A live object and the saved tree of its state, in whose place it stands."""
+
+    path: str
+    live: Any
+    tree: Any
+
+
+@dataclass
+class Nested:
+    """The objects inside a value of the state, and what the checkpoint has in their places."""
+
+    tree: Any = None
+    """The saved tree with `{"$live": Slot}` in the place of each object's state."""
+    slots: list[Slot] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Problems: objects here that the checkpoint does not have."""
+    homeless: list[str] = field(default_factory=list)
+    """Problems: objects' states that were saved, where there is no object here."""
+
+    def put(self, decode: Callable[[Any], Any]) -> None:
+        """Put the states into the objects."""
+        for slot in self.slots:
+            slot.live.load_state_dict(decode(slot.tree))
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of that name is in an object's state."""
+        return any(name.startswith(f"{slot.path}.") for slot in self.slots)
+
+
+def is_object(value: Any) -> bool:
+    """Whether it is saved by its own state_dict() where a list or a dict has it."""
+    return is_stateful(value) and not isinstance(value, (nn.Module, Optimizer))
+
+
+def nested(key: str, live: Any, tree: Any) -> Nested:
+    """Find the objects of a live value in the saved tree of its key."""
+    found = Nested()
+    found.tree = _walk(live, tree, key, found)
+    return found
+
+
+def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
+    is_saved = isinstance(tree, dict) and tree.keys() == {OBJECT}
+    if is_object(live):
+        slot = Slot(path, live, tree[OBJECT] if is_saved else tree)
+        into.slots.append(slot)
+        return {LIVE: slot}
+    if is_saved:
+        into.homeless.append(
+            f"{path}: the state of an object was saved, and here is a {type(live).__name__}"
+        )
+        return tree
+    children = dict(_children(live, path))
+    seen: set[str] = set()
+
+    def child(part: str, one: Any) -> Any:
+        seen.add(part)
+        return _walk(children.get(part), one, part, into)
+
+    new = _rebuilt(tree, path, child)
+    for part, one in children.items():
+        if part not in seen:
+            into.missing += [
+                f"missing in the checkpoint: {where}, a {type(other).__name__}"
+                for where, other in _objects(one, part)
+            ]
+    return new
+
+
+def _rebuilt(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
+    """A saved list or dict with `child` of each value in it; other trees as they are."""
+
+    def items(values: Any) -> list[Any]:
+        return [child(_item(path, i), one) for i, one in enumerate(values)]
+
+    match tree:
+        case list():
+            return items(tree)
+        case {"$tuple": values}:
+            return {"$tuple": items(values)}
+        case {"$deque": [most, values]}:
+            return {"$deque": [most, items(values)]}
+        case {"$dict": pairs} | {"$ordered": pairs}:
+            (tag,) = tree
+            return {tag: [[k, child(_below(path, extras.decode(k)), v)] for k, v in pairs]}
+        case dict() if not any(name[:1] == "$" for name in tree):
+            return {name: child(_below(path, name), one) for name, one in tree.items()}
+    return tree
+
+
+def _children(live: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What a live list or dict holds, by path."""
+    if isinstance(live, Mapping):
+        yield from ((_below(path, name), one) for name, one in live.items())
+    elif isinstance(live, (list, tuple, deque)):
+        yield from ((_item(path, number), one) for number, one in enumerate(live))
+
+
+def _objects(live: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if is_object(live):
+        yield path, live
+    for part, one in _children(live, path):
+        yield from _objects(one, part)
+
+
+def _below(path: str, name: Any) -> str:
+    return f"{path}.{name}"
+
+
+def _item(path: str, number: int) -> str:
+    """As the names of tensors have it: `s.[0].x` in the list `s`, `s.a[0].x` in a list of the dict `s`."""
+    return f"{path}[{number}]" if "." in path else f"{path}.[{number}]"

@@ -1,0 +1,303 @@
+"""Several optimizers handed over as one.
+
+    {"model": model, "optim": [muon, adamw]}               a list, tuple or dict of optimizers
+    {"model": model, "optim": OptimizersContainer(...)}    an optimizer whose steps others make (torchtitan)
+
+Such a container has no states of its own; its parts have them, each of its own parameters.  So together
+they are one optimizer: its groups are theirs, one after the other, and the states of a parameter are those
+of the part that has the parameter.  A checkpoint says nothing of the division: names are those of
+parameters, and it loads into one optimizer, or into other parts, just as well.
+
+That holds only where the parts have each of the container's parameters once and the container has nothing
+of its own.  Where it does not, states would be lost without a word, and so it is refused by name.  The
+user's state is left as it is: `as_seen` gives another dict, in which such a value is a `Several`, or the
+only part itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.errors import UsageError
+from holdfast.state.wrapped import is_zero1, stepping
+
+State = dict[str, Any]
+SHOWN = 4
+"""Names in a message, at most."""
+
+
+class Several(Optimizer):
+    """Optimizers as one, for a moment: groups and states are those of the parts.
+
+    Torch knows nothing of it: it makes no steps and has no hooks; its parts do.
+    """
+
+    def __init__(self, parts: Mapping[str, Optimizer]) -> None:
+        self.parts = dict(parts)
+        """By what is written behind the key to get at each: `[0]`, `.optimizers[1]`."""
+        self._part_of = {
+            id(p): part
+            for part in self.parts.values()
+            for g in part.param_groups
+            for p in g["params"]
+        }
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {k: v for part in self.parts.values() for k, v in stepping(part).state.items()}
+
+    def part_of(self, p: torch.Tensor) -> Optimizer:
+        """The part that has a parameter."""
+        return self._part_of[id(p)]
+
+
+def holder(optimizer: Optimizer, p: torch.Tensor) -> Optimizer | None:
+    """The optimizer that has the state of `p`; None if another rank has it."""
+    if isinstance(optimizer, Several):
+        return holder(optimizer.part_of(p), p)
+    if is_zero1(optimizer) and optimizer._param_to_rank.get(p) != optimizer.rank:
+        return None
+    return stepping(optimizer)
+
+
+def parts_of(optimizer: Any) -> dict[str, Optimizer]:
+    """The optimizers that one was put together from; itself if it is one."""
+    return optimizer.parts if isinstance(optimizer, Several) else {"": optimizer}
+
+
+def taken_apart(state: State) -> State:
+    """A state that was `as_seen`, with the parts under names of their own."""
+    if not any(isinstance(value, Several) for value in state.values()):
+        return state
+    found: State = {}
+    for key, value in state.items():
+        some = value.parts if isinstance(value, Several) else {"": value}
+        found |= {f"{key}{label}": part for label, part in some.items()}
+    return found
+
+
+def as_seen(state: State) -> State:
+    """The state with each container of optimizers as one optimizer; the dict itself if there is none.
+
+    UsageError for one whose parts are not all that it has, or have not all that it has.
+    """
+    seen = {key: _seen(key, value, state) for key, value in state.items()}
+    if all(value is state[key] for key, value in seen.items()):
+        return state
+    _check_once(seen)
+    return seen
+
+
+def _seen(key: str, value: Any, state: State) -> Any:
+    if isinstance(value, Optimizer):
+        return _together(key, _inside(key, "", value, state))
+    if not _leads_with_optimizer(value):
+        return value
+    parts: dict[str, Optimizer] = {}
+    for label, one in _leaves(value):
+        if not isinstance(one, Optimizer):
+            raise UsageError(
+                f"{key}{label}: a {type(one).__name__} among optimizers",
+                hint="a list or dict of optimizers holds nothing else: hand the rest over by itself",
+            )
+        parts |= _inside(key, label, one, state)
+    return _together(key, parts)
+
+
+def _leads_with_optimizer(value: Any) -> bool:
+    """Whether the first that a list or dict holds is an optimizer.  One further down is refused, as any
+    object is that cannot be saved."""
+    while isinstance(value, (list, tuple, dict)) and value:
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Optimizer)
+
+
+def _leaves(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
+    """What nested lists and dicts hold, with what is written to get at it."""
+    if isinstance(value, dict):
+        for number, (name, one) in enumerate(value.items()):
+            yield from _leaves(
+                one, f"{label}[{name!r}]" if isinstance(name, str) else f"{label}[{number}]"
+            )
+    elif isinstance(value, (list, tuple)):
+        for number, one in enumerate(value):
+            yield from _leaves(one, f"{label}[{number}]")
+    else:
+        yield label, value
+
+
+def _together(key: str, parts: dict[str, Optimizer]) -> Optimizer:
+    """One optimizer of several; UsageError if two have the same parameter, whose states have one name."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    owner: dict[int, str] = {}
+    for label, part in parts.items():
+        for p in (p for group in part.param_groups for p in group["params"]):
+            other = owner.setdefault(id(p), label)
+            if other != label:
+                raise UsageError(
+                    f"{key}{other} and {key}{label} have the same parameter of shape {tuple(p.shape)}",
+                    hint="hand each optimizer over under a key of its own: "
+                    + _apart(key, {label: parts[label] for label in (other, label)}),
+                )
+    return Several(parts)
+
+
+def _check_once(seen: State) -> None:
+    """UsageError for a part that the state has a second time."""
+    owner: dict[int, str] = {}
+    for key, value in seen.items():
+        for label, one in parts_of(value).items() if isinstance(value, Optimizer) else ():
+            other = owner.setdefault(id(one), key + label)
+            if other != key + label:
+                raise UsageError(
+                    f"{other} and {key}{label} are the same {type(one).__name__}",
+                    hint="hand each optimizer over once",
+                )
+
+
+# -- optimizers around optimizers -----------------------------------------------------------------
+
+
+def _inside(key: str, label: str, optimizer: Any, state: State) -> dict[str, Optimizer]:
+    """The optimizers that have the states of one: itself, or all that it was made around.
+
+    UsageError for one around others where neither is right and the state does not have the others, too.
+    """
+    if is_zero1(optimizer):
+        if optimizer._overlap_with_ddp:
+            raise UsageError(
+                f"{key + label!r}: ZeroRedundancyOptimizer(overlap_with_ddp=True) is not supported",
+                hint="build it with overlap_with_ddp=False",
+            )
+        return {label: optimizer}
+    inner = inner_optimizers(optimizer)
+    shown = [name for name, one in inner.items() if one.state is optimizer.state]
+    if shown:  # around it there may be nothing, and inside it others
+        deeper = _inside(key, label + shown[0], inner[shown[0]], state)
+        return {label: optimizer} if list(deeper.values()) == [inner[shown[0]]] else deeper
+    lost = {n: one for n, one in inner.items() if not any(v is one for v in state.values())}
+    if not lost:
+        return {label: optimizer}
+    why = _why_not(optimizer, inner) if len(lost) == len(inner) else "others of it are in the state"
+    if why:
+        raise _refused(key + label, optimizer, lost, why)
+    parts: dict[str, Optimizer] = {}
+    for name, one in inner.items():
+        parts |= _inside(key, label + name, one, state)
+    return parts
+
+
+def inner_optimizers(optimizer: Any) -> dict[str, Any]:
+    """Other optimizers that one has as attributes, or in lists and dicts that are; by what is written to
+    get at each."""
+    found: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "defaults"):
+            continue
+        if isinstance(value, Optimizer) or _leads_with_optimizer(value):
+            for label, one in _leaves(value, f".{name}"):
+                again = one is optimizer or any(one is known for known in found.values())
+                if isinstance(one, Optimizer) and not again:
+                    found[label] = one
+    return found
+
+
+def _why_not(optimizer: Any, inner: dict[str, Any]) -> str:
+    """Why the optimizers inside one are not all of it; empty if they are."""
+    if any(v if isinstance(v, dict) else True for v in optimizer.state.values()):
+        return "it has states of its own, too"
+    groups = [group for one in inner.values() for group in one.param_groups]
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    theirs = [id(p) for group in groups for p in group["params"]]
+    if mine != set(theirs):
+        return "its groups have other parameters than theirs"
+    if len(theirs) > len(mine):
+        return "some of them have the same parameter"
+    for group in optimizer.param_groups:
+        own = sorted(set(group) - {"params", "param_names"})
+        if own and not any(group is one for one in groups):
+            return f"its groups have {own[0]!r} of their own"
+    return ""
+
+
+def _refused(where: str, optimizer: Any, lost: dict[str, Any], why: str) -> UsageError:
+    named = [f"a {type(one).__name__} ({name})" for name, one in list(lost.items())[:SHOWN]]
+    more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+    return UsageError(
+        f"{where!r}: a {type(optimizer).__name__} around {', '.join(named)}{more}, whose state would be "
+        f"lost; for one optimizer they cannot be taken: {why}",
+        hint=f"hand them over, too: {_apart(where, lost, optimizer)}",
+    )
+
+
+def _apart(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
+    """How optimizers are handed over one by one."""
+    plain = where.partition("[")[0].partition(".")[0]
+    shown = "optimizer" if outer is not None else where
+    rows = [f"{plain!r}: optimizer"] if outer is not None else []
+    rows += [
+        f"'{plain}_{'inner' if len(parts) == 1 else number}': {shown}{label}"
+        for number, label in enumerate(list(parts)[:SHOWN])
+    ]
+    return "{" + ", ".join(rows) + (", ..." if len(parts) > SHOWN else "") + "}"
+
+
+def check_apart(state: State, what: str) -> None:
+    """UsageError for what follows optimizers one by one, if the state has several as one."""
+    seen = as_seen(state)
+    for key, value in state.items():
+        if seen[key] is value:
+            continue
+        parts = parts_of(seen[key])
+        raise UsageError(
+            f"{what} follows each optimizer by itself, and {key!r} is {len(parts)} of them in a "
+            f"{type(value).__name__}",
+            hint=f"hand the optimizers over one by one: {_apart(key, parts)}",
+        )
+
+
+# -- optimizers that step in backward -------------------------------------------------------------
+
+
+def check_in_backward(seen: State) -> None:
+    """UsageError for optimizers that torch lets step in backward and that are not in the state, where a
+    module with their parameters is.  They hang at the parameters and have moments as any other.
+    """
+    known = {
+        id(one)
+        for value in seen.values()
+        if isinstance(value, Optimizer)
+        for one in parts_of(value).values()
+    }
+    for key, value in seen.items():
+        modules = [value] if isinstance(value, nn.Module) else value
+        for module in modules if isinstance(modules, (list, tuple)) else ():
+            lost = _lost_in_backward(module, known) if isinstance(module, nn.Module) else []
+            if lost:
+                names = ", ".join(f"{type(one).__name__} of {name}" for name, one in lost[:SHOWN])
+                more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+                raise UsageError(
+                    f"{key!r} is trained in backward by optimizers that are not in the state, and whose "
+                    f"states would be lost: {names}{more}",
+                    hint="hand them over in a list: {'optim': [o for p in model.parameters() for o in "
+                    "p._in_backward_optimizers]}; for the weights alone hand over model.state_dict()",
+                )
+
+
+def _lost_in_backward(module: nn.Module, known: set[int]) -> list[tuple[str, Any]]:
+    return [
+        (name, one)
+        for name, p in module.named_parameters()
+        for one in getattr(p, "_in_backward_optimizers", ())
+        if id(one) not in known
+    ]

@@ -1,0 +1,131 @@
+"""Objects with a state_dict() inside lists and dicts keep their place, and get what was saved."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import StateMismatch, UsageError
+
+StepLR = torch.optim.lr_scheduler.StepLR
+
+
+class Kept:
+    """A number and a tensor, small or large."""
+
+    def __init__(self, value: int = 0, size: int = 3) -> None:
+        self.value, self.table = value, torch.full((size,), float(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "table": self.table}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.table = state["value"], state["table"]
+
+
+def reloaded(root: Path, saved: Any, here: Any, **options: Any) -> Any:
+    holdfast.save(root, {"s": saved}, step=1)
+    state = {"s": here}
+    holdfast.load(root, state, **options)
+    return state["s"]
+
+
+def check(one: Kept, value: int, size: int = 3) -> None:
+    assert isinstance(one, Kept) and one.value == value
+    assert torch.equal(one.table, torch.full((size,), float(value)))
+
+
+def test_a_list_of_schedulers_goes_on(tmp_path: Path) -> None:
+    def make() -> tuple[torch.optim.Optimizer, list[Any]]:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        return optimizer, [StepLR(optimizer, 1, 0.5), StepLR(optimizer, 3, 0.5)]
+
+    optimizer, schedulers = make()
+    for scheduler in (*schedulers, schedulers[0]):
+        optimizer.step()
+        scheduler.step()
+    expected = [s.state_dict() for s in schedulers]
+    _, others = make()
+    found = reloaded(tmp_path, schedulers, others)
+    assert found is others and all(isinstance(s, StepLR) for s in found)
+    assert [s.state_dict() for s in found] == expected
+
+
+@pytest.mark.parametrize("size", [3, 40_000], ids=["small", "large"])
+def test_objects_anywhere_stay_and_get_their_states(tmp_path: Path, size: int) -> None:
+    """Beside plain values, in tuples, deques, ordered dicts, under keys that are no text."""
+
+    def tree(first: int) -> Any:
+        a, b, c, d, e = (Kept(first + i if first else 0, size) for i in range(5))
+        plain = "saved" if first else "here"
+        return (a, b, c, d, e), {
+            "plain": plain,
+            "one": a,
+            "in": [(plain, b), deque([c, plain], maxlen=4)],
+            3: OrderedDict(x=d, y=plain),
+            (1, 2): [[e]],
+        }
+
+    _, saved = tree(5)
+    objects, here = tree(0)
+    found = reloaded(tmp_path, saved, here)
+    assert found is here
+    for number, one in enumerate(objects):
+        check(one, 5 + number, size)
+    (plain, b), in_deque = found["in"]
+    assert (found["plain"], plain, in_deque[1], found[3]["y"]) == ("saved",) * 4
+    places = (found["one"], b, in_deque[0], found[3]["x"], found[(1, 2)][0][0])
+    assert all(a is b for a, b in zip(places, objects))
+    assert in_deque.maxlen == 4 and type(found[3]) is OrderedDict
+
+
+def test_objects_of_a_tuple(tmp_path: Path) -> None:
+    here = (Kept(), 1)
+    found = reloaded(tmp_path, (Kept(4), 2), here)
+    assert found[0] is here[0] and found[1] == 2
+    check(here[0], 4)
+
+
+def test_an_object_that_was_not_saved_is_told_before_anything_is_touched(tmp_path: Path) -> None:
+    one, other = Kept(), Kept()
+    for options in ({}, {"strict": False}):
+        with pytest.raises(StateMismatch, match=r"missing in the checkpoint: s\.\[1\], a Kept"):
+            reloaded(tmp_path, [Kept(4)], [one, other], **options)
+    with pytest.raises(StateMismatch, match=r"missing in the checkpoint: s\.b\[0\], a Kept"):
+        reloaded(tmp_path, {"a": Kept(4), "b": []}, {"a": one, "b": [other]})
+    check(one, 0)
+
+
+def test_a_saved_object_that_is_not_here_is_told(tmp_path: Path) -> None:
+    one = Kept()
+    with pytest.raises(
+        StateMismatch, match=r"s\.\[1\]: the state of an object was saved, and here is"
+    ):
+        reloaded(tmp_path, [Kept(4), Kept(5)], [one])
+    check(one, 0)
+    found = reloaded(tmp_path, [Kept(4), Kept(5)], [one], strict=False)
+    check(one, 4)
+    assert found[1]["value"] == 5
+
+
+def test_a_plain_state_goes_into_the_object(tmp_path: Path) -> None:
+    """As a checkpoint of torch.save has it."""
+    one = Kept()
+    torch.save({"model": {"w": torch.ones(2)}, "s": [Kept(4).state_dict()]}, tmp_path / "all.pt")
+    state = {"model": {"w": torch.zeros(2)}, "s": [one]}
+    holdfast.load(f"torch:{tmp_path / 'all.pt'}", state)
+    assert state["s"][0] is one
+    check(one, 4)
+
+
+def test_modules_in_a_dict_are_named_and_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"s\.a: a torch\.nn\.modules\.linear\.Linear cannot be saved"
+    ):
+        holdfast.save(tmp_path, {"s": {"a": nn.Linear(2, 2)}}, step=1)
