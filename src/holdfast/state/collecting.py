@@ -20,6 +20,7 @@ from holdfast.state.live import (
     is_optimizer,
     is_stateful,
     stages,
+    unwrap,
 )
 from holdfast.state.optimizers import (
     add_common,
@@ -28,6 +29,7 @@ from holdfast.state.optimizers import (
     own_params,
 )
 from holdfast.state.wrapped import check_wrapped, tell_own_state
+from holdfast.state.wrappers import check_names
 
 
 def collect(
@@ -48,6 +50,8 @@ def collect(
         modules = stages(value)
         if modules is not None:
             for module in modules:
+                if not before:
+                    check_names(key, unwrap(module))
                 add_module(live, key, module, engines.get(id(module)))
         elif is_optimizer(value):
             zero = engines.get(id(value))

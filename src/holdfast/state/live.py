@@ -28,13 +28,13 @@ from holdfast.layout import Box
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
 from holdfast.state.placed import Placed, place, torch_dtype
 from holdfast.state.shards import extra_names, is_wrapped, names_of
+from holdfast.state.wrappers import Wrappers, parts
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
 State = dict[str, Any]
 Engine = Zero | Megatron
 """Frameworks that keep values elsewhere than in the parameters themselves."""
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 PER_RANK = ("redistribute", "fresh", "ask")
 """Rules of extras that each rank keeps for itself."""
 
@@ -215,56 +215,62 @@ def check_keys(state: State) -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module under DDP, torch.compile, DeepSpeed and Megatron-Core's wrappers."""
+    """The user's own module under DDP, torch.compile, Fabric, DeepSpeed and Megatron-Core's wrappers."""
+    wrappers = Wrappers()
     while True:
-        wrapped = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        if wrapped or is_engine(module) or is_wrapped(module):
-            module = module.module
-        elif hasattr(module, "_orig_mod"):
-            module = module._orig_mod
-        else:
+        inside = wrappers.wrapped(module)
+        if inside is None and (is_engine(module) or is_wrapped(module)):
+            inside = module.module
+        if inside is None:
             return module
+        module = inside
 
 
-def clean(name: str) -> str:
-    """A fully qualified name without the components that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def reshard(module: nn.Module) -> None:
+    """FSDP2: have the parts of parameters in their places, and not what was gathered of them."""
+    for part in module.modules():
+        kind = type(part)  # which answers ten times sooner than a module that has no such name
+        if hasattr(kind, "reshard") and hasattr(kind, "unshard"):
+            part.reshard()
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Sharded parameters under their own names; tied ones appear under each name."""
     module = unwrap(module)
-    for part in module.modules():
-        kind = type(part)  # which answers ten times sooner than a module that has no such name
-        if hasattr(kind, "reshard") and hasattr(kind, "unshard"):  # FSDP2: not left gathered
-            part.reshard()
+    reshard(module)
     names = names_of(module)
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if "_flat_param" in name:
-            raise UsageError(
-                "FullyShardedDataParallel (FSDP1) flattens parameters and is not supported",
-                hint="use torch.distributed.fsdp.fully_shard",
-            )
-        yield from ((own, p) for own in names.get(id(p), [clean(name)]))
+    for prefix, part in parts(module):
+        for name, p in part._parameters.items():
+            if "_flat_param" in name:
+                raise UsageError(
+                    "FullyShardedDataParallel (FSDP1) flattens parameters and is not supported",
+                    hint="use torch.distributed.fsdp.fully_shard",
+                )
+            if p is not None:
+                yield from ((own, p) for own in names.get(id(p), [prefix + name]))
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Persistent buffers."""
-    names = names_of(unwrap(module))
-    for prefix, part in unwrap(module).named_modules(remove_duplicate=False):
+    module = unwrap(module)
+    names = names_of(module)
+    for prefix, part in parts(module):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
-                own = clean(f"{prefix}.{name}" if prefix else name)
-                yield names.get(id(buffer), [own])[0], buffer
+                yield names.get(id(buffer), [prefix + name])[0], buffer
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules with state of their own (`get_extra_state`)."""
-    names = extra_names(unwrap(module))
-    for prefix, part in unwrap(module).named_modules():
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
-            own = clean(f"{prefix}._extra_state" if prefix else "_extra_state")
-            yield names.get(own, own), part
+    module = unwrap(module)
+    names = extra_names(module)
+    seen: set[int] = set()
+    for prefix, part in parts(module):
+        if id(part) in seen or type(part).get_extra_state is nn.Module.get_extra_state:
+            continue
+        seen.add(id(part))
+        own = f"{prefix}_extra_state"
+        yield names.get(own, own), part
 
 
 def add_module(live: Live, key: str, module: nn.Module, zero: Engine | None) -> None:
