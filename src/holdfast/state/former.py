@@ -50,6 +50,14 @@ def under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
     return _Renamed(checkpoint, names)
 
 
+def are_former(state: State, names: Iterable[str]) -> bool:
+    """Whether tensors of modules, or optimizers' parameters, had these names, with their keys."""
+    pairs = [pair for v in state.values() for m in stages(v) or () for pair in _pairs(m, True)]
+    former = {old for new, old, _ in pairs if old != new}
+    rest = [name.partition(".")[2] for name in names]
+    return any(name in former or name.partition(".")[2] in former for name in rest)
+
+
 def _has_wrappers(root: nn.Module) -> bool:
     wrappers = Wrappers()
     return any(wrappers.inner(m) or _TAKEN_OUT & m._modules.keys() for m in root.modules())
@@ -77,9 +85,19 @@ def _pairs(module: nn.Module, of_fabric: bool) -> Iterator[Pair]:
             *part._buffers.items(),
             ("_extra_state", part),
         ]:
-            yield prefix + name, old + name, id(value)
-            if of_fabric:  # and the live module may be without it
-                yield prefix + name, f"{SECOND}.{prefix}{name}", id(value)
+            new = prefix + name
+            yield new, old + name, id(value)
+            for former in _under_fabric(new) if of_fabric else ():
+                yield new, former, id(value)
+
+
+def _under_fabric(name: str) -> Iterator[str]:
+    """What a name was under Fabric, around this or any module above, which the live one may be without:
+    with one rank and with several."""
+    components = name.split(".")
+    for i in range(len(components)):
+        for wrapper in (SECOND, "_forward_module", "_forward_module.module"):
+            yield ".".join([*components[:i], wrapper, *components[i:]])
 
 
 class _Names:
