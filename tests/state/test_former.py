@@ -85,6 +85,7 @@ def values(state: dict[str, Any]) -> list[Any]:
     return found + [g["lr"] for g in optim.param_groups]
 
 
+NOW_WITHOUT = "fabric, and now without"
 MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], nn.Module]]] = {
     "ddp inside": (lambda s: parts(as_ddp, s), lambda s: parts(DDP, s)),
     "dataparallel inside": (lambda s: parts(as_ddp, s), lambda s: parts(nn.DataParallel, s)),
@@ -98,11 +99,17 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], nn.Module]]]
         lambda s: fabric(net(s)),
     ),
     "fabric inside": (lambda s: parts(as_fabric_ddp, s), lambda s: parts(fabric, s)),
-    "fabric, and now without": (lambda s: as_fabric_ddp(net(s)), net),
+    NOW_WITHOUT: (lambda s: as_fabric_ddp(net(s)), net),
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+MARKED = [
+    pytest.param(n, marks=pytest.mark.soak if "fabric" in n and n != NOW_WITHOUT else ())
+    for n in MODELS
+]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_former_names_are_found_by_structure(tmp_path: Path, name: str) -> None:
     former, live = MODELS[name]
     saved = trained(former(1), 1)

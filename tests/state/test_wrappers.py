@@ -136,9 +136,10 @@ def values(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 CASES = [(name, top) for name in WRAPS for top in (False, True)]
 CASES.remove(("fsdp2", True))  # a tied weight in two of its units it does not support
+MARKED = [pytest.param(*c, marks=pytest.mark.soak if "fabric" in c[0] else ()) for c in CASES]
 
 
-@pytest.mark.parametrize(("name", "top"), CASES)
+@pytest.mark.parametrize(("name", "top"), MARKED)
 def test_names_are_torchs_own_and_load_without_the_wrapper_and_back(
     tmp_path: Path, name: str, top: bool
 ) -> None:
@@ -164,6 +165,70 @@ def test_names_are_torchs_own_and_load_without_the_wrapper_and_back(
     assert all(torch.equal(mine[k], expected[k]) for k in mine)
     for a, b in zip(wrapped["model"].parameters(), bare["model"].parameters()):
         assert torch.equal(a.full_tensor() if hasattr(a, "full_tensor") else a, b)
+
+
+def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    model(torch.randn(3, 2)).square().sum().backward()
+    optim.step()
+
+
+def layers(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    layer = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])
+    return nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(*layer))
+
+
+def goes_both_ways(folder: Path, wrapped: dict[str, Any]) -> None:
+    """Into the same model without anything around it, and back."""
+    holdfast.save(folder / "a", wrapped, step=1)
+    bare: dict[str, Any] = {"model": layers(2)}
+    bare["optim"] = torch.optim.Adam(bare["model"].parameters(), lr=5.0)
+    holdfast.load(folder / "a", bare)
+    expected = {k: v.clone() for k, v in values(bare).items()}
+    assert expected.keys() >= {"0.weight", "0.running_mean", "1.0.0.weight", "1.1.0.bias.exp_avg"}
+    step(bare["model"], bare["optim"])
+    assert not torch.equal(values(bare)["1.0.0.weight"], expected["1.0.0.weight"])
+    holdfast.save(folder / "b", bare, step=1)
+    holdfast.load(folder / "b", wrapped)
+    holdfast.save(folder / "c", wrapped, step=1)
+    end: dict[str, Any] = {"model": layers(3)}
+    end["optim"] = torch.optim.Adam(end["model"].parameters())
+    holdfast.load(folder / "c", end)
+    mine, theirs = values(end), values(bare)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_what_fabric_sets_up(tmp_path: Path, strategy: str) -> None:
+    """Model and optimizer as `Fabric.setup` returns them."""
+    pytest.importorskip("lightning")
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    bare = layers(1)
+    model, optim = fabric.setup(bare, torch.optim.Adam(bare.parameters()))
+    step(model, optim)
+    goes_both_ways(tmp_path, {"model": model, "optim": optim})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("regional", [False, True])
+def test_what_accelerate_prepares(tmp_path: Path, regional: bool) -> None:
+    """Compiled as a whole, or layer by layer into a copy of the model that shares its weights."""
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.utils import compile_regions
+
+    accelerator = Accelerator(cpu=True)
+    bare = layers(1)
+    optim = torch.optim.Adam(bare.parameters())
+    model, optim = accelerator.prepare(bare, optim)
+    model = compile_regions(model, backend="eager") if regional else compiled(model)
+    step(model, optim)
+    goes_both_ways(tmp_path, {"model": model, "optim": optim})
 
 
 def test_an_average_keeps_its_own_prefix(tmp_path: Path) -> None:
