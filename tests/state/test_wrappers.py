@@ -58,6 +58,32 @@ class Extra(nn.Linear):
         self.said = state["said"]
 
 
+def residuals(wrap: Wrap, value: float) -> holdfast.compression.TopK:
+    """Of a model that is wrapped inside of its DDP; they have a value that tells them."""
+    topk = holdfast.compression.TopK()
+    topk.register(DDP(nn.Sequential(wrap(nn.Linear(2, 2)), nn.Linear(2, 2))))
+    for residual in topk._residual.values():
+        residual.fill_(value)
+    return topk
+
+
+def test_what_a_compressor_holds_back_goes_by_torchs_names(tmp_path: Path) -> None:
+    wrapped = residuals(compiled, 1)
+    holdfast.save(tmp_path, {"topk": wrapped}, step=1)
+    bare, other = residuals(plain, 2), residuals(lambda m: compiled(checkpoint_wrapper(m)), 3)
+    for topk in (bare, other):
+        holdfast.load(tmp_path, {"topk": topk})
+        assert topk._residual.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        assert all(bool((r == 1).all()) for r in topk._residual.values())
+    former = wrapped.state_dict()
+    former["residual"] = {
+        n.replace("0.", "0._orig_mod.", 1): r.full_tensor() * 5
+        for n, r in former["residual"].items()
+    }
+    wrapped.load_state_dict(former)
+    assert all(bool((r == 5).all()) for r in wrapped._residual.values())
+
+
 class Fused(nn.Module):
     """Its state_dict says `weight` of what its child has, and tells torch so."""
 

@@ -1,6 +1,6 @@
 """Checkpoints of earlier versions, whose names have components of wrappers in them.
 
-Up to 0.1.0 `model.gen.module.0.weight` was the name of a weight inside a nested DDP, and a model of
+There `model.gen.module.0.weight` was the name of a weight inside a nested DDP, and a model of
 Lightning Fabric had each of its weights twice, `_forward_module.0.weight` and `_original_module.0.weight`.
 What a live module was called then follows from its structure.  Where a checkpoint has that name and not
 the one of today, it is shown under today's: tensors, extras, and what optimizers keep by parameter.
