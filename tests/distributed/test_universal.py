@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,3 +51,38 @@ def test_an_engine_continues(tmp_path: Path, stage: int, ranks: int) -> None:
     worst = max(abs(a - b) / abs(b) for a, b in zip(told["losses"], losses))
     print(f"stage {stage}, {ranks} ranks: losses of {universal.MORE} steps differ by {worst:.1e}")
     assert worst <= NOISE
+
+
+ADAM = ["exp_avg", "exp_avg_sq", "step"]
+
+
+@pytest.mark.soak
+def test_what_deepspeeds_own_loader_leaves_out(tmp_path: Path) -> None:
+    """What docs/convert.md says of it, and of the ways out.  Where this fails, DeepSpeed has changed."""
+
+    def case(stage: int, optimizer: str = "adamw", before: bool = True, **load: Any) -> Any:
+        return {"stage": stage, "optimizer": optimizer, "before": before, "load": load}
+
+    cases = [case(stage, before=False) for stage in (1, 2, 3)]
+    cases += [case(stage) for stage in (1, 2, 3)]
+    cases += [case(stage, name) for stage in (1, 3) for name in ("sgd", "amsgrad")]
+    cases += [case(3, load_optimizer_states=False), case(3, load_module_only=True)]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    launch("universal_loader", 1, tmp_path, forked=True).check()
+    found = json.loads((tmp_path / "found.json").read_text())
+    alone, after, others, weights = found[:3], found[3:6], found[6:10], found[10:]
+    for one in alone:
+        kept = {name for name, same in one["same"].items() if not same}
+        assert {n for n in kept if n.startswith("0.")} == {"0.weight", "0.bias"}
+        assert {"1.running_mean", "1.running_var"} <= kept
+        assert one["same"]["2.weight"] and one["same"]["2.bias"]
+    for one in after:
+        assert all(one["same"].values()) and one["states"] == ADAM
+    sgd1, amsgrad1, sgd3, amsgrad3 = others
+    assert all(sgd1["same"].values()) and sgd1["states"] == ["momentum_buffer"]
+    assert amsgrad1["states"] == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"]
+    assert "exp_avg.pt" in sgd3["error"]
+    assert amsgrad3["states"] == ADAM
+    no_states, module_only = weights
+    assert "*_optim_states.pt" in no_states["error"]
+    assert all(module_only["same"].values())

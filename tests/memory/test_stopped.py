@@ -30,7 +30,6 @@ class Starts:
     def __init__(self, folder: Path) -> None:
         self.folder, self.root, self.logs = folder, folder / "root", folder / "logs"
         self.logs.mkdir()
-        (self.logs / "reference.jsonl").touch()
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -1,14 +1,14 @@
-"""A small training that writes down what it holds: elastic_train.py ROOT LOGS [OPTIONS].
+"""A small training that writes down what it holds: elastic_train.py ROOT LOGS [OPTIONS [UNTIL]].
 
 Each rank appends JSON lines to LOGS/<host name>.<local rank>.jsonl: that it begins; what it has restored,
 with the state as restored and where that came from; each step, with the state after it; and events of
 holdfast.  A state is told by the digest of all tensors, gathered whole by torch itself, so it is the same
-on any number of ranks.  The first ranks write what it should be to LOGS/reference.jsonl beforehand: the
-same training without holdfast and without failures.  Who goes on from a restored step first tries the next
-few without holdfast, writes them down, and goes back.
+on any number of ranks.  Who goes on from a restored step first tries the next few without holdfast, writes
+them down, and goes back.
 
 Training ends at the step that the file LOGS/end states, once there is one.  OPTIONS is JSON: fields of
-`Options`.
+`Options`.  With UNTIL, the ranks only write what the training should be up to that step to
+LOGS/reference.jsonl: without holdfast and without failures.
 """
 
 import hashlib
@@ -45,8 +45,6 @@ STEP_S = 0.1
 NOTICED_S = 40
 """How long ranks wait in a collective: for a node that has vanished when it owed them something, and they
 had nothing on the way to it, no connection breaks.  Longer than a link is cut."""
-NUM_REFERENCE = 60
-"""Steps of the reference."""
 NUM_TRIED = 3
 """Steps that are tried without holdfast after a restore."""
 EVENTS = ("memory.", "snapshot.", "agent.", "restore.passed_over", "save.committed", "save.failed")
@@ -130,9 +128,9 @@ class Training:
         return found
 
 
-def write_reference(path: Path, options: Options) -> None:
+def write_reference(path: Path, options: Options, until: int) -> None:
     training = Training(options)
-    lines = [json.dumps(training.step(step)) + "\n" for step in range(NUM_REFERENCE)]
+    lines = [json.dumps(training.step(step)) + "\n" for step in range(until)]
     if dist.get_rank() == 0:
         path.with_suffix(".new").write_text("".join(lines))
         path.with_suffix(".new").replace(path)
@@ -190,12 +188,10 @@ def main() -> None:
     root, logs = map(Path, sys.argv[1:3])
     options = Options(**json.loads(sys.argv[3])) if len(sys.argv) > 3 else Options()
     dist.init_process_group("gloo", timeout=timedelta(seconds=NOTICED_S))
-    reference = logs / "reference.jsonl"
-    known = reference.exists()
-    dist.barrier()
-    if not known:
-        write_reference(reference, options)
-    train(root, logs, options)
+    if len(sys.argv) > 4:
+        write_reference(logs / "reference.jsonl", options, until=int(sys.argv[4]))
+    else:
+        train(root, logs, options)
     dist.destroy_process_group()
 
 

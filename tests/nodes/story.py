@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,8 +18,10 @@ from .cluster import Cluster, Node
 from .elastic_train import Options
 from .job import FORKING
 
+TRAIN = Path(__file__).with_name("elastic_train.py")
 HOME = "/dev/shm/holdfast-0"
 TCP = "/proc/sys/net/ipv4"
+LIMIT_S = 300
 
 
 @dataclass
@@ -106,7 +111,7 @@ class Story:
     def start(self, nodes: list[Node], nnodes: str = "") -> None:
         """Start torchrun there; for as many nodes, if nothing else is said."""
         self.job = self.cluster.torchrun(
-            Path(__file__).with_name("elastic_train.py"),
+            TRAIN,
             [self.root, self.logs, self._options],
             nodes=nodes,
             nnodes=nnodes or f"{len(nodes)}:{len(nodes)}",
@@ -145,8 +150,21 @@ class Story:
             for i in range(self.nproc)
         ]
 
-    def reference(self) -> dict[int, dict[str, Any]]:
-        return {record["step"]: record for record in records(self.logs / "reference.jsonl")}
+    def reference(self, until: int, num_ranks: int) -> dict[int, dict[str, Any]]:
+        """What each step should be, up to that one at least: the training without holdfast, made now on
+        this machine by so many ranks.  How far the job gets is the machine's choice, not the test's."""
+        path = self.logs / "reference.jsonl"
+        known = {record["step"]: record for record in records(path)}
+        if until in known:
+            return known
+        command = [sys.executable, *FORKING, "--standalone", f"--nproc-per-node={num_ranks}", TRAIN]
+        env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*map(str, command), self.root, self.logs, self._options, str(until)],
+            env=env, capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return {record["step"]: record for record in records(path)}
 
     def go_on(self, nodes: list[Node], num_lives: int, steps: int) -> None:
         """Wait until all these nodes are in that life and so many steps further."""

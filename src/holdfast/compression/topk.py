@@ -11,7 +11,7 @@ of ranks, so gradients are equal on all of them bit for bit, whatever DDP's buck
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.compression.marks import mark
 from holdfast.errors import StateMismatch, UsageError
+from holdfast.state.wrappers import paths
 
 ALIGN = 16
 """Of what a rank sends: so that no dtype is torn."""
@@ -56,6 +57,8 @@ class TopK:
         self._mesh: DeviceMesh | None = None
         self._residual: dict[str, torch.Tensor] = {}
         self._names: dict[torch.Tensor, str] = {}
+        self._former: dict[str, str] = {}
+        """Names by what they were when wrappers showed in them."""
 
     def register(self, model: nn.parallel.DistributedDataParallel) -> None:
         """Compress what this model's ranks exchange.  Once, on every rank, before `restore()`."""
@@ -66,9 +69,10 @@ class TopK:
         if self._group is not None:
             raise UsageError("this TopK is registered already", hint="make one for each model")
         self._group = model.process_group
-        for name, p in model.module.named_parameters():
+        for name, former, p in named(model.module):
             if p.requires_grad:
                 self._names[p] = name
+                self._former[former] = name
                 mark(p, self.num_sent(p) * self._group.size())
                 if self.error_feedback:
                     self._residual[name] = torch.zeros_like(p, requires_grad=False)
@@ -153,6 +157,7 @@ class TopK:
         """From this rank's `rows_of_rank` of each residual, or all of them."""
         self._check_registered()
         ranks, found = state["ranks"], state["residual"]
+        found = {n if n in self._residual else self._former.get(n, n): v for n, v in found.items()}
         if not self.error_feedback:
             return
         for residual in self._residual.values():
@@ -175,6 +180,16 @@ class TopK:
             raise UsageError(
                 "this TopK has no model yet", hint="call topk.register(ddp_model) first"
             )
+
+
+def named(root: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Each parameter once: its name, that name with what wrappers put into it, and itself."""
+    seen: set[int] = set()
+    for prefix, path, part in paths(root):
+        for name, p in part._parameters.items():
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                yield prefix + name, path + name, p
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:

@@ -216,6 +216,10 @@ class Step:
             )
         return have
 
+    def unchanged(self) -> set[str]:
+        """Recorded tensors that have the value that they had, on every rank."""
+        return set.intersection(*(set(r.unchanged) for _, r in self.records.values()))
+
 
 class Log:
     """Every step of which all ranks' records are there."""

@@ -53,7 +53,8 @@ from holdfast.layout import Box
 from holdfast.state.agreed import Agreement
 from holdfast.state.blockwise import Blockwise, steps_by_itself, unhooked
 from holdfast.state.compare import Problems, judge_together
-from holdfast.state.live import Live, State, outline_tensor
+from holdfast.state.former import are_former
+from holdfast.state.live import Live, State, named_parameters, outline_tensor, stages
 from holdfast.state.placed import local_of
 from holdfast.state.protocol import Ready, merge_extras, sort_extras
 from holdfast.state.putback import Extras, put_groups
@@ -162,7 +163,7 @@ class Replay:
 
     def _check(self, steps: list[Step]) -> None:
         """Before anything is applied: NotRecoverable for what only the recorded layout can do again,
-        StateMismatch for gradients that no rank has a parameter for."""
+        StateMismatch for gradients and changed values that no rank has a place for."""
         for step in steps:
             self._check_scales(step)
         with alike(self.group, steps[0].step):
@@ -170,35 +171,56 @@ class Replay:
         lacking = self._lacking(steps)
         if lacking and self.options.strict:
             few = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" * (len(lacking) > 3))
+            hint = "build the same model and optimizers, or pass strict=False: it leaves these out"
+            if are_former(self.state, lacking):
+                hint = (
+                    "an earlier version left wrappers in these names: `holdfast replay "
+                    f"{self.log.store.url} DST --to {steps[-1].step}` makes a full step of them, to be "
+                    "restored from DST"
+                )
             raise StateMismatch(
-                f"records have gradients of {few}, which no live optimizer has",
+                f"records have gradients or values of {few}, which the live state has not",
                 lacking,
-                hint="build the same model and optimizers, or pass strict=False: it leaves these out",
+                hint=hint,
             )
         self._warn_of_hooks(steps)
 
     def _lacking(self, steps: list[Step]) -> tuple[str, ...]:
-        """Recorded gradients that no rank has a parameter for.  Collective."""
-        recorded = sorted(
-            {
-                (key, name)
-                for step in {(s.run, s.plan): s for s in steps}.values()
-                for found, _ in step.records.values()
-                for key, groups in found.header.groups.items()
-                for names in groups
-                for name in names
-            }
-        )
+        """Recorded gradients that no rank has a parameter for, and values of tensors that no rank has.
+        Collective."""
+        plans = {(s.run, s.plan): s for s in steps}.values()
+        gradients = {
+            (key, name)
+            for step in plans
+            for found, _ in step.records.values()
+            for key, groups in found.header.groups.items()
+            for names in groups
+            for name in names
+        }
+        values = {
+            ("", t.name) for s in plans for t in self.log.plan(s).tensors if t.state == "buffer"
+        }
+        recorded = sorted(gradients | values)
         here = {(one.key, name) for one in self.steps for name, _ in one.params}
+        here |= {("", name) for name in self.values}
+        here |= {
+            ("", f"{key}.{name}")
+            for key, value in self.state.items()
+            for module in stages(value) or ()
+            for name, _ in named_parameters(module)
+        }
         told = self.group.share(
             np.packbits(np.array([n in here for n in recorded], bool)).tobytes()
         )
         bits = np.unpackbits(np.bitwise_or.reduce([np.frombuffer(t, np.uint8) for t in told]))
         nowhere = [one for one, known in zip(recorded, bits) if not known]
         return tuple(
-            f"{key}.{name}"
+            f"{key}.{name}" if key else name
             for key, name in nowhere
-            if any(name in step.with_gradient(key) for step in steps)
+            if any(
+                name in step.with_gradient(key) if key else name not in step.unchanged()
+                for step in steps
+            )
         )
 
     def _check_dtypes(self, steps: list[Step]) -> None:
@@ -327,7 +349,7 @@ class Replay:
 
     def _changed(self, step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         """Memory for the values that a step changed."""
-        same = set.intersection(*(set(r.unchanged) for _, r in step.records.values()))
+        same = step.unchanged()
         here = [n for n in self.values if n not in same and is_known(checkpoint, n)]
         with torch.no_grad():
             return {n: torch.empty_like(self.values[n], requires_grad=False) for n in here}

@@ -22,6 +22,7 @@ from holdfast.state.live import (
     is_optimizer,
     is_stateful,
     stages,
+    unwrap,
 )
 from holdfast.state.optimizers import (
     add_common,
@@ -31,6 +32,7 @@ from holdfast.state.optimizers import (
 )
 from holdfast.state.several import as_seen, check_in_backward, parts_of
 from holdfast.state.wrapped import check_own_state
+from holdfast.state.wrappers import check_names
 
 
 def collect(
@@ -54,6 +56,8 @@ def collect(
         modules = stages(value)
         if modules is not None:
             for module in modules:
+                if not before:
+                    check_names(key, unwrap(module))
                 engine = engines.get(id(module))
                 own = [] if engine is not None else customised(key, module, first=not before)
                 add_module(live, key, module, engine)

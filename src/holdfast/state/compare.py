@@ -24,6 +24,11 @@ MAX_UNTOUCHED = 20
 MAX_HINTS = 20
 """Near misses are looked for this often per list: it takes time."""
 
+OTHER_NAMES = (
+    "; transformers 5 writes other names than a live model of some families has (GPT-NeoX, ViT, mixtures "
+    "of experts): docs/foreign.md, 'Names of transformers 5', has rules for them"
+)
+
 
 @dataclass
 class Problems:
@@ -118,7 +123,8 @@ def judge_together(
             step=checkpoint.step,
             hint=_refused(checkpoint, live)
             or "build the same model and optimizer"
-            + (", or pass strict=False: it ignores missing and unexpected names" * named),
+            + (", or pass strict=False: it ignores missing and unexpected names" * named)
+            + (OTHER_NAMES * (named and checkpoint.format == "huggingface")),
         )
     tell_untouched(checkpoint, together.untouched, group)
     return together.resized

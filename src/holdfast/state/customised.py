@@ -36,13 +36,16 @@ from torch.nn.modules.module import _IncompatibleKeys
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
 from holdfast.state.bitsandbytes import put_quant_states
 from holdfast.state.ignoring import Ignored
-from holdfast.state.live import Live, clean, encode, has_extra_state, parts_of, unwrap
+from holdfast.state.live import Live, encode, has_extra_state, parts_of, unwrap
+from holdfast.state.wrappers import parts
 
 OWN = "_own_extra_state"
 """The last part of the name of the extra that holds the made values of a module."""
 
 HARMLESS = ("torch.distributed.", "torch.nn.utils.", "holdfast.")
 """Modules of Python whose state-dict hooks add no content, and may communicate."""
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 _live_names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """Entries of modules that were seen to be live tensors: from then on modules are asked only once."""
@@ -63,6 +66,11 @@ class Own:
     def name(self, entry: str) -> str:
         """Name of an entry in the module that was handed over."""
         return f"{self.path}.{entry}" if self.path else entry
+
+
+def clean(entry: str) -> str:
+    """An entry that a module named itself, without the components that wrappers inside it add."""
+    return ".".join(part for part in entry.split(".") if part not in _WRAPPERS)
 
 
 # -- asking -----------------------------------------------------------------------------------------
@@ -91,19 +99,20 @@ def ignored_of(module: nn.Module) -> Ignored | None:
     """What was declared of a module and those in it that need not be saved; None if nothing ever was."""
     if not Ignored.any():
         return None
-    parts = [
-        (clean(path), part) for path, part in unwrap(module).named_modules() if part is not module
-    ]
-    return Ignored([("", module), *parts])
+    root = unwrap(module)
+    inside = [(prefix.rstrip("."), part) for prefix, part in parts(root) if part is not module]
+    return Ignored([("", module), *inside])
 
 
 def _asked(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Submodules whose state_dict() may have something of its own."""
     if all(map(_is_plain_one, parts_of(root))):
         return
-    for path, part in root.named_modules():
-        if _asks_whole(part) or _adds_itself(part):
-            yield clean(path), part
+    seen: set[int] = set()
+    for prefix, part in parts(root):
+        if id(part) not in seen and (_asks_whole(part) or _adds_itself(part)):
+            seen.add(id(part))
+            yield prefix.rstrip("."), part
 
 
 def _is_plain_one(part: nn.Module) -> bool:

@@ -31,13 +31,13 @@ from holdfast.state.placed import Placed, memory_of, place, torch_dtype
 from holdfast.state.quantised import quantised_parts
 from holdfast.state.several import taken_apart
 from holdfast.state.shards import extra_names, is_wrapped, names_of
+from holdfast.state.wrappers import Wrappers, parts
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
 State = dict[str, Any]
 Engine = Zero | Megatron
 """Frameworks that keep values elsewhere than in the parameters themselves."""
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 PER_RANK = ("redistribute", "fresh", "ask")
 """Rules of extras that each rank keeps for itself."""
 
@@ -232,43 +232,45 @@ def check_keys(state: State) -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module under DDP, torch.compile, DeepSpeed and Megatron-Core's wrappers."""
+    """The user's own module under DDP, torch.compile, Fabric, DeepSpeed and Megatron-Core's wrappers."""
+    wrappers = Wrappers()
     while True:
-        wrapped = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        if wrapped or is_engine(module) or is_wrapped(module):
-            module = module.module
-        elif hasattr(module, "_orig_mod"):
-            module = module._orig_mod
-        else:
+        inside = wrappers.wrapped(module)
+        if inside is None and (is_engine(module) or is_wrapped(module)):
+            inside = module.module
+        if inside is None:
             return module
+        module = inside
 
 
-def clean(name: str) -> str:
-    """A fully qualified name without the components that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def reshard(module: nn.Module) -> None:
+    """FSDP2: have the parts of parameters in their places, and not what was gathered of them."""
+    for part in module.modules():
+        kind = type(part)  # which answers ten times sooner than a module that has no such name
+        if hasattr(kind, "reshard") and hasattr(kind, "unshard"):
+            part.reshard()
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Sharded parameters under their own names; tied ones appear under each name."""
     module = unwrap(module)
-    for part in module.modules():
-        kind = type(part)  # which answers ten times sooner than a module that has no such name
-        if hasattr(kind, "reshard") and hasattr(kind, "unshard"):  # FSDP2: not left gathered
-            part.reshard()
-        check_unit(part, module)
+    reshard(module)
     names = names_of(module)
-    for name, p in module.named_parameters(remove_duplicate=False):
-        yield from ((own, p) for own in names.get(id(p), [clean(name)]))
+    for prefix, part in parts(module):
+        check_unit(part, module)
+        for name, p in part._parameters.items():
+            if p is not None:
+                yield from ((own, p) for own in names.get(id(p), [prefix + name]))
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Persistent buffers."""
-    names = names_of(unwrap(module))
-    for prefix, part in unwrap(module).named_modules(remove_duplicate=False):
+    module = unwrap(module)
+    names = names_of(module)
+    for prefix, part in parts(module):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
-                own = clean(f"{prefix}.{name}" if prefix else name)
-                yield names.get(id(buffer), [own])[0], buffer
+                yield names.get(id(buffer), [prefix + name])[0], buffer
 
 
 def parts_of(root: nn.Module) -> dict[nn.Module, None]:
@@ -290,13 +292,15 @@ def has_extra_state(kind: type[nn.Module]) -> bool:
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules with state of their own (`get_extra_state`)."""
-    root = unwrap(module)
-    if not any(map(has_extra_state, set(map(type, parts_of(root))))):
+    module = unwrap(module)
+    if not any(map(has_extra_state, set(map(type, parts_of(module))))):
         return  # and nothing is to be named
-    names = extra_names(root)
-    for prefix, part in root.named_modules():
-        if has_extra_state(type(part)):
-            own = clean(f"{prefix}._extra_state" if prefix else "_extra_state")
+    names = extra_names(module)
+    seen: set[int] = set()
+    for prefix, part in parts(module):
+        if id(part) not in seen and has_extra_state(type(part)):
+            seen.add(id(part))
+            own = f"{prefix}_extra_state"
             yield names.get(own, own), part
 
 
@@ -349,7 +353,7 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
         name = f"{key}.{path}" if path else key
         if isinstance(leaf, torch.dtype):
             return {"$dtype": str(leaf).removeprefix("torch.")}
-        if isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+        if inline and isinstance(leaf, torch.Tensor) and leaf.is_quantized:
             return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
         if isinstance(leaf, torch.Tensor):
             check_kind(memory_of(leaf), name)

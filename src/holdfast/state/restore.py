@@ -26,6 +26,7 @@ from holdfast.events import span
 from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.state.compare import Problems, compare, judge_together
+from holdfast.state.former import under_live_names
 from holdfast.state.kinds import writing
 from holdfast.state.live import Live, State, check_keys, stages
 from holdfast.state.masters import MasterChange, master_changes, read_numbers
@@ -120,6 +121,7 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         for value in state.values():
             for module in stages(value) or ():
                 materialise(module)
+        checkpoint = under_live_names(checkpoint, state)
         live, changes = targets(checkpoint, state, options)
         masters = master_changes(checkpoint, state, live, options)
         problems = compare(checkpoint, live, state, options)

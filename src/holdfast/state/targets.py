@@ -49,6 +49,7 @@ from holdfast.state.optimizers import (
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.several import holder
 from holdfast.state.snapshot import raw_array
+from holdfast.state.wrappers import check_names
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,9 @@ def materialise(module: nn.Module) -> None:
     """Give tensors on the meta device real memory, uninitialised; ties stay tied."""
     root = unwrap(module)
     metas = [p for p in root.parameters() if p.is_meta]
-    metas += [b for _, b in named_buffers(root) if b.is_meta]
-    lost = [
-        name
-        for name, b in root.named_buffers()
-        if b.is_meta and name not in {n for n, _ in named_buffers(root)}
-    ]
+    kept = {id(b): b for _, b in named_buffers(root)}
+    metas += [b for b in kept.values() if b.is_meta]
+    lost = [name for name, b in root.named_buffers() if b.is_meta and id(b) not in kept]
     if lost:
         raise UsageError(
             f"buffers {', '.join(lost[:5])} are on the meta device and are in no checkpoint",
@@ -153,6 +151,7 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
             if id(module) not in live.engines:
                 _add_own(checkpoint, live, key, module, options)
             seen: dict[int, str] = {}
+            check_names(key, unwrap(module))
             for kind, pairs in (
                 ("param", named_parameters(module)),
                 ("buffer", named_buffers(module)),
