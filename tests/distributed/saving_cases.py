@@ -603,6 +603,8 @@ def buffers_that_nobody_sends_are_told(root: Path) -> None:
         assert len(texts) == (dist.get_rank() == 0), texts
         assert all("m.0.running_mean: ranks 0 and 1" in text for text in texts)
     assert (holdfast.open(str(root / "0"), 2).read("m.0.running_mean") == 0).all()
+    with pytest.raises(holdfast.HoldfastError, match=r"m\.0\.running_mean: ranks 0 and 1"):
+        saver(state := {"m": net}, replicas="verify", on_error="raise")(root / "2", state, 1)
 
 
 CASES = [

@@ -33,7 +33,7 @@ from holdfast.errors import HoldfastWarning, LayoutError, RankErrors
 from holdfast.group import Group
 from holdfast.layout import Placement
 from holdfast.state.live import Live, LiveTensor
-from holdfast.state.snapshot import Kept, first_device, raw_array
+from holdfast.state.snapshot import Kept, raw_array
 
 Class = tuple[int, int, bool]
 """(number of a sharding, part, whether they are buffers): what is compared in one digest first."""
@@ -46,7 +46,17 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says first."""
 
     digests: dict[Class, int]
+    is_complete: bool
+    """Whether it has looked at its tensors."""
     error: str | None = None
+
+
+class _Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 answers."""
+
+    differing: list[Class]
+    again: bool
+    """Some rank has not looked at its tensors."""
 
 
 class _Found(msgspec.Struct, frozen=True, array_like=True):
@@ -67,30 +77,41 @@ class Replicas:
     """Whether there may be tensors that were not looked at yet."""
 
     def check(
-        self, name: str, live: Live, kept: Kept, placement: Placement, group: Group, limit_s: float
+        self,
+        name: str,
+        live: Live | None,
+        kept: Kept,
+        placement: Placement,
+        group: Group,
+        limit_s: float,
     ) -> None:
-        """LayoutError on every rank if some replicas differ.  `name`: of the exchange.  Collective."""
+        """LayoutError on every rank if some replicas differ.  `name`: of the exchange; `live`: None if
+        this rank cannot look at its tensors now.  Collective; after a failure all have to plan anew, for
+        `is_due` must be alike on all ranks.
+        """
         always = self.mode == "verify"
         if self.mode == "trust" or group.size == 1 or not (always or self.is_due):
             return
+        self.is_due = False
         names = placement.table.names
         wanted = {
             n: t
-            for n, t in live.tensors.items()
+            for n, t in (live.tensors if live is not None else {}).items()
             if always or not (n in self.proved or isinstance(t.source, DTensor))
         }
         rows: dict[Class, list[Row]] = {}
         error: Exception | None = None
         try:
-            rows = _digests(wanted, live, kept, placement, group.rank, apart=not always)
+            rows = _digests(wanted, kept, placement, group.rank, apart=not always)
         except Exception as failed:  # the others are waiting for what this rank says
             error = failed
         whole = {one: digest(msgspec.msgpack.encode(some)) for one, some in rows.items()}
-        said = _Said(whole, None if error is None else f"{type(error).__name__}: {error}")
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        said = _Said(whole, live is not None, text)
         answer = group.ask(name, msgspec.msgpack.encode(said), _differing, limit_s)
-        differing = msgspec.msgpack.decode(answer, type=list[Class])
-        if differing:
-            each = [(one, rows[one]) for one in differing if one in rows]
+        asked = msgspec.msgpack.decode(answer, type=_Asked)
+        if asked.differing:
+            each = [(one, rows[one]) for one in asked.differing if one in rows]
             answer = group.ask(
                 f"{name}/each",
                 msgspec.msgpack.encode(each),
@@ -100,15 +121,14 @@ class Replicas:
             found = msgspec.msgpack.decode(answer, type=_Found)
             if found.tensors:
                 raise _mixture(found.tensors)
-            if group.rank == 0:
+            if group.rank == 0 and live is not None:
                 _tell_buffers(live, found.buffers)
         self.proved |= wanted.keys()
-        self.is_due = False
+        self.is_due = asked.again
 
 
 def _digests(
     wanted: Mapping[str, LiveTensor],
-    live: Live,
     kept: Kept,
     placement: Placement,
     rank: int,
@@ -117,10 +137,9 @@ def _digests(
 ) -> dict[Class, list[Row]]:
     """Digests of what this rank holds of those tensors that other ranks hold too.  `apart`: of buffers
     for themselves."""
-    if wanted and (device := first_device(live)) is not None:
-        torch.accelerator.synchronize(
-            device
-        )  # what the training has given it may still be under way
+    for device in {t.placed.local.device for t in wanted.values()}:
+        if device.type != "cpu":  # what the training has given it may still be under way
+            torch.accelerator.synchronize(device)
     table = placement.table
     parts: dict[int, int | None] = {}
     found: dict[Class, list[Row]] = {}
@@ -128,15 +147,16 @@ def _digests(
         t = wanted.get(name)
         if t is None:
             continue
-        is_buffer = apart and t.state == "buffer" and t.placed.cuts == ()
+        is_buffer = t.state == "buffer" and t.placed.cuts == ()
         if number not in parts:
             parts[number] = _shared_part(placement, number, rank)
-        part = 0 if is_buffer else parts[number]
+        part = 0 if is_buffer else parts[number]  # the first holder's alone, as it is written
         if part is not None:
             local = t.placed.local if t.steady else kept[name, 0]
             plain = np.ascontiguousarray(raw_array(local.cpu()))
             row = index, part, digest(plain.reshape(-1).view(np.uint8).data)
-            found.setdefault((-1 if is_buffer else number, part, is_buffer), []).append(row)
+            one = (-1 if is_buffer else number, part, is_buffer and apart)
+            found.setdefault(one, []).append(row)
     return found
 
 
@@ -161,7 +181,8 @@ def _differing(answers: list[bytes]) -> bytes:
         for key, value in one.digests.items():
             if first.setdefault(key, value) != value:
                 differing[key] = None
-    return msgspec.msgpack.encode(list(differing))
+    again = not all(one.is_complete for one in said)
+    return msgspec.msgpack.encode(_Asked(list(differing), again))
 
 
 def _compare(answers: list[bytes], names: tuple[str, ...]) -> bytes:
