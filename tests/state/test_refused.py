@@ -122,6 +122,8 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_saving_is_refused_by_name(tmp_path: Path, kind: str, form: str) -> None:
+    if (kind, form) == ("quantised", "object"):
+        pytest.skip("what an object says is given back to it, quantised tensors too")
     tensor, expected = KINDS[kind]
     make, name = FORMS[form]
     with pytest.raises(UsageError, match=f"(?s){expected}") as caught:

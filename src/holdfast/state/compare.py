@@ -131,7 +131,8 @@ def judge_together(
 
 
 def tell_untouched(checkpoint: Checkpoint, lines: list[str], group: Group) -> None:
-    """HoldfastWarning, once, of what a load that is not to be strict leaves as it is."""
+    """HoldfastWarning, once, of what a load leaves as it is: what is missing or not expected if it is not
+    to be strict, and extra states that no module takes."""
     if not lines or group.rank:
         return
     emit("restore.untouched", step=checkpoint.step, names=lines)
@@ -176,11 +177,14 @@ def _combine(
         more = dict.fromkeys(n for f in found for n in f.unexpected)
         untouched += [f"unexpected in the checkpoint: {n}" for n in more]
         untouched += _unexpected(checkpoint, found, live, options)
-        untouched += _unexpected_extras(checkpoint, found, live, options)
     if options.strict:
         lines += untouched
         untouched = []
     if not any(f.failed for f in found):
+        # some kinds of one layer have states that others can do without
+        extra = _unexpected_extras(checkpoint, found, live, options)
+        untouched += [line for line in extra if not options.strict or not line.endswith(OWN)]
+        lines += [line for line in extra if options.strict and line.endswith(OWN)]
         lines += _idle_patterns(checkpoint, found, live.keys, options)
     axes = {a for f in found for a in f.axes}
     resized = _resized(checkpoint, axes, size, options.mesh)
