@@ -12,18 +12,19 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.interop.detect import split
-from holdfast.store import LocalStore, Store
+from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.local import sweep as sweep_unfinished
 
 
 def check_own(url: str | os.PathLike[str]) -> None:
-    """UsageError for a root that a prefix calls a foreign checkpoint."""
+    """UsageError for a root that a prefix calls a foreign checkpoint, or whose scheme is unknown."""
     prefix = split(os.fspath(url))[0]
     if prefix:
         raise UsageError(
             f"{url} names a {prefix} checkpoint; holdfast saves in its own format",
             hint=f"give a root of its own, and restore(source={os.fspath(url)!r})",
         )
+    open_store(url)  # which touches nothing, and needs no other rank
 
 
 def claim_together(store: Store, group: Group) -> tuple[Claim, bool]:
