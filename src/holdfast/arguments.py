@@ -199,7 +199,7 @@ def text_of(value: Any, call: str, name: str, what: str = "a text") -> str:
 
 def choice_of(value: Any, choices: Sequence[str], call: str, name: str) -> str:
     """One of a few words."""
-    expected = f"one of {', '.join(choices)}"
+    expected = " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"
     if not isinstance(value, str):
         raise unfit(call, name, value, expected)
     if value not in choices:

@@ -40,6 +40,7 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import encode
+from holdfast.interop.detect import split
 from holdfast.interop.folder import OneFile
 from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Sections
@@ -101,6 +102,12 @@ def convert(
     call = "convert"
     source = source if isinstance(source, Checkpoint) else path_of(source, call, "source")
     target = path_of(target, call, "target")
+    prefix, path = split(target)
+    if prefix:
+        raise UsageError(
+            f"target {target!r} names a format besides a path",
+            hint=f"give the path {path!r}, and the format as to={prefix!r}",
+        )
     choice_of(to, FORMATS, call, "to")
     step = None if step is None else step_of(step, call)
     memory_bytes = count_of(memory_bytes, call, "memory_bytes", most=MAX_BYTES)
@@ -120,7 +127,8 @@ def _options(max_file_bytes: int, dtype: str | None, rename: Rename | None, key:
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         name = shown(dtype).strip("'").removeprefix("torch.")
         hint = f"dtype={name!r}" if name in DTYPES else near(name, DTYPES)
-        raise unfit(call, "dtype", dtype, "the name of a dtype, such as 'bfloat16'", hint=hint)
+        what, typed = "the name of a dtype, such as 'bfloat16'", not isinstance(dtype, str)
+        raise unfit(call, "dtype", dtype, what, typed=typed, hint=hint)
     if rename is not None:
         function_of(rename, call, "rename", "that takes a name and returns the new one")
     max_file_bytes = count_of(max_file_bytes, call, "max_file_bytes", most=MAX_BYTES)

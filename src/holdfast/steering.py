@@ -49,7 +49,9 @@ class Every:
         for tier in ("durable", "memory", "delta"):
             n = getattr(self, tier)
             if n is not None:
-                n = count_of(n, "Every", tier, hint="None: only when asked")
+                n = count_of(
+                    n, "Every", tier, hint="leave it out, or say None, and it acts only when asked"
+                )
                 object.__setattr__(self, tier, n)
         if self.delta not in (None, 1):
             raise UsageError(

@@ -19,10 +19,12 @@ from holdfast.checkpoint.brief import brief
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Want
+from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box, flat_range
+from holdfast.near import near
 
 BLOCK_BYTES = 64 << 20
 SLICE = 1 << 20
@@ -92,7 +94,39 @@ def compare(
     found.values = [v for v in differing.values() if v.num_differing]
     found.num_equal = len(shared) - len(found.values)
     _compare_extras(a, b, only, found)
+    if only is not None and not shared and found.identical:
+        _check_pattern(a, b, only)
     return found
+
+
+def _check_pattern(a: Checkpoint, b: Checkpoint, only: str) -> None:
+    """UsageError if a pattern matches nothing: that nothing differs would be no answer."""
+    paths = {path for c in (a, b) for path in _extra_paths(c)}
+    if not any(fnmatchcase(path, only) for path in paths):
+        hint = near(only, sorted({*a.names(), *b.names()}))
+        raise UsageError(
+            f"only={only!r} matches no tensor and no extra of either",
+            hint=hint or "`holdfast inspect` lists the names",
+        )
+
+
+def _extra_paths(c: Checkpoint) -> Iterator[str]:
+    """Of every extra, as `_differences` names them."""
+    yield from _paths("", c.extras)
+    for rank in c.manifest.file_of if c.manifest.per_rank else ():
+        own = {k: decode(v, plain_tensor) for k, v in c.rank_extras(rank).items()}
+        yield from _paths(f"rank{rank}", own)
+
+
+def _paths(path: str, tree: Any) -> Iterator[str]:
+    if path:
+        yield path
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _paths(f"{path}.{key}" if path else str(key), value)
+    elif isinstance(tree, (list, tuple)):
+        for i, value in enumerate(tree):
+            yield from _paths(f"{path}[{i}]", value)
 
 
 def total_bytes(a: Checkpoint, b: Checkpoint, only: str | None = None) -> int:

@@ -108,7 +108,8 @@ class Checkpoint:
     def index(self, name: str) -> int:
         """Number of a tensor in the manifest; UsageError with near misses for an unknown name."""
         if not isinstance(name, str) or not name:
-            raise unfit("Checkpoint", "name", name, "the name of a tensor")
+            typed = not isinstance(name, str)
+            raise unfit("Checkpoint", "name", name, "the name of a tensor", typed=typed)
         found = self.manifest.by_name.get(self.manifest.aliases.get(name, name))
         if found is None:
             raise UsageError(

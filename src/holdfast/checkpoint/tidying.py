@@ -48,7 +48,12 @@ class Keep:
         for name in ("last", "every"):
             n = getattr(self, name)
             if n is not None:
-                n = count_of(n, "Keep", name, hint="None: no step stays because of it")
+                n = count_of(
+                    n,
+                    "Keep",
+                    name,
+                    hint="leave it out, or say None, and no step stays because of it",
+                )
                 object.__setattr__(self, name, n)
 
 
