@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import enum
 import fractions
 import inspect
 import math
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
+from holdfast import checkpointer, once
 from holdfast.errors import UsageError
 from holdfast.store import LocalStore, MemoryStore, Store, open_store
 
@@ -554,6 +557,48 @@ def test_paths_flags_and_patterns_of_other_types_are_taken(tmp_path: Path) -> No
 def test_an_empty_state_is_told_as_empty(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="state is an empty dict"):
         holdfast.save(tmp_path, {}, step=1)
+
+
+class Key(str, enum.Enum):
+    MODEL = "model"
+
+
+def test_a_key_that_is_written_otherwise_than_it_reads_is_refused(tmp_path: Path) -> None:
+    """It would be saved under `Key.MODEL`, and load under no other key."""
+    with pytest.raises(UsageError, match=r"Key.MODEL.*must be a plain text") as caught:
+        holdfast.save(tmp_path, {Key.MODEL: nn.Linear(1, 1)}, step=1)
+    assert caught.value.hint == "give 'model' itself"
+
+
+def test_sigterm_needs_the_main_thread(tmp_path: Path) -> None:
+    def make() -> str:
+        return refusal(
+            lambda **a: holdfast.Checkpointer(tmp_path, {"model": nn.Linear(1, 1)}, **a),
+            "sigterm_s",
+            5.0,
+        )
+
+    with ThreadPoolExecutor(1) as pool:
+        assert "main thread" in pool.submit(make).result()
+    assert not os.listdir(tmp_path), "nobody took the root"
+
+
+def test_ranks_have_not_met_when_an_argument_is_refused(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make a group is what ranks do first together."""
+
+    def met(*_: Any) -> None:
+        raise AssertionError("the ranks have met")
+
+    for module in (once, checkpointer):
+        monkeypatch.setattr(module, "Group", met)
+    for call in ("save", "load", "Checkpointer"):
+        make, arguments = CALLS[call]
+        for argument, values in arguments.items():
+            for value in values:
+                if not isinstance(value, str) or value != "dpc:x":  # rank 0 looks there for all
+                    refusal(make(made), argument, value)
 
 
 def test_near_misses_and_the_way_to_say_it_are_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a user hands over, checked at the call that he makes.
+"""What users hand over, checked at the call that they make.
 
 A checker takes the value, the name of the call and that of the argument; it returns the value as the
 library goes on with it, or raises a UsageError which says what was given and what is expected:

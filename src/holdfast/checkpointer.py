@@ -44,7 +44,7 @@ from holdfast.state.putback import RULES
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
 from holdfast.steering import Every, Steering, check_every
-from holdfast.stopping import Stop
+from holdfast.stopping import Stop, check_thread
 from holdfast.tiers import Tiers
 
 
@@ -105,7 +105,9 @@ class Checkpointer:
         on_resize = rules_of(on_resize, RULES.split(", "), (*state, "rng"), call, "on_resize")
         check_every(every, memory=memory is not None, delta=delta is not None)
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
-        sigterm_s = None if sigterm_s is None else seconds_of(sigterm_s, call, "sigterm_s")
+        if sigterm_s is not None:
+            sigterm_s = seconds_of(sigterm_s, call, "sigterm_s")
+            check_thread()
         named = _named_mesh(mesh)
         self.state = state
         self.every = every if isinstance(every, Every) else Every()

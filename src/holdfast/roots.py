@@ -49,5 +49,5 @@ def sweep_host(store: Store) -> None:
     if isinstance(store, LocalStore) and os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             sweep_unfinished(store.root)
-        except HoldfastError as error:
+        except (HoldfastError, OSError) as error:  # below the root may lie what nobody may look at
             emit("sweep.failed", error=str(error))

@@ -213,6 +213,13 @@ def check_keys(state: State) -> None:
     for key in state:
         if not isinstance(key, str) or not key or "." in key or "/" in key or key[0] == "$":
             raise UsageError(f"key {key!r} of the state must be a name without '.', '/' or '$'")
+        if type(key) is not str and f"{key}" != str.__str__(
+            key
+        ):  # as of an enum: names begin with it
+            raise UsageError(
+                f"key {key!r} of the state must be a plain text: it is written as '{key}'",
+                hint=f"give {str.__str__(key)!r} itself",
+            )
         extras.encode(key, path=key, utf8=True)
 
 
