@@ -12,7 +12,9 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("addresses", "errors", "events", "here", "near", "threads", "version"),
+    ("addresses", "errors", "here", "near", "threads", "version"),
+    ("arguments",),
+    ("events",),
     ("layout", "codec", "policy", "store", "group", "sizes"),
     ("rules",),
     ("format",),
@@ -153,6 +155,8 @@ def test_public_names_are_pinned() -> None:
         "open",
         "save",
         "steps",
+        "store",
+        "testing",
     ]
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast import compression, errors, events
+    from holdfast import compression, errors, events, store, testing
     from holdfast.capture import Save
     from holdfast.checkpoint.opened import Checkpoint
     from holdfast.checkpoint.tidying import Keep
@@ -59,6 +59,8 @@ _HOME = {
     "open": "holdfast.looking",
     "save": "holdfast.once",
     "steps": "holdfast.looking",
+    "store": "holdfast",
+    "testing": "holdfast",
 }
 
 __all__ = [
@@ -85,6 +87,8 @@ __all__ = [
     "open",
     "save",
     "steps",
+    "store",
+    "testing",
 ]
 
 

@@ -13,6 +13,17 @@ import warnings
 from types import TracebackType
 from typing import Any, Literal
 
+from holdfast.arguments import (
+    choice_of,
+    flag_of,
+    instance_of,
+    path_of,
+    rules_of,
+    seconds_of,
+    step_of,
+    timeout_of,
+    unfit,
+)
 from holdfast.capture import Save
 from holdfast.checkpoint.tidying import Keep
 from holdfast.delta.options import Delta
@@ -31,10 +42,9 @@ from holdfast.state.collecting import collect
 from holdfast.state.live import Live, LiveTensor, State, check_keys
 from holdfast.state.putback import RULES
 from holdfast.state.rng import Rng
-from holdfast.state.selecting import check_on_resize
 from holdfast.state.targets import Options
 from holdfast.steering import Every, Steering, check_every
-from holdfast.stopping import Stop
+from holdfast.stopping import Stop, check_thread
 from holdfast.tiers import Tiers
 
 
@@ -77,22 +87,37 @@ class Checkpointer:
         sigterm_s: float | None = None,
         deadline_s: float = 600.0,
     ) -> None:
+        call = "Checkpointer"
+        root = path_of(root, call, "root")
         check_own(root)
         check_keys(state)
-        _check_choice("when_busy", when_busy, ("queue", "skip"))
-        _check_choice("on_error", on_error, ("warn", "raise"))
-        _check_choice("replicas", replicas, ("once", "verify", "trust"))
-        for rule in (on_resize or {}).values():
-            _check_choice("on_resize", rule, tuple(RULES.split(", ")))
-        check_on_resize(on_resize or {}, [*state, "rng"])
+        for name, choice, choices in (
+            ("when_busy", when_busy, ("queue", "skip")),
+            ("on_error", on_error, ("warn", "raise")),
+            ("replicas", replicas, ("once", "verify", "trust")),
+        ):
+            choice_of(choice, choices, call, name)
+        for name, given, kind in (
+            ("memory", memory, Memory),
+            ("delta", delta, Delta),
+            ("keep", keep, Keep),
+        ):
+            if given is not None:
+                instance_of(given, kind, call, name, f"a holdfast.{kind.__name__}(...), or None")
+        on_resize = rules_of(on_resize, RULES.split(", "), (*state, "rng"), call, "on_resize")
         check_every(every, memory=memory is not None, delta=delta is not None)
+        deadline_s = seconds_of(deadline_s, call, "deadline_s")
+        if sigterm_s is not None:
+            sigterm_s = seconds_of(sigterm_s, call, "sigterm_s")
+            check_thread()
+        named = _named_mesh(mesh)
         self.state = state
         self.every = every if isinstance(every, Every) else Every()
         """In force now."""
         self.when_busy = when_busy
         self.on_error = on_error
-        self.on_resize = on_resize or {}
-        self._root = os.fspath(root)
+        self.on_resize = on_resize
+        self._root = root
         self._rng = {} if "rng" in state else {"rng": Rng()}
         self._saves: list[Save] = []
         self._placed: dict[str, LiveTensor] = {}
@@ -103,7 +128,6 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         self._prepared = False
-        named = _named_mesh(mesh)
         self._group = Group(deadline_s)
         self._tiers = Tiers(
             open_shared(root, self._group),
@@ -148,6 +172,7 @@ class Checkpointer:
         with `Auto` at each tenth step for rank 0.  Failures of earlier saves are told here (`on_error`).
         After SIGTERM, with `sigterm_s`, it saves and raises SystemExit(143).
         """
+        step = step_of(step, "Checkpointer.step")
         self._check_open()
         self._look_back()
         if self._stop is not None and self._stop.now(step):
@@ -214,6 +239,7 @@ class Checkpointer:
 
     def save(self, step: int) -> Save:
         """Save durably now, whatever is due; waits for a save in flight.  Returns a handle."""
+        step = step_of(step, "Checkpointer.save")
         self._check_open()
         self._report()
         return self._begin(step, must=True)
@@ -314,6 +340,11 @@ class Checkpointer:
         run's own step at once, in the background: the next restarts read that.  `strict=False`: names that
         one side lacks keep their value.  `cast`: convert dtypes.  Collective; blocks.
         """
+        call = "Checkpointer.restore"
+        step = None if step is None else step_of(step, call)
+        source = None if source is None else path_of(source, call, "source")
+        for name, flag in (("keep_source", keep_source), ("strict", strict), ("cast", cast)):
+            flag_of(flag, call, name)
         self._check_open()
         self.wait()
         delta = self._tiers.delta
@@ -370,6 +401,7 @@ class Checkpointer:
 
         Deadline if they are not done after `timeout` seconds.
         """
+        timeout = timeout_of(timeout, "Checkpointer.wait")
         self._check_ours()
         until = None if timeout is None else time.monotonic() + timeout
         for save in list(self._saves):
@@ -387,7 +419,7 @@ class Checkpointer:
         """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
         `timeout` seconds (`deadline_s` if none are given).  Snapshots in memory are freed, unless the last
         durable save failed."""
-        self._end(timeout, finished=True)
+        self._end(timeout_of(timeout, "Checkpointer.close"), finished=True)
 
     def _end(
         self, timeout: float | None, *, finished: bool, error: BaseException | None = None
@@ -438,12 +470,7 @@ def _named_mesh(mesh: Any) -> Mesh | None:
     """A DeviceMesh over all ranks as names and sizes."""
     if mesh is None:
         return None
-    names = mesh.mesh_dim_names
+    names = getattr(mesh, "mesh_dim_names", None)
     if not names:
-        raise UsageError("mesh: a DeviceMesh with mesh_dim_names is needed")
+        raise unfit("Checkpointer", "mesh", mesh, "a DeviceMesh with mesh_dim_names")
     return Mesh(tuple(zip(names, mesh.mesh.shape)))
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name}={value!r}: must be one of {', '.join(choices)}")

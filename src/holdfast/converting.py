@@ -21,18 +21,32 @@ from typing import Any
 
 import msgspec
 
+from holdfast.arguments import (
+    choice_of,
+    count_of,
+    flag_of,
+    function_of,
+    path_of,
+    shown,
+    step_of,
+    text_of,
+    unfit,
+)
 from holdfast.checkpoint.consolidating import Consolidation
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import Outfile, Progress, Written, check_files, write_files
 from holdfast.checkpoint.tidying import attempt_of
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError
+from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import encode
+from holdfast.interop.detect import split
 from holdfast.interop.folder import OneFile
 from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Sections
 from holdfast.looking import open as open_checkpoint
 from holdfast.near import near
+from holdfast.sizes import MAX_BYTES
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.directories import fsync_directories, fsync_directory, walk
 from holdfast.version import __version__
@@ -85,9 +99,22 @@ def convert(
     Any other target must not exist.  Blocks; `memory_bytes` bounds buffers; `verify` reads everything
     back.  UsageError, FormatError, OutOfSpace, Corrupt: then there is no target.
     """
-    if to not in FORMATS:
-        raise UsageError(f"unknown format {to!r}", hint=near(to, FORMATS) or ", ".join(FORMATS))
-    options = Options(max_file_bytes, dtype, rename, key)
+    call = "convert"
+    source = source if isinstance(source, Checkpoint) else path_of(source, call, "source")
+    target = path_of(target, call, "target")
+    prefix, path = split(target)
+    if prefix:
+        raise UsageError(
+            f"target {target!r} names a format besides a path",
+            hint=f"give the path {path!r}, and the format as to={prefix!r}",
+        )
+    choice_of(to, FORMATS, call, "to")
+    step = None if step is None else step_of(step, call)
+    memory_bytes = count_of(memory_bytes, call, "memory_bytes", most=MAX_BYTES)
+    flag_of(verify, call, "verify")
+    if progress is not None:
+        function_of(progress, call, "progress", "that takes a phase and two numbers of bytes")
+    options = _options(max_file_bytes, dtype, rename, key)
     _check(to, options)
     if isinstance(source, Checkpoint):
         return _Conversion(source, target, to, options, memory_bytes, verify, progress).run()
@@ -95,9 +122,20 @@ def convert(
         return _Conversion(found, target, to, options, memory_bytes, verify, progress).run()
 
 
+def _options(max_file_bytes: int, dtype: str | None, rename: Rename | None, key: str) -> Options:
+    call = "convert"
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
+        name = shown(dtype).strip("'").removeprefix("torch.")
+        hint = f"dtype={name!r}" if name in DTYPES else near(name, DTYPES)
+        what, typed = "the name of a dtype, such as 'bfloat16'", not isinstance(dtype, str)
+        raise unfit(call, "dtype", dtype, what, typed=typed, hint=hint)
+    if rename is not None:
+        function_of(rename, call, "rename", "that takes a name and returns the new one")
+    max_file_bytes = count_of(max_file_bytes, call, "max_file_bytes", most=MAX_BYTES)
+    return Options(max_file_bytes, dtype, rename, text_of(key, call, "key"))
+
+
 def _check(to: str, options: Options) -> None:
-    if options.max_file_bytes < 1:
-        raise UsageError(f"max_file_bytes={options.max_file_bytes}: must be positive")
     if to not in _WEIGHTS_ONLY and (options.dtype or options.rename):
         what = "dtype" if options.dtype else "rename"
         raise UsageError(
@@ -357,7 +395,7 @@ def _has(store: LocalStore, file: Outfile) -> bool:
 def _local(target: str | os.PathLike[str]) -> str:
     store = open_store(os.fspath(target))
     if not isinstance(store, LocalStore):
-        raise UsageError(f"{store.url}: conversions are written to file systems only")
+        raise UsageError(f"target {store.url}: conversions are written to file systems only")
     return store.root
 
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.arguments import function_of
+
 Sink = Callable[["Event"], None]
 
 
@@ -42,6 +44,7 @@ counters: Counter[str] = Counter()
 
 def subscribe(sink: Sink) -> Callable[[], None]:
     """Call `sink(event)` for every event from now on; returns a function that ends it."""
+    function_of(sink, "subscribe", "sink", "that takes an Event")
     with _lock:
         _sinks.append(sink)
 
@@ -56,6 +59,7 @@ def subscribe(sink: Sink) -> Callable[[], None]:
 @contextmanager
 def listen(sink: Sink) -> Iterator[None]:
     """`subscribe` for the length of a with block."""
+    function_of(sink, "listen", "sink", "that takes an Event")
     cancel = subscribe(sink)
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from holdfast.arguments import flag_of, path_of, step_of
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import NotRecoverable
@@ -20,19 +21,22 @@ def open(
     Foreign checkpoints are opened where they lie, found by what is there or named by a prefix (`dcp:PATH`,
     `deepspeed:PATH`, `megatron:PATH`, `huggingface:PATH`, `torch:PATH`).
     """
+    url, step = path_of(url, "open", "url"), None if step is None else step_of(step, "open")
+    flag_of(verify, "open", "verify")
     found = detect(url)
     if found is not None:
         return open_as(found, url, step)
     try:
-        return Checkpoint.open(os.fspath(url), step, verify=verify)
+        return Checkpoint.open(url, step, verify=verify)
     except NotRecoverable as error:
-        error.hint = near_path(os.fspath(url)) or error.hint
+        error.hint = near_path(url) or error.hint
         raise
 
 
 def steps(url: str | os.PathLike[str]) -> list[int]:
     """All committed steps, ascending; empty if there are none."""
+    url = path_of(url, "steps", "url")
     found = detect(url)
     if found is not None:
         return steps_as(found, url)
-    return sorted(s.step for s in committed(open_store(os.fspath(url))))
+    return sorted(s.step for s in committed(open_store(url)))

@@ -8,6 +8,15 @@ from typing import Literal
 
 import msgspec
 
+from holdfast.arguments import (
+    choice_of,
+    flag_of,
+    path_of,
+    patterns_of,
+    rules_of,
+    seconds_of,
+    step_of,
+)
 from holdfast.capture import Capture
 from holdfast.checkpoint.claiming import newest_claim, once_attempt
 from holdfast.checkpoint.names import committed
@@ -21,7 +30,7 @@ from holdfast.restoring import load_from, open_shared
 from holdfast.roots import check_own, sweep_host
 from holdfast.state.collecting import collect
 from holdfast.state.live import State, check_keys
-from holdfast.state.selecting import check_on_resize, patterns_of
+from holdfast.state.putback import RULES
 from holdfast.state.targets import Options
 from holdfast.store import Store
 
@@ -38,10 +47,11 @@ def save(
     Collective; RankErrors if it failed anywhere; UsageError if records lead on from that step; LayoutError
     if plain tensors of one name differ between ranks, unless `replicas="trust"`.
     """
-    if replicas not in ("once", "trust"):
-        raise UsageError(f"replicas must be 'once' or 'trust', not {replicas!r}")
+    url = path_of(url, "save", "url")
+    choice_of(replicas, ("once", "trust"), "save", "replicas")
     check_own(url)
     check_keys(state)
+    step, deadline_s = step_of(step, "save"), seconds_of(deadline_s, "save", "deadline_s")
     group = Group(deadline_s)
     store = open_shared(url, group)
     sweep_host(store)
@@ -93,11 +103,15 @@ def load(
     NotRecoverable if there is no step; StateMismatch before anything is touched.  Foreign checkpoints are
     read where they lie, as `holdfast.open` finds them.
     """
+    url, step = path_of(url, "load", "url"), None if step is None else step_of(step, "load")
     check_keys(state)
-    check_on_resize(on_resize or {}, state)
-    options = Options(patterns_of(only), cast, strict, on_resize or {})
-    group = Group(deadline_s)
+    patterns = None if only is None else patterns_of(only, "load", "only")
+    for name, flag in (("cast", cast), ("strict", strict), ("verify", verify)):
+        flag_of(flag, "load", name)
+    rules = rules_of(on_resize, RULES.split(", "), state, "load", "on_resize")
+    options = Options(patterns, cast, strict, rules)
+    group = Group(seconds_of(deadline_s, "load", "deadline_s"))
     try:
-        return load_from(os.fspath(url), group, state, step, options, verify=verify)
+        return load_from(url, group, state, step, options, verify=verify)
     finally:
         group.close()

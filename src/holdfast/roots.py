@@ -12,18 +12,19 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.interop.detect import split
-from holdfast.store import LocalStore, Store
+from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.local import sweep as sweep_unfinished
 
 
 def check_own(url: str | os.PathLike[str]) -> None:
-    """UsageError for a root that a prefix calls a foreign checkpoint."""
+    """UsageError for a root that a prefix calls a foreign checkpoint, or whose scheme is unknown."""
     prefix = split(os.fspath(url))[0]
     if prefix:
         raise UsageError(
             f"{url} names a {prefix} checkpoint; holdfast saves in its own format",
             hint=f"give a root of its own, and restore(source={os.fspath(url)!r})",
         )
+    open_store(url)  # which touches nothing, and needs no other rank
 
 
 def claim_together(store: Store, group: Group) -> tuple[Claim, bool]:
@@ -48,5 +49,5 @@ def sweep_host(store: Store) -> None:
     if isinstance(store, LocalStore) and os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             sweep_unfinished(store.root)
-        except HoldfastError as error:
+        except (HoldfastError, OSError) as error:  # below the root may lie what nobody may look at
             emit("sweep.failed", error=str(error))

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.arguments import count_of, unfit
 from holdfast.capture import Save
 from holdfast.delta.clock import Spent
 from holdfast.delta.tier import DeltaTier
@@ -47,8 +48,11 @@ class Every:
     def __post_init__(self) -> None:
         for tier in ("durable", "memory", "delta"):
             n = getattr(self, tier)
-            if n is not None and (not isinstance(n, int) or n < 1):
-                raise UsageError(f"Every({tier}={n!r}): must be a positive number or None")
+            if n is not None:
+                n = count_of(
+                    n, "Every", tier, hint="leave it out, or say None, and it acts only when asked"
+                )
+                object.__setattr__(self, tier, n)
         if self.delta not in (None, 1):
             raise UsageError(
                 f"Every(delta={self.delta!r}): records are of every step, so 1 or None"
@@ -270,9 +274,8 @@ def _told(f: Frequencies) -> _Told:
 def check_every(every: Any, *, memory: bool, delta: bool) -> None:
     """UsageError unless this is an `Every` or an `Auto`, and the tiers are there that it names."""
     if every is not None and not isinstance(every, (Every, Auto)):
-        raise UsageError(
-            f"every={every!r}: must be holdfast.Every(...) or holdfast.Auto(...)",
-        )
+        what = "holdfast.Every(...) or holdfast.Auto(...)"
+        raise unfit("Checkpointer", "every", every, what)
     fixed = every if isinstance(every, Every) else Every()
     if fixed.memory is not None and not memory:
         raise UsageError("Every(memory=...) needs Checkpointer(memory=holdfast.Memory())")

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from typing import Any
 
+from holdfast.errors import UsageError
 from holdfast.group import Group
+
+
+def check_thread() -> None:
+    """UsageError where no signal can be waited for: Python lets the main thread alone do it."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "Checkpointer(sigterm_s=...): only the main thread can wait for SIGTERM",
+            hint="make the Checkpointer there, or leave sigterm_s out",
+        )
 
 
 class Stop:

@@ -65,15 +65,15 @@ def test_what_is_missing_here_matches_nothing_though_names_may_lack(root: Path) 
 
 @pytest.mark.parametrize("only", [[], "", ["model.*", ""], ["model.*", 3], 3])
 def test_patterns_that_are_none(root: Path, only: Any) -> None:
-    with pytest.raises(UsageError, match="must be a pattern of tensor names, or a list"):
+    with pytest.raises(UsageError, match="must be a pattern of names such as .* or a list"):
         holdfast.load(root, {"model": nn.Linear(3, 3)}, only=only)
 
 
 def test_a_rule_of_a_key_that_is_not_there(root: Path) -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(UsageError, match=r"no key 'loadre'\n  hint: did you mean 'loader'"):
+    with pytest.raises(UsageError, match=r"no such key\n  hint: did you mean 'loader'"):
         holdfast.load(root, {"model": model, "loader": {}}, on_resize={"loadre": "fresh"})
-    with pytest.raises(UsageError, match=r"no key 'loadre'"):
+    with pytest.raises(UsageError, match=r"'loadre': \.\.\.}\): the state has no such key"):
         holdfast.Checkpointer(root, {"model": model, "loader": {}}, on_resize={"loadre": "fresh"})
     rules = {"rng": "fresh", "model": "same"}
     holdfast.Checkpointer(root, {"model": model}, on_resize=rules).close()

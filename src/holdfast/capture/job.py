@@ -8,6 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.arguments import timeout_of
 from holdfast.capture.exactness import Exactness
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.errors import Deadline
@@ -37,6 +38,7 @@ class Save:
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the step is committed.  Raises the failure, or Deadline after `timeout` s."""
+        timeout = timeout_of(timeout, "Save.wait")
         try:
             self._future.result(timeout)
         except (FutureTimeout, TimeoutError):

@@ -6,6 +6,8 @@ with holdfast.open("runs/gpt") as c:
 
 from __future__ import annotations
 
+import operator
+import os
 from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from holdfast.arguments import count_of, flag_of, path_of, step_of, unfit
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.names import describe, newest, read_manifest, step_prefix
 from holdfast.checkpoint.reading import read_alone
@@ -60,9 +63,14 @@ class Checkpoint:
         """Of a foreign checkpoint: why what it holds of a key is not offered, and what to do."""
 
     @staticmethod
-    def open(url: str, step: int | None = None, *, verify: bool = True) -> Checkpoint:
+    def open(
+        url: str | os.PathLike[str], step: int | None = None, *, verify: bool = True
+    ) -> Checkpoint:
         """Open step `step`, or the newest.  NotFound or NotRecoverable if there is none."""
-        store = open_store(url)
+        call = "Checkpoint.open"
+        step = None if step is None else step_of(step, call)
+        flag_of(verify, call, "verify")
+        store = open_store(path_of(url, call, "url"))
         manifest = read_manifest(store, newest(store) if step is None else step)
         return Checkpoint(store, manifest, verify=verify)
 
@@ -99,10 +107,13 @@ class Checkpoint:
 
     def index(self, name: str) -> int:
         """Number of a tensor in the manifest; UsageError with near misses for an unknown name."""
+        if not isinstance(name, str) or not name:
+            typed = not isinstance(name, str)
+            raise unfit("Checkpoint", "name", name, "the name of a tensor", typed=typed)
         found = self.manifest.by_name.get(self.manifest.aliases.get(name, name))
         if found is None:
             raise UsageError(
-                f"no tensor {name!r} in step {self.step}", hint=near(name, self.names())
+                f"no tensor {name!r:.300} in step {self.step}", hint=near(name, self.names())
             )
         return found
 
@@ -156,6 +167,7 @@ class Checkpoint:
 
     def rank_extras(self, rank: int) -> dict[str, Any]:
         """Encoded extras that were saved by one rank for itself (RNG, data loader)."""
+        rank = count_of(rank, "Checkpoint.rank_extras", "rank", least=0)
         file = self.manifest.file_of.get(rank)
         return self.file_extras(file) if file is not None else {}
 
@@ -199,26 +211,34 @@ def to_box(box: Sequence[Range] | Box | None, shape: tuple[int, ...], name: str)
     """A Box from what a user may write; UsageError if it does not lie in `shape`."""
     if box is None:
         return whole(shape)
-    if not isinstance(box, Box):
-        ranges = [_range(r, n) for r, n in zip(box, shape)]
-        if len(box) != len(shape):
-            raise UsageError(f"{name!r} has {len(shape)} dims {shape}, the box {len(box)}")
-        box = Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
-    inside = all(0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape))
-    if len(box.start) != len(shape) or not inside:
+    try:
+        ranges = [*zip(box.start, box.stop, strict=True)] if isinstance(box, Box) else [*box]
+        if len(ranges) != len(shape):
+            raise UsageError(f"{name!r} has {len(shape)} dims {shape}, the box {len(ranges)}")
+        found = [_range(r, n) for r, n in zip(ranges, shape)]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise unfit(
+            "Checkpoint.read", "box", box, "a Box, or (start, stop), a slice or None for each dim",
+            typed=False, hint=str(error),
+        ) from None  # fmt: skip
+    if not all(0 <= a <= b <= n for (a, b), n in zip(found, shape)):
         raise UsageError(f"box {box} does not lie in {name!r} of shape {shape}")
-    return box
+    return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
 
 
 def _range(r: Range, n: int) -> tuple[int, int]:
+    """Also of integers of other libraries.  TypeError or ValueError for what is no range."""
     if r is None:
         return 0, n
     if isinstance(r, slice):
         start, stop, step = r.indices(n)
         if step != 1:
-            raise UsageError(f"slice {r}: only step 1 can be read")
+            raise UsageError(f"box with slice {r}: only step 1 can be read")
         return start, max(stop, start)
-    return r
+    start, stop = r
+    return operator.index(start), operator.index(stop)
 
 
 __all__ = ["Checkpoint", "TensorInfo", "describe", "to_box"]

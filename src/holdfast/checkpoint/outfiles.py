@@ -170,7 +170,7 @@ def check_files(
 def _shares(memory_bytes: int) -> tuple[int, int]:
     """How many threads, and how large their blocks, within a bound."""
     if memory_bytes < MIN_MEMORY_BYTES:
-        raise UsageError(f"memory of {memory_bytes} bytes: at least {MIN_MEMORY_BYTES} are needed")
+        raise UsageError(f"memory_bytes={memory_bytes}: at least {MIN_MEMORY_BYTES} are needed")
     cores = max(1, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     threads = min(max(4, min(cores, 16)), memory_bytes // MIN_MEMORY_BYTES)
     block = memory_bytes // threads - CAST_BYTES - READ_BYTES

@@ -42,12 +42,17 @@ class Reading:
     """Total length of the files touched."""
 
 
+MAX_DIGITS = 8
+"""Of the size of an axis that is typed."""
+
+
 def parse_mesh(text: str) -> Mesh:
     """`dp=4,tp=2`: axes from the outermost to the innermost.  UsageError if it is not that."""
     axes = []
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
-        if not name or not size.isdigit() or int(size) < 1:
+        fits = size.isascii() and size.isdigit() and 0 < len(size.lstrip("0")) <= MAX_DIGITS
+        if not name or not fits:
             raise UsageError(
                 f"--mesh {text}: {part.strip()!r} is not an axis", hint="write it as dp=4,tp=2"
             )

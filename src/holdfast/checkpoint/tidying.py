@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.arguments import count_of
 from holdfast.checkpoint.claiming import Claim, is_abandoned
 from holdfast.checkpoint.names import (
     committed,
@@ -20,7 +21,7 @@ from holdfast.checkpoint.names import (
     stated_attempt,
     step_prefix,
 )
-from holdfast.errors import FormatError, HoldfastError, NotFound, UnsupportedVersion, UsageError
+from holdfast.errors import FormatError, HoldfastError, NotFound, UnsupportedVersion
 from holdfast.events import emit
 from holdfast.store import LocalStore, Store
 from holdfast.store.local import sweep as sweep_unfinished
@@ -45,9 +46,15 @@ class Keep:
 
     def __post_init__(self) -> None:
         for name in ("last", "every"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"Keep({name}={value!r}): must be a positive number or None")
+            n = getattr(self, name)
+            if n is not None:
+                n = count_of(
+                    n,
+                    "Keep",
+                    name,
+                    hint="leave it out, or say None, and no step stays because of it",
+                )
+                object.__setattr__(self, name, n)
 
 
 def attempt_of(store: Store, step: int) -> str | None:

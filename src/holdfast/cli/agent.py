@@ -53,6 +53,8 @@ def run(
     )
     client = Client(deadline_s=60.0)
     limit = parse_size("--budget", budget) if budget else 0
+    if budget and not limit:
+        raise UsageError(f"--budget {budget!r}: an agent without memory holds nothing")
     if action == "run":
         raise typer.Exit(_be_the_agent(client, host, limit, tls))
     if action == "start":

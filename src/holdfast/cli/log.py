@@ -8,10 +8,23 @@ from typing import Any
 import typer
 
 from holdfast.checkpoint.names import committed
-from holdfast.cli.screen import AsJson, Root, bad, dim, good, many, print_json, say, size, table
+from holdfast.cli.screen import (
+    AsJson,
+    Root,
+    bad,
+    dim,
+    good,
+    many,
+    print_json,
+    root_of_records,
+    say,
+    size,
+    table,
+)
 from holdfast.delta.log import Log, Step, open_log
 from holdfast.delta.segment import Identity
-from holdfast.store import Store, open_store
+from holdfast.interop.detect import near_path
+from holdfast.store import Store
 
 
 @dataclass(frozen=True)
@@ -35,14 +48,14 @@ def run(url: Root, as_json: AsJson = False) -> None:
 
     Exit 1 if files are damaged, or if nothing leads to records that are newer than what a restart takes.
     """
-    store = open_store(url)
+    store = root_of_records(url)
     log, damaged = open_log(store)
     found = _stretches(log, store)
     if as_json:
         rows = [asdict(one) for one in found]
         print_json({"url": store.url, "records": rows, "damaged": damaged})
     else:
-        _show(found, damaged, store.url)
+        _show(found, damaged, store.url, near_path(url))
     if damaged or any(one.base is None and not one.history for one in found):
         raise typer.Exit(1)
 
@@ -72,9 +85,9 @@ def _stretches(log: Log, store: Store) -> list[Stretch]:
     ]  # fmt: skip
 
 
-def _show(found: list[Stretch], damaged: list[str], url: str) -> None:
+def _show(found: list[Stretch], damaged: list[str], url: str, hint: str | None) -> None:
     if not found:
-        say(f"no records in {url}")
+        say(f"no records in {url}" + (f" ({hint})" if hint else ""))
     rows: list[Any] = [
         (
             str(one.run),

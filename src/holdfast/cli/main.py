@@ -7,6 +7,7 @@ verb waits for what another one needs.  Exit codes: 0 fine, 1 a problem was foun
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from typing import Any
 
@@ -19,6 +20,8 @@ from holdfast.version import __version__
 
 VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "prune", "log", "replay", "simulate",
          "agent")  # fmt: skip
+_CALL = re.compile(r"^[a-z_.]*\((.*?=.*?)\): must be ", re.DOTALL)
+"""How an error for an argument begins; who typed a command knows the argument, not the Python call."""
 
 
 class Verbs(TyperGroup):
@@ -54,7 +57,7 @@ class Verbs(TyperGroup):
 def explained(error: HoldfastError) -> tuple[str, str | None]:
     """The message and the hint of an error, as a user of the command line needs them."""
     hint, error.hint = error.hint, None
-    text = str(error)
+    text = _CALL.sub(r"\1: must be ", str(error))
     if isinstance(error, NotRecoverable) and hint is not None and hint.startswith("check the path"):
         hint = "check the path: it must be the folder that holds steps/"
     if isinstance(error, NotFound) and error.key is not None and error.step is None:

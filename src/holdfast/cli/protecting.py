@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from holdfast.cli.screen import dim, heading, many, ranks_text, say, size, table
@@ -28,7 +29,7 @@ def found_for(
     world = len(shares)
     if num_nodes < 1 or world % num_nodes:
         raise UsageError(f"{world} ranks cannot be on {num_nodes} nodes, equally many on each")
-    if mtbf_hours <= 0 or repair_minutes <= 0:
+    if not (0 < mtbf_hours < math.inf and 0 < repair_minutes < math.inf):
         raise UsageError("--node-mtbf-hours and --repair-minutes are positive numbers")
     nodes = [f"node{rank * num_nodes // world}" for rank in range(world)]
     times = {"node_mtbf_s": mtbf_hours * HOUR_S, "repair_s": repair_minutes * 60}

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from holdfast.arguments import count_of
 from holdfast.checkpoint.listing import Step, survey
 from holdfast.checkpoint.names import Saved
 from holdfast.checkpoint.tidying import Keep, prunable, prune
@@ -36,6 +37,9 @@ def run(
     """
     if keep_last is None and keep_every is None:
         raise UsageError("nothing says what to keep", hint="--keep-last N, --keep-every N, or both")
+    for option, n in (("--keep-last", keep_last), ("--keep-every", keep_every)):
+        if n is not None:
+            count_of(n, "prune", option)
     keep = Keep(last=keep_last, every=keep_every)
     foreign = detect(url)
     if foreign is not None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.screen import AsJson, Root, many, print_json, say
+from holdfast.cli.screen import AsJson, Root, many, print_json, root_of_records, say
 from holdfast.errors import Exists
 from holdfast.store import open_store
 
@@ -22,11 +22,14 @@ def run(url: Root, into: Into, to: To, as_json: AsJson = False) -> None:
     from holdfast.checkpoint.names import committed
     from holdfast.delta.offline import replay_to
     from holdfast.once import save
+    from holdfast.roots import check_own
 
+    store = root_of_records(url)
+    check_own(into)
     target = open_store(into)
     if any(s.step == to for s in committed(target)):
         raise Exists(f"step {to} is in {target.url} already", hint="give another root")
-    state, base, lost = replay_to(open_store(url), to)
+    state, base, lost = replay_to(store, to)
     save(into, state, step=to)
     if as_json:
         print_json({"url": target.url, "step": to, "base": base, "left_out": lost})

@@ -6,6 +6,7 @@ rich is imported when a table or a bar is drawn, and not before.
 from __future__ import annotations
 
 import calendar
+import os
 import re
 import sys
 import time
@@ -16,22 +17,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.arguments import shown, step_of
+from holdfast.errors import UsageError
 from holdfast.sizes import size_text
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.opened import Checkpoint
+    from holdfast.store import Store
 
 Target = Annotated[str, typer.Argument(metavar="URL[@STEP]", help="A folder, or a step of it.")]
 Root = Annotated[str, typer.Argument(metavar="URL", help="The folder that holds the steps.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 ShowAll = Annotated[bool, typer.Option("--all", help="Leave nothing out.")]
+MAX_DIGITS = 40
+"""Of a step that is typed; ten are enough."""
 
 
 def split_target(text: str) -> tuple[str, int | None]:
     """`runs/gpt@1000` -> ("runs/gpt", 1000); no step: None."""
     url, at, step = text.rpartition("@")
-    if at and step.isdigit():
-        return url, int(step)
+    if not at or not url:
+        return text, None
+    if step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS:
+        return url, step_of(int(step), "", "step")
+    if os.path.isdir(url) and not os.path.lexists(text):
+        raise UsageError(
+            f"{text[:200]}: {shown(step)} is no step",
+            hint=f"URL@STEP, such as {url[:200]}@1000; `holdfast ls` lists steps",
+        )
     return text, None
 
 
@@ -41,6 +54,17 @@ def opened(target: str, *, verify: bool = True) -> Checkpoint:
 
     url, step = split_target(target)
     return open(url, step, verify=verify)
+
+
+def root_of_records(url: str) -> Store:
+    """A root of our own; UsageError for a foreign checkpoint, which has no records."""
+    from holdfast.interop.detect import detect
+    from holdfast.store import open_store
+
+    foreign = detect(url)
+    if foreign is not None:
+        raise UsageError(f"{url} is a {foreign} checkpoint, which has no records")
+    return open_store(url)
 
 
 # -- words ----------------------------------------------------------------------------------------

@@ -96,6 +96,8 @@ def run(
         raise UsageError(f"--days {days:g}: must be positive")
     if not 0.1 <= shape <= 10:
         raise UsageError(f"--shape {shape:g}: must be from 0.1 to 10", hint="1 is exponential")
+    if seed < 0:
+        raise UsageError(f"--seed {seed}: must be 0 or more")
     clusters = [
         Cluster(
             devices=n,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import ceil
 
 import torch
 
-from holdfast.errors import UsageError
+from holdfast.arguments import share_of, shown, unfit
 
 _MARK = "_holdfast_most_nonzero"
 _ROUNDED = "_holdfast_rounded_to"
@@ -21,9 +21,8 @@ def sparse(parameters: Iterable[torch.Tensor], *, at_most: float) -> None:
     not zero is looked for at every step, and gradients with more of it are recorded whole from the next
     full save on.  Say the same on every rank, before `restore()`.
     """
-    if not 0 < at_most <= 1:
-        raise UsageError(f"sparse(at_most={at_most!r}): must be above 0 and at most 1")
-    for p in parameters:
+    at_most = share_of(at_most, "sparse", "at_most", hint="0.02 is 2 %")
+    for p in parameters_of(parameters, "sparse"):
         mark(p, max(1, ceil(at_most * p.numel())))
 
 
@@ -39,10 +38,31 @@ def rounded(parameters: Iterable[torch.Tensor], to: torch.dtype) -> None:
     that the optimizer has: `fully_shard` and `to_empty` make others.  What is declared `sparse`, too, is
     recorded as that.
     """
-    if to not in HALVES:
-        raise UsageError(f"rounded(to={to}): must be torch.bfloat16 or torch.float16")
-    for p in parameters:
+    if not any(to is half for half in HALVES):
+        raise unfit("rounded", "to", to, "torch.bfloat16 or torch.float16", typed=False)
+    for p in parameters_of(parameters, "rounded"):
         setattr(p, _ROUNDED, to)
+
+
+def parameters_of(parameters: Iterable[torch.Tensor], call: str) -> list[torch.Tensor]:
+    """Parameters as they were handed over; UsageError, before any is marked, if something is none.
+
+    A tensor is an iterable of its rows, and marks on those would be of no effect.
+    """
+    what = "tensors, such as model.parameters()"
+    if isinstance(parameters, (torch.Tensor, str, bytes, Mapping)) or not isinstance(
+        parameters, Iterable
+    ):
+        hint = "give a list, if it is one tensor" if torch.is_tensor(parameters) else None
+        raise unfit(call, "parameters", parameters, what, hint=hint)
+    found = list(parameters)
+    for p in found:
+        if not isinstance(p, torch.Tensor):
+            raise unfit(call, "parameters", parameters, f"{what}; {shown(p)} is none", typed=False)
+    if not found:
+        hint = "a generator that was used up gives none"
+        raise unfit(call, "parameters", parameters, f"{what}, one at least", typed=False, hint=hint)
+    return found
 
 
 def rounded_to(parameter: torch.Tensor) -> torch.dtype | None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from holdfast.arguments import count_of, flag_of, instance_of, share_of, unfit
 from holdfast.compression.marks import mark
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.state.wrappers import paths
@@ -49,10 +50,8 @@ class TopK:
     """It changes with every rank's own gradient, of which no record knows."""
 
     def __init__(self, ratio: float = 0.01, *, error_feedback: bool = True) -> None:
-        if not 0 < ratio <= 1:
-            raise UsageError(f"TopK(ratio={ratio!r}): must be above 0 and at most 1")
-        self.ratio = ratio
-        self.error_feedback = error_feedback
+        self.ratio = share_of(ratio, "TopK", "ratio", hint="0.01 is 1 %")
+        self.error_feedback = flag_of(error_feedback, "TopK", "error_feedback")
         self._group: Any = None
         self._mesh: DeviceMesh | None = None
         self._residual: dict[str, torch.Tensor] = {}
@@ -64,7 +63,7 @@ class TopK:
         """Compress what this model's ranks exchange.  Once, on every rank, before `restore()`."""
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             raise UsageError(
-                f"TopK is a hook of DistributedDataParallel, not {type(model).__name__}"
+                f"model: TopK is a hook of DistributedDataParallel, not {type(model).__name__}"
             )
         if self._group is not None:
             raise UsageError("this TopK is registered already", hint="make one for each model")
@@ -83,6 +82,7 @@ class TopK:
 
     def num_sent(self, parameter: torch.Tensor) -> int:
         """How many elements of a parameter's gradient a rank sends."""
+        instance_of(parameter, torch.Tensor, "TopK.num_sent", "parameter", "a tensor")
         size = int(parameter.numel())
         return min(max(1, ceil(self.ratio * size)), size)
 
@@ -150,13 +150,18 @@ class TopK:
     def rows_of_rank(self, ranks: int) -> tuple[int, int]:
         """Which of the residuals of so many ranks become this rank's: a range."""
         self._check_registered()
+        ranks = count_of(ranks, "TopK.rows_of_rank", "ranks")
         me, size = self._group.rank(), self._group.size()
         return me * ranks // size, (me + 1) * ranks // size
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """From this rank's `rows_of_rank` of each residual, or all of them."""
         self._check_registered()
-        ranks, found = state["ranks"], state["residual"]
+        try:
+            ranks, found = state["ranks"], state["residual"]
+        except (TypeError, LookupError):
+            what = "what state_dict() of a TopK gave"
+            raise unfit("TopK.load_state_dict", "state", state, what) from None
         found = {n if n in self._residual else self._former.get(n, n): v for n, v in found.items()}
         if not self.error_feedback:
             return
@@ -171,7 +176,10 @@ class TopK:
         first, last = self.rows_of_rank(ranks)
         scale = self._group.size() / ranks
         for name, residual in self._residual.items():
-            rows = found[name] if len(found[name]) == last - first else found[name][first:last]
+            rows = found[name]
+            if isinstance(rows, DTensor):  # as `state_dict` gives them
+                rows = rows.to_local() if ranks == self._group.size() else rows.full_tensor()
+            rows = rows if len(rows) == last - first else rows[first:last]
             for row in rows:
                 residual.add_(row.to(residual.device), alpha=scale)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.errors import UsageError
-from holdfast.sizes import parse_size
+from holdfast.arguments import choice_of, count_of
+from holdfast.sizes import size_of
+
+MAX_SLOTS = 1 << 20
+"""Records in memory: each takes some bytes of bookkeeping besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,9 @@ class Delta:
 
     def __post_init__(self) -> None:
         for name in ("batch", "queue"):
-            n = getattr(self, name)
-            if not isinstance(n, int) or n < 1:
-                raise UsageError(f"Delta({name}={n!r}): must be a positive number")
-        if self.when_full not in ("wait", "drop"):
-            raise UsageError(f"Delta(when_full={self.when_full!r}): must be wait or drop")
+            n = count_of(getattr(self, name), "Delta", name, most=MAX_SLOTS)
+            object.__setattr__(self, name, n)
+        choice_of(self.when_full, ("wait", "drop"), "Delta", "when_full")
         _ = self.bound
 
     @property
@@ -43,5 +44,4 @@ class Delta:
     @property
     def bound(self) -> int:
         """`max_bytes` as a number; 0: none."""
-        given = self.max_bytes
-        return 0 if given is None else parse_size("Delta(max_bytes=...)", str(given))
+        return 0 if self.max_bytes is None else size_of(self.max_bytes, "Delta", "max_bytes")

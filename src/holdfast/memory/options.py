@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from holdfast.arguments import choice_of, count_of, flag_of, seconds_of, text_of
 from holdfast.errors import UsageError
 from holdfast.policy.redundancy import RECOMPUTE, parse
-from holdfast.sizes import parse_size
+from holdfast.sizes import size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +43,24 @@ class Memory:
     tls: bool = False
 
     def __post_init__(self) -> None:
-        parse(self.redundancy)
-        if self.feed not in ("state", "gradient"):
-            raise UsageError(f"Memory(feed={self.feed!r}): must be state or gradient")
+        parse(text_of(self.redundancy, "Memory", "redundancy"))
+        choice_of(self.feed, ("state", "gradient"), "Memory", "feed")
+        flag_of(self.tls, "Memory", "tls")
+        object.__setattr__(self, "prove_every", count_of(self.prove_every, "Memory", "prove_every"))
         if self.feed == "gradient" and self.recomputes:
             raise UsageError(
                 'Memory(feed="gradient") has no use for redundancy="recompute"',
                 hint="choose copy or parity",
             )
-        if type(self.prove_every) is not int or self.prove_every < 1:
-            raise UsageError(f"Memory(prove_every={self.prove_every!r}): must be 1 or more")
         if self.prove_every > 1 and self.feed != "gradient":
             raise UsageError(
                 f"Memory(prove_every={self.prove_every}): there is no replica to be proved",
                 hint='it goes with feed="gradient"',
             )
         _ = self.budget_bytes, self.bytes_per_s, self.carry_bytes
-        if self.flush_after_s is not None and self.flush_after_s <= 0:
-            raise UsageError(
-                f"Memory(flush_after_s={self.flush_after_s}): must be positive, or None"
-            )
+        if self.flush_after_s is not None:
+            after_s = seconds_of(self.flush_after_s, "Memory", "flush_after_s")
+            object.__setattr__(self, "flush_after_s", after_s)
 
     @property
     def recomputes(self) -> bool:
@@ -85,4 +84,4 @@ class Memory:
 
     def _bytes(self, name: str) -> int:
         given = getattr(self, name)
-        return 0 if given is None else parse_size(f"Memory({name}=...)", str(given))
+        return 0 if given is None else size_of(given, "Memory", name, or_zero=name == "carry")

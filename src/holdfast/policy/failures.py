@@ -40,9 +40,11 @@ def at_random(
     shape: float = 1.0,
 ) -> list[Failure]:
     """Failures of a job with that mean between two of them.  UsageError if there are too many."""
-    if until_s / mtbf_s > MOST:
+    count = until_s / mtbf_s
+    if count > MOST:
+        shown = f"{count:,.0f}" if count < 1e15 else f"{count:.3g}"
         raise UsageError(
-            f"{until_s / mtbf_s:,.0f} failures are too many to simulate",
+            f"{shown} failures are too many to simulate",
             hint=f"at most {MOST:,}: fewer days, or a longer mean time between failures",
         )
     scale_s = mtbf_s / math.gamma(1 + 1 / shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from holdfast.arguments import shown
 from holdfast.errors import UsageError
 from holdfast.near import near
 from holdfast.policy.survival import Scheme, copy, none, rs
@@ -32,7 +33,7 @@ def parse(text: str) -> Scheme | None:
     if call and call[1] == "rs" and int(call[2]) >= 1:
         return rs(int(call[2]))
     hint = near(text, _FORMS) or "one of " + ", ".join(_FORMS)
-    raise UsageError(f"redundancy={text!r} is no scheme", hint=hint)
+    raise UsageError(f"redundancy={shown(text)} is no scheme", hint=hint)
 
 
 def choose(num_nodes: int) -> Scheme:

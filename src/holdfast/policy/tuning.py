@@ -13,10 +13,11 @@ simulator.  Ranks measure differently, so one of them decides and tells the othe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
+from holdfast.arguments import number_of
 from holdfast.errors import UsageError
 from holdfast.near import near
 from holdfast.policy.choosing import MAX_BATCH, choose_frequencies, floors
@@ -56,22 +57,17 @@ class Auto:
 
     def __post_init__(self) -> None:
         for name in ("mtbf_hours", "rarest_hours"):
-            hours = getattr(self, name)
-            if hours is None and name == "mtbf_hours":
-                continue
-            if not (_number(hours) and 0 < hours < float("inf")):
-                raise UsageError(f"Auto({name}={hours!r}): must be a positive number of hours")
-        for name, hint in (("overhead", "0.03 is 3 %"), ("gain", "0.1 is 10 %")):
-            if not (_number(getattr(self, name)) and 0 < getattr(self, name) < 1):
-                raise UsageError(
-                    f"Auto({name}={getattr(self, name)!r}): must be between 0 and 1", hint=hint
-                )
-        if not (_number(self.node_share) and 0 <= self.node_share <= 1):
-            raise UsageError(f"Auto(node_share={self.node_share!r}): must be from 0 to 1")
+            if name != "mtbf_hours" or self.mtbf_hours is not None:
+                self._take(name, "a positive number of hours", lambda x: 0 < x < float("inf"))
+        self._take("overhead", "between 0 and 1", lambda x: 0 < x < 1, "0.03 is 3 %")
+        self._take("gain", "between 0 and 1", lambda x: 0 < x < 1, "0.1 is 10 %")
+        self._take("node_share", "from 0 to 1", lambda x: 0 <= x <= 1)
 
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    def _take(
+        self, name: str, expected: str, fits: Callable[[float], bool], hint: str | None = None
+    ) -> None:
+        found = number_of(getattr(self, name), "Auto", name, expected, fits, hint=hint)
+        object.__setattr__(self, name, found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.arguments import text_of, unfit
 from holdfast.errors import UsageError
 from holdfast.near import near
 
@@ -34,15 +35,10 @@ def ignore(obj: T, *patterns: str) -> T:
     Further calls add patterns.  One that matches nothing is a UsageError at the first save.
     """
     if not isinstance(obj, (nn.Module, Optimizer)):
-        raise UsageError(
-            f"ignore() takes a module or an optimizer, not a {type(obj).__name__}",
-            hint="what other objects shall not save, their state_dict() leaves out",
-        )
-    if not patterns or not all(isinstance(p, str) and p for p in patterns):
-        raise UsageError(
-            f"ignore() needs names or patterns of names, not {patterns!r}",
-            hint="such as holdfast.ignore(model, 'layers.*.codebook')",
-        )
+        hint = "what other objects shall not save, their state_dict() leaves out"
+        raise unfit("ignore", "obj", obj, "a module or an optimizer", hint=hint)
+    for pattern in patterns or ("",):
+        text_of(pattern, "ignore", "patterns", "a name or pattern such as 'layers.*.codebook'")
     _marks[obj] = tuple(dict.fromkeys((*_marks.get(obj, ()), *patterns)))
     return obj
 

@@ -217,14 +217,26 @@ def is_in(state: State, value: Any) -> bool:
 
 
 def check_keys(state: State) -> None:
-    if not isinstance(state, dict) or not state:
+    if not isinstance(state, dict):
         raise UsageError(
             "state must be a dict such as {'model': model, 'optim': optimizer}, "
             f"not {type(state).__name__}"
         )
+    if not state:
+        raise UsageError(
+            "state is an empty dict: it names nothing to save or load",
+            hint="hand over a dict such as {'model': model, 'optim': optimizer}",
+        )
     for key in state:
         if not isinstance(key, str) or not key or "." in key or "/" in key or key[0] == "$":
             raise UsageError(f"key {key!r} of the state must be a name without '.', '/' or '$'")
+        if type(key) is not str and f"{key}" != str.__str__(
+            key
+        ):  # as of an enum: names begin with it
+            raise UsageError(
+                f"key {key!r} of the state must be a plain text: it is written as '{key}'",
+                hint=f"give {str.__str__(key)!r} itself",
+            )
         extras.encode(key, path=key, utf8=True)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.arguments import unfit
+
 
 class Rng:
     """All generators as one stateful object; a `Checkpointer` adds one under the key `rng`.
@@ -30,6 +32,8 @@ class Rng:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or not {"python", "numpy", "torch"} <= state.keys():
+            raise unfit("Rng.load_state_dict", "state", state, "what state_dict() of an Rng gave")
         random.setstate(state["python"])
         np.random.set_state(tuple(state["numpy"]))
         torch.set_rng_state(state["torch"])

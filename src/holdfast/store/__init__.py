@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from urllib.parse import unquote_to_bytes
 
+from holdfast.arguments import path_of
 from holdfast.errors import UsageError
 from holdfast.near import near
 from holdfast.store.base import Reader, Store, Writer
@@ -26,11 +27,9 @@ _SCHEMES = ("file", "memory", *_OBJECT_STORAGE)
 
 def open_store(url: str | os.PathLike[str]) -> Store:
     """The store at a path or URL.  Touches nothing: the first write makes what is missing."""
-    text = os.fspath(url)
+    text = path_of(url, "open_store", "url")
     scheme, separator, rest = text.partition("://")
     if not separator or "/" in scheme:
-        if not text:
-            raise UsageError("cannot open a store at an empty path", hint="'.' is this directory")
         return LocalStore(text)
     if scheme == "file":
         return LocalStore(_file_path(text, rest))

@@ -13,6 +13,7 @@ object storage allows that, a file system cannot.
 
 from __future__ import annotations
 
+from holdfast.arguments import count_of, shown, unfit
 from holdfast.errors import Corrupt, Exists, NotFound, UsageError
 from holdfast.store.base import Bytes
 
@@ -23,22 +24,28 @@ HIDDEN = (".tmp-", ".nfs")
 """Names of files under way (ours) and of files deleted while open (NFS): never listed, no keys."""
 
 MAX_KEY_CHARS = 1024
+MAX_BYTES = 1 << 60
+"""Of an object."""
 
 
 def check_key(key: str) -> None:
     """Raise `UsageError` unless `key` can name an object in every store."""
-    fault = _fault(key)
+    fault = _fault(key) if isinstance(key, str) else "it must be a text"
     if fault:
-        raise UsageError(f"bad key {key!r}: {fault}", hint="a key looks like steps/0000000010/x")
+        raise UsageError(
+            f"bad key {shown(key)}: {fault}", hint="a key looks like steps/0000000010/x"
+        )
 
 
 def check_prefix(prefix: str) -> None:
     """Raise `UsageError` unless keys can begin with `prefix`; `""` and a final `/` are fine."""
+    if not isinstance(prefix, str):
+        raise UsageError(f"bad prefix {shown(prefix)}: it must be a text")
     directory, slash, _ = prefix.rpartition("/")
     fault = _fault(directory) if slash else None
     fault = fault or _fault_in_text(prefix)
     if fault:
-        raise UsageError(f"bad prefix {prefix!r}: {fault}")
+        raise UsageError(f"bad prefix {shown(prefix)}: {fault}")
 
 
 def _fault(key: str) -> str | None:
@@ -64,18 +71,25 @@ def _fault_in_text(key: str) -> str | None:
 
 def byte_view(data: Bytes) -> memoryview:
     """The memory of `data` as flat bytes, without a copy; it must be contiguous."""
-    view = memoryview(data)
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise unfit("Store", "data", data, "bytes, or memory that gives its bytes") from None
     if not view.c_contiguous:
-        raise UsageError("the memory of an object must be contiguous", hint="copy it first")
+        raise UsageError("data: the memory of an object must be contiguous", hint="copy it first")
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 def target_view(into: memoryview, offset: int) -> memoryview:
     """The flat bytes of memory that a range from `offset` on is to be read into."""
+    if type(offset) is not int or offset > MAX_BYTES:
+        offset = count_of(offset, "Store.read", "offset", least=0, most=MAX_BYTES)
     if offset < 0:
         raise UsageError(f"cannot read at offset {offset}: offsets start at 0")
+    if not isinstance(into, memoryview):
+        raise unfit("Store.read", "into", into, "a memoryview to be filled")
     if into.readonly:
-        raise UsageError("cannot read into memory that is read-only")
+        raise UsageError("into: cannot read into memory that is read-only")
     return byte_view(into)
 
 
@@ -111,10 +125,8 @@ class Parts:
 
     def __init__(self, key: str, size: int) -> None:
         check_key(key)
-        if size < 0:
-            raise UsageError(f"cannot create '{key}' with {size} bytes", key=key)
         self.key = key
-        self.size = size
+        self.size = count_of(size, "Store.create", "size", least=0, most=MAX_BYTES)
         self._done: list[tuple[int, int]] = []
 
     def check(self, offset: int, num_bytes: int) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
+from holdfast.arguments import flag_of, path_of
 from holdfast.errors import UsageError
 from holdfast.store.base import Bytes
 from holdfast.store.contract import (
@@ -58,8 +59,8 @@ class LocalStore:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
-        self.root = os.path.abspath(root)
-        self.durable = durable
+        self.root = os.path.abspath(path_of(root, "LocalStore", "root"))
+        self.durable = flag_of(durable, "LocalStore", "durable")
         self.url = "file://" + quote(os.fsencode(self.root))
         self.direct = True
         """Whether to ask for O_DIRECT; turns False once the file system has refused it."""
@@ -69,6 +70,7 @@ class LocalStore:
 
     def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
         """Write a small object, replacing an older one unless `if_absent` (then `Exists`)."""
+        flag_of(if_absent, "Store.put", "if_absent")
         path, view = self._path(key), byte_view(data)
         with translated("put", key, path):
             temp = open_temp(os.path.dirname(path), durable=self.durable)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 
+from holdfast.arguments import flag_of, unfit
 from holdfast.errors import UsageError
 from holdfast.store.base import Bytes
 from holdfast.store.contract import (
@@ -35,6 +36,8 @@ class MemoryStore:
     """Objects in a dict; all stores of one name share it for as long as the process lives."""
 
     def __init__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise unfit("MemoryStore", "name", name, "a text")
         if not name:
             raise UsageError("a memory store needs a name", hint="memory://anything")
         self.name = name
@@ -47,6 +50,7 @@ class MemoryStore:
 
     def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
         """Keep a copy of `data`, replacing an older object unless `if_absent` (then `Exists`)."""
+        flag_of(if_absent, "Store.put", "if_absent")
         check_key(key)
         self.place(key, bytes(byte_view(data)), replace=not if_absent)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
+from holdfast.arguments import count_of, flag_of, function_of, instance_of, seconds_of
 from holdfast.store.base import Bytes, Reader, Store, Writer
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ class Wrapper(ABC):
     """
 
     def __init__(self, inner: Store) -> None:
-        self.inner = inner
+        call = type(self).__name__
+        self.inner = instance_of(inner, Store, call, "inner", "a Store")  # type: ignore[type-abstract]
         self.url = inner.url
 
     @abstractmethod
@@ -159,8 +161,8 @@ class StopAfter(Wrapper):
 
     def __init__(self, inner: Store, n: int | None, *, torn: bool = False) -> None:
         super().__init__(inner)
-        self.n = n
-        self.torn = torn
+        self.n = None if n is None else count_of(n, "StopAfter", "n", least=0)
+        self.torn = flag_of(torn, "StopAfter", "torn")
         self.operations: list[Operation] = []
         """The changes that took effect, in order."""
         self._num_changes = 0
@@ -198,7 +200,7 @@ class Faulty(Wrapper):
 
     def __init__(self, inner: Store, fail: Callable[[str, str], Exception | None]) -> None:
         super().__init__(inner)
-        self.fail = fail
+        self.fail = function_of(fail, "Faulty", "fail", "that takes an operation and a key")
 
     def around(self, operation: Operation, call: Callable[[], T]) -> T:
         """Ask `fail` first."""
@@ -214,7 +216,7 @@ class Slow(Wrapper):
 
     def __init__(self, inner: Store, seconds: float) -> None:
         super().__init__(inner)
-        self.seconds = seconds
+        self.seconds = seconds_of(seconds, "Slow", "seconds", or_zero=True)
 
     def around(self, operation: Operation, call: Callable[[], T]) -> T:
         """Wait first."""

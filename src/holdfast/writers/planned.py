@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from holdfast.arguments import shown
 from holdfast.checkpoint.consolidating import WEIGHTS
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import Outfile
@@ -62,18 +63,25 @@ class Weight:
 def weights(source: Checkpoint, options: Options) -> list[Weight]:
     """The model's parameters and buffers, named without their key, then renamed, and cast."""
     found = _of_key(source, options.key)
-    new = {name: (options.rename or str)(name) for name, _, _ in found}
+    new = {name: _renamed(name, options) for name, _, _ in found}
     _check_names(new)
     also: dict[str, list[str]] = {}
     prefix = _prefix(source, options.key)
     for alias, name in source.manifest.aliases.items():
         if alias.startswith(prefix) and name.startswith(prefix):
             shown = alias.removeprefix(prefix)
-            also.setdefault(name.removeprefix(prefix), []).append((options.rename or str)(shown))
+            also.setdefault(name.removeprefix(prefix), []).append(_renamed(shown, options))
     return [
         Weight(new[name], number, t.shape, _cast(t, options.dtype), tuple(also.get(name, ())))
         for name, number, t in found
     ]
+
+
+def _renamed(name: str, options: Options) -> str:
+    new = name if options.rename is None else options.rename(name)
+    if not isinstance(new, str) or not new:
+        raise UsageError(f"rename({name!r}) returned {shown(new)}: must be a name")
+    return new
 
 
 def _prefix(source: Checkpoint, key: str) -> str:

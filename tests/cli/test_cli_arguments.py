@@ -1,0 +1,151 @@
+"""Every argument and option of every verb, with values that cannot be meant: exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from cli.calling import call
+from holdfast.cli.main import VERBS
+
+MANY_DIGITS = "9" * 5000
+LONG = "x" * 300
+PATHS = ("", LONG, "s3://bucket", "fiel://x", "dpc:run", "a\udc00\ud800b")
+STEPS = (
+    "run@x",
+    "run@",
+    "run@-1",
+    "run@1.5",
+    "run@²",
+    "run@٣",
+    f"run@{10**10}",
+    f"run@{MANY_DIGITS}",
+)
+INTEGERS = ("", "x", "1.5", MANY_DIGITS)
+NUMBERS = ("", "x", "nan")
+SIZES = ("x", "-1", "1e9", "nan", "0")
+
+CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "ls": (("URL",), {"URL": PATHS}),
+    "inspect": (("TARGET",), {"TARGET": (*PATHS, *STEPS), "NAME": ("", "modle.weight", "x*", "[", LONG)}),
+    "verify": (("TARGET",), {"TARGET": (*PATHS, *STEPS)}),
+    "diff": (("A", "B"), {"A": (*PATHS, *STEPS), "B": (*PATHS, *STEPS), "--only": ("", "modle.*")}),
+    "plan": (
+        ("TARGET", "--mesh=dp=2"),
+        {
+            "TARGET": (*PATHS, *STEPS),
+            "--mesh": ("", "dp", "dp=0", "dp=-1", "dp=x", "=2", "dp=2,", "dp=2,dp=2", "dp=²",
+                       f"dp={10**30}", f"dp={MANY_DIGITS}"),
+            "--rules": ("", "nofile", "run"), "--let": ("x=2", "x"), "--rank": (*INTEGERS, "-1", "2"),
+            "--nodes": (*INTEGERS, "-1", "0", "3"), "--nodes=2 --redundancy": ("", "partiy", "rs(0)"),
+            "--nodes=2 --node-mtbf-hours": (*NUMBERS, "0", "-1", "inf"),
+            "--nodes=2 --repair-minutes": (*NUMBERS, "0", "-1", "inf"),
+        },
+    ),
+    "convert": (
+        ("TARGET", "DST"),
+        {
+            "TARGET": (*PATHS, *STEPS), "DST": (*PATHS, "memory://x"), "--to": ("", "hugingface"),
+            "--from": ("dpc",), "--to=torch --key": ("", "modle"), "--to=torch --dtype": ("", "bfoat16"),
+            "--rules": ("", "nofile", "run"), "--max-file": SIZES, "--memory": (*SIZES, "1"),
+        },
+    ),
+    "prune": (
+        ("URL", "--keep-last=1"),
+        {
+            "URL": PATHS, "--keep-last": (*INTEGERS, "0", "-1", str(10**30)),
+            "--keep-every": (*INTEGERS, "0", "-1", str(10**30)),
+        },
+    ),
+    "log": (("URL",), {"URL": PATHS}),
+    "replay": (("URL", "DST", "--to=2"), {"URL": PATHS, "DST": PATHS, "--to": INTEGERS}),
+    "simulate": (
+        ("8",),
+        {
+            "8": ("", "x", "0", "1.5", str(10**30)), "--days": (*NUMBERS, "0", "-1", "inf", "1e300"),
+            "--device-mtbf-hours": (*NUMBERS, "0", "-1", "inf"), "--node-share": (*NUMBERS, "-1", "2"),
+            "--shape": (*NUMBERS, "0", "-1", "99"), "--trace": ("", "nofile", "run"),
+            "--overhead": (*NUMBERS, "0", "1", "-1"), "--devices-per-node": (*INTEGERS, "0", "-1"),
+            "--step-s": (*NUMBERS, "0", "-1", "inf"), "--state": SIZES, "--record": SIZES[:-1],
+            "--node-storage": SIZES, "--storage": SIZES, "--stall-s": (*NUMBERS, "-1", "inf"),
+            "--record-stall": (*NUMBERS, "-1", "2"), "--restart-s": (*NUMBERS, "-1", "inf"),
+            "--seed": (*INTEGERS, "-1"),
+        },
+    ),
+    "agent": (
+        ("status",),
+        {
+            "status": ("", "stauts"), "--job": ("x",), "--host": ("x",), "--budget": (*SIZES, "1GB"),
+            "--free": (None,), "--tls": (None,),
+        },
+    ),
+}  # fmt: skip
+"""By verb: how it is called, and for each argument values that are refused.  Options before an option's
+name go with it."""
+FINE = {
+    ("agent", "--job"): "of a job that is gone",
+    ("simulate", "--plot"): "any path, tried by tests of it",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2 of a run."""
+    path = tmp_path_factory.mktemp("cli_arguments")
+    for step in (1, 2):
+        holdfast.save(path / "run", {"model": nn.Linear(2, 2), "other": torch.ones(2)}, step=step)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    [(verb, option) for verb, (_, options) in CASES.items() for option in options],
+)
+def test_a_value_that_cannot_be_meant_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, option: str
+) -> None:
+    monkeypatch.chdir(folder)
+    words, options = CASES[verb]
+    for value in options[option]:
+        code, _, err = call(verb, *_command(words, option, value))
+        assert code == 2, f"{verb} {option} {value!r:.60}: exit {code}: {err[:500]}"
+        assert "rror: " in err or "required" in err, err
+        assert not (folder / "out").exists()
+
+
+def _command(words: tuple[str, ...], option: str, value: str | None) -> list[str]:
+    before = {"URL": "run", "TARGET": "run", "A": "run@1", "B": "run@2", "DST": "out"}
+    *others, name = option.split(" ")
+    found = [value if word == name else before.get(word, word) for word in words]
+    found = [word for word in found if word is None or not word.startswith(f"{name}=")]
+    if name.startswith("--"):
+        found += [*others, name if value is None else f"{name}={value}"]
+    elif name not in words:
+        found.append(value)
+    return [word for word in found if word is not None]
+
+
+def test_every_option_of_every_verb_is_tried() -> None:
+    missing = []
+    for verb in VERBS:
+        run = importlib.import_module(f"holdfast.cli.{verb}").run
+        tried = {option.split(" ")[-1] for option in CASES[verb][1]}
+        for name, p in inspect.signature(run, eval_str=True).parameters.items():
+            option = next((d for d in _declared(p.annotation) if d.startswith("--")), None)
+            if p.annotation.__args__[0] is bool or (verb, option) in FINE:
+                continue
+            if option is not None and option not in tried:
+                missing.append(f"{verb} {option}")
+            if option is None and not any(not o.startswith("--") for o in CASES[verb][1]):
+                missing.append(f"{verb} {name}")
+    assert not missing
+
+
+def _declared(annotation: object) -> list[str]:
+    return [d for meta in annotation.__metadata__ for d in meta.param_decls or ()]  # type: ignore[attr-defined]

@@ -1,0 +1,671 @@
+"""Every argument of every public call, with values that cannot be meant: a UsageError that names it.
+
+`CALLS` has a row for each public call: how it is called with one argument replaced, and which values each
+argument is tried with.  A call that has no row must be in `RESULTS` or `ELSEWHERE`, which say why.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import inspect
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+from holdfast import checkpointer, once
+from holdfast.errors import UsageError
+from holdfast.store import LocalStore, MemoryStore, Store, open_store
+
+Values = tuple[Any, ...]
+
+
+class Odd:
+    """An object that cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+OTHERS: Values = (Odd(), [], {}, (1, 2), object, b"x")
+"""Of types that no number, word or path is of."""
+HUGE_TEXT = "x" * 100_000
+STEPS: Values = (*OTHERS, None, True, np.True_, torch.tensor(True), -1, 10**10, 10**5000, 7.0, "7", "",
+                 math.nan, math.inf, np.float32(7), torch.tensor(7.0), torch.tensor([7, 8]), np.arange(2),
+                 torch.tensor(7, device="meta"))  # fmt: skip
+STEPS_OR_NONE = tuple(v for v in STEPS if v is not None)
+COUNTS: Values = (*STEPS, 0)
+BYTES = tuple(v for v in COUNTS if v is not COUNTS[len(OTHERS) + 5])
+COUNTS_OR_NONE = tuple(v for v in COUNTS if v is not None)
+LENGTHS: Values = (*OTHERS, None, True, np.True_, "5", "", math.nan, -1, -0.5, 1e30, 10**5000, math.inf,
+                   1j, np.array([1.0]), torch.tensor([1.0]), torch.tensor(True), datetime.timedelta(1),
+                   np.complex64(1))  # fmt: skip
+SECONDS: Values = (*LENGTHS, 0, 0.0)
+LENGTHS_OR_NONE = tuple(v for v in LENGTHS if v is not None)
+SECONDS_OR_NONE = tuple(v for v in SECONDS if v is not None)
+SHARES: Values = (*SECONDS, 1.5, 2)
+FLAGS: Values = (*OTHERS, None, "false", "", 0, 1, 2.0, np.array([True]), torch.ones(2) > 0)
+WORDS: Values = (Odd(), [], {}, None, True, 3, b"skip", "", "skpi", HUGE_TEXT)
+PATHS: Values = (Odd(), [], {}, None, True, 3, 1.5, b"runs", "", "a\0b", "a\ud800b", HUGE_TEXT, "x" * 300,
+                 object)  # fmt: skip
+PATHS_OR_NONE = tuple(v for v in PATHS if v is not None)
+SIZES: Values = (
+    *OTHERS,
+    True,
+    -1,
+    math.nan,
+    math.inf,
+    1e30,
+    "",
+    "lots",
+    "-1GB",
+    "9" * 400 + "GB",
+    10**5000,
+)
+SIZES_BUT_NOTHING: Values = (*SIZES, 0, "0GB")
+STATES: Values = (
+    Odd(),
+    None,
+    [],
+    {},
+    3,
+    "model",
+    {3: 1},
+    {"": 1},
+    {"a.b": 1},
+    {None: 1},
+    nn.Linear(1, 1),
+)
+RULES: Values = (Odd(), [], 3, "fresh", b"x", {"modl": "fresh"}, {3: "fresh"}, {"model": "frehs"},
+                 {"model": None}, {"model": 3})  # fmt: skip
+PATTERNS: Values = (Odd(), 3, b"model.*", "", [], (), {}, [3], ["model.*", ""], [None], object)
+FUNCTIONS: Values = (Odd(), 3, "print", [], {})
+OBJECTS: Values = (Odd(), 3, "x", [], {}, True)
+NAMES: Values = (Odd(), None, 3, [], {}, b"model.weight", "", "model.wieght", HUGE_TEXT)
+PARAMETERS: Values = (Odd(), None, 3, "x", b"x", [], [3], {}, nn.Linear(1, 1), torch.ones(2), [None],
+                      list(nn.Linear(1, 1).named_parameters()))  # fmt: skip
+BOXES: Values = (Odd(), 3, "ab", b"ab", [(0, 1)], [(0, 1), "x"], [(0, 1), (0, 1, 2)], [(0, 1.0), None],
+                 [(0, 1), (2, 1)], [(0, 1), (-1, 1)], [(0, 1), (0, 99)], [slice("a"), None],
+                 [slice(0, 2, 2), None], holdfast.Box((0,), (1,)), holdfast.Box((0, 0), (1,)),
+                 holdfast.Box((0.0, 0.0), (1.0, 1.0)), holdfast.Box(0, 1), {})  # type: ignore[arg-type]  # fmt: skip
+
+
+class Made:
+    """What the calls need, made once."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.folder = folder
+        self.state: dict[str, Any] = {"model": nn.Linear(2, 2)}
+        self.root = str(folder / "run")
+        holdfast.save(self.root, self.state, step=7)
+        self.save_under_way = holdfast.Save(1)
+        self.ckpt = holdfast.Checkpointer(
+            folder / "run", self.state, every=holdfast.Every(durable=100)
+        )
+        self.opened = holdfast.open(self.root)
+        self.store = MemoryStore("arguments")
+        self.store.put("k", b"12345")
+        self.local = LocalStore(folder / "local")
+        self.local.put("k", b"12345")
+
+    def checkpointer(self, **given: Any) -> None:
+        holdfast.Checkpointer(**{"root": self.folder / "new", "state": self.state, **given}).close()
+
+    def convert(self, **given: Any) -> None:
+        holdfast.convert(**{"source": self.root, "target": self.folder / "converted", **given})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    one = Made(tmp_path_factory.mktemp("arguments"))
+    yield one
+    one.ckpt.close()
+
+
+Call = Callable[..., Any]
+CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
+    "save": (
+        lambda m: (
+            lambda **a: holdfast.save(**{"url": m.folder / "new", "state": m.state, "step": 1, **a})
+        ),
+        {
+            "url": (*PATHS, "s3://bucket", "dpc:x"),
+            "state": STATES,
+            "step": STEPS,
+            "replicas": (*WORDS, "verify"),
+            "deadline_s": SECONDS,
+        },
+    ),
+    "ignore": (
+        lambda m: lambda obj=m.state["model"], patterns="x": holdfast.ignore(obj, patterns),
+        {"obj": (Odd(), None, {}, 3, "model", nn.Linear), "patterns": (*OTHERS, None, 3, "")},
+    ),
+    "load": (
+        lambda m: lambda **a: holdfast.load(**{"url": m.root, "state": m.state, **a}),
+        {
+            "url": (*PATHS, "dpc:x"),
+            "state": STATES,
+            "step": STEPS_OR_NONE,
+            "only": PATTERNS,
+            "cast": FLAGS,
+            "strict": FLAGS,
+            "on_resize": RULES,
+            "verify": FLAGS,
+            "deadline_s": SECONDS,
+        },
+    ),
+    "open": (
+        lambda m: lambda **a: holdfast.open(**{"url": m.root, **a}),
+        {"url": (*PATHS, "dpc:x"), "step": STEPS_OR_NONE, "verify": FLAGS},
+    ),
+    "steps": (lambda m: holdfast.steps, {"url": (*PATHS, "dpc:x")}),
+    "convert": (
+        lambda m: m.convert,
+        {
+            "source": PATHS,
+            "target": (*PATHS, "memory://x"),
+            "to": (*WORDS, "hugingface"),
+            "step": STEPS_OR_NONE,
+            "key": WORDS[:-2],
+            "dtype": (*WORDS[:3], *WORDS[4:], torch.bfloat16),
+            "rename": FUNCTIONS,
+            "max_file_bytes": BYTES,
+            "memory_bytes": (*BYTES, 1),
+            "verify": FLAGS,
+            "progress": FUNCTIONS,
+        },
+    ),
+    "Checkpointer": (
+        lambda m: m.checkpointer,
+        {
+            "root": (*PATHS, "s3://bucket"),
+            "state": STATES,
+            "every": OBJECTS,
+            "memory": (*OBJECTS, holdfast.Memory),
+            "delta": (*OBJECTS, holdfast.Delta),
+            "keep": (*OBJECTS, holdfast.Keep),
+            "when_busy": WORDS,
+            "on_error": WORDS,
+            "on_resize": RULES,
+            "replicas": WORDS,
+            "mesh": OBJECTS,
+            "sigterm_s": SECONDS_OR_NONE,
+            "deadline_s": SECONDS,
+        },
+    ),
+    "Checkpointer.step": (lambda m: m.ckpt.step, {"step": STEPS}),
+    "Checkpointer.save": (lambda m: m.ckpt.save, {"step": STEPS}),
+    "Checkpointer.restore": (
+        lambda m: m.ckpt.restore,
+        {
+            "step": STEPS_OR_NONE,
+            "source": PATHS_OR_NONE,
+            "keep_source": FLAGS,
+            "strict": FLAGS,
+            "cast": FLAGS,
+        },
+    ),
+    "Checkpointer.wait": (lambda m: m.ckpt.wait, {"timeout": LENGTHS_OR_NONE}),
+    "Checkpointer.close": (lambda m: m.ckpt.close, {"timeout": LENGTHS_OR_NONE}),
+    "Save.wait": (lambda m: m.save_under_way.wait, {"timeout": LENGTHS_OR_NONE}),
+    "Every": (
+        lambda m: holdfast.Every,
+        {"durable": COUNTS_OR_NONE, "memory": COUNTS_OR_NONE, "delta": (*COUNTS_OR_NONE, 2)},
+    ),
+    "Auto": (
+        lambda m: holdfast.Auto,
+        {
+            "mtbf_hours": (*OTHERS, True, "5", 0, -1, math.nan, math.inf),
+            "overhead": (*SHARES, 1),
+            "node_share": (*LENGTHS, 1.5),
+            "gain": (*SHARES, 1),
+            "rarest_hours": (*OTHERS, None, True, "5", 0, -1, math.nan, math.inf),
+        },
+    ),
+    "Keep": (lambda m: holdfast.Keep, {"last": COUNTS_OR_NONE, "every": COUNTS_OR_NONE}),
+    "Memory": (
+        lambda m: holdfast.Memory,
+        {
+            "redundancy": (*WORDS, "copy(1)", "rs(0)", "partiy"),
+            "budget": SIZES_BUT_NOTHING,
+            "bandwidth": SIZES_BUT_NOTHING,
+            "carry": SIZES,
+            "flush_after_s": SECONDS_OR_NONE,
+            "feed": (*WORDS, "gradeint"),
+            "prove_every": (*COUNTS, 2),
+            "tls": FLAGS,
+        },
+    ),
+    "Delta": (
+        lambda m: holdfast.Delta,
+        {"batch": COUNTS, "queue": COUNTS, "when_full": WORDS, "max_bytes": SIZES_BUT_NOTHING},
+    ),
+    "Rng.load_state_dict": (
+        lambda m: holdfast.Rng().load_state_dict,
+        {"state": (*OBJECTS, {"torch": 3})},
+    ),
+    "Checkpoint.open": (
+        lambda m: lambda **a: holdfast.Checkpoint.open(**{"url": m.root, **a}),
+        {"url": PATHS, "step": STEPS_OR_NONE, "verify": FLAGS},
+    ),
+    "Checkpoint.index": (lambda m: m.opened.index, {"name": NAMES}),
+    "Checkpoint.info": (lambda m: m.opened.info, {"name": NAMES}),
+    "Checkpoint.read": (
+        lambda m: lambda **a: m.opened.read(**{"name": "model.weight", **a}),
+        {"name": NAMES, "box": BOXES},
+    ),
+    "Checkpoint.rank_extras": (
+        lambda m: m.opened.rank_extras,
+        {"rank": (*OTHERS, None, True, -1, 1.0, "0")},
+    ),
+    "compression.TopK": (
+        lambda m: holdfast.compression.TopK,
+        {"ratio": SHARES, "error_feedback": FLAGS},
+    ),
+    "compression.TopK.register": (
+        lambda m: holdfast.compression.TopK().register,
+        {"model": OBJECTS},
+    ),
+    "compression.TopK.num_sent": (
+        lambda m: holdfast.compression.TopK().num_sent,
+        {"parameter": OBJECTS},
+    ),
+    "compression.sparse": (
+        lambda m: (
+            lambda **a: holdfast.compression.sparse(
+                **{"parameters": [torch.ones(2)], "at_most": 0.5, **a}
+            )
+        ),
+        {"parameters": PARAMETERS, "at_most": SHARES},
+    ),
+    "compression.rounded": (
+        lambda m: (
+            lambda **a: holdfast.compression.rounded(
+                **{"parameters": [torch.ones(2)], "to": torch.bfloat16, **a}
+            )
+        ),
+        {"parameters": PARAMETERS, "to": (*OBJECTS, None, torch.float32, "bfloat16", np.float16)},
+    ),
+    "events.subscribe": (lambda m: holdfast.events.subscribe, {"sink": (*FUNCTIONS, None)}),
+    "events.listen": (
+        lambda m: lambda sink: holdfast.events.listen(sink).__enter__(),
+        {"sink": (*FUNCTIONS, None)},
+    ),
+    "store.open_store": (
+        lambda m: open_store,
+        {"url": (*PATHS, "s3://bucket", "fiel://x", "file://x")},
+    ),
+    "store.LocalStore": (
+        lambda m: lambda **a: LocalStore(**{"root": m.folder, **a}),
+        {"root": PATHS, "durable": FLAGS},
+    ),
+    "store.MemoryStore": (lambda m: MemoryStore, {"name": WORDS[:-2]}),
+    "testing.Counting": (lambda m: holdfast.testing.Counting, {"inner": OBJECTS}),
+    "testing.Faulty": (
+        lambda m: (
+            lambda **a: holdfast.testing.Faulty(
+                **{"inner": m.store, "fail": lambda op, key: None, **a}
+            )
+        ),
+        {"inner": OBJECTS, "fail": (*FUNCTIONS, None)},
+    ),
+    "testing.Slow": (
+        lambda m: lambda **a: holdfast.testing.Slow(**{"inner": m.store, "seconds": 0.1, **a}),
+        {"inner": OBJECTS, "seconds": LENGTHS},
+    ),
+    "testing.StopAfter": (
+        lambda m: lambda **a: holdfast.testing.StopAfter(**{"inner": m.store, "n": 1, **a}),
+        {"inner": OBJECTS, "n": STEPS_OR_NONE[:-2], "torn": FLAGS},
+    ),
+}
+KEYS: Values = (Odd(), None, 3, [], b"k", "", "../x", "/x", "a//b", "a\0b", "a\ud800", HUGE_TEXT)
+NUMBERS: Values = (*OTHERS, None, -1, 1.5, "1", True, 10**5000)
+for _name, _store in (("store", lambda m: m.store), ("local", lambda m: m.local)):
+    CALLS |= {
+        f"{_name}.put": (
+            lambda m, s=_store: lambda **a: s(m).put(**{"key": "new", "data": b"1", **a}),
+            {"key": KEYS, "data": (Odd(), None, 3, "text", [], {}), "if_absent": FLAGS},
+        ),
+        f"{_name}.create": (
+            lambda m, s=_store: lambda **a: s(m).create(**{"key": "new", "size": 1, **a}),
+            {"key": KEYS, "size": NUMBERS},
+        ),
+        f"{_name}.get": (lambda m, s=_store: s(m).get, {"key": KEYS}),
+        f"{_name}.read": (
+            lambda m, s=_store: lambda **a: s(m).read(
+                **{"key": "k", "offset": 0, "into": memoryview(bytearray(2)), **a}
+            ),
+            {
+                "key": KEYS, "offset": NUMBERS,
+                "into": (Odd(), None, 3, "text", bytearray(2), memoryview(b"ab")),
+            },
+        ),
+        f"{_name}.open": (lambda m, s=_store: s(m).open, {"key": KEYS}),
+        f"{_name}.size": (lambda m, s=_store: s(m).size, {"key": KEYS}),
+        f"{_name}.list": (
+            lambda m, s=_store: s(m).list,
+            {"prefix": (Odd(), None, 3, [], b"k", "../x", "/x", "a//b", "a\0b", "a\ud800", HUGE_TEXT)},
+        ),
+        f"{_name}.delete": (lambda m, s=_store: s(m).delete, {"key": KEYS}),
+    }  # fmt: skip
+
+CASES = [
+    pytest.param(call, argument, id=f"{call}({argument})")
+    for call, (_, arguments) in CALLS.items()
+    for argument in arguments
+]
+
+
+@pytest.mark.parametrize(("call", "argument"), CASES)
+def test_a_value_that_cannot_be_meant_is_refused_by_name(
+    made: Made, call: str, argument: str
+) -> None:
+    make, arguments = CALLS[call]
+    for value in arguments[argument]:
+        message = refusal(make(made), argument, value)
+        named = argument in message or (_is_word(value) and repr(value)[:60] in message)
+        assert named, f"{_text(value)}: {message[:500]}"
+        assert len(message) < 1000, "a message is read by people"
+
+
+def refusal(call: Call, argument: str, value: Any) -> str:
+    """What is said of a value."""
+    try:
+        call(**{argument: value})
+    except UsageError as error:
+        return str(error)
+    except BaseException as error:
+        pytest.fail(f"{argument}={_text(value)}: {type(error).__name__}: {str(error)[:500]}")
+    pytest.fail(f"{argument}={_text(value)} was taken")
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and len(value) > 1
+
+
+def _text(value: Any) -> str:
+    try:
+        return ascii(value)[:60]
+    except (RuntimeError, ValueError):
+        return type(value).__name__
+
+
+def test_nothing_was_made_by_a_refused_call(made: Made) -> None:
+    """Also not a root for a run that never began; and the run that stepped wrongly goes on."""
+    assert not {"new", "converted", "runs"} & set(os.listdir(made.folder))
+    assert holdfast.steps(made.root) == [7]
+    made.ckpt.step(8)
+
+
+# -- nothing is forgotten -------------------------------------------------------------------------
+
+
+RESULTS = {
+    "Checkpoint",
+    "Converted",
+    "Save",
+    "compression.rounded_to",
+    "events.Event",
+    "testing.Operation",
+}
+"""What the library makes and users read."""
+ELSEWHERE = {
+    "Box": "where it is used: planning makes them by the hundred thousand",
+    "Box.within": "of the library's own boxes",
+    "Checkpointer.__exit__": "called by `with`",
+    "Checkpoint.__exit__": "called by `with`",
+    "Checkpoint.file_extras": "takes an entry of the manifest",
+    "Rng": "takes nothing",
+    "compression.TopK.rows_of_rank": "by test_topk_checks_what_it_is_given",
+    "compression.TopK.load_state_dict": "by test_topk_checks_what_it_is_given",
+    "events.count": "called by the library",
+    "events.emit": "called by the library",
+    "events.span": "called by the library",
+}
+"""Calls whose arguments are checked elsewhere, or which are not for users; why."""
+
+
+def public_calls() -> dict[str, Any]:
+    """Functions, classes and their public methods, by the name that a user writes after `holdfast.`"""
+    found: dict[str, Any] = {}
+    for name in holdfast.__all__:
+        value = getattr(holdfast, name)
+        if inspect.ismodule(value):
+            own = getattr(value, "__all__", None) or [
+                n
+                for n, v in vars(value).items()
+                if getattr(v, "__module__", None) == value.__name__ and not n.startswith("_")
+            ]
+            found |= {f"{name.removeprefix('holdfast.')}.{n}": getattr(value, n) for n in own}
+        else:
+            found[name] = value
+    calls: dict[str, Any] = {}
+    for name, value in found.items():
+        if name.startswith("errors.") or not callable(value) or _is_protocol(value):
+            continue
+        if inspect.isclass(value) and issubclass(value, BaseException):
+            continue
+        calls[name] = value
+        if inspect.isclass(value) and not name.startswith(("store.", "testing.")):
+            calls |= {
+                f"{name}.{n}": getattr(value, n)
+                for n, v in vars(value).items()
+                if not n.startswith("_") and (inspect.isfunction(v) or isinstance(v, staticmethod))
+            }
+    return calls
+
+
+def _is_protocol(value: Any) -> bool:
+    return bool(getattr(value, "_is_protocol", False))
+
+
+def test_every_argument_of_every_public_call_is_tried() -> None:
+    """A new argument, or a new call, comes into the table above."""
+    calls = public_calls()
+    missing = []
+    for name, call in calls.items():
+        if name in RESULTS or name in ELSEWHERE or name == "testing.StoreTests":
+            continue
+        arguments = [p for p in inspect.signature(call).parameters if p != "self"]
+        tried = CALLS.get(name, (None, {}))[1]
+        missing += [f"{name}({argument})" for argument in arguments if argument not in tried]
+    assert not missing
+    ours = {name for name in CALLS if not name.startswith(("store.", "local."))}
+    assert ours <= calls.keys(), "the table is of calls that there are"
+    for store in ("store", "local"):
+        methods = [n for n, v in vars(Store).items() if inspect.isfunction(v) and n[0] != "_"]
+        assert {f"{store}.{n}" for n in methods} <= CALLS.keys()
+
+
+# -- what is taken --------------------------------------------------------------------------------
+
+
+SEVENS: Values = (
+    7,
+    np.int64(7),
+    np.uint8(7),
+    np.array(7),
+    torch.tensor(7),
+    torch.tensor(7, dtype=torch.int8),
+)
+HALVES: Values = (0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), fractions.Fraction(1, 2),
+                  decimal.Decimal("0.5"))  # fmt: skip
+
+
+@pytest.mark.parametrize("seven", SEVENS, ids=repr)
+def test_integers_of_other_libraries_are_steps(tmp_path: Path, seven: Any) -> None:
+    state = {"model": nn.Linear(2, 2)}
+    holdfast.save(tmp_path / "once", state, step=seven)
+    assert holdfast.load(tmp_path / "once", state, seven) == 7
+    assert holdfast.open(tmp_path / "once", seven).step == 7
+    every = holdfast.Every(durable=seven)
+    with holdfast.Checkpointer(tmp_path / "run", state, every=every, on_error="raise") as ckpt:
+        ckpt.step(seven)
+        assert ckpt.save(seven + 1).step == 8
+        ckpt.wait()
+        assert ckpt.restore(seven) == 7
+    assert holdfast.steps(tmp_path / "run") == [7, 8]
+    assert type(every.durable) is int and type(holdfast.Keep(last=seven).last) is int
+    assert type(holdfast.Delta(batch=seven, queue=seven).slots) is int
+    assert holdfast.Memory(budget=seven).budget_bytes == 7
+    assert isinstance(holdfast.Memory(feed="gradient", prove_every=seven).prove_every, int)
+
+
+@pytest.mark.parametrize("half", HALVES, ids=repr)
+def test_numbers_of_other_libraries_are_seconds_and_shares(tmp_path: Path, half: Any) -> None:
+    auto = holdfast.Auto(
+        mtbf_hours=half, overhead=half, node_share=half, gain=half, rarest_hours=half
+    )
+    assert auto == holdfast.Auto(0.5, 0.5, 0.5, 0.5, 0.5) and type(auto.overhead) is float
+    assert holdfast.Memory(flush_after_s=half).flush_after_s == 0.5
+    assert holdfast.compression.TopK(half).ratio == 0.5
+    holdfast.compression.sparse([torch.ones(2)], at_most=half)
+    state = {"model": nn.Linear(2, 2)}
+    with holdfast.Checkpointer(tmp_path, state, deadline_s=half * 120, sigterm_s=half) as ckpt:
+        ckpt.wait(half)
+        ckpt.close(half * 120)
+
+
+def test_paths_flags_and_patterns_of_other_types_are_taken(tmp_path: Path) -> None:
+    class Anywhere(os.PathLike[str]):
+        def __fspath__(self) -> str:
+            return str(tmp_path)
+
+    state = {"model": nn.Linear(2, 2)}
+    holdfast.save(Anywhere(), state, step=1)
+    assert holdfast.steps(np.str_(tmp_path)) == holdfast.steps(f"file://{tmp_path}") == [1]
+    assert holdfast.load(Anywhere(), state, cast=np.True_, only=(n for n in ["model.weight"])) == 1
+    assert holdfast.Checkpoint.open(tmp_path).read(
+        "model.weight", np.array([[0, 1], [0, 2]])
+    ).shape == (1, 2)
+    made = holdfast.convert(
+        Anywhere(), tmp_path / "c", max_file_bytes=np.int64(10**9), verify=np.True_
+    )
+    assert made.step == 1
+
+
+def test_an_empty_state_is_told_as_empty(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="state is an empty dict"):
+        holdfast.save(tmp_path, {}, step=1)
+
+
+class Key(str, enum.Enum):
+    MODEL = "model"
+
+
+def test_a_key_that_is_written_otherwise_than_it_reads_is_refused(tmp_path: Path) -> None:
+    """It would be saved under `Key.MODEL`, and load under no other key."""
+    with pytest.raises(UsageError, match=r"Key.MODEL.*must be a plain text") as caught:
+        holdfast.save(tmp_path, {Key.MODEL: nn.Linear(1, 1)}, step=1)
+    assert caught.value.hint == "give 'model' itself"
+
+
+def test_sigterm_needs_the_main_thread(tmp_path: Path) -> None:
+    def make() -> str:
+        return refusal(
+            lambda **a: holdfast.Checkpointer(tmp_path, {"model": nn.Linear(1, 1)}, **a),
+            "sigterm_s",
+            5.0,
+        )
+
+    with ThreadPoolExecutor(1) as pool:
+        assert "main thread" in pool.submit(make).result()
+    assert not os.listdir(tmp_path), "nobody took the root"
+
+
+def test_ranks_have_not_met_when_an_argument_is_refused(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make a group is what ranks do first together."""
+
+    def met(*_: Any) -> None:
+        raise AssertionError("the ranks have met")
+
+    for module in (once, checkpointer):
+        monkeypatch.setattr(module, "Group", met)
+    for call in ("save", "load", "Checkpointer"):
+        make, arguments = CALLS[call]
+        for argument, values in arguments.items():
+            for value in values:
+                if not isinstance(value, str) or value != "dpc:x":  # rank 0 looks there for all
+                    refusal(make(made), argument, value)
+
+
+def test_near_misses_and_the_way_to_say_it_are_told(tmp_path: Path) -> None:
+    for call, wanted in (
+        (
+            lambda: holdfast.Checkpointer(tmp_path, {"m": nn.Linear(1, 1)}, when_busy="qeue"),
+            "'queue'",
+        ),
+        (lambda: holdfast.load(tmp_path, {"loader": 1}, on_resize={"loadr": "fresh"}), "'loader'"),
+        (lambda: holdfast.convert(tmp_path, tmp_path / "x", to="hugingface"), "'huggingface'"),
+        (
+            lambda: holdfast.convert(tmp_path, tmp_path / "x", to="torch", dtype=torch.bfloat16),
+            "'bfloat16'",
+        ),
+        (lambda: holdfast.save(b"runs", {"m": nn.Linear(1, 1)}, step=1), "os.fsdecode"),
+        (
+            lambda: holdfast.save(tmp_path, {"m": 1}, step=1, deadline_s=datetime.timedelta(1)),
+            "total_seconds",
+        ),
+        (
+            lambda: holdfast.Checkpointer(tmp_path, {"m": 1}, memory=holdfast.Memory),
+            "the class Memory itself",
+        ),
+        (lambda: holdfast.compression.sparse(torch.ones(2), at_most=0.1), "give a list"),
+    ):
+        with pytest.raises(UsageError, match=wanted):
+            call()
+
+
+def test_a_rename_that_gives_no_name_is_refused(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"model": nn.Linear(1, 1)}, step=1)
+    with pytest.raises(
+        UsageError, match=r"rename\('bias'\) returned None|rename\('weight'\) returned None"
+    ):
+        holdfast.convert(tmp_path / "run", tmp_path / "x", to="torch", rename=lambda name: None)
+
+
+def test_topk_checks_what_it_is_given(one_rank: None) -> None:
+    topk = holdfast.compression.TopK()
+    topk.register(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    for value in COUNTS:
+        assert "ranks" in refusal(topk.rows_of_rank, "ranks", value)
+    for value in (Odd(), None, 3, [], {}, {"ranks": 1}):
+        assert "state" in refusal(topk.load_state_dict, "state", value)
+    topk.load_state_dict(topk.state_dict())
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_store_and_testing_are_there_without_an_import_of_their_own() -> None:
+    """In a fresh interpreter: here, other tests have imported them."""
+    code = """if True:
+        import holdfast
+        assert {"store", "testing"} <= set(dir(holdfast))
+        holdfast.store.open_store, holdfast.testing.StoreTests
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
