@@ -117,3 +117,9 @@ def _plain(found: Difference) -> dict[str, Any]:
     row["kinds"] = [{"name": n, "a": x, "b": y} for n, x, y in found.kinds]
     row["extras"] = [{"path": p, "a": x, "b": y} for p, x, y in found.extras]
     return row
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("diff")

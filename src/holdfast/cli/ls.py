@@ -176,3 +176,9 @@ def _plain_step(step: Step) -> dict[str, Any]:
             "num_files": len(m.files),
         }
     return row
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("ls")

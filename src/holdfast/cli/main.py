@@ -106,10 +106,14 @@ def holdfast(
         raise typer.Exit(2)
 
 
-def main() -> None:
-    """The console script."""
+def main(*verb: str) -> None:
+    """The console script, `python -m holdfast`, and with `verb` a module of a verb that is run itself."""
     try:
-        app()
+        app(args=[*verb, *sys.argv[1:]], prog_name="holdfast")
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

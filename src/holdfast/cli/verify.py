@@ -169,3 +169,9 @@ def _plain(report: Report, url: str, older: int | None, damaged: list[int]) -> d
         "older_good_step": older,
         "unreadable_steps": damaged,
     }
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("verify")
