@@ -30,7 +30,9 @@ from holdfast.store.contract import (
     check_key,
     check_prefix,
     not_found,
+    not_the_seen,
     past_end,
+    seen_view,
     target_view,
 )
 from holdfast.store.direct import DirectReader
@@ -42,6 +44,7 @@ from holdfast.store.directories import (
     walk,
 )
 from holdfast.store.oserrors import translated
+from holdfast.store.replacing import held, whole
 from holdfast.store.tempfiles import TempFile, open_temp, sweep
 from holdfast.threads import in_threads
 
@@ -67,16 +70,36 @@ class LocalStore:
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
 
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
-        """Write a small object, replacing an older one unless `if_absent` (then `Exists`)."""
+    def put(
+        self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
+    ) -> None:
+        """Write a small object, as `Store.put`.  With `replacing` it may wait for another process that
+        replaces the same object, for a minute at most (`Unavailable`)."""
         path, view = self._path(key), byte_view(data)
+        seen = seen_view(key, if_absent, replacing)
+        if seen is None:
+            with translated("put", key, path):
+                self._put(path, view, replace=not if_absent)
+        else:
+            self._replace(key, path, view, seen)
+
+    def _put(self, path: str, view: memoryview, *, replace: bool) -> None:
+        temp = open_temp(os.path.dirname(path), durable=self.durable)
+        try:
+            temp.write(0, view)
+            temp.publish(path, self.root, replace=replace)
+        finally:
+            temp.discard()
+
+    def _replace(self, key: str, path: str, view: memoryview, seen: memoryview) -> None:
         with translated("put", key, path):
-            temp = open_temp(os.path.dirname(path), durable=self.durable)
             try:
-                temp.write(0, view)
-                temp.publish(path, self.root, replace=not if_absent)
-            finally:
-                temp.discard()
+                with held(path) as fd:
+                    if whole(fd) != seen:
+                        raise not_the_seen(key, self.url)
+                    self._put(path, view, replace=True)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                raise not_found(key, self.url) from None
 
     def create(self, key: str, size: int) -> LocalWriter:
         """Begin a large object; `OutOfSpace` at once if the disk cannot hold it."""
