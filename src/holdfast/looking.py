@@ -6,6 +6,7 @@ import os
 
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.unproved import tell_unreadable
 from holdfast.errors import NotRecoverable
 from holdfast.interop.detect import detect, near_path, open_as, steps_as
 from holdfast.store import open_store
@@ -31,8 +32,15 @@ def open(
 
 
 def steps(url: str | os.PathLike[str]) -> list[int]:
-    """All committed steps, ascending; empty if there are none."""
+    """All committed steps, ascending; empty if there are none.
+
+    HoldfastWarning if the manifest of one cannot be read: of each its beginning is looked at, and all of
+    the newest.
+    """
     found = detect(url)
     if found is not None:
         return steps_as(found, url)
-    return sorted(s.step for s in committed(open_store(os.fspath(url))))
+    store = open_store(os.fspath(url))
+    saved = committed(store)
+    tell_unreadable(store, saved)
+    return sorted(s.step for s in saved)

@@ -96,7 +96,9 @@ def newest_claim(store: Store) -> Claim | None:
         try:
             found = msgspec.json.decode(store.get(key), type=Claim)
         except NotFound:
-            return newest_claim(store)  # superseded since it was listed: there is a newer one
+            if key not in store.list(key):  # superseded since it was listed: there is a newer one
+                return newest_claim(store)
+            found = None  # a link that leads nowhere
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             found = None
         run = int(match[1])

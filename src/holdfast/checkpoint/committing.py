@@ -35,11 +35,14 @@ def commit(store: Store, manifest: Manifest, mine: Claim | None = None) -> None:
         _put(store, key, data, seen)
     except (Exists, NotFound):
         now = _present(store, key)
-        if now != data:
+        if now is None and key in store.list(
+            key
+        ):  # a link that leads nowhere, which takes the name
+            store.put(key, data)
+        elif now == data:  # the same commit, by another process: durable when this returns
+            _put(store, key, data, now)
+        else:
             raise _overtaken(store, manifest.step, now) from None
-        _put(
-            store, key, data, now
-        )  # the same commit, by another process: durable when this returns
 
 
 def _present(store: Store, key: str) -> bytes | None:

@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 
 from holdfast.checkpoint.files import Files
-from holdfast.checkpoint.names import describe, newest, read_manifest, step_prefix
+from holdfast.checkpoint.names import describe, read_manifest, step_prefix
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Want
+from holdfast.checkpoint.unproved import newest
 from holdfast.codec.digest import num_chunks
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
@@ -61,9 +62,12 @@ class Checkpoint:
 
     @staticmethod
     def open(url: str, step: int | None = None, *, verify: bool = True) -> Checkpoint:
-        """Open step `step`, or the newest.  NotFound or NotRecoverable if there is none."""
+        """Open step `step`, or the newest.  NotFound or NotRecoverable if there is none.
+
+        HoldfastWarning if there is a step whose manifest is damaged, which may be the newest.
+        """
         store = open_store(url)
-        manifest = read_manifest(store, newest(store) if step is None else step)
+        manifest = read_manifest(store, newest(store, stacklevel=3) if step is None else step)
         return Checkpoint(store, manifest, verify=verify)
 
     def __enter__(self) -> Checkpoint:

@@ -151,7 +151,8 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`, sorted.  In a folder also of what was moved, with a link in
-        its place; all of a root may have links to anywhere."""
+        its place, and links that lead nowhere: to read one is `NotFound`.  All of a root may have links to
+        anywhere."""
         check_prefix(prefix)
         top = os.path.join(self.root, "")
         directory = os.path.join(top, os.path.dirname(prefix))

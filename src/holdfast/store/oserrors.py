@@ -59,7 +59,7 @@ def translated(op: str, key: str, path: str) -> Iterator[None]:
 def _store_error(op: str, key: str, path: str, error: OSError) -> StoreError:
     code = error.errno or 0
     kind = _KINDS.get(code, StoreError)
-    if op in ("get", "read", "size") and code in (errno.ENOTDIR, errno.EISDIR):
+    if op in ("get", "read", "size") and code in (errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
         kind = NotFound
     cause = f"{error.strerror or error} ({errno.errorcode.get(code, code)})"
     hint = _HINTS.get(code) if kind is not NotFound else None

@@ -34,6 +34,7 @@ import numpy as np
 from holdfast.here import place
 from holdfast.store.contract import BLOCK_BYTES
 from holdfast.store.directories import (
+    check_links,
     fsync_directories,
     make_directory,
     remove_empty_directories,
@@ -108,6 +109,7 @@ def open_temp(directory: str, *, direct: bool = False, durable: bool = True) -> 
             temp = _open_new(path, direct=direct and bool(O_DIRECT))
             temp.durable = durable
             return temp
+        check_links(directory)
     raise OSError(errno.EBUSY, "the directory cannot be made, or vanishes each time", directory)
 
 
