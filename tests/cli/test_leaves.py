@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,8 @@ def test_a_generator_is_one_line(tmp_path: Path) -> None:
     for rank in range(4):
         assert "623 values differ" in lines[f"rank{rank}.rng.python"]
         assert "uint32 array [624]" in lines[f"rank{rank}.rng.numpy[1]"]
-        assert "(624 elements differ)" in lines[f"rank{rank}.rng.numpy[1]"]
-    assert lines["optim.param_groups[*].lr"].split("  ")[-2:] == ["0.2", "(50 times)"]
+        assert re.search(r"\(62\d elements differ\)", lines[f"rank{rank}.rng.numpy[1]"])
+    assert lines["optim.param_groups[*].lr"].split()[1:] == ["0.1", "0.2", "(50", "times)"]
     assert "(50 times)" in lines["optim.param_groups[*].betas[1]"]
     assert lines["sched.last_epoch"].split()[1:] == ["1", "2"]
 

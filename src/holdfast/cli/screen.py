@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.targets import is_folder
 from holdfast.sizes import size_text
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ ShowAll = Annotated[bool, typer.Option("--all", help="Leave nothing out.")]
 
 
 def split_target(text: str) -> tuple[str, int | None]:
-    """`runs/gpt@1000` -> ("runs/gpt", 1000); no step: None."""
+    """`runs/gpt@1000` -> ("runs/gpt", 1000); no step: None.  UsageError if it can mean two things."""
     url, at, step = text.rpartition("@")
     if at and step.isdigit():
-        return url, int(step)
+        return (text, None) if is_folder(text, url, int(step)) else (url, int(step))
     return text, None
 
 

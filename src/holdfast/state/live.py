@@ -26,6 +26,7 @@ from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.layout import Box
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
+from holdfast.state.own_errors import naming
 from holdfast.state.placed import Placed, place, torch_dtype
 from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
@@ -200,10 +201,15 @@ def is_in(state: State, value: Any) -> bool:
 
 
 def check_keys(state: State) -> None:
-    if not isinstance(state, dict) or not state:
+    if not isinstance(state, dict):
         raise UsageError(
             "state must be a dict such as {'model': model, 'optim': optimizer}, "
             f"not {type(state).__name__}"
+        )
+    if not state:
+        raise UsageError(
+            "state is an empty dict: it names nothing to save or load",
+            hint="hand over a dict such as {'model': model, 'optim': optimizer}",
         )
     for key in state:
         if not isinstance(key, str) or not key or "." in key or "/" in key or key[0] == "$":
@@ -284,7 +290,9 @@ def add_extra_states(live: Live, key: str, module: nn.Module) -> None:
     """What modules keep besides tensors."""
     for name, part in extra_states(module):
         full = f"{key}.{name}"
-        live.extras[full] = encode(live, full, part.get_extra_state(), inline=True)
+        with naming(full, part, "get_extra_state"):
+            saved = part.get_extra_state()
+        live.extras[full] = encode(live, full, saved, inline=True)
 
 
 def add_tensor(
@@ -325,7 +333,9 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
             live.add(name, "tensor", leaf, steady=False)
             return {"$at": name}
         if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):
-            return {"$object": encode(live, f"{key}.{path}", leaf.state_dict(), inline=True)}
+            with naming(f"{key}.{path}", leaf, "state_dict"):
+                saved = leaf.state_dict()
+            return {"$object": encode(live, f"{key}.{path}", saved, inline=True)}
         if isinstance(leaf, torch.Size):
             return {"$tuple": list(leaf)}
         raise UsageError(

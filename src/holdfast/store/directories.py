@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-from holdfast.errors import StoreError
 from holdfast.store.oserrors import REFUSED
 
 
@@ -66,18 +65,6 @@ def make_directory(path: str, *, durable: bool = True) -> None:
             os.mkdir(path)
         if durable:
             fsync_directory(parent)
-
-
-def check_links(path: str) -> None:
-    """StoreError if a directory cannot be made because a link on the way to it leads nowhere."""
-    above = os.path.dirname(path)
-    if above != path:
-        check_links(above)
-    if os.path.islink(path) and not os.path.exists(path):
-        raise StoreError(
-            f"'{path}' is a link to '{os.readlink(path)}', which is not there",
-            hint="mount or make what it leads to, or remove the link",
-        )
 
 
 def remove_empty_directories(path: str, root: str) -> None:

@@ -13,6 +13,7 @@ training data out of the page cache.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -43,6 +44,7 @@ from holdfast.store.directories import (
     remove_empty_directories,
     walk,
 )
+from holdfast.store.obstacles import obstacle
 from holdfast.store.oserrors import translated
 from holdfast.store.replacing import held, whole
 from holdfast.store.tempfiles import TempFile, open_temp, sweep
@@ -152,12 +154,14 @@ class LocalStore:
     def list(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`, sorted.  In a folder also of what was moved, with a link in
         its place, and links that lead nowhere: to read one is `NotFound`.  All of a root may have links to
-        anywhere."""
+        anywhere.  `StoreError` if the root, or what is above it, is a file or a link that leads nowhere."""
         check_prefix(prefix)
         top = os.path.join(self.root, "")
         directory = os.path.join(top, os.path.dirname(prefix))
         with translated("list", prefix, directory):
             keys = [path[len(top) :] for path in walk(directory, links="/" in prefix)]
+            if not keys and not os.path.isdir(self.root) and obstacle(self.root, folder=True):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.root)
         return sorted(
             key
             for key in keys
