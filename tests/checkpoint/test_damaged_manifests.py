@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -82,12 +83,19 @@ def state_of(value: float) -> dict[str, Any]:
     return {"data": {"x": torch.full((3,), value)}}
 
 
-@pytest.fixture(params=[*BEGINNING, *REST])
-def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, bool]:
-    """A root whose newest manifest is damaged; what is wrong with it; whether its beginning is."""
-    root = tmp_path / "root"
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sound")
     for step in (GOOD, NEWEST):
         holdfast.save(root, state_of(step), step=step)
+    return root
+
+
+@pytest.fixture(params=[*BEGINNING, *REST])
+def damaged(request: pytest.FixtureRequest, sound: Path, tmp_path: Path) -> tuple[Path, str, bool]:
+    """A root whose newest manifest is damaged; what is wrong with it; whether its beginning is."""
+    root = tmp_path / "root"
+    shutil.copytree(sound, root)
     damage, what = {**BEGINNING, **REST}[request.param]
     damage(root / manifest_key(NEWEST))
     return root, what, request.param in BEGINNING
