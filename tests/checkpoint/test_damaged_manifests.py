@@ -182,6 +182,10 @@ def test_a_verb_that_takes_the_newest(damaged: tuple[Path, str, bool]) -> None:
     check_text(errors, what)
 
 
+LINKS = [name for name in BEGINNING if "link" in name]
+
+
+@pytest.mark.parametrize("damaged", LINKS, indirect=True)
 def test_named_it_is_an_error(damaged: tuple[Path, str, bool]) -> None:
     root, _, _ = damaged
     for named in (
@@ -193,6 +197,7 @@ def test_named_it_is_an_error(damaged: tuple[Path, str, bool]) -> None:
         assert isinstance(result, (FormatError, NotFound)) and str(NEWEST) in str(result)
 
 
+@pytest.mark.parametrize("damaged", LINKS, indirect=True)
 def test_it_is_not_pruned(damaged: tuple[Path, str, bool]) -> None:
     root, _, _ = damaged
     store = LocalStore(root)
