@@ -56,6 +56,12 @@ def test_where_is_not_said_twice() -> None:
     assert str(errors.NotFound("no step 5 here", step=5)).count("5") == 1
 
 
+def test_a_number_that_the_message_has_for_something_else_is_no_place() -> None:
+    assert "step 20" in str(errors.Corrupt("digest 18edba20", step=20))
+    assert "rank 3" in str(errors.StoreError("3 bytes are missing", rank=3))
+    assert str(errors.StoreError("rank 3 failed", rank=3)) == "rank 3 failed"
+
+
 def test_corrupt_keeps_its_range() -> None:
     error = errors.Corrupt("bad", start=3, stop=9, expected="aa", found="bb")
     back = pickle.loads(pickle.dumps(error))

@@ -25,6 +25,7 @@ All of them survive pickling, because they travel between processes.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -55,10 +56,15 @@ class HoldfastError(Exception):
         where = [
             f"{name} {value}"
             for name, value in (("step", self.step), ("file", self.key), ("rank", self.rank))
-            if value is not None and str(value) not in self.message
+            if value is not None and not self._says(name, str(value))
         ]
         text = self.message + (f" ({', '.join(where)})" if where else "")
         return text + (f"\n  hint: {self.hint}" if self.hint else "")
+
+    def _says(self, name: str, value: str) -> bool:
+        """Whether the message states it: a key by itself, a number after its name, as in `rank 3`."""
+        stated = re.escape(value) if name == "file" else rf"\b{name} {value}\b"
+        return re.search(stated, self.message) is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)

@@ -7,6 +7,7 @@ import os
 from holdfast.arguments import flag_of, path_of, step_of
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.unproved import tell_unreadable
 from holdfast.errors import NotRecoverable
 from holdfast.interop.detect import detect, near_path, open_as, steps_as
 from holdfast.store import open_store
@@ -34,9 +35,16 @@ def open(
 
 
 def steps(url: str | os.PathLike[str]) -> list[int]:
-    """All committed steps, ascending; empty if there are none."""
+    """All committed steps, ascending; empty if there are none.
+
+    HoldfastWarning if the manifest of one cannot be read: of each its beginning is looked at, and all of
+    the newest.
+    """
     url = path_of(url, "steps", "url")
     found = detect(url)
     if found is not None:
         return steps_as(found, url)
-    return sorted(s.step for s in committed(open_store(url)))
+    store = open_store(url)
+    saved = committed(store)
+    tell_unreadable(store, saved)
+    return sorted(s.step for s in saved)

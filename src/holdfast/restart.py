@@ -10,6 +10,7 @@ import msgspec
 from holdfast.capture.exactness import tell_exactness
 from holdfast.checkpoint.names import describe, stated_attempt
 from holdfast.checkpoint.tidying import came_later
+from holdfast.checkpoint.unproved import tell_passed_over
 from holdfast.delta.log import Log, Step, last_recorded
 from holdfast.delta.replay import Replay, survey
 from holdfast.delta.segment import Identity
@@ -82,6 +83,7 @@ class Restart:
         """Restore what leads to the newest state, as far as it is sound; the step reached, 0 if there is
         nothing.  Warns of what is passed over."""
         self.taken = newest_good(self.candidates, self._attempt, _passed_over)
+        self._warn_of_unproved()
         if self.reached is None:
             self._warn_of_baseless()
             return 0
@@ -117,6 +119,12 @@ class Restart:
                 f"{describe([s.step for s in self.durable])}; in memory: {describe(kept)}"
             )
         return Candidate(0, step)  # nor in storage, which says what it has
+
+    def _warn_of_unproved(self) -> None:
+        """Steps that count as the oldest because their manifests are damaged, and may be the newest."""
+        if self.taken is not None and self.tiers.group.rank == 0:
+            unproved = [s for s in self.durable if not s.is_proved]
+            tell_passed_over(self.tiers.store.url, unproved, self.taken.step, stacklevel=4)
 
     def _warn_of_baseless(self) -> None:
         """There are records, and no step was ever complete that they lead on from."""

@@ -11,9 +11,17 @@ import msgspec
 from holdfast.capture.exactness import tell_exactness
 from holdfast.checkpoint.names import Saved, check_step, committed, describe, manifest_key
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.unproved import tell_passed_over
 from holdfast.delta.log import last_recorded, segments
 from holdfast.delta.segment import parse_key
-from holdfast.errors import Corrupt, HoldfastWarning, NotFound, NotRecoverable, UsageError
+from holdfast.errors import (
+    Corrupt,
+    FormatError,
+    HoldfastWarning,
+    NotFound,
+    NotRecoverable,
+    UsageError,
+)
 from holdfast.events import emit
 from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
@@ -91,6 +99,8 @@ def load_from(
                 hint=near_path(url) or "check the path; `holdfast ls` lists steps",
             )
         step = steps[-1].step
+        if group.rank == 0:
+            tell_passed_over(store.url, steps, step, stacklevel=3)
     load_step(store, group, step, state, options, verify=verify)
     return step
 
@@ -133,7 +143,11 @@ def load_step(
 
 
 def _manifest(store: Store, group: Group, step: int) -> Manifest:
-    manifest = decode(manifest_bytes(store, group, step), manifest_key(step))
+    try:
+        manifest = decode(manifest_bytes(store, group, step), manifest_key(step))
+    except FormatError as error:
+        error.step = step
+        raise
     check_step(manifest, step)
     return manifest
 
@@ -162,10 +176,9 @@ def saved_steps(store: Store, group: Group) -> list[Saved]:
     """Every step, oldest to newest, as rank 0 sees them."""
 
     def look() -> bytes:
-        return msgspec.json.encode([(s.run, s.step) for s in committed(store)])
+        return msgspec.json.encode(committed(store))
 
-    found = msgspec.json.decode(group.from_rank0(look), type=list[tuple[int, int]])
-    return [Saved(run, step) for run, step in found]
+    return msgspec.json.decode(group.from_rank0(look), type=list[Saved])
 
 
 def open_shared(url: str | os.PathLike[str], group: Group) -> Store:

@@ -22,7 +22,8 @@ def check_own(url: str | os.PathLike[str]) -> None:
     if prefix:
         raise UsageError(
             f"{url} names a {prefix} checkpoint; holdfast saves in its own format",
-            hint=f"give a root of its own, and restore(source={os.fspath(url)!r})",
+            hint=f"give a root of its own, and restore(source={os.fspath(url)!r}); for a folder of that "
+            f"name, write {os.path.join('.', os.fspath(url))!r}",
         )
     open_store(url)  # which touches nothing, and needs no other rank
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +354,28 @@ def a_dcp_directory_loads_on_other_cuts(root: Path) -> None:
         assert all(torch.equal(whole(t), full[name]) for name, t in live.items())
 
 
+def a_damaged_newest_manifest_is_told_by_rank_0_alone(root: Path) -> None:
+    """Every rank goes back to the same step; one of them says so."""
+    state = {"data": {"x": torch.zeros(3)}}
+    for step in (1, 2):
+        state["data"]["x"].fill_(step)
+        holdfast.save(root, state, step=step)
+    if dist.get_rank() == 0:
+        (root / "steps/0000000002/manifest.json").write_bytes(b"")
+    dist.barrier()
+    ckpt = holdfast.Checkpointer(root, state)
+    for call in (ckpt.restore, lambda: holdfast.load(root, state)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert call() == 1 and state["data"]["x"].tolist() == [1.0] * 3
+        told = [str(w.message) for w in found if w.category is holdfast.HoldfastWarning]
+        assert len(told) == (dist.get_rank() == 0), told
+        assert all("step 2: steps/0000000002/manifest.json is empty" in text for text in told)
+    ckpt.close()
+
+
 CASES = [
+    a_damaged_newest_manifest_is_told_by_rank_0_alone,
     a_dcp_directory_loads_on_other_cuts,
     meta_models_become_real_and_stay_tied,
     state_goes_on_under_fsdp,

@@ -5,14 +5,13 @@ Blocks by the line that opens them:
     ```python             executed in order, one namespace per page, in a fresh directory
     ```python torchrun    a page's such blocks make one script, run by two processes before the others
     ```python no-run      not executed; the first line is a comment that says why
-    ```console            each line `$ holdfast ...` is run; `exit=1` beside it says how it ends
+    ```console            each line `$ COMMAND` is run, and what is shown is compared: see `docs.commands`
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 
 import holdfast
+from docs.commands import commands_of, run
 
 TESTS = Path(__file__).parent.parent
 ROOT = TESTS.parent
@@ -57,13 +57,34 @@ def blocks(page: Path, language: str, options: str | None = None) -> list[Block]
     ]
 
 
-def pages(language: str) -> list[Any]:
-    return [pytest.param(p, id=p.name) for p in RUNNABLE if blocks(p, language)]
+def pages(*languages: str) -> list[Any]:
+    """The pages that have blocks of one of these languages."""
+    there = [p for p in RUNNABLE if any(blocks(p, language) for language in languages)]
+    return [pytest.param(p, id=p.name) for p in there]
+
+
+def soaking_pages() -> list[Any]:
+    """The pages with commands that take long."""
+    there = [p for p in RUNNABLE if any("soak" in b.options for b in blocks(p, "console"))]
+    return [pytest.param(p, id=p.name) for p in there]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("page", pages("python"))
-def test_programs_and_commands(page: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("page", pages("python", "console"))
+def test_programs_and_commands(page: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    run_programs(page, tmp_path, monkeypatch)
+    run_commands(page, monkeypatch, capfd)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("page", soaking_pages())
+def test_commands_that_take_long(page: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    run_programs(page, tmp_path, monkeypatch)
+    run_commands(page, monkeypatch, capfd, soak=True)
+
+
+def run_programs(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The page's programs in `tmp_path`, which stays the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
     run_together(page, tmp_path)
@@ -74,7 +95,6 @@ def test_programs_and_commands(page: Path, tmp_path: Path, monkeypatch: Any, cap
         for block in blocks(page, "python", ""):
             padded = "\n" * block.line + block.text  # tracebacks show the page's line
             exec(compile(padded, str(page), "exec"), namespace)
-    run_commands(page, monkeypatch, capsys)
 
 
 def run_together(page: Path, folder: Path) -> None:
@@ -118,22 +138,12 @@ def run_together(page: Path, folder: Path) -> None:
     assert [p.returncode for p in processes] == [0] * NUM_PROCESSES, "\n".join(outputs)
 
 
-def run_commands(page: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Every `$ holdfast` line of the page, with the exit status that is stated."""
-    from holdfast.cli.main import main
-
+def run_commands(page: Path, monkeypatch: Any, capfd: Any, *, soak: bool = False) -> None:
+    """The commands of the page's console blocks; with `soak` also those that take long."""
     for block in blocks(page, "console"):
-        wanted = re.search(r"exit=(\d)", block.options)
-        expected = int(wanted[1]) if wanted else 0
-        for line in block.text.splitlines():
-            if not line.startswith("$ holdfast "):
-                continue
-            monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
-            capsys.readouterr()
-            with pytest.raises(SystemExit) as ended:
-                main()
-            shown = "".join(capsys.readouterr())
-            assert (ended.value.code or 0) == expected, f"{page.name}:{block.line}: {line}\n{shown}"
+        for command in commands_of(block.text, block.options, f"{page.name}:{block.line}"):
+            if command.reason is None and (soak or not command.is_soak):
+                run(command, monkeypatch, capfd)
 
 
 def test_what_is_not_run_says_why() -> None:

@@ -65,7 +65,7 @@ def test_what_is_missing_here_matches_nothing_though_names_may_lack(root: Path) 
 
 @pytest.mark.parametrize("only", [[], "", ["model.*", ""], ["model.*", 3], 3])
 def test_patterns_that_are_none(root: Path, only: Any) -> None:
-    with pytest.raises(UsageError, match="must be a pattern of names such as .* or a list"):
+    with pytest.raises(UsageError, match=r"must be a pattern of names such as .* or a list"):
         holdfast.load(root, {"model": nn.Linear(3, 3)}, only=only)
 
 

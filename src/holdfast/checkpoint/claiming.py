@@ -8,6 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 
@@ -95,7 +96,9 @@ def newest_claim(store: Store) -> Claim | None:
         try:
             found = msgspec.json.decode(store.get(key), type=Claim)
         except NotFound:
-            return newest_claim(store)  # superseded since it was listed: there is a newer one
+            if key not in store.list(key):  # superseded since it was listed: there is a newer one
+                return newest_claim(store)
+            found = None  # a link that leads nowhere
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             found = None
         run = int(match[1])
@@ -121,11 +124,15 @@ def check_claim(store: Store, mine: Claim) -> None:
 
 
 def release(store: Store, mine: Claim) -> None:
-    """A closed run holds its root no more.  Its number stays taken through its manifests."""
-    held = newest_claim(store)
+    """A closed run holds its root no more.  Its number stays taken through its manifests.
+
+    A claim that another run has removed meanwhile stays away.
+    """
+    held, key = newest_claim(store), f"claims/{mine.run:010d}.json"
     if held is not None and held.run == mine.run:
         gone = msgspec.structs.replace(mine, pid=0, started="closed")
-        store.put(f"claims/{mine.run:010d}.json", msgspec.json.encode(gone))
+        with suppress(NotFound, Exists):
+            store.put(key, msgspec.json.encode(gone), replacing=store.get(key))
 
 
 _ONCE = re.compile(r"once-([0-9a-f]{16})-(\d+)-(\d+)-[0-9a-f]{8}")

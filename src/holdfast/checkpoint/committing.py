@@ -4,14 +4,15 @@ Invariants (docs/format.md states them for other implementations):
 
 * *must*: every byte that a manifest names is durable before the manifest is written;
 * *must*: a file that a manifest names is never written again;
-* *must*: a run whose claim is not the newest commits nothing.
+* *must*: a run whose claim is not the newest commits nothing;
+* *must*: a manifest is replaced only while it is the one that was there when the commit began.
 """
 
 from __future__ import annotations
 
 from holdfast.checkpoint.claiming import Claim, check_claim
 from holdfast.checkpoint.names import manifest_key, step_prefix
-from holdfast.errors import NotFound, StoreError
+from holdfast.errors import Exists, NotFound, StoreError, UsageError
 from holdfast.format.manifest import FileEntry, Manifest, encode
 from holdfast.store import Store
 from holdfast.threads import in_threads
@@ -22,12 +23,51 @@ CHECK_THREADS = 8
 def commit(store: Store, manifest: Manifest, mine: Claim | None = None) -> None:
     """Make a step exist.  Everything that the manifest names must be durable already.
 
-    StoreError if a file cannot be seen from here or has another length: then nothing is committed.
+    StoreError if a file cannot be seen from here or has another length, UsageError if another process has
+    saved, or deleted, this step meanwhile: then nothing is committed.
     """
+    key, data = manifest_key(manifest.step), encode(manifest)
+    seen = _present(store, key)
     if mine is not None:
         check_claim(store, mine)
     check_files(store, manifest)
-    store.put(manifest_key(manifest.step), encode(manifest))
+    try:
+        _put(store, key, data, seen)
+    except (Exists, NotFound):
+        now = _present(store, key)
+        if now is None and key in store.list(
+            key
+        ):  # a link that leads nowhere, which takes the name
+            store.put(key, data)
+        elif now == data:  # the same commit, by another process: durable when this returns
+            _put(store, key, data, now)
+        else:
+            raise _overtaken(store, manifest.step, now) from None
+
+
+def _present(store: Store, key: str) -> bytes | None:
+    """The manifest that is there, sound or not."""
+    try:
+        return store.get(key)
+    except NotFound:
+        return None
+
+
+def _put(store: Store, key: str, data: bytes, seen: bytes | None) -> None:
+    if seen is None:
+        store.put(key, data, if_absent=True)
+    else:
+        store.put(key, data, replacing=seen)
+
+
+def _overtaken(store: Store, step: int, now: bytes | None) -> UsageError:
+    deed = "deleted" if now is None else "saved"
+    return UsageError(
+        f"another process has {deed} step {step} of {store.url} while this one committed its save of it, "
+        "which is not committed",
+        step=step,
+        hint="two programs must not write to one root; stop one of them",
+    )
 
 
 def check_files(store: Store, manifest: Manifest) -> None:

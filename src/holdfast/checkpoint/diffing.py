@@ -278,7 +278,17 @@ def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
         for i, (x, y) in enumerate(zip(a, b)):
             yield from _differences(f"{path}[{i}]", x, y)
     elif not _equal(a, b):
-        yield path, brief(a), brief(b)
+        yield path, brief(a), brief(b) + _extent(a, b)
+
+
+def _extent(a: Any, b: Any) -> str:
+    """How many elements of two arrays differ, which their shapes do not show."""
+    if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray) or a.size <= 1:
+        return ""
+    if a.dtype != b.dtype or a.shape != b.shape or a.dtype.hasobject:
+        return ""
+    bits = [np.frombuffer(x.tobytes(), "u1").reshape(x.size, -1) for x in (a, b)]
+    return f" ({int((bits[0] != bits[1]).any(axis=1).sum()):,} elements differ)"
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -57,7 +57,8 @@ def _look(store: Store, saved: Saved) -> Step:
     try:
         manifest = read_manifest(store, saved.step)
     except HoldfastError as error:
-        return Step(saved.step, saved.run, None, f"damaged manifest: {error.message}")
+        problem = f"manifest.json {saved.problem}" if saved.problem else error.message
+        return Step(saved.step, saved.run, None, f"damaged manifest: {problem}")
     found = ((f.path, wrong_size(store, manifest, f)) for f in manifest.files)
     faults = [f"{path} {fault}" for path, fault in found if fault]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

@@ -13,7 +13,7 @@ to step 50 and saved step 60 has made the older run's step 100 history, not the 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.errors import (
     Corrupt,
@@ -27,7 +27,8 @@ from holdfast.errors import (
 from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head
 from holdfast.store import Store
 
-_MANIFEST = re.compile(r"steps/(\d{10})/manifest\.json")
+_MANIFEST = re.compile(r"steps/(\d{10})(?:/manifest\.json)?")
+"""The key of a step's manifest, or of a step that is a link which leads nowhere."""
 _LOG = re.compile(
     r"log/(\d{10})/(?:\d{10}-\d{10}/r\d{5,}\.log|plan-[0-9a-f]{16}\.json|r\d{5,}-\d+\.writing)"
 )
@@ -39,7 +40,15 @@ class Saved:
     """A committed step; ordered oldest to newest."""
 
     run: int
+    """-1 of a step that is not proved: then it is older than all that are."""
     step: int
+    problem: str | None = field(default=None, compare=False)
+    """What is wrong with the beginning of its manifest, which says where in time the step stands."""
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the manifest's beginning is sound.  Whether all of it is, `read_manifest` tells."""
+        return self.run >= 0
 
 
 def step_prefix(step: int) -> str:
@@ -69,7 +78,9 @@ def committed(store: Store) -> list[Saved]:
         try:
             found.append(_head(store, key, int(match[1])))
         except NotFound:
-            continue  # deleted since it was listed
+            if key in store.list(key):  # else it was deleted since it was listed
+                problem = "is a link that leads nowhere"
+                found.append(Saved(-1, int(match[1]), problem))
     return sorted(found)
 
 
@@ -79,8 +90,20 @@ def _head(store: Store, key: str, step: int) -> Saved:
         store.read(key, 0, memoryview(data))
         _, stated, run = decode_head(bytes(data), key)
     except (FormatError, Corrupt):
-        return Saved(-1, step)
-    return Saved(run if stated == step else -1, step)
+        return Saved(-1, step, _fault(store, key))
+    if stated != step:
+        return Saved(-1, step, f"states that it is of step {stated}")
+    return Saved(run, step)
+
+
+def _fault(store: Store, key: str) -> str:
+    """What is wrong with a manifest whose beginning is not sound."""
+    size = store.size(key)
+    if not size:
+        return "is empty (0 bytes)"
+    if size < HEAD_BYTES:
+        return f"is cut short ({size} bytes)"
+    return f"does not begin as a manifest does ({size:,} bytes)"
 
 
 def stated_attempt(store: Store, step: int) -> str | None:
@@ -121,14 +144,13 @@ def check_step(manifest: Manifest, step: int) -> None:
         raise Corrupt(f"manifest is of step {manifest.step}, not {step}", key=key, step=step)
 
 
-def newest(store: Store) -> int:
-    """The newest committed step.  NotRecoverable if there is none."""
-    saved = committed(store)
+def newest_of(saved: list[Saved], url: str) -> int:
+    """The newest of the steps of a root.  NotRecoverable if there is none."""
     if not saved:
         raise NotRecoverable(
-            f"no checkpoint in {store.url}", hint="check the path; `holdfast ls` lists steps"
+            f"no checkpoint in {url}", hint="check the path; `holdfast ls` lists steps"
         )
-    return saved[-1].step
+    return max(saved).step
 
 
 def describe(steps: list[int], most: int = 10) -> str:

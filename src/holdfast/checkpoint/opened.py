@@ -20,9 +20,10 @@ import numpy as np
 
 from holdfast.arguments import count_of, flag_of, path_of, step_of, unfit
 from holdfast.checkpoint.files import Files
-from holdfast.checkpoint.names import describe, newest, read_manifest, step_prefix
+from holdfast.checkpoint.names import describe, read_manifest, step_prefix
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Want
+from holdfast.checkpoint.unproved import newest
 from holdfast.codec.digest import num_chunks
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
@@ -66,12 +67,15 @@ class Checkpoint:
     def open(
         url: str | os.PathLike[str], step: int | None = None, *, verify: bool = True
     ) -> Checkpoint:
-        """Open step `step`, or the newest.  NotFound or NotRecoverable if there is none."""
+        """Open step `step`, or the newest.  NotFound or NotRecoverable if there is none.
+
+        HoldfastWarning if there is a step whose manifest is damaged, which may be the newest.
+        """
         call = "Checkpoint.open"
         step = None if step is None else step_of(step, call)
         flag_of(verify, call, "verify")
         store = open_store(path_of(url, call, "url"))
-        manifest = read_manifest(store, newest(store) if step is None else step)
+        manifest = read_manifest(store, newest(store, stacklevel=3) if step is None else step)
         return Checkpoint(store, manifest, verify=verify)
 
     def __enter__(self) -> Checkpoint:

@@ -33,6 +33,7 @@ from holdfast.errors import Corrupt, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.layout import flat_range
 from holdfast.store import LocalStore, Store, Writer
+from holdfast.store.contract import check_blocks
 from holdfast.threads import in_threads
 
 MAX_BLOCK_BYTES = 16 << 20
@@ -231,6 +232,8 @@ class _Job:
                 self._seal(start, block)
             if self._store is not None and self._writer is None:
                 self._writer = self._store.create(self._file.path, self._file.bytes)
+                hint = "write to a file system"
+                check_blocks(self._writer, self._file.path, self._block_bytes, hint)
         self._digests[start // self._block_bytes] = digest(block)
         if self._writer is not None:
             self._put(self._writer, start, block)

@@ -103,10 +103,10 @@ def prunable(store: Store, keep: Keep, spare: Collection[int] = ()) -> list[int]
     saved = committed(store)
     if (keep.last is None and keep.every is None) or not saved:
         return []
-    good = [s for s in saved if s.run >= 0]
+    good = [s for s in saved if s.is_proved]
     stay = {s.step for s in good[-(keep.last or 1) :]}
     stay |= {s.step for s in good if keep.every and s.step % keep.every == 0}
-    stay |= {s.step for s in saved if s.run < 0}
+    stay |= {s.step for s in saved if not s.is_proved}
     stay |= set(next(([s.step] for s in reversed(good) if _sound(store, s.step)), []))
     return [s.step for s in saved if s.step not in stay and s.step not in spare]
 

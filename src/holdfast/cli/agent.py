@@ -174,3 +174,9 @@ def _plain(report: w.Report) -> dict[str, object]:
 
     found: dict[str, object] = msgspec.to_builtins(report)
     return found
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("agent")

@@ -142,3 +142,9 @@ def _shown() -> Iterator[Callable[[str, int, int], object] | None]:
             bar.advance(tasks[phase], done)
 
         yield told
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("convert")

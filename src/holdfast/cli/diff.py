@@ -10,6 +10,7 @@ import typer
 
 from holdfast.checkpoint.diffing import Difference, compare, total_bytes
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.cli.leaves import in_few_lines
 from holdfast.cli.screen import (
     AsJson,
     ShowAll,
@@ -69,8 +70,9 @@ def _show(found: Difference, a: Checkpoint, b: Checkpoint, most: float) -> None:
     if found.values:
         _show_values(found, most)
     if found.extras:
-        heading(f"Extras: {many(len(found.extras), 'difference')}")
-        _table(("path", "a", "b"), found.extras, most)
+        rows = found.extras if most == math.inf else in_few_lines(found.extras)
+        heading(f"Extras: {many(len(rows), 'difference')}")
+        _table(("path", "a", "b"), rows, most)
     say()
     if found.num_equal or not found.values:
         say(
@@ -117,3 +119,9 @@ def _plain(found: Difference) -> dict[str, Any]:
     row["kinds"] = [{"name": n, "a": x, "b": y} for n, x, y in found.kinds]
     row["extras"] = [{"path": p, "a": x, "b": y} for p, x, y in found.extras]
     return row
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("diff")

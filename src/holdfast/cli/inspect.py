@@ -241,3 +241,9 @@ def several(checkpoint: Checkpoint, names: list[str]) -> None:
     table(COLUMNS, rows, indent=0)
     total = sum(tensor_bytes(m.tensors[checkpoint.index(n)]) for n in names)
     say(dim(f"{many(len(names), 'tensor')}, {size(total)}"))
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("inspect")

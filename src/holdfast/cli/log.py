@@ -112,3 +112,9 @@ def _from(one: Stretch) -> Any:
     if one.history:
         return dim("nowhere: history, a full step has what a restart takes")
     return bad("nowhere: no full step leads to them")
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("log")

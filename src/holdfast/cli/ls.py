@@ -101,14 +101,21 @@ def _show(listing: Listing, url: str) -> None:
             "state",
         )
         table(columns, [_row(s, listing) for s in listing.steps], indent=0)
-    newest = listing.steps[-1] if listing.steps else None
+    newest, found = (listing.steps[-1] if listing.steps else None), listing.newest_good
+    unproved = [str(s.step) for s in listing.steps if s.run < 0]
     if newest is not None and newest.problem:
-        found = listing.newest_good
         say()
         if found is None:
             say("No step is complete.", style="red")
         else:
             say(f"The newest step is damaged: restore() goes back to step {found}.", style="yellow")
+    if unproved and found is not None:
+        which = f"Step {unproved[0]}" if len(unproved) == 1 else f"One of {', '.join(unproved)}"
+        say()
+        say(
+            f"{which} may be the newest, which its manifest would say: restore() takes step {found}.",
+            style="yellow",
+        )
     if listing.attempts:
         heading("Not referenced by any step (left by a crash, or a save under way)")
         rows = [
@@ -176,3 +183,9 @@ def _plain_step(step: Step) -> dict[str, Any]:
             "num_files": len(m.files),
         }
     return row
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("ls")

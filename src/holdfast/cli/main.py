@@ -9,12 +9,21 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from holdfast.errors import HoldfastError, NotFound, NotRecoverable, UsageError
+from holdfast.errors import (
+    HoldfastError,
+    HoldfastWarning,
+    NotFound,
+    NotRecoverable,
+    UsageError,
+)
 from holdfast.near import near
 from holdfast.version import __version__
 
@@ -47,11 +56,14 @@ class Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except HoldfastError as error:
-            fail(*explained(error))
-            raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", HoldfastWarning)
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            try:
+                return super().invoke(ctx)
+            except HoldfastError as error:
+                fail(*explained(error))
+                raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
 
 
 def explained(error: HoldfastError) -> tuple[str, str | None]:
@@ -72,6 +84,17 @@ def fail(message: str, hint: str | None) -> None:
     if hint:
         typer.secho(" hint: ", nl=False, err=True, fg="cyan", bold=True)
         typer.echo(hint, err=True)
+
+
+def _show_warning(
+    otherwise: Callable[..., object], message: Any, category: type[Warning], *where: Any
+) -> None:
+    """A warning of holdfast as a line on stderr; others as ever."""
+    if not issubclass(category, HoldfastWarning):
+        otherwise(message, category, *where)
+        return
+    typer.secho("warning: ", nl=False, err=True, fg="yellow", bold=True)
+    typer.echo(str(message), err=True)
 
 
 app = typer.Typer(
@@ -109,10 +132,14 @@ def holdfast(
         raise typer.Exit(2)
 
 
-def main() -> None:
-    """The console script."""
+def main(*verb: str) -> None:
+    """The console script, `python -m holdfast`, and with `verb` a module of a verb that is run itself."""
     try:
-        app()
+        app(args=[*verb, *sys.argv[1:]], prog_name="holdfast")
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

@@ -209,3 +209,9 @@ def _plain(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) ->
         "tensor_bytes": tensor_bytes(reshape),
         "ranks": rows,
     }
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("plan")

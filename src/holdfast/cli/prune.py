@@ -86,3 +86,9 @@ def _show(steps: tuple[Step, ...], gone: list[int], dry_run: bool, freed: int, u
     table((">step", ">size", "", ""), rows, indent=0)
     what = "would be freed" if dry_run else "freed"
     say(f"{many(len(gone), 'step')} {verb}, {size(freed)} {what}")
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("prune")

@@ -37,3 +37,9 @@ def run(url: Root, into: Into, to: To, as_json: AsJson = False) -> None:
     say(f"step {to}: {many(to - base, 'step')} replayed from step {base}, saved in {target.url}")
     if lost:
         say(f"left out, as each rank had its own: {', '.join(lost)}")
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("replay")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.arguments import shown, step_of
+from holdfast.cli.targets import is_folder
 from holdfast.errors import UsageError
 from holdfast.sizes import size_text
 
@@ -34,12 +35,13 @@ MAX_DIGITS = 40
 
 
 def split_target(text: str) -> tuple[str, int | None]:
-    """`runs/gpt@1000` -> ("runs/gpt", 1000); no step: None."""
+    """`runs/gpt@1000` -> ("runs/gpt", 1000); no step: None.  UsageError if it can mean two things."""
     url, at, step = text.rpartition("@")
     if not at or not url:
         return text, None
     if step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS:
-        return url, step_of(int(step), "", "step")
+        number = step_of(int(step), "", "step")
+        return (text, None) if is_folder(text, url, number) else (url, number)
     if os.path.isdir(url) and not os.path.lexists(text):
         raise UsageError(
             f"{text[:200]}: {shown(step)} is no step",

@@ -135,3 +135,9 @@ def run(
     simulated.show(runs, shape, trace)
     if plot is not None:
         say(f"Drawn: {plot}")
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("simulate")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.checkpoint.names import committed, newest, read_manifest, step_prefix
+from holdfast.checkpoint.names import committed, newest_of, read_manifest, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.verifying import Report, good_before, verify
 from holdfast.cli.screen import (
@@ -45,8 +45,11 @@ def run(target: Target, quick: Quick = False, as_json: AsJson = False) -> None:
         _run_foreign(open_as(foreign, url, step), quick, as_json)
         return
     store = open_store(url)
-    damaged = [] if step is not None else [s.step for s in committed(store) if s.run < 0]
-    step = newest(store) if step is None else step
+    damaged = []
+    if step is None:
+        saved = committed(store)
+        step = newest_of(saved, store.url)
+        damaged = [s.step for s in saved if not s.is_proved]
     if store.list(f"{step_prefix(step)}manifest.json") == []:
         read_manifest(store, step)  # raises NotFound, with the steps that there are
     with progress(f"verifying step {step}", _bytes(store, step, quick)) as done:
@@ -169,3 +172,9 @@ def _plain(report: Report, url: str, older: int | None, damaged: list[int]) -> d
         "older_good_step": older,
         "unreadable_steps": damaged,
     }
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("verify")

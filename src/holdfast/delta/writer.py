@@ -22,9 +22,11 @@ from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Header, Record, aligned, encode_header, read_header, segment_key
 from holdfast.delta.writers import withdraw
 from holdfast.errors import Exists
+from holdfast.format.image import ALIGN
 from holdfast.here import yield_to_training
 from holdfast.store import Store, open_store
 from holdfast.store import Writer as File
+from holdfast.store.contract import check_blocks
 
 WRITE_BYTES = 8 << 20
 PAUSES_S = (0.1, 1.0, 5.0)
@@ -163,6 +165,7 @@ class Writer:
         opened = time.monotonic()
         written = opened
         try:
+            check_blocks(file, key, ALIGN, "keep records on a file system")
             file.write(0, memoryview(head))
             for put, record in zip(batch, records):
                 self._image(file, len(head) + record.at, self._slot(put), record)

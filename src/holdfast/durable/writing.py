@@ -11,9 +11,12 @@ from holdfast.format.image import Image
 from holdfast.format.manifest import FileEntry
 from holdfast.state.snapshot import Filling, Refilled
 from holdfast.store import Store, Writer
+from holdfast.store.contract import part_bytes
 from holdfast.threads import in_threads
 
 WRITE_BYTES = 8 << 20
+"""A part of a file, unless the store takes only larger ones (`Writer.block_bytes`)."""
+
 WRITE_THREADS = 4
 
 
@@ -50,10 +53,11 @@ def write_image(
 def _stream(writer: Writer, memory: memoryview, image: Image, filling: Filling, turn: int) -> bytes:
     """Write every block as soon as it is filled, the digest table last; returns the table."""
     table = np.empty(num_chunks(image.table_start), "<u8")
-    last = image.table_start // WRITE_BYTES * WRITE_BYTES
+    part = part_bytes(writer, WRITE_BYTES)
+    last = image.table_start // part * part
 
     def one(start: int) -> None:
-        stop = min(start + WRITE_BYTES, image.table_start)
+        stop = min(start + part, image.table_start)
         filling.wait(stop, turn)
         view = memory[start:stop]
         first = start // CHUNK_BYTES
@@ -61,7 +65,7 @@ def _stream(writer: Writer, memory: memoryview, image: Image, filling: Filling, 
         if start < last:
             writer.write(start, view)
 
-    in_threads(one, list(range(0, image.table_start, WRITE_BYTES)), WRITE_THREADS)
+    in_threads(one, list(range(0, image.table_start, part)), WRITE_THREADS)
     filling.settle(turn)
     memory[image.table_start : image.total_bytes] = table.tobytes()
     writer.write(last, memory[last : image.total_bytes])

@@ -18,7 +18,8 @@ from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open
 from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_of_megatron
 from holdfast.interop.torchfiles import holds_torch, is_torch
 from holdfast.near import near
-from holdfast.store import LocalStore, Store
+from holdfast.store import SCHEMES, LocalStore, Store
+from holdfast.store.obstacles import obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,9 @@ def near_path(path: str) -> str | None:
     store = open_place(path)
     if not isinstance(store, LocalStore) or os.path.exists(store.root):
         return None
+    in_the_way = obstacle(store.root, folder=True)
+    if in_the_way is not None:
+        return in_the_way[0]
     folder, name = os.path.split(store.root)
     try:
         beside = os.listdir(folder)
@@ -141,7 +145,16 @@ def split(text: str) -> tuple[str, str]:
     if not colon or "/" in prefix or rest.startswith("//") or os.path.exists(text):
         return "", text
     if prefix not in FORMATS:
-        raise UsageError(f"unknown format {prefix!r} in {text!r}", hint=near(prefix, FORMATS))
+        raise UsageError(f"unknown format {prefix!r} in {text!r}", hint=_colon(prefix, rest, text))
     if not rest:
         raise UsageError(f"{text!r} names a format and no path", hint=f"{prefix}:PATH")
     return prefix, rest
+
+
+def _colon(prefix: str, rest: str, text: str) -> str:
+    """What a text before a colon may mean, if it is no format."""
+    found = [f"for a path, write {os.path.join('.', text)!r}"]
+    if prefix in SCHEMES and rest.startswith("/"):
+        found = [f"for a URL, write '{prefix}://{rest.lstrip('/')}'", *found]
+    known = near(prefix, FORMATS)
+    return "; ".join([known, *found] if known else found)

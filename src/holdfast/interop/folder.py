@@ -53,9 +53,11 @@ class OneFile:
         """The file's name."""
         return [self.name] if self.name.startswith(prefix) else []
 
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
+    def put(
+        self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
+    ) -> None:
         """As `Store.put`."""
-        self.inner.put(key, data, if_absent=if_absent)
+        self.inner.put(key, data, if_absent=if_absent, replacing=replacing)
 
     def create(self, key: str, size: int) -> Writer:
         """As `Store.create`."""

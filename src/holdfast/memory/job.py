@@ -38,9 +38,11 @@ def job_of(store: Store, group: Group, *, anew: bool = False) -> str:
         fresh = msgspec.json.encode(JobFile(secrets.token_hex(8), _identity(store)))
         with suppress(Exists):
             store.put(JOB_KEY, fresh, if_absent=True)
+        seen = store.get(JOB_KEY)
         if anew or _read_job(store).root != _identity(store):
             emit("job.redrawn", root=store.url)
-            store.put(JOB_KEY, fresh)
+            with suppress(Exists):  # another process has just drawn one
+                store.put(JOB_KEY, fresh, replacing=seen)
         return _read_job(store).job.encode()
 
     return group.from_rank0(find).decode()

@@ -30,6 +30,7 @@ from holdfast.state.optimizers import (
     all_param_names,
     own_params,
 )
+from holdfast.state.own_errors import naming
 from holdfast.state.several import as_seen, check_in_backward, parts_of
 from holdfast.state.wrapped import check_own_state
 from holdfast.state.wrappers import check_names
@@ -99,7 +100,9 @@ def add_plain(live: Live, key: str, value: Any, on_resize: dict[str, str] | None
         rule = (on_resize or {}).get(key) or getattr(value, "on_resize", None)
         if rule or is_loader(value):
             live.rules[key] = rule or "ask"
-        live.extras[key] = encode(live, key, value.state_dict(), inline=True)
+        with naming(key, value, "state_dict"):
+            saved = value.state_dict()
+        live.extras[key] = encode(live, key, saved, inline=True)
     elif isinstance(value, torch.Tensor):
         live.add(key, "tensor", value, steady=False)
     else:

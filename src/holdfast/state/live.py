@@ -27,6 +27,7 @@ from holdfast.format import extras
 from holdfast.layout import Box
 from holdfast.state.kinds import check_kind, check_unit
 from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
+from holdfast.state.own_errors import naming
 from holdfast.state.placed import Placed, memory_of, place, torch_dtype
 from holdfast.state.quantised import quantised_parts
 from holdfast.state.several import taken_apart
@@ -334,7 +335,9 @@ def add_extra_states(live: Live, key: str, module: nn.Module) -> None:
     """What modules keep besides tensors."""
     for name, part in extra_states(module):
         full = f"{key}.{name}"
-        live.extras[full] = encode(live, full, part.get_extra_state(), inline=True)
+        with naming(full, part, "get_extra_state"):
+            saved = part.get_extra_state()
+        live.extras[full] = encode(live, full, saved, inline=True)
 
 
 def add_tensor(
@@ -380,7 +383,9 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
             live.add(name, "tensor", leaf, steady=False)
             return {"$at": name}
         if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):
-            return {"$object": encode(live, name, leaf.state_dict(), inline=True)}
+            with naming(name, leaf, "state_dict"):
+                saved = leaf.state_dict()
+            return {"$object": encode(live, name, saved, inline=True)}
         if isinstance(leaf, torch.Size):
             return {"$tuple": list(leaf)}
         raise UsageError(

@@ -45,6 +45,7 @@ from holdfast.state.optimizers import (
     param_names,
     tensors_in,
 )
+from holdfast.state.own_errors import naming
 from holdfast.state.placed import local_of, place, torch_dtype
 from holdfast.state.quantised import quantised
 from holdfast.state.several import Several, holder
@@ -257,7 +258,8 @@ class Extras:
             for name, module in self._module_states(key, value):
                 tree = self._tree(name, own)
                 if tree is not None:
-                    module.set_extra_state(self._decode(tree))
+                    with naming(name, module, "set_extra_state"):
+                        module.set_extra_state(self._decode(tree))
             self._put_made(key, value, own)
             if stages(value) is not None:
                 continue  # of a foreign dict of tensors; those alone make up a module
@@ -328,7 +330,8 @@ class Extras:
                 self._put_one(key, value, first)
         elif rule == "redistribute":
             states = [self._decode(tree) for tree in self._of_all(key)]
-            value.redistribute(states, self.group.rank, self.group.size)
+            with naming(key, value, "redistribute"):
+                value.redistribute(states, self.group.rank, self.group.size)
 
     def _of_all(self, key: str) -> Iterator[Any]:
         """What each rank that had this key saved, in rank order."""
@@ -345,7 +348,8 @@ class Extras:
             if not isinstance(zero, Zero):
                 put_plain_states(value, zero, tree, pairs, self._decode, self._live.unfit)
         elif is_stateful(value):
-            value.load_state_dict(self._decode(tree))
+            with naming(key, value, "load_state_dict"):
+                value.load_state_dict(self._decode(tree))
         else:
             self.state[key] = self._merge(key, value, tree)
 

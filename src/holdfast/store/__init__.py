@@ -22,7 +22,8 @@ from holdfast.store.memory import MemoryStore
 __all__ = ["LocalStore", "MemoryStore", "Reader", "Store", "Writer", "open_store"]
 
 _OBJECT_STORAGE = ("s3", "gs", "az")
-_SCHEMES = ("file", "memory", *_OBJECT_STORAGE)
+SCHEMES = ("file", "memory", *_OBJECT_STORAGE)
+"""What a URL can begin with, before `://`."""
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
@@ -53,5 +54,5 @@ def _unknown_scheme(url: str, scheme: str) -> UsageError:
         later = "object storage comes with a later release"
         return UsageError(f"cannot open '{url}': {later}; {works}", hint="use a shared file system")
     return UsageError(
-        f"cannot open '{url}': unknown scheme '{scheme}'; {works}", hint=near(scheme, _SCHEMES)
+        f"cannot open '{url}': unknown scheme '{scheme}'; {works}", hint=near(scheme, SCHEMES)
     )

@@ -5,7 +5,8 @@ written once and never changed; it is either wholly there or not there at all.  
 a store, and each has one answer that object storage can give as well as a file system:
 
 * *How does an object appear?*  `put` makes a small one appear at once, durable when the call
-  returns; `if_absent=True` makes exactly one of several writers win (the others get `Exists`).
+  returns; `if_absent=True` makes exactly one of several writers win (the others get `Exists`), and so
+  does `replacing=` among several that have seen the same object and mean to replace it.
   `create` opens a large one: parts arrive in any order and from several threads, the object
   appears at `finish()`, durable, or never.
 * *How is it read?*  By ranges, into the caller's memory.  A range past the end is an error, never
@@ -31,7 +32,10 @@ class Writer(Protocol):
     """One large object being written; owned by the caller until `finish` or `abort`."""
 
     block_bytes: int
-    """Parts must start at a multiple of this, and be a multiple long but for the last."""
+    """Parts must start at a multiple of this, and be a multiple long but for the last.
+
+    A power of two: 4096 for a disk, several MiB for object storage.  Whoever writes asks each writer.
+    """
 
     def write(self, offset: int, data: Bytes) -> None:
         """Write a part.  Thread-safe; the memory is the caller's again when the call returns."""
@@ -65,8 +69,17 @@ class Store(Protocol):
     url: str
     """Where this is, for messages and for opening it again."""
 
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
-        """Make a small object appear, replacing an older one unless `if_absent` (then `Exists`)."""
+    def put(
+        self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
+    ) -> None:
+        """Make a small object appear, replacing an older one unless `if_absent` (then `Exists`).
+
+        `replacing`: the bytes of the object as the caller has seen it.  It is replaced only if these are
+        its bytes now; else `Exists`, or `NotFound` if it is gone.  Of several calls that have seen the
+        same object exactly one wins, whatever process or host they come from; calls without a condition,
+        and `delete`, are not held off meanwhile.  Object storage does so with `If-Match`.  Not together
+        with `if_absent`: UsageError.
+        """
 
     def create(self, key: str, size: int) -> Writer:
         """Begin a large object of exactly `size` bytes under a fresh key."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from holdfast.arguments import count_of, shown, unfit
 from holdfast.errors import Corrupt, Exists, NotFound, UsageError
-from holdfast.store.base import Bytes
+from holdfast.store.base import Bytes, Writer
 
 BLOCK_BYTES = 4096
 """Parts are aligned to this in every store, though only a disk (O_DIRECT) needs it."""
@@ -101,6 +101,45 @@ def not_found(key: str, url: str) -> NotFound:
 def exists(key: str, url: str) -> Exists:
     """The error for a key that is taken."""
     return Exists(f"there is an object '{key}' in {url} already", key=key)
+
+
+def not_the_seen(key: str, url: str) -> Exists:
+    """The error for an object that is not the one that was to be replaced."""
+    return Exists(
+        f"the object '{key}' in {url} is not the one that was to be replaced",
+        key=key,
+        hint="another process has put it since it was read; read it again",
+    )
+
+
+def seen_view(key: str, if_absent: bool, replacing: Bytes | None) -> memoryview | None:
+    """The bytes that a `put` is to replace.  UsageError if it asks that there be none as well."""
+    if replacing is None:
+        return None
+    if if_absent:
+        raise UsageError(
+            f"cannot put '{key}' both if_absent and replacing what is there: give one", key=key
+        )
+    return byte_view(replacing)
+
+
+def part_bytes(writer: Writer, wanted: int) -> int:
+    """The length of parts for a writer: `wanted` bytes, or one of its blocks if that is more.
+
+    Both are powers of two, so the one is a multiple of the other.
+    """
+    return max(writer.block_bytes, wanted)
+
+
+def check_blocks(writer: Writer, key: str, part_bytes: int, hint: str | None = None) -> None:
+    """UsageError unless parts of an object can be of `part_bytes`, for those who cannot choose."""
+    if part_bytes % writer.block_bytes:
+        raise UsageError(
+            f"cannot write '{key}' in parts of {part_bytes:,} bytes: this store takes multiples of "
+            f"{writer.block_bytes:,} (Writer.block_bytes)",
+            key=key,
+            hint=hint,
+        )
 
 
 def past_end(key: str, start: int, stop: int, size: int) -> Corrupt:

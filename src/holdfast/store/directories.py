@@ -7,6 +7,7 @@ again, and whoever cannot remove one leaves it.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -84,7 +85,8 @@ def walk(
     """Paths of all files below `directory`; what vanishes meanwhile is left out.
 
     A directory that may not be read is a PermissionError, or left out too unless `forbidden`.  `links`:
-    also what lies in directories that there are links to, but for those that these lie in, or `above`.
+    also what lies in directories that there are links to, but for those that these lie in, or `above`; and
+    links that lead nowhere, for something was there.
     """
     try:
         with os.scandir(directory) as scan:
@@ -98,9 +100,23 @@ def walk(
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from walk(entry.path, forbidden=forbidden, links=links, above=above)
+        elif entry.is_symlink() and _leads_nowhere(entry):
+            if links:
+                yield entry.path
         elif entry.is_file():
             yield entry.path
         elif links and entry.is_dir():
             real, here = os.path.realpath(entry.path), os.path.realpath(directory)
             if real not in above and os.path.commonpath([real, here]) != real:
                 yield from walk(entry.path, forbidden=forbidden, links=True, above=above | {real})
+
+
+def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
+    """Whether a link's target is gone, or is the link itself by a detour."""
+    try:
+        entry.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return True
+        raise
+    return False

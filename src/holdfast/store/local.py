@@ -13,6 +13,7 @@ training data out of the page cache.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -31,7 +32,9 @@ from holdfast.store.contract import (
     check_key,
     check_prefix,
     not_found,
+    not_the_seen,
     past_end,
+    seen_view,
     target_view,
 )
 from holdfast.store.direct import DirectReader
@@ -42,7 +45,9 @@ from holdfast.store.directories import (
     remove_empty_directories,
     walk,
 )
+from holdfast.store.obstacles import obstacle
 from holdfast.store.oserrors import translated
+from holdfast.store.replacing import held, whole
 from holdfast.store.tempfiles import TempFile, open_temp, sweep
 from holdfast.threads import in_threads
 
@@ -68,17 +73,37 @@ class LocalStore:
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
 
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
-        """Write a small object, replacing an older one unless `if_absent` (then `Exists`)."""
-        flag_of(if_absent, "Store.put", "if_absent")
+    def put(
+        self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
+    ) -> None:
+        """Write a small object, as `Store.put`.  With `replacing` it may wait for another process that
+        replaces the same object, for a minute at most (`Unavailable`)."""
         path, view = self._path(key), byte_view(data)
+        flag_of(if_absent, "Store.put", "if_absent")
+        seen = seen_view(key, if_absent, replacing)
+        if seen is None:
+            with translated("put", key, path):
+                self._put(path, view, replace=not if_absent)
+        else:
+            self._replace(key, path, view, seen)
+
+    def _put(self, path: str, view: memoryview, *, replace: bool) -> None:
+        temp = open_temp(os.path.dirname(path), durable=self.durable)
+        try:
+            temp.write(0, view)
+            temp.publish(path, self.root, replace=replace)
+        finally:
+            temp.discard()
+
+    def _replace(self, key: str, path: str, view: memoryview, seen: memoryview) -> None:
         with translated("put", key, path):
-            temp = open_temp(os.path.dirname(path), durable=self.durable)
             try:
-                temp.write(0, view)
-                temp.publish(path, self.root, replace=not if_absent)
-            finally:
-                temp.discard()
+                with held(path) as fd:
+                    if whole(fd) != seen:
+                        raise not_the_seen(key, self.url)
+                    self._put(path, view, replace=True)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                raise not_found(key, self.url) from None
 
     def create(self, key: str, size: int) -> LocalWriter:
         """Begin a large object; `OutOfSpace` at once if the disk cannot hold it."""
@@ -130,12 +155,15 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`, sorted.  In a folder also of what was moved, with a link in
-        its place; all of a root may have links to anywhere."""
+        its place, and links that lead nowhere: to read one is `NotFound`.  All of a root may have links to
+        anywhere.  `StoreError` if the root, or what is above it, is a file or a link that leads nowhere."""
         check_prefix(prefix)
         top = os.path.join(self.root, "")
         directory = os.path.join(top, os.path.dirname(prefix))
         with translated("list", prefix, directory):
             keys = [path[len(top) :] for path in walk(directory, links="/" in prefix)]
+            if not keys and not os.path.isdir(self.root) and obstacle(self.root, folder=True):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.root)
         return sorted(
             key
             for key in keys

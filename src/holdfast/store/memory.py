@@ -22,7 +22,9 @@ from holdfast.store.contract import (
     check_prefix,
     exists,
     not_found,
+    not_the_seen,
     past_end,
+    seen_view,
     target_view,
 )
 
@@ -48,11 +50,14 @@ class MemoryStore:
     def __repr__(self) -> str:
         return f"MemoryStore({self.name!r})"
 
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
-        """Keep a copy of `data`, replacing an older object unless `if_absent` (then `Exists`)."""
-        flag_of(if_absent, "Store.put", "if_absent")
+    def put(
+        self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
+    ) -> None:
+        """Keep a copy of `data`, as `Store.put`."""
         check_key(key)
-        self.place(key, bytes(byte_view(data)), replace=not if_absent)
+        flag_of(if_absent, "Store.put", "if_absent")
+        seen = seen_view(key, if_absent, replacing)
+        self.place(key, bytes(byte_view(data)), replace=not if_absent, seen=seen)
 
     def create(self, key: str, size: int) -> MemoryWriter:
         """Begin a large object."""
@@ -86,11 +91,22 @@ class MemoryStore:
         with _lock:
             self._objects.pop(key, None)
 
-    def place(self, key: str, data: bytes | bytearray, *, replace: bool) -> None:
+    def place(
+        self,
+        key: str,
+        data: bytes | bytearray,
+        *,
+        replace: bool,
+        seen: memoryview | None = None,
+    ) -> None:
         """Make an object appear without a copy; `data` must not change any more."""
         with _lock:
             if not replace and key in self._objects:
                 raise exists(key, self.url)
+            if seen is not None and key not in self._objects:
+                raise not_found(key, self.url)
+            if seen is not None and bytes(self._objects[key]) != bytes(seen):
+                raise not_the_seen(key, self.url)
             self._objects[key] = data
 
     def _object(self, key: str) -> bytes | bytearray:

@@ -13,7 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.errors import Exists, NotFound, OutOfSpace, StoreError, Unavailable
+from holdfast.store.obstacles import NESTED, obstacle
 
+MOST_SHOWN = 400
+_ON_THE_WAY = (
+    errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.EACCES, errno.EBUSY,
+)  # fmt: skip
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """How a file system says that it does not know a flag or a call."""
 
@@ -22,7 +27,6 @@ _PASSING = (
     "ECONNREFUSED ENETDOWN ENETUNREACH EHOSTDOWN EHOSTUNREACH ENOTCONN ESHUTDOWN"
 )
 _FORBIDDEN = "may this user write there, is the mount read-only, does it know hard links?"
-_NESTED = "a key cannot also be the directory of other keys"
 _HINTS = {
     errno.ENOSPC: "free space, or prune old steps",
     errno.EDQUOT: "raise the quota, or prune old steps",
@@ -30,8 +34,8 @@ _HINTS = {
     errno.EACCES: _FORBIDDEN,
     errno.EPERM: _FORBIDDEN,
     errno.ENOTSUP: _FORBIDDEN,
-    errno.ENOTDIR: _NESTED,
-    errno.EISDIR: _NESTED,
+    errno.ENOTDIR: NESTED,
+    errno.EISDIR: NESTED,
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENAMETOOLONG: "file systems allow 255 bytes between two slashes",
 }
@@ -59,8 +63,16 @@ def translated(op: str, key: str, path: str) -> Iterator[None]:
 def _store_error(op: str, key: str, path: str, error: OSError) -> StoreError:
     code = error.errno or 0
     kind = _KINDS.get(code, StoreError)
-    if op in ("get", "read", "size") and code in (errno.ENOTDIR, errno.EISDIR):
+    if op in ("get", "read", "size") and code in (errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
         kind = NotFound
-    cause = f"{error.strerror or error} ({errno.errorcode.get(code, code)})"
-    hint = _HINTS.get(code) if kind is not NotFound else None
-    return kind(f"cannot {op} '{path}': {cause}", key=key or None, hint=hint)
+    cause, hint = error.strerror or str(error), _HINTS.get(code) if kind is not NotFound else None
+    found = obstacle(path, folder=op == "list") if code in _ON_THE_WAY else None
+    if found is not None:
+        cause, hint = found
+    name = errno.errorcode.get(code, code)
+    return kind(f"cannot {op} '{shortened(path)}': {cause} ({name})", key=key or None, hint=hint)
+
+
+def shortened(path: str) -> str:
+    """A path as a message can bear it."""
+    return path if len(path) <= MOST_SHOWN else f"{path[:200]}...{path[-80:]}"

@@ -39,7 +39,8 @@ from holdfast.store.directories import (
     remove_empty_directories,
     walk,
 )
-from holdfast.store.oserrors import REFUSED
+from holdfast.store.obstacles import obstacle
+from holdfast.store.oserrors import REFUSED, translated
 
 BOUNCE_BYTES = 1 << 20
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # no such thing on macOS
@@ -69,7 +70,9 @@ def sweep(
     time, next to writers.  What may not be read or removed is left.
     """
     top, removed = os.path.abspath(root), []
-    for path in walk(top, forbidden=False):
+    with translated("sweep", "", top):
+        paths = list(walk(top, forbidden=False))
+    for path in paths:
         directory, name = os.path.split(path)
         match = _TEMP_NAME.fullmatch(name)
         if match and (_is_stale(match) or is_over(os.path.relpath(directory, top))):
@@ -108,7 +111,15 @@ def open_temp(directory: str, *, direct: bool = False, durable: bool = True) -> 
             temp = _open_new(path, direct=direct and bool(O_DIRECT))
             temp.durable = durable
             return temp
-    raise OSError(errno.EBUSY, "the directory cannot be made, or vanishes each time", directory)
+        if obstacle(directory, folder=True):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
+    missing = _first_missing(directory)
+    raise OSError(errno.EBUSY, f"'{missing}' cannot be made, or vanishes each time", directory)
+
+
+def _first_missing(directory: str) -> str:
+    above = os.path.dirname(directory)
+    return directory if os.path.isdir(above) or above == directory else _first_missing(above)
 
 
 def _open_new(path: str, *, direct: bool) -> TempFile:

@@ -42,7 +42,9 @@ class ViewStore(ABC):
         """Nothing: who reads a view knows its keys."""
         return []
 
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
+    def put(
+        self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
+    ) -> None:
         """UsageError."""
         raise self._refusal(key)
 

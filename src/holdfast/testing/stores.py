@@ -124,6 +124,7 @@ class StoreTests:
         writer = store.create("a", 1)
         assert isinstance(writer, Writer)
         assert writer.block_bytes >= 1
+        assert writer.block_bytes & (writer.block_bytes - 1) == 0, "a power of two"
         writer.abort()
 
     # put and get
@@ -190,6 +191,69 @@ class StoreTests:
             assert store.list() == ["a"]
 
         meanwhile(lambda turn: store.put("a", versions[turn % 8]), watch)
+
+    def test_replacing_what_was_seen(self, store: Store) -> None:
+        store.put("d/a", b"first")
+        store.put("d/a", b"second", replacing=b"first")
+        assert store.get("d/a") == b"second"
+        error = raised(Exists, store.put, "d/a", b"third", replacing=b"first")
+        assert error.key == "d/a"
+        assert not error.retryable
+        assert store.get("d/a") == b"second"
+        store.put("d/a", b"", replacing=bytearray(b"second"))
+        raised(Exists, store.put, "d/a", b"fourth", replacing=b"second")
+        store.put("d/a", b"fourth", replacing=memoryview(b""))
+        store.put("d/a", b"fourth", replacing=b"fourth")
+        assert store.get("d/a") == b"fourth"
+        assert store.list() == ["d/a"]
+
+    def test_replacing_what_is_not_there(self, store: Store) -> None:
+        store.put("d/a", b"x")
+        for key in ("no", "no/such/key", "d", "d/a/b"):
+            for seen in (b"", b"x"):
+                error = raised(NotFound, store.put, key, b"y", replacing=seen)
+                assert error.key == key
+        assert store.list() == ["d/a"]
+        assert store.get("d/a") == b"x"
+
+    def test_both_conditions_of_a_put_are_refused(self, store: Store) -> None:
+        store.put("a", b"x")
+        raised(UsageError, store.put, "a", b"y", if_absent=True, replacing=b"x")
+        assert store.get("a") == b"x"
+
+    def test_replacing_has_one_winner(self, store: Store) -> None:
+        def attempt(name: bytes) -> bytes | None:
+            try:
+                store.put(key, name * 1000, replacing=b"seen")
+            except Exists:
+                return None
+            return name
+
+        for turn in range(10):
+            key = f"race/{turn}"
+            store.put(key, b"seen")
+            names = [bytes([65 + i]) for i in range(6)]
+            results = together(*(partial(attempt, name) for name in names))
+            winners = [name for name in results if name]
+            assert len(winners) == 1
+            assert store.get(key) == winners[0] * 1000
+        assert len(store.list()) == 10
+
+    def test_no_replacement_is_lost(self, store: Store) -> None:
+        def count_up() -> None:
+            for _ in range(10):
+                done = False
+                while not done:
+                    seen = store.get("count")
+                    try:
+                        store.put("count", str(int(seen) + 1).encode(), replacing=seen)
+                        done = True
+                    except Exists:
+                        pass
+
+        store.put("count", b"0")
+        together(*(count_up for _ in range(4)))
+        assert store.get("count") == b"40"
 
     # reading ranges
 

@@ -53,11 +53,13 @@ class Wrapper(ABC):
         """Do `call()`, or not, or something before and after it."""
 
     @final
-    def put(self, key: str, data: Bytes, *, if_absent: bool = False) -> None:
+    def put(
+        self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
+    ) -> None:
         """`Store.put`."""
         self.around(
             Operation("put", key, memoryview(data).nbytes),
-            lambda: self.inner.put(key, data, if_absent=if_absent),
+            lambda: self.inner.put(key, data, if_absent=if_absent, replacing=replacing),
         )
 
     @final

@@ -25,6 +25,7 @@ from holdfast.memory.node.jobs import Slot
 from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.segment import Segments, mapped
 from holdfast.store import Store, open_store
+from holdfast.store.contract import part_bytes
 from holdfast.threads import in_threads
 
 WRITE_BYTES = 32 * CHUNK_BYTES
@@ -48,16 +49,17 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
     with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
         digests = table_of(view, slot)
         writer = store.create(order.key, slot.bytes)
+        part_of_file = part_bytes(writer, WRITE_BYTES)
 
         def one(start: int) -> None:
-            stop = min(start + WRITE_BYTES, slot.bytes)
+            stop = min(start + part_of_file, slot.bytes)
             pace.wait(stop - start, w.STORED)
             with view[start:stop] as part:
                 writer.write(start, part)
                 check(part[: max(slot.table - start, 0)], start, digests, slot)
 
         try:
-            in_threads(one, list(range(0, slot.bytes, WRITE_BYTES)), WRITE_THREADS)
+            in_threads(one, list(range(0, slot.bytes, part_of_file)), WRITE_THREADS)
             writer.finish()
         except BaseException:
             writer.abort()

@@ -1,0 +1,64 @@
+"""Telling of steps whose manifest is damaged, wherever another step is taken in their place.
+
+Where a step stands in time says the beginning of its manifest.  If that is damaged, nobody can tell whether
+the step is the newest.  It counts as the oldest then, so that a good one is taken; but that it may be the
+newest, and that what was trained for it is left out, has to be told, by name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from holdfast.checkpoint.names import Saved, committed, manifest_key, newest_of, read_manifest
+from holdfast.errors import HoldfastError, HoldfastWarning
+from holdfast.store import Store
+
+MOST = 5
+
+
+def newest(store: Store, *, stacklevel: int = 3) -> int:
+    """The newest committed step.  NotRecoverable if there is none; HoldfastWarning of unproved ones."""
+    saved = committed(store)
+    step = newest_of(saved, store.url)
+    tell_passed_over(store.url, saved, step, stacklevel=stacklevel + 1)
+    return step
+
+
+def tell_passed_over(url: str, saved: Iterable[Saved], taken: int, *, stacklevel: int = 3) -> None:
+    """HoldfastWarning if steps are not proved, and another one than these is taken."""
+    unproved = [s for s in saved if not s.is_proved]
+    if unproved and taken not in {s.step for s in unproved}:
+        which = "it" if len(unproved) == 1 else "one of them"
+        _warn(
+            url,
+            unproved,
+            f"step {taken} is taken, though {which} may be the newest",
+            stacklevel + 1,
+        )
+
+
+def tell_unreadable(store: Store, saved: Iterable[Saved], *, stacklevel: int = 3) -> None:
+    """HoldfastWarning of steps that are not proved, and of the newest if its manifest is not sound."""
+    steps = list(saved)
+    unproved = [s for s in steps if not s.is_proved]
+    if len(unproved) < len(steps):
+        newest = max(steps)
+        try:
+            read_manifest(store, newest.step)
+        except HoldfastError as error:
+            unproved.append(Saved(newest.run, newest.step, problem=error.message))
+    if unproved:
+        _warn(store.url, unproved, "restore() passes over such a step", stacklevel + 1)
+
+
+def _warn(url: str, unproved: list[Saved], so: str, stacklevel: int) -> None:
+    parts = [f"step {s.step}: {manifest_key(s.step)} {s.problem}" for s in unproved[-MOST:]]
+    more = f"; and {len(unproved) - MOST} more" if len(unproved) > MOST else ""
+    warnings.warn(
+        f"{url} has steps whose manifest cannot be read ({'; '.join(parts)}{more}): {so}\n"
+        f"  hint: `holdfast verify {url}@{unproved[-1].step}`; bring the file back from a copy, or "
+        "delete it",
+        HoldfastWarning,
+        stacklevel=stacklevel,
+    )

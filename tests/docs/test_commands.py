@@ -1,0 +1,113 @@
+"""Every command that README and docs print is run (by `test_docs`), or says why it is not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from docs.commands import NOT_RUN, PROMPT, Command, commands_of, matches, run, shape
+from docs.test_docs import ROOT, RUNNABLE, blocks
+
+
+def all_commands() -> list[Command]:
+    return [
+        command
+        for page in RUNNABLE
+        for block in blocks(page, "console")
+        for command in commands_of(block.text, block.options, f"{page.name}:{block.line}")
+    ]
+
+
+def test_each_is_run_or_listed_with_a_reason() -> None:
+    """And what is listed is printed somewhere."""
+    found = all_commands()
+    assert len([c for c in found if c.reason is None]) > 25
+    assert {c.reason for c in found} - {None} == set(NOT_RUN)
+    assert all(len(why) > 10 for why in NOT_RUN.values())
+
+
+def test_commands_are_in_console_blocks_alone() -> None:
+    """In other blocks nobody would run them."""
+    starts = re.compile(
+        r"(\$ .*|(?:make|pip|pytest|holdfast|torchrun|python|sbatch|srun|kubectl) .*)"
+    )
+    for page in RUNNABLE:
+        languages = re.findall(r"^```(\w*)", page.read_text(), re.MULTILINE)
+        assert not set(languages) & {"bash", "sh", "shell", "sh-session"}, page.name
+        for block in blocks(page, "text"):
+            for line in block.text.splitlines():
+                assert not starts.fullmatch(line), f"{page.name}:{block.line}: {line}"
+
+
+def test_console_blocks_have_known_options() -> None:
+    for page in RUNNABLE:
+        for block in blocks(page, "console"):
+            assert re.fullmatch(r"(exit=\d)?( ?soak)?", block.options), f"{page.name}:{block.line}"
+
+
+def test_what_is_not_run_is_there() -> None:
+    """The targets, extras and files that commands name which are not run."""
+    for command in (c for c in all_commands() if c.reason is not None):
+        words = command.text.split()
+        if words[0] == "make":
+            planned = ["make", "--dry-run", "--directory", str(ROOT), *words[1:]]
+            done = subprocess.run(planned, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        elif words[0] == "pip":
+            extras = re.findall(r"\[(\w+)\]", command.text)
+            project = (ROOT / "pyproject.toml").read_text()
+            assert extras and all(f"\n{extra} = [" in project for extra in extras)
+        elif words[0] == "pytest":
+            assert (ROOT / words[1]).is_file()
+
+
+def command(text: str, *output: str, exit: int = 0) -> Command:
+    return Command(text, list(output), exit, False, "here")
+
+
+def test_a_command_that_does_other_things_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(command("echo 'took 3.5 s' >&2; echo b", "took 17 s", "b"), monkeypatch, capfd)
+    run(command("holdfast ls none", exit=1), monkeypatch, capfd)
+    for wrong in (
+        command("true", "a line"),
+        command("echo a", "b"),
+        command("echo a; echo b", "a"),
+        command("false"),
+        command("holdfast ls none"),
+        command("holdfast ls none", "steps there are", exit=1),
+    ):
+        with pytest.raises(AssertionError, match="here: "):
+            run(wrong, monkeypatch, capfd)
+
+
+def test_shapes() -> None:
+    a, b = (
+        "→    40  144 kB  durable  just now    1  1 rank   16   1  complete  newest",
+        "→  4,000  1.4 MB  durable  11 s ago  12  1 rank  160  21  complete  newest",
+    )
+    assert shape([a]) == shape([b]) == ["→ N N durable AGE N N rank N N complete newest"]
+    assert shape(["good  step 4 of file:///home/me/x: 1 tensor"]) == [
+        "good step N of PLACE: N tensor"
+    ]
+    assert shape(["model.0.weight"]) == ["model.0.weight"] != shape(["model.1.weight"])
+    assert shape(["rank at", "", "  "]) == ["rank at"]
+    assert matches(["...", "b"], ["a", "a", "b"]) and not matches(["...", "b"], ["a", "b", "c"])
+    assert not matches(["a"], ["a", "b"]) and not matches(["a", "b"], ["a"])
+    assert matches(["one … three"], ["one (two) three"]) and not matches(["one … three"], ["one"])
+
+
+def test_blocks_are_read(tmp_path: Path) -> None:
+    text = "$ one \\\n    --two   # why\nout 1\n\nout 2\n$ three\n"
+    first, second = commands_of(text, "exit=1 soak", "x:1")
+    assert (first.text, first.output, first.exit, first.is_soak) == (
+        "one --two # why", ["out 1", "out 2"], 1, True,
+    )  # fmt: skip
+    assert (second.text, second.output) == ("three", [])
+    with pytest.raises(AssertionError, match="begins with a command"):
+        list(commands_of(f"out\n{PROMPT}one\n", "", "x:1"))
