@@ -22,11 +22,9 @@ from holdfast.format.manifest import FileEntry, Manifest, TensorEntry
 from holdfast.state.live import State, engines_in, is_optimizer, reshard, stages
 from holdfast.state.optimizers import KINDS, all_param_names, served_modules
 from holdfast.state.shards import is_wrapped
-from holdfast.state.wrappers import SECOND, Wrappers, paths
+from holdfast.state.wrappers import SECOND, TAKEN_OUT, has_wrappers, paths
 from holdfast.state.zero import is_engine
 
-_TAKEN_OUT = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Components that were left out of names wherever they were."""
 Pair = tuple[str, str, int]
 """A live tensor's name, one that it had formerly, and its id."""
 
@@ -36,7 +34,7 @@ def under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
     of_fabric = any(f".{SECOND}." in name for name in checkpoint.manifest.by_name)
     of_fabric = of_fabric or any(f".{SECOND}." in name for name in checkpoint.manifest.aliases)
     if not of_fabric and not any(
-        _has_wrappers(m) for value in state.values() for m in stages(value) or ()
+        has_wrappers(m) for value in state.values() for m in stages(value) or ()
     ):
         return checkpoint
     pairs = {
@@ -58,11 +56,6 @@ def are_former(state: State, names: Iterable[str]) -> bool:
     return any(name in former or name.partition(".")[2] in former for name in rest)
 
 
-def _has_wrappers(root: nn.Module) -> bool:
-    wrappers = Wrappers()
-    return any(wrappers.inner(m) or _TAKEN_OUT & m._modules.keys() for m in root.modules())
-
-
 def _unwrapped(module: nn.Module) -> nn.Module:
     """Where names began."""
     while True:
@@ -79,7 +72,7 @@ def _pairs(module: nn.Module, of_fabric: bool) -> Iterator[Pair]:
     """Every name that a module's tensors and extra states have, with those that they had."""
     reshard(module)
     for prefix, path, part in paths(_unwrapped(module), second=True):
-        old = "".join(f"{c}." for c in path.split(".")[:-1] if c not in _TAKEN_OUT)
+        old = "".join(f"{c}." for c in path.split(".")[:-1] if c not in TAKEN_OUT)
         for name, value in [
             *part._parameters.items(),
             *part._buffers.items(),

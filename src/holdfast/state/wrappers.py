@@ -42,6 +42,8 @@ _ELSEWHERE = (
 """Wrappers that exist only where their module was imported: module, class, the child that it wraps."""
 SECOND = "_original_module"
 """A further child of Fabric's wrapper: the very module that its first one leads to."""
+TAKEN_OUT = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""What torch's wrappers call what they wrap; earlier versions took these out of names by their text."""
 MAX_DEPTH = 1000
 
 
@@ -82,6 +84,22 @@ class Wrappers:
         return None if more else module._modules.get(child)
 
 
+def has_wrappers(root: nn.Module) -> bool:
+    """Whether any module of a tree wraps another, or is called as what a wrapper wraps."""
+    wrappers = Wrappers()
+    stack, seen = [root], {id(root)}
+    while stack:
+        module = stack.pop()
+        below = module._modules
+        if below:  # whatever wraps something has it among these
+            if wrappers.inner(module) or not TAKEN_OUT.isdisjoint(below):
+                return True
+            more = [m for m in below.values() if m is not None and id(m) not in seen]
+            seen.update(map(id, more))
+            stack += more
+    return False
+
+
 def parts(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module of a tree with what names of its tensors begin with: `h.0.`, or nothing.
 
@@ -114,6 +132,8 @@ def paths(root: nn.Module, *, second: bool = False) -> Iterator[tuple[str, str, 
 
 def check_names(key: str, root: nn.Module) -> None:
     """UsageError if two tensors or states of a module have one name once wrappers are left out."""
+    if not has_wrappers(root):
+        return
     owner: dict[str, tuple[str, object]] = {}
     for prefix, path, module in paths(root):
         kept = module._buffers.keys() - module._non_persistent_buffers_set
