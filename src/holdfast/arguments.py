@@ -34,7 +34,7 @@ MAX_COUNT = 10**9
 """No number of steps, records or files that can be meant is larger."""
 MAX_S = 366 * 86400.0
 """A year: the system's waits overflow beyond some hundred of them."""
-MAX_PATH_BYTES, MAX_NAME_BYTES = 4096, 255
+MAX_PATH_BYTES = 4096
 """Of a path and of a name in it, on every file system that Linux has."""
 
 _SHORT = reprlib.Repr()
@@ -232,9 +232,6 @@ def _fault_in_path(text: str) -> str | None:
         return "has half of a surrogate pair"
     if len(data) > MAX_PATH_BYTES:
         return f"has {len(data)} bytes, more than {MAX_PATH_BYTES}"
-    longest = max(map(len, data.split(b"/")))
-    if longest > MAX_NAME_BYTES and b"://" not in data:
-        return f"has a name of {longest} bytes, more than {MAX_NAME_BYTES}"
     return None
 
 

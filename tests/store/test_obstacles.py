@@ -83,7 +83,7 @@ def test_a_path_that_is_too_long_is_not_printed_whole(tmp_path: Path) -> None:
     path = os.path.join(tmp_path, *["deep"] * 2000)
     for do in CALLS.values():
         error = raised(HoldfastError, do, path)
-        assert "ENAMETOOLONG" in str(error) and len(str(error)) < 1200
+        assert "bytes, more than 4096" in str(error) and len(str(error)) < 1200
 
 
 def test_what_is_only_missing_is_no_obstacle(tmp_path: Path) -> None:
@@ -117,8 +117,9 @@ def unprivileged() -> Iterator[None]:
 def test_a_folder_that_may_not_be_looked_into(tmp_path: Path, request: Any) -> None:
     closed = tmp_path / "closed"
     holdfast.save(closed / "run", state(), step=1)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.name.startswith(("pytest-", "popen-", "test_")):
+            folder.chmod(0o755)
     closed.chmod(0o600 if os.geteuid() else 0o700)
     request.getfixturevalue("unprivileged")
     for name in ("load", "open", "steps"):
