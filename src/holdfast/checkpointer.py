@@ -100,7 +100,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._prepared = False
         named = _named_mesh(mesh)
-        self._group = Group(deadline_s)
+        self._group = Group(deadline_s, "Checkpointer()")
         self._tiers = Tiers(
             open_shared(root, self._group),
             self._group,
@@ -312,6 +312,7 @@ class Checkpointer:
         """
         self._check_open()
         self.wait()
+        self._group.together("restore()")
         delta = self._tiers.delta
         if delta is not None:
             delta.settle()

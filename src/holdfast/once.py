@@ -32,7 +32,7 @@ def save(
     """
     check_own(url)
     check_keys(state)
-    group = Group(deadline_s)
+    group = Group(deadline_s, "save()")
     store = open_shared(url, group)
     sweep_host(store)
     run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store, step)))
@@ -85,7 +85,7 @@ def load(
     """
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
     options = Options(patterns, cast, strict, on_resize or {})
-    group = Group(deadline_s)
+    group = Group(deadline_s, "load()")
     try:
         return load_from(os.fspath(url), group, state, step, options, verify=verify)
     finally:

@@ -262,7 +262,11 @@ class Capture:
         mine = replica_digests(job.live, self.aside, placement, self.group.rank)
         names = placement.table.names
         self.group.ask(
-            f"replicas/{job.number}", mine, lambda a: check_replicas(a, names), self.deadline_s
+            f"replicas/{job.number}",
+            mine,
+            lambda a: check_replicas(a, names),
+            self.deadline_s,
+            f"compared its replicas for {job.in_words}",
         )
 
     def _fill(self, job: Job, image: Image, filling: Filling, beside: Beside | None) -> None:

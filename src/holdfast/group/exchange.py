@@ -1,12 +1,15 @@
 """The exchange: collectives over a gloo group of our own, for loads.
 
 The gloo group is made when first needed and used by every `Group` after that: to end one takes 20 ms.
+It is no group of torch.distributed's list: that is made by all ranks at once and registered for good, while
+this one is made from the store of the job alone, at a call to which all ranks have come, and thrown away as
+soon as a collective fails.  Each operation ends within `deadline_s`, for gloo counts it; the ranks that are
+left then tell each other so, and the error names those that do not.
 """
 
 from __future__ import annotations
 
 import struct
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -14,20 +17,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from holdfast.group.errors import learnt, told, translated
+from holdfast.errors import AgentError, Deadline
+from holdfast.group.errors import learnt, told
+from holdfast.group.line import bounded
+from holdfast.group.meeting import Meeting, Met, named
 
 SHARE_BYTES = 1 << 10
 BROADCAST_BYTES = 16 << 10
 """What goes along with the sizes."""
 _SIZE = struct.Struct("<q")
 
-_gloos: dict[float, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
-"""By deadline: the default process group, and the gloo group made in it; torch.distributed owns both."""
-
-
-def _nothing() -> None:
-    return None
+ROLL_CALL_S = 3.0
+"""After a failed collective: how long the ranks that are left may take to find that it has failed."""
+CONNECT_S = 2.0
+"""Beyond the deadline: how long torch may take to find that it could not connect all ranks in time."""
 
 
 class Exchange:
@@ -36,6 +41,8 @@ class Exchange:
     rank: int
     size: int
     deadline_s: float
+    meeting: Meeting | None
+    met: Met | None
 
     def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
         """Send `payloads[r]` to each rank r; returns what each sent here.  Collective."""
@@ -49,10 +56,10 @@ class Exchange:
         with self._talking("exchange") as group:
             sizes = torch.tensor([sum(map(len, to)) for to in parts], dtype=torch.int64)
             theirs = torch.empty_like(sizes)
-            dist.all_to_all_single(theirs, sizes, group=group)
+            _all_to_all(group, theirs, sizes)
             into = torch.empty(int(theirs.sum()), dtype=torch.uint8)
             source = torch.frombuffer(out, dtype=torch.uint8) if out else into[:0]
-            dist.all_to_all_single(into, source, theirs.tolist(), sizes.tolist(), group=group)
+            _all_to_all(group, into, source, theirs.tolist(), sizes.tolist())
         data, at, answers = memoryview(into.numpy()), 0, []
         for n in theirs.tolist():
             answers.append(data[at : at + n])
@@ -75,7 +82,7 @@ class Exchange:
     def _all_gather(self, data: bytes, width: int, group: Any) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data[:width].ljust(width, b"\0")), dtype=torch.uint8)
         into = torch.empty(self.size * width, dtype=torch.uint8)
-        dist.all_gather_into_tensor(into, mine, group=group)
+        group._allgather_base(into, mine, c10d.AllgatherOptions()).wait()
         found = into.numpy().tobytes()
         return [found[r * width : (r + 1) * width] for r in range(self.size)]
 
@@ -89,7 +96,9 @@ class Exchange:
             return number
         said = torch.tensor([number], dtype=torch.int64)
         with self._talking("agree") as group:
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
+            options = c10d.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            group.allreduce([said], options).wait()
         return int(said)
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
@@ -100,13 +109,13 @@ class Exchange:
         with self._talking("broadcast") as group:
             head = bytearray((_SIZE.pack(len(data)) + data)[:BROADCAST_BYTES])
             into = torch.frombuffer(head.ljust(BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
-            dist.broadcast(into, source, group=group)
+            _broadcast(group, into, source)
             found: bytes = into.numpy().tobytes()
             (size,) = _SIZE.unpack(found[: _SIZE.size])
             found = found[_SIZE.size : _SIZE.size + size]
             if len(found) < size:
                 rest = bytearray(data[len(found) :]) or bytearray(size - len(found))
-                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, group=group)
+                _broadcast(group, torch.frombuffer(rest, dtype=torch.uint8), source)
                 found += rest
         return found
 
@@ -133,22 +142,79 @@ class Exchange:
     @contextmanager
     def _talking(self, what: str) -> Iterator[Any]:
         """The gloo group, for collectives.  One that failed is of no more use, here or elsewhere."""
-        gloo = self._gloo_group()
+        assert self.meeting is not None and self.met is not None
         try:
-            with translated(what):
-                yield gloo
-        except BaseException:
-            _gloos.pop(self.deadline_s, None)
-            with suppress(RuntimeError, ValueError, AssertionError, dist.DistError):
-                dist.destroy_process_group(gloo)  # so that the others learn it, too
+            gloo = self._gloo_group(self.meeting, self.met)
+            yield gloo
+        except BaseException as error:
+            _, gloo = self.meeting.held.pop(self.deadline_s, (0, None))
+            if gloo is not None:
+                with suppress(RuntimeError, dist.DistError):
+                    gloo.abort() if hasattr(gloo, "abort") else gloo.shutdown()
+            if isinstance(error, (RuntimeError, dist.DistError)):
+                raise self._explained(self.meeting, self.met, what, error) from error
             raise
 
-    def _gloo_group(self) -> Any:
-        world = dist.group.WORLD
-        made_in, kept = (ref() for ref in _gloos.get(self.deadline_s, (_nothing, _nothing)))
-        if kept is not None and made_in is world:
-            return kept
-        timeout = timedelta(seconds=max(self.deadline_s, 1.0))
-        gloo = dist.new_group(backend="gloo", timeout=timeout)
-        _gloos[self.deadline_s] = weakref.ref(world), weakref.ref(gloo)
+    def _explained(self, meeting: Meeting, met: Met, what: str, error: Exception) -> AgentError:
+        """What a failed collective means: who does not answer."""
+        if isinstance(error, AgentError):
+            return error
+        try:
+            missing = meeting.roll_call(met, ROLL_CALL_S)
+        except AgentError as gone:
+            return gone
+        if missing:
+            return Deadline(
+                f"{named(missing)} did not answer in the middle of {met.call} (within "
+                f"{self.deadline_s:g} s, or no longer: {what})",
+                rank=missing[0],
+                hint="look at the log of that rank; it may have died, or hang",
+            )
+        return AgentError(
+            f"the ranks have lost each other in the middle of {met.call} ({what}: {error})",
+            hint="the network may be down; the other ranks' logs say more",
+        )
+
+    @property
+    def holds(self) -> str:
+        """The gloo group that this rank has for its collectives, in a word; all must have the same."""
+        held = self.meeting.held.get(self.deadline_s) if self.meeting is not None else None
+        return "" if held is None else str(held[0])
+
+    def _gloo_group(self, meeting: Meeting, met: Met) -> Any:
+        kept = meeting.held.get(self.deadline_s)
+        if kept is not None:
+            return kept[1]
+        limit = max(self.deadline_s, 1.0)
+
+        def make() -> Any:
+            store = meeting.line.ask(
+                "connect", lambda s: s.clone() if hasattr(s, "clone") else s, limit
+            )
+            store = dist.PrefixStore(f"gloo/{met.number}", store)
+            timeout = timedelta(seconds=limit)
+            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+
+        def late() -> Exception:
+            return RuntimeError("not all ranks have connected to each other")
+
+        gloo = bounded(make, limit + CONNECT_S, late)
+        meeting.held[self.deadline_s] = met.number, gloo
         return gloo
+
+
+def _all_to_all(
+    group: Any,
+    into: torch.Tensor,
+    source: torch.Tensor,
+    into_sizes: Sequence[int] = (),
+    source_sizes: Sequence[int] = (),
+) -> None:
+    options = c10d.AllToAllOptions()
+    group.alltoall_base(into, source, list(into_sizes), list(source_sizes), options).wait()
+
+
+def _broadcast(group: Any, tensor: torch.Tensor, source: int) -> None:
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    group.broadcast([tensor], options).wait()
