@@ -28,7 +28,7 @@ from holdfast.restart import Restart
 from holdfast.restoring import load_from, open_shared, tell_unused_records
 from holdfast.roots import check_own
 from holdfast.state.collecting import collect
-from holdfast.state.live import Live, LiveTensor, State, check_keys
+from holdfast.state.live import Live, LiveTensor, State, check_keys, in_order
 from holdfast.state.putback import RULES
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
@@ -133,7 +133,7 @@ class Checkpointer:
         self._end(None, finished=error is None, error=error)
 
     def _everything(self) -> State:
-        return {**self.state, **self._rng}
+        return in_order({**self.state, **self._rng})
 
     # -- saving -----------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Planner:
     def agree(self, job: Job) -> Verdict:
         extras = {
             k: (
-                hexdigest(msgspec.json.encode([v, job.live.contents.get(k, [])])),
+                hexdigest(msgspec.json.encode([v, job.live.contents.get(k, [])], order="sorted")),
                 job.live.rules.get(k, ""),
             )
             for k, v in job.live.extras.items()

@@ -16,6 +16,7 @@ from holdfast.state.live import (
     encode,
     engines_in,
     has_scheduler,
+    in_order,
     is_loader,
     is_optimizer,
     is_stateful,
@@ -42,6 +43,7 @@ def collect(
     time, HoldfastWarning tells what of an optimizer is not saved.
     """
     check_keys(state)
+    state = in_order(state)
     live = Live(keys=set(state), before=before or {})
     engines = engines_in(state)
     for key, value in state.items():

@@ -29,6 +29,7 @@ from holdfast.state.live import (
     State,
     extra_states,
     has_scheduler,
+    in_order,
     is_optimizer,
     is_stateful,
     outline_tensor,
@@ -77,7 +78,7 @@ class Extras:
 
     def _find_missing(self) -> None:
         manifest = self.checkpoint.manifest
-        for key, value in self.state.items():
+        for key, value in in_order(self.state).items():
             if is_optimizer(value) and key in manifest.extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
@@ -169,7 +170,7 @@ class Extras:
             return
         manifest = self.checkpoint.manifest
         own = self._own()
-        for key in sorted(self.state, key=lambda k: k == "rng"):
+        for key in sorted(self.state, key=lambda k: (k == "rng", k)):
             value = self.state[key]
             for name, module in self._module_states(key, value):
                 tree = own.get(name, manifest.extras.get(name))

@@ -22,7 +22,7 @@ from holdfast.events import span
 from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.state.compare import Problems, compare, judge_together
-from holdfast.state.live import Live, State, check_keys, stages
+from holdfast.state.live import Live, State, check_keys, in_order, stages
 from holdfast.state.masters import MasterChange, master_changes, read_numbers
 from holdfast.state.placed import Placed
 from holdfast.state.putback import Extras
@@ -103,12 +103,13 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
     changes: list[Change] = []
     masters: list[MasterChange] = []
     plan: Extras | None = None
+    ordered = in_order(state)
     try:
-        for value in state.values():
+        for value in ordered.values():
             for module in stages(value) or ():
                 materialise(module)
-        live, changes = targets(checkpoint, state, options)
-        masters = master_changes(checkpoint, state, live, options)
+        live, changes = targets(checkpoint, ordered, options)
+        masters = master_changes(checkpoint, ordered, live, options)
         problems = compare(checkpoint, live, state, options)
         plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
