@@ -1,26 +1,22 @@
 """The exchange: collectives over a gloo group of our own, for loads.
 
 The gloo group is made when first needed and used by every `Group` after that: to end one takes 20 ms.
-It is no group of torch.distributed's list: that is made by all ranks at once and registered for good, while
-this one is made from the store of the job alone, at a call to which all ranks have come, and thrown away as
-soon as a collective fails.  Each operation ends within `deadline_s`, for gloo counts it; the ranks that are
-left then tell each other so, and the error names those that do not.
+Each operation ends within `deadline_s`, for gloo counts it.  When one fails, the group is ended, and the
+ranks that are left tell each other so: the error names those that do not.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from holdfast.errors import AgentError, Deadline
 from holdfast.group.errors import learnt, told
+from holdfast.group.gloo import Gloo
 from holdfast.group.line import bounded
 from holdfast.group.meeting import Meeting, Met, named
 
@@ -56,10 +52,10 @@ class Exchange:
         with self._talking("exchange") as group:
             sizes = torch.tensor([sum(map(len, to)) for to in parts], dtype=torch.int64)
             theirs = torch.empty_like(sizes)
-            _all_to_all(group, theirs, sizes)
+            group.all_to_all(theirs, sizes)
             into = torch.empty(int(theirs.sum()), dtype=torch.uint8)
             source = torch.frombuffer(out, dtype=torch.uint8) if out else into[:0]
-            _all_to_all(group, into, source, theirs.tolist(), sizes.tolist())
+            group.all_to_all(into, source, theirs.tolist(), sizes.tolist())
         data, at, answers = memoryview(into.numpy()), 0, []
         for n in theirs.tolist():
             answers.append(data[at : at + n])
@@ -79,10 +75,10 @@ class Exchange:
                 tails = self._all_gather(data[SHARE_BYTES - _SIZE.size :], rest, group)
         return [(h[_SIZE.size :] + t)[:n] for h, t, n in zip(heads, tails, sizes)]
 
-    def _all_gather(self, data: bytes, width: int, group: Any) -> list[bytes]:
+    def _all_gather(self, data: bytes, width: int, group: Gloo) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data[:width].ljust(width, b"\0")), dtype=torch.uint8)
         into = torch.empty(self.size * width, dtype=torch.uint8)
-        group._allgather_base(into, mine, c10d.AllgatherOptions()).wait()
+        group.all_gather(into, mine)
         found = into.numpy().tobytes()
         return [found[r * width : (r + 1) * width] for r in range(self.size)]
 
@@ -96,9 +92,7 @@ class Exchange:
             return number
         said = torch.tensor([number], dtype=torch.int64)
         with self._talking("agree") as group:
-            options = c10d.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            group.allreduce([said], options).wait()
+            group.max(said)
         return int(said)
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
@@ -109,13 +103,13 @@ class Exchange:
         with self._talking("broadcast") as group:
             head = bytearray((_SIZE.pack(len(data)) + data)[:BROADCAST_BYTES])
             into = torch.frombuffer(head.ljust(BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
-            _broadcast(group, into, source)
+            group.broadcast(into, source)
             found: bytes = into.numpy().tobytes()
             (size,) = _SIZE.unpack(found[: _SIZE.size])
             found = found[_SIZE.size : _SIZE.size + size]
             if len(found) < size:
                 rest = bytearray(data[len(found) :]) or bytearray(size - len(found))
-                _broadcast(group, torch.frombuffer(rest, dtype=torch.uint8), source)
+                group.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source)
                 found += rest
         return found
 
@@ -140,17 +134,16 @@ class Exchange:
         return answer[1:]
 
     @contextmanager
-    def _talking(self, what: str) -> Iterator[Any]:
+    def _talking(self, what: str) -> Iterator[Gloo]:
         """The gloo group, for collectives.  One that failed is of no more use, here or elsewhere."""
         assert self.meeting is not None and self.met is not None
         try:
-            gloo = self._gloo_group(self.meeting, self.met)
+            gloo = self._gloo_group(self.meeting, self.met, what)
             yield gloo
         except BaseException as error:
-            _, gloo = self.meeting.held.pop(self.deadline_s, (0, None))
-            if gloo is not None:
-                with suppress(RuntimeError, dist.DistError):
-                    gloo.abort() if hasattr(gloo, "abort") else gloo.shutdown()
+            _, held = self.meeting.held.pop(self.deadline_s, (0, None))
+            if held is not None:
+                held.end()  # so that the others learn it, too
             if isinstance(error, (RuntimeError, dist.DistError)):
                 raise self._explained(self.meeting, self.met, what, error) from error
             raise
@@ -181,19 +174,16 @@ class Exchange:
         held = self.meeting.held.get(self.deadline_s) if self.meeting is not None else None
         return "" if held is None else str(held[0])
 
-    def _gloo_group(self, meeting: Meeting, met: Met) -> Any:
+    def _gloo_group(self, meeting: Meeting, met: Met, what: str) -> Gloo:
         kept = meeting.held.get(self.deadline_s)
         if kept is not None:
             return kept[1]
         limit = max(self.deadline_s, 1.0)
 
-        def make() -> Any:
-            store = meeting.line.ask(
-                "connect", lambda s: s.clone() if hasattr(s, "clone") else s, limit
-            )
+        def make() -> Gloo:
+            store = meeting.line.ask(what, lambda s: s, limit)
             store = dist.PrefixStore(f"gloo/{met.number}", store)
-            timeout = timedelta(seconds=limit)
-            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+            return Gloo(store, self.rank, self.size, limit)
 
         def late() -> Exception:
             return RuntimeError("not all ranks have connected to each other")
@@ -201,20 +191,3 @@ class Exchange:
         gloo = bounded(make, limit + CONNECT_S, late)
         meeting.held[self.deadline_s] = met.number, gloo
         return gloo
-
-
-def _all_to_all(
-    group: Any,
-    into: torch.Tensor,
-    source: torch.Tensor,
-    into_sizes: Sequence[int] = (),
-    source_sizes: Sequence[int] = (),
-) -> None:
-    options = c10d.AllToAllOptions()
-    group.alltoall_base(into, source, list(into_sizes), list(source_sizes), options).wait()
-
-
-def _broadcast(group: Any, tensor: torch.Tensor, source: int) -> None:
-    options = c10d.BroadcastOptions()
-    options.rootRank, options.rootTensor = source, 0
-    group.broadcast([tensor], options).wait()

@@ -26,6 +26,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,7 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.errors import AgentError, Deadline, HoldfastWarning, UsageError
+from holdfast.group.gloo import Gloo
 from holdfast.group.line import Line
 
 COUNT = 20
@@ -43,6 +45,8 @@ OVER = 1 << 60
 ANSWER_S = 1.0
 """Seconds that the store may take for the last questions of a rank that gives up."""
 FIRST_PAUSE_S = 0.0001
+HOST_STAYS_S = 1.5
+"""How much longer rank 0 waits where a call has failed, so that the others hear of it before it ends."""
 _HINT = "every rank must make this call; look at that rank's log: it may have died, hang, or be elsewhere"
 
 
@@ -62,6 +66,8 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     text: str = ""
     rank: int | None = None
+    there: int = 0
+    """Of one that has not taken place: how many ranks have come, and read this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Meeting:
         self.line = line
         self.rank = rank
         self.size = size
-        self.held: dict[float, tuple[int, Any]] = {}
+        self.held: dict[float, tuple[int, Gloo]] = {}
         """Process groups of our own, by deadline, with the number of the meeting at which each was made."""
 
     def meet(
@@ -98,15 +104,19 @@ class Meeting:
         came: list[int] = []
         """To which meetings, also if the store answers too late for this rank to learn of it."""
         try:
-            number, total = self._ask(lambda s: self._enter(s, call, holds, mark, came), until)
+            number, total = self._ask(
+                call, lambda s: self._enter(s, call, holds, mark, came), until
+            )
             if total & _mask(COUNT) == self.size:
                 same = total >> COUNT == mark * self.size
-                outcome = self._ask(lambda s: self._settle(s, number, same), until)
+                outcome = self._ask(call, lambda s: self._settle(s, number, same), until)
             else:
                 outcome = self._await(number, call, holds, limit_s, until, tell_after_s)
         except BaseException:
             self.line.leave_word(lambda s: self._leave(s, came, call, holds, limit_s))
             raise
+        if outcome.there:
+            self._have_read(number, call, outcome.there)
         if outcome.kind == "differ":
             raise UsageError(
                 f"the ranks are at different calls: {outcome.text}",
@@ -126,7 +136,7 @@ class Meeting:
         """The message of that name, as soon as it is there; None if it is not within `limit_s`."""
         until, key = time.monotonic() + limit_s, f"{met.number}/{name}"
         for pause in self._pauses():
-            found: bytes | None = self._ask(lambda s: _look(s, key), until)
+            found: bytes | None = self._ask(met.call, lambda s: _look(s, key), until)
             if found is not None or time.monotonic() > until:
                 return found
             time.sleep(pause)
@@ -142,10 +152,13 @@ class Meeting:
             return {rank: f"{met.number}/trouble/{rank}" for rank in ranks}
 
         until, missing = time.monotonic() + limit_s, names(range(self.size))
-        self._ask(lambda s: s.set(missing[self.rank], b"1"), until)
+        until += HOST_STAYS_S * (self.rank == 0)
+        self._ask(met.call, lambda s: s.set(f"{met.number}/trouble/{self.rank}", b"1"), until)
         for pause in self._pauses():
             asked = missing
-            there = self._ask(lambda s: [r for r, k in asked.items() if s.check([k])], until)
+            there = self._ask(
+                met.call, lambda s: [r for r, k in asked.items() if s.check([k])], until
+            )
             missing = names(r for r in asked if r not in there)
             if not missing or time.monotonic() > until:
                 return list(missing)
@@ -175,8 +188,10 @@ class Meeting:
             cards = self._cards(store)
             calls = {r: c.call for r, c in cards.items()}
             alike = len(set(calls.values())) == 1
-            outcome = _Outcome("anew") if alike else _Outcome("differ", _by_call(calls))
-        for name in ("in", "outcome", "late", "board"):  # all have left the one before
+            outcome = _Outcome("anew")
+            if not alike:
+                outcome = _Outcome("differ", _by_call(calls), None, self.size)
+        for name in ("in", "outcome", "late", "read", "board"):  # all have left the one before
             store.delete_key(f"{number - 1}/{name}")
         return self._close(store, number, outcome)
 
@@ -196,17 +211,17 @@ class Meeting:
     ) -> _Outcome:
         tell_at = None if tell_after_s is None else until - limit_s + tell_after_s
         for pause in self._pauses():
-            found = self._ask(lambda s: _look(s, f"{number}/outcome"), until)
+            found = self._ask(call, lambda s: _look(s, f"{number}/outcome"), until)
             if found is not None:
                 return msgspec.json.decode(found, type=_Outcome)
             now = time.monotonic()
             if now > until:
                 card = _Card(number, call, holds, limit_s)
-                failed: _Outcome = self._ask(lambda s: self._give_up(s, card), until)
+                failed: _Outcome = self._ask(call, lambda s: self._give_up(s, card), until)
                 return failed
             if tell_at is not None and now > tell_at:
                 tell_at = None
-                text, _ = self._ask(lambda s: self._missing(s, number, call), until)
+                text, *_ = self._ask(call, lambda s: self._missing(s, number, call), until)
                 warnings.warn(
                     f"waiting, for at most {limit_s:g} s: {text}", HoldfastWarning, stacklevel=4
                 )
@@ -216,8 +231,8 @@ class Meeting:
     def _give_up(self, store: Any, card: _Card) -> _Outcome:
         """Have the meeting not take place, unless by now it does."""
         number = card.number
-        text, rank = self._missing(store, number, card.call)
-        failed = _Outcome("missing", f"{text} within {card.gave_up_s:g} s", rank)
+        text, rank, there = self._missing(store, number, card.call)
+        failed = _Outcome("missing", f"{text} within {card.gave_up_s:g} s", rank, there)
         if store.add(f"{number}/late", 1) > 1:  # another rank does so at this moment
             found = _look(store, f"{number}/outcome")
             return failed if found is None else msgspec.json.decode(found, type=_Outcome)
@@ -235,8 +250,8 @@ class Meeting:
         found = {rank: _look(store, f"at/{rank}") for rank in range(self.size)}
         return {r: msgspec.json.decode(c, type=_Card) for r, c in found.items() if c is not None}
 
-    def _missing(self, store: Any, number: int, call: str) -> tuple[str, int | None]:
-        """Who has not come to a meeting, in words, and the first of them."""
+    def _missing(self, store: Any, number: int, call: str) -> tuple[str, int | None, int]:
+        """Who has not come to a meeting, in words; the first of them; and how many have come."""
         cards = self._cards(store)
         there = {r: c.call for r, c in cards.items() if c.number == number}
         others = {r: c for r, c in there.items() if c != call}
@@ -247,10 +262,22 @@ class Meeting:
             if (last := cards.get(rank)) is not None and last.gave_up_s:
                 texts.append(f"rank {rank} gave up its {last.call} after {last.gave_up_s:g} s")
         first = min([*missing, *others], default=None)
-        return "; ".join(texts) or f"not all ranks have called {call}", first
+        text = "; ".join(texts) or f"not all ranks have called {call}"
+        return text, first, len(there)
 
-    def _ask(self, question: Callable[[Any], Any], until: float) -> Any:
-        return self.line.ask("meeting", question, max(until - time.monotonic(), 0.0) + ANSWER_S)
+    def _have_read(self, number: int, call: str, there: int) -> None:
+        """Rank 0 may host the store, and end when it has raised: it waits until the others know why."""
+        until, key = time.monotonic() + HOST_STAYS_S, f"{number}/read"
+        with suppress(AgentError):
+            count = self._ask(call, lambda s: s.add(key, 1), until)
+            for pause in self._pauses():
+                if self.rank != 0 or count >= there or time.monotonic() > until:
+                    return
+                time.sleep(pause)
+                count = self._ask(call, lambda s: s.add(key, 0), until)
+
+    def _ask(self, call: str, question: Callable[[Any], Any], until: float) -> Any:
+        return self.line.ask(call, question, max(until - time.monotonic(), 0.0) + ANSWER_S)
 
     def _pauses(self) -> Iterator[float]:
         """Seconds between looks: longer and longer, up to 0.01 s for 64 ranks and 0.25 s for thousands."""
@@ -321,11 +348,14 @@ def meeting_of_job() -> Meeting | None:
 
 
 def meeting_over(store: Any, rank: int, size: int) -> Meeting:
-    """A meeting over a store that all ranks reach, on a connection of its own."""
+    """A meeting over a store that all ranks reach.
+
+    No connection of its own: torch looks up a name for each, which takes 5 s where a name server is deaf.
+    """
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = "torchrun on the first node" if by_launcher else "rank 0"
     line = Line(
-        lambda: store.clone() if hasattr(store, "clone") else store,
+        lambda: store,
         f"{host}, which hosts the store of the job,",
         None if by_launcher else 0,
     )
