@@ -231,8 +231,8 @@ class Meeting:
     def _give_up(self, store: Any, card: _Card) -> _Outcome:
         """Have the meeting not take place, unless by now it does."""
         number = card.number
-        text, rank, there = self._missing(store, number, card.call)
-        failed = _Outcome("missing", f"{text} within {card.gave_up_s:g} s", rank, there)
+        within = f" within {card.gave_up_s:g} s"
+        failed = _Outcome("missing", *self._missing(store, number, card.call, within))
         if store.add(f"{number}/late", 1) > 1:  # another rank does so at this moment
             found = _look(store, f"{number}/outcome")
             return failed if found is None else msgspec.json.decode(found, type=_Outcome)
@@ -250,13 +250,15 @@ class Meeting:
         found = {rank: _look(store, f"at/{rank}") for rank in range(self.size)}
         return {r: msgspec.json.decode(c, type=_Card) for r, c in found.items() if c is not None}
 
-    def _missing(self, store: Any, number: int, call: str) -> tuple[str, int | None, int]:
+    def _missing(
+        self, store: Any, number: int, call: str, within: str = ""
+    ) -> tuple[str, int | None, int]:
         """Who has not come to a meeting, in words; the first of them; and how many have come."""
         cards = self._cards(store)
         there = {r: c.call for r, c in cards.items() if c.number == number}
         others = {r: c for r, c in there.items() if c != call}
         missing = [r for r in range(self.size) if r not in there]
-        texts = [f"{named(missing)} {_have(missing)} not called {call}"] if missing else []
+        texts = [f"{named(missing)} {_have(missing)} not called {call}{within}"] if missing else []
         texts += [f"{_by_call(others)}"] if others else []
         for rank in missing[:4]:
             if (last := cards.get(rank)) is not None and last.gave_up_s:
