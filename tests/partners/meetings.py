@@ -20,7 +20,7 @@ from torch import nn
 import holdfast
 from distributed.cases import Case, run_all
 from holdfast.errors import Deadline, UsageError
-from holdfast.group.meeting import meeting_of_job
+from holdfast.group.meeting import meeting_of_job, meeting_over
 
 DEADLINE_S = 1.0
 LONG_S = 60.0
@@ -130,6 +130,21 @@ def a_call_that_failed_in_the_middle_leaves_nothing_broken(root: Path) -> None:
     assert holdfast.load(root, state) == 1
 
 
+def ranks_of_before_are_not_counted(root: Path) -> None:
+    """The store of a launch that was killed while one of its ranks waited in a meeting."""
+    store = dist.PrefixStore("before", dist.distributed_c10d._get_default_store())
+    if dist.get_rank() == 0:
+        dead = meeting_over(store, 1, 2)
+        dead.line.ask("die", lambda s: dead._enter(s, "load()", "", 1, []), LONG_S)
+    dist.barrier()
+    meeting = meeting_over(store, dist.get_rank(), 2)
+    if dist.get_rank() == 0:
+        with pytest.raises(Deadline, match=r"^rank 1 has not called save\(\) within 8 s"):
+            meeting.meet("save()", 8.0)
+    dist.barrier()
+    assert meeting.meet("save()", LONG_S).call == "save()"
+
+
 def many_calls_leave_no_keys_behind(root: Path) -> None:
     store = dist.distributed_c10d._get_default_store()
     holdfast.save(root, state_of(), step=1)
@@ -187,6 +202,7 @@ CASES: list[Case] = [
     who_comes_late_hears_that_the_other_has_given_up,
     ranks_at_different_calls_hear_so_at_once,
     a_call_that_failed_in_the_middle_leaves_nothing_broken,
+    ranks_of_before_are_not_counted,
     many_calls_leave_no_keys_behind,
     a_process_of_one_rank_says_for_whom_it_waits_and_ends,
     processes_of_all_ranks_convert_together,

@@ -42,6 +42,8 @@ COUNT = 20
 """Bits of a meeting's counter that count ranks; above them lies the sum of their marks, of 16 bits each."""
 OVER = 1 << 60
 """Added to the counter of a meeting that somebody has given up."""
+CONFIRM_S = 5.0
+"""How long the others may take to say again that they have come."""
 ANSWER_S = 1.0
 """Seconds that the store may take for the last questions of a rank that gives up."""
 FIRST_PAUSE_S = 0.0001
@@ -61,7 +63,7 @@ class _Card(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """How a meeting ended: `all`, `anew` (all, who do not hold the same), `differ`, `missing`."""
+    """How a meeting ended: `all`, `anew` (all, who do not hold the same); in vain: `differ`, `missing`."""
 
     kind: str
     text: str = ""
@@ -87,6 +89,8 @@ class Meeting:
         self.line = line
         self.rank = rank
         self.size = size
+        self._is_sure = False
+        """Whether a meeting has taken place, so that all who will be counted are alive."""
         self.held: dict[float, tuple[int, Gloo]] = {}
         """Process groups of our own, by deadline, with the number of the meeting at which each was made."""
 
@@ -100,18 +104,13 @@ class Meeting:
         whom it is waiting for.
         """
         until = time.monotonic() + limit_s
-        mark = zlib.crc32(f"{call} {holds}".encode()) & 0xFFFF
         came: list[int] = []
         """To which meetings, also if the store answers too late for this rank to learn of it."""
         try:
-            number, total = self._ask(
-                call, lambda s: self._enter(s, call, holds, mark, came), until
-            )
-            if total & _mask(COUNT) == self.size:
-                same = total >> COUNT == mark * self.size
-                outcome = self._ask(call, lambda s: self._settle(s, number, same), until)
-            else:
-                outcome = self._await(number, call, holds, limit_s, until, tell_after_s)
+            while True:
+                number, outcome = self._once(call, holds, came, limit_s, until, tell_after_s)
+                if outcome.kind == "missing" or self._confirm(number, call, until):
+                    break
         except BaseException:
             self.line.leave_word(lambda s: self._leave(s, came, call, holds, limit_s))
             raise
@@ -167,6 +166,43 @@ class Meeting:
 
     # -- the protocol -----------------------------------------------------------------------------
 
+    def _once(
+        self,
+        call: str,
+        holds: str,
+        came: list[int],
+        limit_s: float,
+        until: float,
+        tell_after_s: float | None,
+    ) -> tuple[int, _Outcome]:
+        """Come to the next meeting; its number, and how it ended."""
+        mark = zlib.crc32(f"{call} {holds}".encode()) & 0xFFFF
+        number, total = self._ask(call, lambda s: self._enter(s, call, holds, mark, came), until)
+        if total & _mask(COUNT) == self.size:
+            same = total >> COUNT == mark * self.size
+            return number, self._ask(call, lambda s: self._settle(s, number, same), until)
+        return number, self._await(number, call, holds, limit_s, until, tell_after_s)
+
+    def _confirm(self, number: int, call: str, until: float) -> bool:
+        """Whether all who were counted are alive; the same on all ranks.
+
+        A torchrun that starts its workers again may give them the store of those that died, some of them in
+        the middle of a meeting.  So the first meeting of a process counts only if everybody says so again.
+        """
+        if self._is_sure:
+            return True
+        key, stop = f"{number}/sure", min(until, time.monotonic() + CONFIRM_S)
+        count = self._ask(call, lambda s: s.add(key, 1), until)
+        for pause in self._pauses():
+            if count == self.size or time.monotonic() > stop:
+                break
+            time.sleep(pause)
+            count = self._ask(call, lambda s: s.add(key, 0), until)
+        mine = "yes" if count == self.size else "no"
+        first = self._ask(call, lambda s: s.compare_set(f"{number}/all", "", mine), until)
+        self._is_sure = bytes(first) == b"yes"
+        return self._is_sure
+
     def _enter(
         self, store: Any, call: str, holds: str, mark: int, came: list[int]
     ) -> tuple[int, int]:
@@ -191,7 +227,14 @@ class Meeting:
             outcome = _Outcome("anew")
             if not alike:
                 outcome = _Outcome("differ", _by_call(calls), None, self.size)
-        for name in ("in", "outcome", "late", "read", "board"):  # all have left the one before
+        for name in (
+            "in",
+            "outcome",
+            "late",
+            "read",
+            "sure",
+            "board",
+        ):  # all have left the one before
             store.delete_key(f"{number - 1}/{name}")
         return self._close(store, number, outcome)
 
