@@ -60,7 +60,8 @@ SECONDS_OR_NONE = tuple(v for v in SECONDS if v is not None)
 SHARES: Values = (*SECONDS, 1.5, 2)
 FLAGS: Values = (*OTHERS, None, "false", "", 0, 1, 2.0, np.array([True]), torch.ones(2) > 0)
 WORDS: Values = (Odd(), [], {}, None, True, 3, b"skip", "", "skpi", HUGE_TEXT)
-PATHS: Values = (Odd(), [], {}, None, True, 3, 1.5, b"runs", "", "a\0b", "a\ud800b", HUGE_TEXT, object)  # fmt: skip
+PATHS: Values = (Odd(), [], {}, None, True, 3, 1.5, b"runs", "", "a\0b", "a\ud800b", HUGE_TEXT,
+                 object)  # fmt: skip
 PATHS_OR_NONE = tuple(v for v in PATHS if v is not None)
 SIZES: Values = (
     *OTHERS,

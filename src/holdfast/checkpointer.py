@@ -39,7 +39,7 @@ from holdfast.restart import Restart
 from holdfast.restoring import load_from, open_shared, tell_unused_records
 from holdfast.roots import check_own
 from holdfast.state.collecting import collect
-from holdfast.state.live import Live, LiveTensor, State, check_keys
+from holdfast.state.live import Live, LiveTensor, State, check_keys, in_order
 from holdfast.state.putback import RULES
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
@@ -128,7 +128,7 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         self._prepared = False
-        self._group = Group(deadline_s)
+        self._group = Group(deadline_s, "Checkpointer()")
         self._tiers = Tiers(
             open_shared(root, self._group),
             self._group,
@@ -161,7 +161,7 @@ class Checkpointer:
         self._end(None, finished=error is None, error=error)
 
     def _everything(self) -> State:
-        return {**self.state, **self._rng}
+        return in_order({**self.state, **self._rng})
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -347,6 +347,7 @@ class Checkpointer:
             flag_of(flag, call, name)
         self._check_open()
         self.wait()
+        self._group.together("restore()")
         delta = self._tiers.delta
         if delta is not None:
             delta.settle()

@@ -52,7 +52,7 @@ def save(
     check_own(url)
     check_keys(state)
     step, deadline_s = step_of(step, "save"), seconds_of(deadline_s, "save", "deadline_s")
-    group = Group(deadline_s)
+    group = Group(deadline_s, "save()")
     store = open_shared(url, group)
     sweep_host(store)
     run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store, step)))
@@ -110,7 +110,7 @@ def load(
         flag_of(flag, "load", name)
     rules = rules_of(on_resize, RULES.split(", "), state, "load", "on_resize")
     options = Options(patterns, cast, strict, rules)
-    group = Group(seconds_of(deadline_s, "load", "deadline_s"))
+    group = Group(seconds_of(deadline_s, "load", "deadline_s"), "load()")
     try:
         return load_from(url, group, state, step, options, verify=verify)
     finally:

@@ -243,8 +243,8 @@ def test_the_state_is_described_anew_when_it_differs(
                 case 5:
                     run.model.tied = run.weight
                 case 6:
-                    run.state.update({"model": run.state.pop("model")})
+                    run.state.update({"model": run.state.pop("model")})  # another order of keys
             ckpt.save(step).wait()
             with holdfast.open(str(tmp_path), step) as saved:
                 assert torch.equal(torch.from_numpy(saved.read("own")), run.state["own"])
-    assert described_at == [1, 4, 5, 6]
+    assert described_at == [1, 4, 5]

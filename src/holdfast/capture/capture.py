@@ -262,7 +262,15 @@ class Capture:
         # what a replica on the host is copied from, the training changes meanwhile
         live = None if job.follows else job.live
         try:
-            self.replicas.check(name, live, self.aside, placement, self.group, self.deadline_s)
+            self.replicas.check(
+                name,
+                live,
+                self.aside,
+                placement,
+                self.group,
+                self.deadline_s,
+                f"compared its replicas for {job.in_words}",
+            )
         except BaseException:
             self.planner.plan = None  # so that all ranks plan, and compare, anew
             raise

@@ -122,6 +122,13 @@ class Job:
         """What to call it: a snapshot that goes on to storage is a save."""
         return "save" if self.durable else tier
 
+    @property
+    def in_words(self) -> str:
+        """What other ranks wait for: `the save of step 1`."""
+        if self.window is None:
+            return "to prepare its saves"
+        return f"the {self.save.kind} of step {self.step}"
+
     def close_window(self) -> None:
         """The next optimizer step may go ahead."""
         if self.window is not None:

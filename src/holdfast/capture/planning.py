@@ -37,7 +37,7 @@ class Planner:
     def agree(self, job: Job) -> Verdict:
         extras = {
             k: (
-                hexdigest(msgspec.json.encode([v, job.live.contents.get(k, [])])),
+                hexdigest(msgspec.json.encode([v, job.live.contents.get(k, [])], order="sorted")),
                 job.live.rules.get(k, ""),
             )
             for k, v in job.live.extras.items()
@@ -46,7 +46,11 @@ class Planner:
         error = None if job.error is None else text_of(job.error)
         ready = Ready(job.step, job.busy, hexdigest(job.description), held, extras, error)
         answer = self.group.ask(
-            f"agree/{job.number}", msgspec.msgpack.encode(ready), self._judge, self.deadline_s
+            f"agree/{job.number}",
+            msgspec.msgpack.encode(ready),
+            self._judge,
+            self.deadline_s,
+            f"begun {job.in_words}",
         )
         return msgspec.msgpack.decode(answer, type=Verdict)
 
@@ -77,6 +81,7 @@ class Planner:
             mine,
             lambda answers: self._merge([answers[rank] for rank in describing], describing),
             self.deadline_s,
+            f"planned {job.in_words}",
         )
         agreement = msgspec.msgpack.decode(data, type=Agreement)
         self.plan = new_plan(agreement, hexdigest(data))

@@ -192,7 +192,9 @@ def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement
         found = merge(kinds, [kinds.index(a) for a in answers], mesh)
         return msgspec.msgpack.encode(_one_state(found, kinds))
 
-    data = group.ask(f"delta/plan/{number}", describe(live), together)
+    data = group.ask(
+        f"delta/plan/{number}", describe(live), together, awaited="planned its records"
+    )
     return msgspec.msgpack.decode(data, type=Agreement)
 
 

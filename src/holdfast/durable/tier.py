@@ -193,6 +193,7 @@ class Durable:
                 written(job, file, self.group.rank),
                 lambda answers: self._decide(job, attempt, answers),
                 self.deadline_s,
+                f"written its part of {job.in_words}",
             )
         finally:
             tier.release(job)

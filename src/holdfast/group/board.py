@@ -1,7 +1,8 @@
 """The board: a TCP key-value store of our own, hosted by rank 0, for the small messages of a save.
 
 Who is ready, who failed, is it committed?  A wait on the board has a deadline and names who is missing; it
-works from background threads and does not disturb a collective under way.
+works from background threads and does not disturb a collective under way.  Also a rank 0 that is stopped
+keeps nobody longer: the board is asked on a `Line`.
 """
 
 from __future__ import annotations
@@ -10,102 +11,136 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
 from holdfast.addresses import own_address
 from holdfast.errors import AgentError, Deadline
-from holdfast.group.errors import translated
+from holdfast.group.line import Line
+from holdfast.group.meeting import Meeting, Met, named
+
+T = TypeVar("T")
 
 POLL_S = 0.002
 LEAVE_S = 15.0
 ANSWER_S = 10.0
 """Beyond the deadline for the ranks' answers: how long rank 0 may take to decide."""
+LATE_S = 1.0
+"""Beyond what is left of a wait: how long the process that hosts the board may take to answer."""
+LOOK = "look at the log of that rank; it may have died or never made this call"
 
 
 class Board:
     """Messages by key; with one rank, kept here.  Construction is collective."""
 
-    def __init__(self, rank: int, size: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        deadline_s: float,
+        meeting: Meeting | None = None,
+        met: Met | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.deadline_s = deadline_s
-        self._tcp: Any = self._open() if size > 1 else None
+        self._line: Line | None = None
         """None with one rank, and when this rank has left."""
+        if meeting is not None and met is not None:
+            self._line = self._open(meeting, met)
         self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
         self._leaving = False
 
-    def _open(self) -> Any:
+    def _open(self, meeting: Meeting, met: Met) -> Line:
+        """Rank 0 tells the others in the store of the job where its board is."""
+        until = time.monotonic() + self.deadline_s
         timeout = timedelta(seconds=self.deadline_s)
-        place: list[Any] = [None, 0, ""]
-        board, failed = None, None
         if self.rank == 0:
-            try:
-                place[0] = os.environ.get("HOLDFAST_HOST") or own_address()
-                board = dist.TCPStore(
-                    place[0], 0, None, True, timeout=timeout, wait_for_workers=False, use_libuv=True
-                )
-                place[1] = board.port
-            except Exception as error:
-                failed, place[2] = error, f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(place, src=0)
-        host, port, problem = place
+            return self._host(meeting, met, timeout)
+        data = meeting.hear(met, "board", self.deadline_s)
+        if data is None:
+            raise Deadline(
+                f"rank 0 has not begun {met.call} within {self.deadline_s:g} s",
+                rank=0,
+                hint=LOOK,
+            )
+        host, port, problem = msgspec.json.decode(data, type=tuple[str, int, str])
         if problem:
-            raise AgentError(
-                f"rank 0 cannot open a port for messages on {host!r}: {problem}",
-                hint="set HOLDFAST_HOST on rank 0 to an address that the other ranks can reach",
-            ) from failed
-        if self.rank != 0:
-            with translated(f"connect to rank 0 at {host}:{port}"):
-                board = dist.TCPStore(
-                    host, port, None, False, timeout=timeout, wait_for_workers=False, use_libuv=True
-                )
-        return board
+            raise _closed(host, problem)
 
-    @property
-    def _there(self) -> Any:
-        """Deadline if this rank has left: nobody answers it any more."""
-        if self._tcp is None:
+        def connect() -> Any:
+            return dist.TCPStore(
+                host, port, None, False, timeout=timeout, wait_for_workers=False, use_libuv=True
+            )
+
+        line = Line(connect, "rank 0", 0)
+        line.ask(
+            f"connect to {host}:{port}", lambda _: None, max(until - time.monotonic(), 0.0) + LATE_S
+        )
+        return line
+
+    def _host(self, meeting: Meeting, met: Met, timeout: timedelta) -> Line:
+        host, port, problem, failed = "", 0, "", None
+        try:
+            host = os.environ.get("HOLDFAST_HOST") or own_address()
+            board = dist.TCPStore(
+                host, 0, None, True, timeout=timeout, wait_for_workers=False, use_libuv=True
+            )
+            port = board.port
+        except Exception as error:
+            failed, problem = error, f"{type(error).__name__}: {error}"
+        place = msgspec.json.encode((host, port, problem))
+        meeting.post(met, "board", place, self.deadline_s)
+        if problem:
+            raise _closed(host, problem) from failed
+        return Line(lambda: board, "rank 0", 0)
+
+    def _ask(self, what: str, question: Callable[[Any], T], limit_s: float | None = None) -> T:
+        """What the board says, which may take `limit_s`.  Deadline also if this rank has left: nobody
+        answers it any more."""
+        if self._line is None:
             raise Deadline("this rank has left the others")
-        return self._tcp
+        limit = self.deadline_s if limit_s is None else limit_s
+        return self._line.ask(what, question, max(limit, 0.0) + LATE_S)
 
     def post(self, key: str, value: bytes) -> None:
         """Pin a message to the board."""
         if self.size == 1:
             self._local[key] = value
             return
-        with translated(f"post {key}"):
-            self._there.set(key, value)
+        self._ask(f"post {key}", lambda board: board.set(key, value))
 
     def post_first(self, key: str, value: bytes) -> None:
         """Pin a message to the board, unless there is one under this key."""
         if self.size == 1:
             self._local.setdefault(key, value)
             return
-        with translated(f"post {key}"):
-            self._there.compare_set(key, "", value.decode())
+        self._ask(f"post {key}", lambda board: board.compare_set(key, "", value.decode()))
 
-    def _wait(self, key: str, limit: float) -> bytes:
+    def _wait(self, key: str, limit: float, awaited: str) -> bytes:
         """Rank 0's answer to `key`, as soon as it is there.
 
         A rank may ask long before rank 0 does: who finds that rank 0 has begun waits once more as long.
         """
         until, alive = time.monotonic() + limit, False
+
+        def look(board: Any) -> bytes | None:
+            name = f"{key}/answer"
+            return bytes(board.get(name)) if board.check([name]) else None
+
         for pause in self._pauses():
-            with translated(f"wait for rank 0 ({key})"):
-                if self._there.check([f"{key}/answer"]):
-                    return bytes(self._there.get(f"{key}/answer"))
-                late = self._leaving or time.monotonic() > until
-                if late and not alive and self._there.check([f"{key}/alive"]):
-                    until, alive, late = time.monotonic() + limit, True, False
+            what, left = f"wait for {key}", until - time.monotonic()
+            answer = self._ask(what, look, left)
+            if answer is not None:
+                return answer
+            late = self._leaving or left < 0
+            if late and not alive and self._ask(what, lambda b: b.check([f"{key}/alive"]), left):
+                until, alive, late = time.monotonic() + limit, True, False
             if late:
-                raise Deadline(
-                    self._in_vain("rank 0", limit),
-                    rank=0,
-                    hint="look at the log of that rank; it may have died or never made this call",
-                )
+                raise Deadline(self._in_vain([0], limit, awaited), rank=0, hint=LOOK)
             time.sleep(pause)
         raise AssertionError
 
@@ -120,13 +155,19 @@ class Board:
         """The message under `key`, or None if there is none now."""
         if self.size == 1:
             return self._local.get(key)
-        with translated(f"look for {key}"):
-            return bytes(self._there.get(key)) if self._there.check([key]) else None
 
-    def gather(self, key: str, value: bytes, deadline_s: float | None = None) -> list[bytes]:
+        def look(board: Any) -> bytes | None:
+            return bytes(board.get(key)) if board.check([key]) else None
+
+        return self._ask(f"look for {key}", look)
+
+    def gather(
+        self, key: str, value: bytes, deadline_s: float | None = None, awaited: str = ""
+    ) -> list[bytes]:
         """On rank 0 every rank's value, in rank order; elsewhere an empty list, at once.
 
-        Deadline names every rank that did not answer in time.
+        Deadline names every rank that did not answer in time, and what was `awaited` of it: `begun the save
+        of step 1`.
         """
         if self.size == 1:
             return [value]
@@ -137,27 +178,22 @@ class Board:
         limit = self.deadline_s if deadline_s is None else deadline_s
         until, pauses = time.monotonic() + limit, self._pauses()
         while len(answers) < self.size:
-            if self._collect(key, answers):
+            if self._ask(f"gather {key}", lambda board: self._collect(board, key, answers)):
                 continue
             if self._leaving or time.monotonic() > until:
                 missing = [r for r in range(self.size) if r not in answers]
-                raise Deadline(
-                    self._in_vain(f"rank {_ranks(missing)}", limit),
-                    rank=missing[0],
-                    hint="look at the log of that rank; it may have died or never made this call",
-                )
+                raise Deadline(self._in_vain(missing, limit, awaited), rank=missing[0], hint=LOOK)
             time.sleep(next(pauses))
         return [answers[r] for r in range(self.size)]
 
-    def _collect(self, key: str, answers: dict[int, bytes]) -> bool:
+    def _collect(self, board: Any, key: str, answers: dict[int, bytes]) -> bool:
         found = False
-        with translated(f"gather {key}"):
-            for rank in range(self.size):
-                name = f"{key}/{rank}"
-                if rank not in answers and self._there.check([name]):
-                    answers[rank] = bytes(self._there.get(name))
-                    self._there.delete_key(name)
-                    found = True
+        for rank in range(self.size):
+            name = f"{key}/{rank}"
+            if rank not in answers and board.check([name]):
+                answers[rank] = bytes(board.get(name))
+                board.delete_key(name)
+                found = True
         return found
 
     def ask(
@@ -166,29 +202,35 @@ class Board:
         value: bytes,
         decide: Callable[[list[bytes]], bytes],
         deadline_s: float | None = None,
+        awaited: str = "",
     ) -> bytes:
         """Every rank gives a value, rank 0 decides from all of them, everybody learns the answer.
 
-        If rank 0 finds ranks missing, the others learn that too.
+        If rank 0 finds ranks missing, the others learn that too.  `awaited`: as of `gather`.
         """
         limit = self.deadline_s if deadline_s is None else deadline_s
         if self.size == 1:
             return decide([value])
         if self.rank == 0:
-            return self._decide(key, value, decide, limit)
+            return self._decide(key, value, decide, limit, awaited)
         self.post(f"{key}/{self.rank}", value)
-        answer = self._wait(key, limit + ANSWER_S)
+        answer = self._wait(key, limit + ANSWER_S, awaited)
         if answer[:1] != b"\0":
             kind = Deadline if answer[:1] == b"\1" else AgentError
             raise kind(answer[1:].decode())
         return answer[1:]
 
     def _decide(
-        self, key: str, value: bytes, decide: Callable[[list[bytes]], bytes], limit: float
+        self,
+        key: str,
+        value: bytes,
+        decide: Callable[[list[bytes]], bytes],
+        limit: float,
+        awaited: str,
     ) -> bytes:
         self.post(f"{key}/alive", b"")
         try:
-            answer = decide(self.gather(key, value, limit))
+            answer = decide(self.gather(key, value, limit, awaited))
         except Exception as error:
             kind = b"\1" if isinstance(error, Deadline) else b"\2"
             text = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
@@ -198,9 +240,12 @@ class Board:
         self._forget(key)
         return answer
 
-    def _in_vain(self, who: str, limit: float) -> str:
+    def _in_vain(self, missing: list[int], limit: float, awaited: str) -> str:
+        who, have = named(missing), "has" if len(missing) == 1 else "have"
         if self._leaving:
             return f"{who} had not answered when this process came to its end"
+        if awaited:
+            return f"{who} {have} not {awaited} within {limit:g} s"
         return f"{who} did not answer within {limit:g} s"
 
     def hurry(self) -> None:
@@ -212,13 +257,16 @@ class Board:
         family, _, number = key.rpartition("/")
         old, self._answered[family] = self._answered.get(family), key
         if old is not None and number:
-            with translated(f"forget {old}"):
-                self._there.delete_key(f"{old}/answer")
-                self._there.delete_key(f"{old}/alive")
+
+            def forget(board: Any) -> None:
+                board.delete_key(f"{old}/answer")
+                board.delete_key(f"{old}/alive")
+
+            self._ask(f"forget {old}", forget)
 
     def close(self) -> None:
         """Leave.  Rank 0 hosts the board and stays until all have left, but no longer than a while."""
-        if self._tcp is None:
+        if self._line is None:
             return
         try:
             if self.rank == 0:
@@ -227,10 +275,13 @@ class Board:
                 self.post(f"bye/{self.rank}", b"")
         except AgentError:
             pass  # whoever is gone does not need the board
-        self._tcp = None
+        self._line.close()
+        self._line = None
 
 
-def _ranks(ranks: list[int], most: int = 8) -> str:
-    return ", ".join(map(str, ranks[:most])) + (
-        f" and {len(ranks) - most} more" * (len(ranks) > most)
+def _closed(host: str, problem: str) -> AgentError:
+    return AgentError(
+        f"rank 0 cannot open a port for messages on {host!r}: {problem}",
+        rank=0,
+        hint="set HOLDFAST_HOST on rank 0 to an address that the other ranks can reach",
     )

@@ -1,11 +1,8 @@
-"""Errors between ranks: torch.distributed's become ours, and one rank's become another's."""
+"""Errors between ranks: one rank's become another's."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-import torch.distributed as dist
 
 from holdfast.errors import (
     AgentError,
@@ -43,20 +40,3 @@ def learnt(data: bytes) -> HoldfastError:
     if kind not in _KEPT:
         return AgentError(f"rank 0: {message}", step=step, key=key, hint=hint)
     return _KEPT[kind](message, step=step, key=key, hint=hint)
-
-
-class translated:  # noqa: N801
-    """The border for torch.distributed's errors."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, at: Any) -> None:
-        if isinstance(error, (RuntimeError, dist.DistError)) and not isinstance(error, AgentError):
-            raise AgentError(
-                f"{self.what}: {error}",
-                hint="a rank is gone or the network is; the other ranks' logs say more",
-            ) from error

@@ -1,33 +1,34 @@
 """The exchange: collectives over a gloo group of our own, for loads.
 
 The gloo group is made when first needed and used by every `Group` after that: to end one takes 20 ms.
+Each operation ends within `deadline_s`, for gloo counts it.  When one fails, the group is ended, and the
+ranks that are left tell each other so: the error names those that do not.
 """
 
 from __future__ import annotations
 
 import struct
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from holdfast.group.errors import learnt, told, translated
+from holdfast.errors import AgentError, Deadline
+from holdfast.group.errors import learnt, told
+from holdfast.group.gloo import Gloo
+from holdfast.group.line import bounded
+from holdfast.group.meeting import Meeting, Met, named
 
 SHARE_BYTES = 1 << 10
 BROADCAST_BYTES = 16 << 10
 """What goes along with the sizes."""
 _SIZE = struct.Struct("<q")
 
-_gloos: dict[float, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
-"""By deadline: the default process group, and the gloo group made in it; torch.distributed owns both."""
-
-
-def _nothing() -> None:
-    return None
+ROLL_CALL_S = 3.0
+"""After a failed collective: how long the ranks that are left may take to find that it has failed."""
+CONNECT_S = 2.0
+"""Beyond the deadline: how long torch may take to find that it could not connect all ranks in time."""
 
 
 class Exchange:
@@ -36,6 +37,8 @@ class Exchange:
     rank: int
     size: int
     deadline_s: float
+    meeting: Meeting | None
+    met: Met | None
 
     def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
         """Send `payloads[r]` to each rank r; returns what each sent here.  Collective."""
@@ -49,10 +52,10 @@ class Exchange:
         with self._talking("exchange") as group:
             sizes = torch.tensor([sum(map(len, to)) for to in parts], dtype=torch.int64)
             theirs = torch.empty_like(sizes)
-            dist.all_to_all_single(theirs, sizes, group=group)
+            group.all_to_all(theirs, sizes)
             into = torch.empty(int(theirs.sum()), dtype=torch.uint8)
             source = torch.frombuffer(out, dtype=torch.uint8) if out else into[:0]
-            dist.all_to_all_single(into, source, theirs.tolist(), sizes.tolist(), group=group)
+            group.all_to_all(into, source, theirs.tolist(), sizes.tolist())
         data, at, answers = memoryview(into.numpy()), 0, []
         for n in theirs.tolist():
             answers.append(data[at : at + n])
@@ -72,10 +75,10 @@ class Exchange:
                 tails = self._all_gather(data[SHARE_BYTES - _SIZE.size :], rest, group)
         return [(h[_SIZE.size :] + t)[:n] for h, t, n in zip(heads, tails, sizes)]
 
-    def _all_gather(self, data: bytes, width: int, group: Any) -> list[bytes]:
+    def _all_gather(self, data: bytes, width: int, group: Gloo) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data[:width].ljust(width, b"\0")), dtype=torch.uint8)
         into = torch.empty(self.size * width, dtype=torch.uint8)
-        dist.all_gather_into_tensor(into, mine, group=group)
+        group.all_gather(into, mine)
         found = into.numpy().tobytes()
         return [found[r * width : (r + 1) * width] for r in range(self.size)]
 
@@ -89,7 +92,7 @@ class Exchange:
             return number
         said = torch.tensor([number], dtype=torch.int64)
         with self._talking("agree") as group:
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
+            group.max(said)
         return int(said)
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
@@ -100,13 +103,13 @@ class Exchange:
         with self._talking("broadcast") as group:
             head = bytearray((_SIZE.pack(len(data)) + data)[:BROADCAST_BYTES])
             into = torch.frombuffer(head.ljust(BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
-            dist.broadcast(into, source, group=group)
+            group.broadcast(into, source)
             found: bytes = into.numpy().tobytes()
             (size,) = _SIZE.unpack(found[: _SIZE.size])
             found = found[_SIZE.size : _SIZE.size + size]
             if len(found) < size:
                 rest = bytearray(data[len(found) :]) or bytearray(size - len(found))
-                dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, group=group)
+                group.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source)
                 found += rest
         return found
 
@@ -131,24 +134,60 @@ class Exchange:
         return answer[1:]
 
     @contextmanager
-    def _talking(self, what: str) -> Iterator[Any]:
+    def _talking(self, what: str) -> Iterator[Gloo]:
         """The gloo group, for collectives.  One that failed is of no more use, here or elsewhere."""
-        gloo = self._gloo_group()
+        assert self.meeting is not None and self.met is not None
         try:
-            with translated(what):
-                yield gloo
-        except BaseException:
-            _gloos.pop(self.deadline_s, None)
-            with suppress(RuntimeError, ValueError, AssertionError, dist.DistError):
-                dist.destroy_process_group(gloo)  # so that the others learn it, too
+            gloo = self._gloo_group(self.meeting, self.met, what)
+            yield gloo
+        except BaseException as error:
+            _, held = self.meeting.held.pop(self.deadline_s, (0, None))
+            if held is not None:
+                held.end()  # so that the others learn it, too
+            if isinstance(error, (RuntimeError, dist.DistError)):
+                raise self._explained(self.meeting, self.met, what, error) from error
             raise
 
-    def _gloo_group(self) -> Any:
-        world = dist.group.WORLD
-        made_in, kept = (ref() for ref in _gloos.get(self.deadline_s, (_nothing, _nothing)))
-        if kept is not None and made_in is world:
-            return kept
-        timeout = timedelta(seconds=max(self.deadline_s, 1.0))
-        gloo = dist.new_group(backend="gloo", timeout=timeout)
-        _gloos[self.deadline_s] = weakref.ref(world), weakref.ref(gloo)
+    def _explained(self, meeting: Meeting, met: Met, what: str, error: Exception) -> AgentError:
+        """What a failed collective means: who does not answer."""
+        if isinstance(error, AgentError):
+            return error
+        try:
+            missing = meeting.roll_call(met, ROLL_CALL_S)
+        except AgentError as gone:
+            return gone
+        if missing:
+            return Deadline(
+                f"{named(missing)} did not answer in the middle of {met.call} (within "
+                f"{self.deadline_s:g} s, or no longer: {what})",
+                rank=missing[0],
+                hint="look at the log of that rank; it may have died, or hang",
+            )
+        return AgentError(
+            f"the ranks have lost each other in the middle of {met.call} ({what}: {error})",
+            hint="the network may be down; the other ranks' logs say more",
+        )
+
+    @property
+    def holds(self) -> str:
+        """The gloo group that this rank has for its collectives, in a word; all must have the same."""
+        held = self.meeting.held.get(self.deadline_s) if self.meeting is not None else None
+        return "" if held is None else str(held[0])
+
+    def _gloo_group(self, meeting: Meeting, met: Met, what: str) -> Gloo:
+        kept = meeting.held.get(self.deadline_s)
+        if kept is not None:
+            return kept[1]
+        limit = max(self.deadline_s, 1.0)
+
+        def make() -> Gloo:
+            store = meeting.line.ask(what, lambda s: s, limit)
+            store = dist.PrefixStore(f"gloo/{met.number}", store)
+            return Gloo(store, self.rank, self.size, limit)
+
+        def late() -> Exception:
+            return RuntimeError("not all ranks have connected to each other")
+
+        gloo = bounded(make, limit + CONNECT_S, late)
+        meeting.held[self.deadline_s] = met.number, gloo
         return gloo

@@ -479,6 +479,7 @@ class MemoryTier:
             mine,
             lambda answers: msgspec.msgpack.encode(decide(job, answers)),
             self.deadline_s,
+            f"{what} its part of {job.in_words}",
         )
         decision = msgspec.msgpack.decode(answer, type=Decision)
         if decision.errors:

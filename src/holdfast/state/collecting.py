@@ -18,6 +18,7 @@ from holdfast.state.live import (
     encode,
     engines_in,
     has_scheduler,
+    in_order,
     is_loader,
     is_optimizer,
     is_stateful,
@@ -48,6 +49,7 @@ def collect(
     time, what of a module or an optimizer would not be saved is a UsageError.
     """
     check_keys(state)
+    state = in_order(state)
     live = Live(keys=set(state), before=before or {})
     given, state = state, as_seen(state)
     if not before:

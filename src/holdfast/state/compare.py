@@ -105,6 +105,7 @@ def judge_together(
         f"compare/{group.asked}",
         msgspec.msgpack.encode(mine),
         lambda answers: _combine(checkpoint, live, answers, group.size, options),
+        awaited=f"compared its state with step {checkpoint.step}",
     )
     together = msgspec.msgpack.decode(answer, type=_Together)
     if together.problems:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -217,6 +218,12 @@ def is_in(state: State, value: Any) -> bool:
     return any(known is value for known in state.values())
 
 
+def in_order(state: State) -> State:
+    """The same values by sorted keys: what ranks do together for each of them (an object's `state_dict` may
+    have collectives) they do in one order, however each of them has built its dict."""
+    return dict(sorted(state.items()))
+
+
 def check_keys(state: State) -> None:
     if not isinstance(state, dict):
         raise UsageError(
@@ -364,6 +371,9 @@ def is_copy(zero: Engine | None, p: torch.Tensor) -> bool:
 def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline."""
 
+    objects: list[tuple[str, Any, dict[str, Any]]] = []
+    """Path, object, and where its state goes: asked for in one order on all ranks (`in_order`)."""
+
     def on_other(leaf: Any, path: str) -> Any:
         name = f"{key}.{path}" if path else key
         if isinstance(leaf, torch.dtype):
@@ -383,9 +393,8 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
             live.add(name, "tensor", leaf, steady=False)
             return {"$at": name}
         if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):
-            with naming(name, leaf, "state_dict"):
-                saved = leaf.state_dict()
-            return {"$object": encode(live, name, saved, inline=True)}
+            objects.append((path, leaf, {"$object": None}))
+            return objects[-1][-1]
         if isinstance(leaf, torch.Size):
             return {"$tuple": list(leaf)}
         raise UsageError(
@@ -397,9 +406,15 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
     if isinstance(value, torch.Size):
         value = tuple(value)
     try:
-        return extras.encode(value, on_other, utf8=True)
+        tree = extras.encode(value, on_other, utf8=True)
     except extras.Unsaved as error:
         raise error.within(key) from None
+    for path, leaf, into in sorted(objects, key=itemgetter(0)):
+        name = f"{key}.{path}" if path else key
+        with naming(name, leaf, "state_dict"):
+            saved = leaf.state_dict()
+        into["$object"] = encode(live, name, saved, inline=True)
+    return tree
 
 
 def is_cut(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from holdfast.state.live import (
     Live,
     State,
     encode,
+    in_order,
     is_copy,
     is_optimizer,
     is_stateful,
@@ -68,7 +69,7 @@ def served_modules(
     """By key of the state, the parameters of each module of which the optimizer has some."""
     served = {id(p) for _, params in groups_of(optimizer, zero) for p in params}
     found: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    for key, value in state.items():
+    for key, value in in_order(state).items():
         pairs = [pair for module in stages(value) or () for pair in named_parameters(module)]
         if any(id(p) in served for _, p in pairs):
             found[key] = pairs

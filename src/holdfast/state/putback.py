@@ -31,6 +31,7 @@ from holdfast.state.live import (
     State,
     extra_states,
     has_scheduler,
+    in_order,
     is_optimizer,
     is_stateful,
     outline_tensor,
@@ -92,7 +93,7 @@ class Extras:
 
     def _find_missing(self) -> None:
         manifest = self.checkpoint.manifest
-        for key, value in self.state.items():
+        for key, value in in_order(self.state).items():
             if is_optimizer(value) and key in manifest.extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
@@ -253,7 +254,7 @@ class Extras:
             self._put_made(key, value, own)
         if self.options.only is not None:
             return
-        for key in sorted(self.state, key=lambda k: k == "rng"):
+        for key in sorted(self.state, key=lambda k: (k == "rng", k)):
             value = self.state[key]
             for name, module in self._module_states(key, value):
                 tree = self._tree(name, own)

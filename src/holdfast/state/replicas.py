@@ -84,9 +84,10 @@ class Replicas:
         placement: Placement,
         group: Group,
         limit_s: float,
+        awaited: str,
     ) -> None:
         """LayoutError on every rank if some replicas differ.  `name`: of the exchange; `live`: None if
-        this rank cannot look at its tensors now.  Collective; after a failure all have to plan anew, for
+        this rank cannot look at its tensors now; `awaited`: what others say of a rank that does not.  Collective; after a failure all have to plan anew, for
         `is_due` must be alike on all ranks.
         """
         always = self.mode == "verify"
@@ -108,7 +109,7 @@ class Replicas:
         whole = {one: digest(msgspec.msgpack.encode(some)) for one, some in rows.items()}
         text = None if error is None else f"{type(error).__name__}: {error}"
         said = _Said(whole, live is not None, text)
-        answer = group.ask(name, msgspec.msgpack.encode(said), _differing, limit_s)
+        answer = group.ask(name, msgspec.msgpack.encode(said), _differing, limit_s, awaited)
         asked = msgspec.msgpack.decode(answer, type=_Asked)
         if asked.differing:
             each = [(one, rows[one]) for one in asked.differing if one in rows]
@@ -117,6 +118,7 @@ class Replicas:
                 msgspec.msgpack.encode(each),
                 lambda answers: _compare(answers, names),
                 limit_s,
+                awaited,
             )
             found = msgspec.msgpack.decode(answer, type=_Found)
             if found.tensors:

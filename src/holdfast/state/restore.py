@@ -28,7 +28,7 @@ from holdfast.layout import whole
 from holdfast.state.compare import Problems, compare, judge_together
 from holdfast.state.former import under_live_names
 from holdfast.state.kinds import writing
-from holdfast.state.live import Live, State, check_keys, stages
+from holdfast.state.live import Live, State, check_keys, in_order, stages
 from holdfast.state.masters import MasterChange, master_changes, read_numbers
 from holdfast.state.overlapping import Aside, set_aside
 from holdfast.state.placed import Placed
@@ -117,7 +117,7 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
     plan: Extras | None = None
     given = state
     try:
-        state = as_seen(state)
+        state = in_order(as_seen(state))
         for value in state.values():
             for module in stages(value) or ():
                 materialise(module)

@@ -10,10 +10,14 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint.outfiles import Outfile
-from holdfast.errors import HoldfastError
+from holdfast.errors import AgentError, HoldfastError
 
 DEADLINE_S = 3600.0
 """How long a rank that has finished waits for the slowest."""
+MEET_S = 60.0
+"""How long a rank waits for the others to begin: all of a torchrun start at about the same time."""
+TELL_S = 2.0
+"""When it says for whom."""
 
 
 class Ranks:
@@ -70,15 +74,25 @@ class Ranks:
 
 @contextmanager
 def converting_ranks() -> Iterator[Ranks]:
-    """The ranks of the torchrun that this process is part of, if it is."""
+    """The ranks of the torchrun that this process is part of, if it is.
+
+    A process that a rank has started inherits RANK and WORLD_SIZE, and nobody else may come: it says for
+    whom it waits, and ends with Deadline after `MEET_S`.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
         yield Ranks()
         return
-    from holdfast.group import Group, joined
+    from holdfast.group import launched
 
-    with joined():
-        group = Group(DEADLINE_S)
-        try:
-            yield Ranks(group)
-        finally:
-            group.close()
+    try:
+        group = launched(DEADLINE_S, "convert()", MEET_S, TELL_S)
+    except AgentError as error:
+        error.hint = (
+            "a conversion under torchrun is made by all ranks; for this process to make it alone, start it "
+            "without WORLD_SIZE: `env -u WORLD_SIZE holdfast convert ...`"
+        )
+        raise
+    try:
+        yield Ranks(group)
+    finally:
+        group.close()

@@ -1,0 +1,59 @@
+"""A gloo process group that torch.distributed does not list: collectives between ranks that have met.
+
+`torch.distributed.new_group` is a collective of all ranks itself, and registers what it makes for good.
+This group is made from a store alone, and when an operation fails it goes at once, with its connections: so
+the ranks that wait for this one learn of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+class Gloo:
+    """Collectives on the CPU; each blocks, RuntimeError after the group's limit or if a rank is gone."""
+
+    def __init__(self, store: Any, rank: int, size: int, limit_s: float) -> None:
+        """Connects to every other rank.  Collective; blocks."""
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=limit_s))
+
+    # Nobody keeps the `Work` of an operation: it would keep the connections.
+
+    def all_to_all(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        into_sizes: Sequence[int] = (),
+        source_sizes: Sequence[int] = (),
+    ) -> None:
+        """Each rank's part of `source` to that rank; without sizes all are as long."""
+        options = c10d.AllToAllOptions()
+        self._group.alltoall_base(
+            into, source, list(into_sizes), list(source_sizes), options
+        ).wait()
+
+    def all_gather(self, into: torch.Tensor, mine: torch.Tensor) -> None:
+        """Every rank's tensor, one after the other, into `into`."""
+        self._group._allgather_base(into, mine, c10d.AllgatherOptions()).wait()
+
+    def max(self, tensor: torch.Tensor) -> None:
+        """Every element becomes the largest of any rank."""
+        options = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._group.allreduce([tensor], options).wait()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """One rank's elements become all ranks'."""
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self._group.broadcast([tensor], options).wait()
+
+    def end(self) -> None:
+        """Close every connection."""
+        self._group = None
