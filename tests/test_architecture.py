@@ -12,7 +12,9 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("addresses", "errors", "events", "here", "near", "threads", "version"),
+    ("addresses", "errors", "here", "near", "version"),
+    ("events", "patience"),
+    ("threads",),
     ("layout", "codec", "policy", "store", "group", "sizes"),
     ("rules",),
     ("format",),
@@ -25,7 +27,7 @@ LAYERS = (
     ("memory", "delta"),
     ("history", "recovery", "tiers"),
     ("restoring",),
-    ("looking", "once", "restart", "steering", "stopping"),
+    ("ending", "looking", "once", "restart", "steering", "stopping"),
     ("checkpointer",),
     ("converting",),
     ("cli", "testing"),

@@ -12,10 +12,12 @@ import time
 import warnings
 from types import TracebackType
 from typing import Any, Literal
+from weakref import WeakMethod
 
 from holdfast.capture import Save
 from holdfast.checkpoint.tidying import Keep
 from holdfast.delta.options import Delta
+from holdfast.ending import Ending
 from holdfast.errors import HoldfastError, HoldfastWarning, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
@@ -118,6 +120,7 @@ class Checkpointer:
         if self._steering is not None:
             self.every = self._steering.every
         self._stop = Stop(self._group, sigterm_s) if sigterm_s is not None else None
+        self._ending = Ending(self._group, self._saves, WeakMethod(self._unheard))
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -257,13 +260,20 @@ class Checkpointer:
         while memory is not None and memory.news:
             self._news.append((None, memory.news.pop(0)))
         done = [s for s in self._saves if s.done()]
-        self._saves = [s for s in self._saves if not s.done()]
+        self._saves[:] = [s for s in self._saves if not s.done()]
         for save in done:
             if save.skipped and save.kind == "save":  # the next snapshot is a few steps away
                 text = f"the save of step {save.step} was left out: one was in flight"
                 self._news.append((None, text))
             if save.error is not None and not save.told:
                 self._complain(save.error, str(save.error))
+
+    def _unheard(self) -> list[str]:
+        """What a next call would tell, beside saves that have failed."""
+        delta = self._tiers.delta
+        failed = None if delta is None else delta.error
+        news = [text for _, text in self._news]
+        return news if failed in (None, self._told_of) else [*news, f"records end: {failed}"]
 
     def _complain(self, error: BaseException, text: str) -> None:
         self._news.append((error if self.on_error == "raise" else None, text))
@@ -364,7 +374,8 @@ class Checkpointer:
         """Wait for every save under way; failures are reported as `on_error` says.  Records are with their
         writer then, which outlives this process.
 
-        Deadline if they are not done after `timeout` seconds.
+        Deadline if they are not all done after `timeout` seconds.  Without it for as long as they get on: a
+        save fails by itself where storage or another rank does not answer for `deadline_s`.
         """
         self._check_ours()
         until = None if timeout is None else time.monotonic() + timeout
@@ -376,13 +387,15 @@ class Checkpointer:
                     raise
                 save.told = False  # reported just below
         if self._tiers.delta is not None:
-            self._tiers.delta.handed_over(timeout)
+            self._tiers.delta.handed_over(
+                None if until is None else max(until - time.monotonic(), 0.0)
+            )
         self._report()
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
-        `timeout` seconds (`deadline_s` if none are given).  Snapshots in memory are freed, unless the last
-        durable save failed."""
+        `timeout` seconds (`deadline_s` if none are given); it comes within half a minute after that, for
+        other ranks are still told.  Snapshots in memory are freed, unless the last durable save failed."""
         self._end(timeout, finished=True)
 
     def _end(
@@ -391,6 +404,7 @@ class Checkpointer:
         if self._closed or not self._is_ours:
             return
         self._closed = True
+        self._ending.close()
         try:
             self._tiers.close(timeout, finished=finished)
         finally:

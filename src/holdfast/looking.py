@@ -8,6 +8,7 @@ from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import NotRecoverable
 from holdfast.interop.detect import detect, near_path, open_as, steps_as
+from holdfast.patience import bounded
 from holdfast.store import open_store
 
 
@@ -20,7 +21,7 @@ def open(
     Foreign checkpoints are opened where they lie, found by what is there or named by a prefix (`dcp:PATH`,
     `deepspeed:PATH`, `megatron:PATH`, `huggingface:PATH`, `torch:PATH`).
     """
-    found = detect(url)
+    found = _detected(url)
     if found is not None:
         return open_as(found, url, step)
     try:
@@ -32,7 +33,11 @@ def open(
 
 def steps(url: str | os.PathLike[str]) -> list[int]:
     """All committed steps, ascending; empty if there are none."""
-    found = detect(url)
+    found = _detected(url)
     if found is not None:
         return steps_as(found, url)
     return sorted(s.step for s in committed(open_store(os.fspath(url))))
+
+
+def _detected(url: str | os.PathLike[str]) -> str | None:
+    return bounded(lambda: detect(url), "look at", os.fspath(url))

@@ -19,10 +19,14 @@ from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
 from holdfast.interop.detect import detect, near_path, open_as
 from holdfast.memory.node.holdings import Holdings, Key, SnapshotStore, image_of
+from holdfast.patience import bounded, opening
 from holdfast.state.live import State
 from holdfast.state.restore import alike, restore
 from holdfast.state.targets import Options
-from holdfast.store import MemoryStore, Store, open_store
+from holdfast.store import MemoryStore, Store, be_patient, open_store
+
+PATIENT_SHARE = 0.9
+"""Of the deadline between ranks: how long one of several waits for storage."""
 
 
 def load_snapshot(
@@ -76,9 +80,9 @@ def load_from(
     verify: bool = True,
 ) -> int:
     """A step, or the newest, of whatever lies at `url`; returns its number."""
-    found = group.from_rank0(lambda: (detect(url) or "").encode()).decode()
+    found = group.from_rank0(lambda: _detected(url, group)).decode()
     if found:  # rank 0 decides: ranks may see a file system differently
-        with alike(group, step or 0):
+        with alike(group, step or 0), opening(_patience_s(group)):
             foreign = open_as(found, url, step)
         restore(foreign, state, group, options)
         return foreign.step
@@ -93,6 +97,14 @@ def load_from(
         step = steps[-1].step
     load_step(store, group, step, state, options, verify=verify)
     return step
+
+
+def _detected(url: str, group: Group) -> bytes:
+    return bounded(lambda: (detect(url) or "").encode(), "look at", url, _patience_s(group))
+
+
+def _patience_s(group: Group) -> float:
+    return group.deadline_s * (PATIENT_SHARE if group.size > 1 else 1.0)
 
 
 def tell_unused_records(url: str, group: Group, step: int) -> None:
@@ -169,8 +181,10 @@ def saved_steps(store: Store, group: Group) -> list[Saved]:
 
 
 def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
-    """Open a store of our own that all ranks reach."""
+    """Open a store of our own that all ranks reach.  What it does not answer is given up in time for the
+    other ranks to hear why, before they would give up on this one."""
     store = open_store(os.fspath(url))
+    be_patient(store, _patience_s(group))
     if group.size > 1 and isinstance(store, MemoryStore):
         raise UsageError(
             f"{store.url} is in the memory of one process; {group.size} ranks need a path"

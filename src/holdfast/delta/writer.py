@@ -23,7 +23,7 @@ from holdfast.delta.segment import Header, Record, aligned, encode_header, read_
 from holdfast.delta.writers import withdraw
 from holdfast.errors import Exists
 from holdfast.here import yield_to_training
-from holdfast.store import Store, open_store
+from holdfast.store import Store, be_patient, open_store
 from holdfast.store import Writer as File
 
 WRITE_BYTES = 8 << 20
@@ -89,6 +89,9 @@ class Writer:
         self._ring = Ring(order.slots, order.slot_bytes, fd)
         if self._store is None or self._store.url != order.root:
             self._store = open_store(order.root)
+            be_patient(
+                self._store, None
+            )  # nobody waits for this process: what it holds is lost with it
 
     def _leave(self) -> None:
         if self._store is not None:

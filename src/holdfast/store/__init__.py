@@ -18,7 +18,7 @@ from holdfast.store.base import Reader, Store, Writer
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 
-__all__ = ["LocalStore", "MemoryStore", "Reader", "Store", "Writer", "open_store"]
+__all__ = ["LocalStore", "MemoryStore", "Reader", "Store", "Writer", "be_patient", "open_store"]
 
 _OBJECT_STORAGE = ("s3", "gs", "az")
 _SCHEMES = ("file", "memory", *_OBJECT_STORAGE)
@@ -37,6 +37,12 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     if scheme == "memory":
         return MemoryStore(rest)
     raise _unknown_scheme(text, scheme)
+
+
+def be_patient(store: Store, limit_s: float | None) -> None:
+    """Let each operation of a store take so long (None: for ever); a store in memory answers at once."""
+    if isinstance(store, LocalStore):
+        store.patience.limit_s = limit_s
 
 
 def _file_path(url: str, rest: str) -> str:
