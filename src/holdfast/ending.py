@@ -46,7 +46,7 @@ class Ending:
 
     def _end(self, waited_s: float) -> None:
         late = [save.step for save in self._saves if not save.done()]
-        why = slowest()
+        why = slowest(0.0)
         if late:
             self._group.hurry()
             idle(LEAVE_S)

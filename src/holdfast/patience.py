@@ -187,11 +187,11 @@ class Helper:
             del done
 
 
-def bounded(call: Callable[[], R], what: str, place: str, limit_s: float = PATIENCE_S) -> R:
+def bounded(call: Callable[[], R], what: str, place: str, limit_s: float | None = None) -> R:
     """Do `call`, which asks storage otherwise than by a store, or several times.  Deadline after
-    `limit_s`."""
+    `limit_s`, or as long as an operation of a store may take."""
     patience = Patience()
-    patience.limit_s = limit_s
+    patience.limit_s = patience.limit_s if limit_s is None else limit_s
     return patience.run(call, what, place)
 
 

@@ -66,7 +66,8 @@ class Worker:
 
     def settle(self, limit_s: float | None) -> None:
         """Wait until all is done that it was given so far.  TimeoutError."""
-        self.submit(lambda: None).result(limit_s)
+        if self._tasks.unfinished_tasks:
+            self.submit(lambda: None).result(limit_s)
 
     def shutdown(self) -> None:
         """Take no more work.  What was given is done, but nobody waits for it when Python ends."""

@@ -379,7 +379,7 @@ class RecordCapture:
             self._copier.settle(limit_s)
         except (FutureTimeout, TimeoutError):
             raise Deadline(
-                f"records were not with their writer after {limit_s:g} s",
+                "records were not all with their writer when the time to wait for them was over",
                 hint=slowest() or "the process that writes records does not take them",
             ) from None
 
