@@ -21,7 +21,11 @@ def open(
     Foreign checkpoints are opened where they lie, found by what is there or named by a prefix (`dcp:PATH`,
     `deepspeed:PATH`, `megatron:PATH`, `huggingface:PATH`, `torch:PATH`).
     """
-    found = _detected(url)
+    return bounded(lambda: _open(url, step, verify), "open", os.fspath(url))
+
+
+def _open(url: str | os.PathLike[str], step: int | None, verify: bool) -> Checkpoint:
+    found = detect(url)
     if found is not None:
         return open_as(found, url, step)
     try:
@@ -33,11 +37,11 @@ def open(
 
 def steps(url: str | os.PathLike[str]) -> list[int]:
     """All committed steps, ascending; empty if there are none."""
-    found = _detected(url)
+    return bounded(lambda: _steps(url), "look at", os.fspath(url))
+
+
+def _steps(url: str | os.PathLike[str]) -> list[int]:
+    found = detect(url)
     if found is not None:
         return steps_as(found, url)
     return sorted(s.step for s in committed(open_store(os.fspath(url))))
-
-
-def _detected(url: str | os.PathLike[str]) -> str | None:
-    return bounded(lambda: detect(url), "look at", os.fspath(url))

@@ -16,10 +16,15 @@ import torch
 
 import holdfast
 import holdfast.checkpointer
+import holdfast.restoring
 from disks.frozen import Frozen
 from holdfast import threads
+from holdfast.store import LocalStore
+from holdfast.testing import Slow
 
 STEPS = 3
+SLOW_S = 0.03
+"""For each operation of storage, so that the last save is under way for long enough."""
 KEPT = []
 """What lives until Python has ended."""
 
@@ -30,6 +35,7 @@ def train(root: Path, every: holdfast.Every, **options: object) -> holdfast.Chec
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optim": optimizer}
+    holdfast.restoring.open_store = lambda url: Slow(LocalStore(url), SLOW_S)
     ckpt = holdfast.Checkpointer(root, state, every=every, when_busy="queue", **options)
     ckpt.restore()
     for step in range(1, STEPS + 1):
@@ -54,7 +60,8 @@ def by_sys_exit(root: Path) -> None:
 
 
 def with_records(root: Path) -> None:
-    KEPT.append(train(root, holdfast.Every(durable=10, delta=1), delta=holdfast.Delta(batch=8)))
+    every = holdfast.Every(durable=10, delta=1)
+    KEPT.append(train(root, every, delta=holdfast.Delta(batch=8)))
 
 
 def after_a_save_has_failed(root: Path) -> None:
