@@ -380,12 +380,13 @@ class Checkpointer:
         self._check_ours()
         until = None if timeout is None else time.monotonic() + timeout
         for save in list(self._saves):
+            told = save.told
             try:
                 save.wait(None if until is None else max(until - time.monotonic(), 0.0))
             except Exception:
                 if not save.done():
                     raise
-                save.told = False  # reported just below
+                save.told = told  # if not yet, it is reported just below
         if self._tiers.delta is not None:
             self._tiers.delta.handed_over(
                 None if until is None else max(until - time.monotonic(), 0.0)

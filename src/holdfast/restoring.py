@@ -174,10 +174,19 @@ def saved_steps(store: Store, group: Group) -> list[Saved]:
     """Every step, oldest to newest, as rank 0 sees them."""
 
     def look() -> bytes:
-        return msgspec.json.encode([(s.run, s.step) for s in committed(store)])
+        return bounded(
+            lambda: msgspec.json.encode(_runs_and_steps(store)),
+            "look at",
+            store.url,
+            _patience_s(group),
+        )
 
     found = msgspec.json.decode(group.from_rank0(look), type=list[tuple[int, int]])
     return [Saved(run, step) for run, step in found]
+
+
+def _runs_and_steps(store: Store) -> list[tuple[int, int]]:
+    return [(s.run, s.step) for s in committed(store)]
 
 
 def open_shared(url: str | os.PathLike[str], group: Group) -> Store:

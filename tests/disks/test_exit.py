@@ -16,6 +16,8 @@ from holdfast.checkpoint.verifying import verify
 from holdfast.delta.log import last_recorded
 from holdfast.store import open_store
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = {
     "at_its_end": 0,
     "by_an_error": 1,
@@ -83,6 +85,7 @@ def test_what_is_dropped_is_told(ended: Ended) -> None:
     assert "storage has not answered for" in said
 
 
+@pytest.mark.distributed
 def test_on_all_ranks(tmp_path: Path) -> None:
     ran = launch("disks.ranks_that_end", 2, tmp_path, timeout_s=120)
     ran.check()
