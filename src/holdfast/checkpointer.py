@@ -21,13 +21,12 @@ from holdfast.ending import Ending
 from holdfast.errors import HoldfastError, HoldfastWarning, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
-from holdfast.interop.detect import detect
 from holdfast.layout import Mesh
 from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
 from holdfast.policy.tuning import Auto
 from holdfast.restart import Restart
-from holdfast.restoring import load_from, open_shared, tell_unused_records
+from holdfast.restoring import detected, load_from, open_shared, tell_unused_records
 from holdfast.roots import check_own
 from holdfast.state.collecting import collect
 from holdfast.state.live import Live, LiveTensor, State, check_keys
@@ -365,7 +364,7 @@ class Checkpointer:
         """What a run without steps begins with; rank 0 sees what lies in the root."""
         if source is not None:
             return os.fspath(source)
-        found = self._group.from_rank0(lambda: (detect(self._root) or "").encode())
+        found = self._group.from_rank0(lambda: detected(self._root, self._group))
         return self._root if found else None
 
     # -- ending -----------------------------------------------------------------------------------

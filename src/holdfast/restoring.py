@@ -23,7 +23,7 @@ from holdfast.patience import bounded, opening
 from holdfast.state.live import State
 from holdfast.state.restore import alike, restore
 from holdfast.state.targets import Options
-from holdfast.store import MemoryStore, Store, be_patient, open_store
+from holdfast.store import MemoryStore, Store, be_patient, in_one, open_store
 
 PATIENT_SHARE = 0.9
 """Of the deadline between ranks: how long one of several waits for storage."""
@@ -80,7 +80,7 @@ def load_from(
     verify: bool = True,
 ) -> int:
     """A step, or the newest, of whatever lies at `url`; returns its number."""
-    found = group.from_rank0(lambda: _detected(url, group)).decode()
+    found = group.from_rank0(lambda: detected(url, group)).decode()
     if found:  # rank 0 decides: ranks may see a file system differently
         with alike(group, step or 0), opening(_patience_s(group)):
             foreign = open_as(found, url, step)
@@ -99,7 +99,8 @@ def load_from(
     return step
 
 
-def _detected(url: str, group: Group) -> bytes:
+def detected(url: str, group: Group) -> bytes:
+    """The foreign format that lies at `url`, empty if there is none.  Deadline."""
     return bounded(lambda: (detect(url) or "").encode(), "look at", url, _patience_s(group))
 
 
@@ -118,7 +119,7 @@ def tell_unused_records(url: str, group: Group, step: int) -> None:
         run = next((s.run for s in committed(store) if s.step == step), 0)
         return str(last_recorded(store, run, step)).encode()
 
-    last = int(group.from_rank0(look))
+    last = int(group.from_rank0(lambda: bounded(look, "look at", url, _patience_s(group))))
     if last:
         warnings.warn(
             f"step {step} of {url} is its newest full one; its records, up to step {last}, are not used: "
@@ -174,12 +175,7 @@ def saved_steps(store: Store, group: Group) -> list[Saved]:
     """Every step, oldest to newest, as rank 0 sees them."""
 
     def look() -> bytes:
-        return bounded(
-            lambda: msgspec.json.encode(_runs_and_steps(store)),
-            "look at",
-            store.url,
-            _patience_s(group),
-        )
+        return in_one(store, lambda: msgspec.json.encode(_runs_and_steps(store)), "look at")
 
     found = msgspec.json.decode(group.from_rank0(look), type=list[tuple[int, int]])
     return [Saved(run, step) for run, step in found]

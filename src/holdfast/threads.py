@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from holdfast.patience import overdue, watched
@@ -217,4 +218,5 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-threading._register_atexit(_when_python_ends)  # type: ignore[attr-defined]
+with suppress(RuntimeError):  # imported when Python is ending already
+    threading._register_atexit(_when_python_ends)  # type: ignore[attr-defined]
