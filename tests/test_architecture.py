@@ -12,9 +12,10 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("addresses", "errors", "here", "near", "threads", "version"),
+    ("addresses", "errors", "here", "near", "version"),
     ("arguments",),
-    ("events",),
+    ("events", "patience"),
+    ("threads",),
     ("layout", "codec", "policy", "store", "group", "sizes"),
     ("rules",),
     ("format",),
@@ -27,7 +28,7 @@ LAYERS = (
     ("memory", "delta"),
     ("history", "recovery", "tiers"),
     ("restoring",),
-    ("looking", "once", "restart", "steering", "stopping"),
+    ("ending", "looking", "once", "restart", "steering", "stopping"),
     ("checkpointer",),
     ("converting",),
     ("cli", "testing"),

@@ -12,6 +12,7 @@ import time
 import warnings
 from types import TracebackType
 from typing import Any, Literal
+from weakref import WeakMethod
 
 from holdfast.arguments import (
     choice_of,
@@ -27,16 +28,16 @@ from holdfast.arguments import (
 from holdfast.capture import Save
 from holdfast.checkpoint.tidying import Keep
 from holdfast.delta.options import Delta
+from holdfast.ending import Ending
 from holdfast.errors import HoldfastError, HoldfastWarning, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
-from holdfast.interop.detect import detect
 from holdfast.layout import Mesh
 from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
 from holdfast.policy.tuning import Auto
 from holdfast.restart import Restart
-from holdfast.restoring import load_from, open_shared, tell_unused_records
+from holdfast.restoring import detected, load_from, open_shared, tell_unused_records
 from holdfast.roots import check_own
 from holdfast.state.collecting import collect
 from holdfast.state.live import Live, LiveTensor, State, check_keys, in_order
@@ -146,6 +147,7 @@ class Checkpointer:
         if self._steering is not None:
             self.every = self._steering.every
         self._stop = Stop(self._group, sigterm_s) if sigterm_s is not None else None
+        self._ending = Ending(self._group, self._saves, WeakMethod(self._unheard))
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -287,13 +289,20 @@ class Checkpointer:
         while memory is not None and memory.news:
             self._news.append((None, memory.news.pop(0)))
         done = [s for s in self._saves if s.done()]
-        self._saves = [s for s in self._saves if not s.done()]
+        self._saves[:] = [s for s in self._saves if not s.done()]
         for save in done:
             if save.skipped and save.kind == "save":  # the next snapshot is a few steps away
                 text = f"the save of step {save.step} was left out: one was in flight"
                 self._news.append((None, text))
             if save.error is not None and not save.told:
                 self._complain(save.error, str(save.error))
+
+    def _unheard(self) -> list[str]:
+        """What a next call would tell, beside saves that have failed."""
+        delta = self._tiers.delta
+        failed = None if delta is None else delta.error
+        news = [text for _, text in self._news]
+        return news if failed in (None, self._told_of) else [*news, f"records end: {failed}"]
 
     def _complain(self, error: BaseException, text: str) -> None:
         self._news.append((error if self.on_error == "raise" else None, text))
@@ -391,7 +400,7 @@ class Checkpointer:
         """What a run without steps begins with; rank 0 sees what lies in the root."""
         if source is not None:
             return os.fspath(source)
-        found = self._group.from_rank0(lambda: (detect(self._root) or "").encode())
+        found = self._group.from_rank0(lambda: detected(self._root, self._group))
         return self._root if found else None
 
     # -- ending -----------------------------------------------------------------------------------
@@ -400,26 +409,30 @@ class Checkpointer:
         """Wait for every save under way; failures are reported as `on_error` says.  Records are with their
         writer then, which outlives this process.
 
-        Deadline if they are not done after `timeout` seconds.
+        Deadline if they are not all done after `timeout` seconds.  Without it for as long as they get on: a
+        save fails by itself where storage or another rank does not answer for `deadline_s`.
         """
         timeout = timeout_of(timeout, "Checkpointer.wait")
         self._check_ours()
         until = None if timeout is None else time.monotonic() + timeout
         for save in list(self._saves):
+            told = save.told
             try:
                 save.wait(None if until is None else max(until - time.monotonic(), 0.0))
             except Exception:
                 if not save.done():
                     raise
-                save.told = False  # reported just below
+                save.told = told  # if not yet, it is reported just below
         if self._tiers.delta is not None:
-            self._tiers.delta.handed_over(timeout)
+            self._tiers.delta.handed_over(
+                None if until is None else max(until - time.monotonic(), 0.0)
+            )
         self._report()
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
-        `timeout` seconds (`deadline_s` if none are given).  Snapshots in memory are freed, unless the last
-        durable save failed."""
+        `timeout` seconds (`deadline_s` if none are given); it comes within half a minute after that, for
+        other ranks are still told.  Snapshots in memory are freed, unless the last durable save failed."""
         self._end(timeout_of(timeout, "Checkpointer.close"), finished=True)
 
     def _end(
@@ -428,6 +441,7 @@ class Checkpointer:
         if self._closed or not self._is_ours:
             return
         self._closed = True
+        self._ending.close()
         try:
             self._tiers.close(timeout, finished=finished)
         finally:

@@ -6,7 +6,7 @@ the time that was trained again and again.  Written by rank 0, on a thread of it
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
@@ -15,6 +15,7 @@ import msgspec
 from holdfast.errors import HoldfastError
 from holdfast.events import emit
 from holdfast.store import Store
+from holdfast.threads import Worker
 
 HISTORY_KEY = "tuning.json"
 CLOSE_S = 10.0
@@ -45,7 +46,7 @@ class Keeper:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._pool = ThreadPoolExecutor(1, "holdfast-tuning")
+        self._pool = Worker("holdfast-tuning")
         self._last: Future[None] | None = None
 
     def read(self) -> Kept:
@@ -69,9 +70,9 @@ class Keeper:
         except HoldfastError as error:
             emit("tuning.not_kept", error=str(error))
 
-    def close(self) -> None:
+    def close(self, limit_s: float = CLOSE_S) -> None:
         """Wait for what is under way, for a while."""
         if self._last is not None:
             with suppress(FutureTimeout, TimeoutError):
-                self._last.result(CLOSE_S)
-        self._pool.shutdown(wait=False)
+                self._last.result(min(limit_s, CLOSE_S))
+        self._pool.shutdown()

@@ -10,6 +10,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.unproved import tell_unreadable
 from holdfast.errors import NotRecoverable
 from holdfast.interop.detect import detect, near_path, open_as, steps_as
+from holdfast.patience import bounded
 from holdfast.store import open_store
 
 
@@ -24,6 +25,10 @@ def open(
     """
     url, step = path_of(url, "open", "url"), None if step is None else step_of(step, "open")
     flag_of(verify, "open", "verify")
+    return bounded(lambda: _open(url, step, verify), "open", url)
+
+
+def _open(url: str, step: int | None, verify: bool) -> Checkpoint:
     found = detect(url)
     if found is not None:
         return open_as(found, url, step)
@@ -41,6 +46,10 @@ def steps(url: str | os.PathLike[str]) -> list[int]:
     the newest.
     """
     url = path_of(url, "steps", "url")
+    return bounded(lambda: _steps(url), "look at", url)
+
+
+def _steps(url: str) -> list[int]:
     found = detect(url)
     if found is not None:
         return steps_as(found, url)

@@ -27,10 +27,14 @@ from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
 from holdfast.interop.detect import detect, near_path, open_as
 from holdfast.memory.node.holdings import Holdings, Key, SnapshotStore, image_of
+from holdfast.patience import bounded, opening
 from holdfast.state.live import State
 from holdfast.state.restore import alike, restore
 from holdfast.state.targets import Options
-from holdfast.store import MemoryStore, Store, open_store
+from holdfast.store import MemoryStore, Store, be_patient, in_one, open_store
+
+PATIENT_SHARE = 0.9
+"""Of the deadline between ranks: how long one of several waits for storage."""
 
 
 def load_snapshot(
@@ -84,9 +88,9 @@ def load_from(
     verify: bool = True,
 ) -> int:
     """A step, or the newest, of whatever lies at `url`; returns its number."""
-    found = group.from_rank0(lambda: (detect(url) or "").encode()).decode()
+    found = group.from_rank0(lambda: detected(url, group)).decode()
     if found:  # rank 0 decides: ranks may see a file system differently
-        with alike(group, step or 0):
+        with alike(group, step or 0), opening(_patience_s(group)):
             foreign = open_as(found, url, step)
         restore(foreign, state, group, options)
         return foreign.step
@@ -105,6 +109,15 @@ def load_from(
     return step
 
 
+def detected(url: str, group: Group) -> bytes:
+    """The foreign format that lies at `url`, empty if there is none.  Deadline."""
+    return bounded(lambda: (detect(url) or "").encode(), "look at", url, _patience_s(group))
+
+
+def _patience_s(group: Group) -> float:
+    return group.deadline_s * (PATIENT_SHARE if group.size > 1 else 1.0)
+
+
 def tell_unused_records(url: str, group: Group, step: int) -> None:
     """HoldfastWarning if a root of another run has records behind the full step that was taken: only that
     run's own restarts replay them.  Collective."""
@@ -116,7 +129,7 @@ def tell_unused_records(url: str, group: Group, step: int) -> None:
         run = next((s.run for s in committed(store) if s.step == step), 0)
         return str(last_recorded(store, run, step)).encode()
 
-    last = int(group.from_rank0(look))
+    last = int(group.from_rank0(lambda: bounded(look, "look at", url, _patience_s(group))))
     if last:
         warnings.warn(
             f"step {step} of {url} is its newest full one; its records, up to step {last}, are not used: "
@@ -176,14 +189,16 @@ def saved_steps(store: Store, group: Group) -> list[Saved]:
     """Every step, oldest to newest, as rank 0 sees them."""
 
     def look() -> bytes:
-        return msgspec.json.encode(committed(store))
+        return in_one(store, lambda: msgspec.json.encode(committed(store)), "look at")
 
     return msgspec.json.decode(group.from_rank0(look), type=list[Saved])
 
 
 def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
-    """Open a store of our own that all ranks reach."""
+    """Open a store of our own that all ranks reach.  What it does not answer is given up in time for the
+    other ranks to hear why, before they would give up on this one."""
     store = open_store(os.fspath(url))
+    be_patient(store, _patience_s(group))
     if group.size > 1 and isinstance(store, MemoryStore):
         raise UsageError(
             f"{store.url} is in the memory of one process; {group.size} ranks need a path"

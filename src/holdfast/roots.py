@@ -49,6 +49,6 @@ def sweep_host(store: Store) -> None:
     """Files that dead processes of this host were writing: nobody else can tell that they are dead."""
     if isinstance(store, LocalStore) and os.environ.get("LOCAL_RANK", "0") == "0":
         try:
-            sweep_unfinished(store.root)
+            store.patience.run(lambda: sweep_unfinished(store.root), "sweep", store.root)
         except (HoldfastError, OSError) as error:  # below the root may lie what nobody may look at
             emit("sweep.failed", error=str(error))

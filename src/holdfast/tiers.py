@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from holdfast.delta.log import tidy_log
 from holdfast.delta.options import Delta
 from holdfast.delta.tier import DeltaTier
 from holdfast.durable import Durable
-from holdfast.errors import HoldfastError, HoldfastWarning
+from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Mesh
@@ -25,10 +26,15 @@ from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
+from holdfast.patience import within
 from holdfast.roots import claim_together, sweep_host
 from holdfast.state.live import State
 from holdfast.state.restore import alike
 from holdfast.store import Store
+
+LEAST_S = 0.1
+RELEASE_S = 5.0
+"""How long `close` may take beyond its time to give up the root."""
 
 
 class Tiers:
@@ -128,30 +134,44 @@ class Tiers:
             self.memory.hello()
 
     def close(self, timeout: float | None, *, finished: bool) -> None:
-        """Wait for what is pending and end.  `finished`: snapshots are needed no more."""
+        """Wait for what is pending and end: within `timeout`, or `deadline_s`, for all tiers together.
+        `finished`: snapshots are needed no more."""
+        limit_s = self.group.deadline_s if timeout is None else timeout
+        until = time.monotonic() + limit_s
+
+        def left_s() -> float:
+            return max(until - time.monotonic(), LEAST_S)
+
         try:
             with ExitStack() as last:
-                last.callback(self.durable.close, timeout)
-                if self.memory is not None:
-                    last.callback(self.memory.close, timeout, finished=finished)
+                last.callback(lambda: self.durable.close(left_s()))
+                if (memory := self.memory) is not None:
+                    last.callback(lambda: memory.close(left_s(), finished=finished))
                 if self.delta is not None:
-                    last.callback(self._tidy_log)
-                    self.delta.close(self.group.deadline_s if timeout is None else timeout)
+                    last.callback(lambda: self._tidy_log(left_s()))
+                    self.delta.close(left_s())
+        except Deadline as late:
+            late.message = (
+                f"not all was saved when close() had waited {limit_s:g} s: {late.message}"
+            )
+            raise
         finally:
             self.capture.close()
 
-    def _tidy_log(self) -> None:
+    def _tidy_log(self, limit_s: float) -> None:
         """Records that were written after the last save had tidied up."""
         if self.group.rank == 0:
             try:
-                self.durable.also_tidy()
+                with within(limit_s):
+                    self.durable.also_tidy()
             except HoldfastError as error:
                 emit("tidy.failed", error=str(error))
 
     def release(self) -> None:
-        """Give up the root."""
+        """Give up the root, if storage answers."""
         if self.group.rank == 0:
             try:
-                release(self.store, self.claim)
+                with within(RELEASE_S):
+                    release(self.store, self.claim)
             except HoldfastError as error:
                 emit("release.failed", error=str(error))

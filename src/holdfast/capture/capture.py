@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 from holdfast.capture.job import Job, Save, text_of
@@ -30,6 +29,7 @@ from holdfast.state.snapshot import (
     copy_steadily,
     set_aside,
 )
+from holdfast.threads import Worker
 
 
 class Tier(Protocol):
@@ -89,7 +89,7 @@ class Capture:
         self.aside: Kept = {}
         self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Live())
         """What each tensor was (`_told`), the aliases, and how both were described."""
-        self._pool = ThreadPoolExecutor(1, "holdfast-capture")
+        self._pool = Worker("holdfast-capture")
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class Capture:
 
         They end, for whatever they wait for has a deadline.
         """
-        self._pool.submit(lambda: None).result()
+        self._pool.settle(None)
 
     @property
     def next_number(self) -> int:
@@ -156,12 +156,12 @@ class Capture:
 
     def settle(self, limit_s: float) -> None:
         """Wait until no capture is under way; TimeoutError if that takes longer."""
-        self._pool.submit(lambda: None).result(limit_s)
+        self._pool.settle(limit_s)
 
     def close(self) -> None:
         """Let every later optimizer step pass."""
         self._gate.close()
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown()
 
     # -- capture thread ---------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from holdfast.errors import Deadline
 from holdfast.format.image import Image
 from holdfast.format.manifest import VERSION, Manifest
 from holdfast.layout import Placement
+from holdfast.patience import slowest
 from holdfast.state.agreed import Agreement
 from holdfast.state.live import Live
 from holdfast.state.protocol import Verdict
@@ -37,7 +38,11 @@ class Save:
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the step is committed.  Raises the failure, or Deadline after `timeout` s."""
+        """Block until the step is committed.  Raises the failure, or Deadline after `timeout` s.
+
+        Without `timeout` for as long as the save gets on: it fails by itself, with Deadline, where storage
+        or another rank does not answer for `deadline_s`.
+        """
         timeout = timeout_of(timeout, "Save.wait")
         try:
             self._future.result(timeout)
@@ -46,7 +51,9 @@ class Save:
                 self.told = True
                 raise
             raise Deadline(
-                f"the save of step {self.step} is not done after {timeout:g} s", step=self.step
+                f"the save of step {self.step} is not done after {timeout:g} s",
+                step=self.step,
+                hint=slowest(),
             ) from None
         except BaseException:
             self.told = True

@@ -14,7 +14,6 @@ The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk in
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.checkpoint.dealing import Deal, deal
@@ -31,7 +30,7 @@ from holdfast.checkpoint.reading import (
 )
 from holdfast.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.format.manifest import FileEntry
-from holdfast.threads import in_threads
+from holdfast.threads import Worker, in_threads
 
 WINDOW_BYTES = 8 << 20
 """Read per rank and round.  Small windows cost few first touches of fresh pages, which can be slow;
@@ -99,7 +98,7 @@ class Rounds:
     def _all(self, window: Window, size: int, rounds: int) -> BaseException | None:
         step = self.files.manifest.step
         failed: BaseException | None = None
-        with ThreadPoolExecutor(1, "holdfast-ahead") as ahead:
+        with Worker("holdfast-ahead") as ahead:
             reading = ahead.submit(self._read, window, 0, size)
             for number in range(rounds):
                 agree(self.peers, failed or reading.exception(), step)

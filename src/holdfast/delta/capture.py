@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,10 +56,13 @@ from holdfast.format.image import ALIGN
 from holdfast.group import Group
 from holdfast.here import memory_bytes
 from holdfast.layout import Mesh
+from holdfast.patience import slowest
 from holdfast.state.rest import encoded_hyper
 from holdfast.state.restore import alike
 from holdfast.store import Store
+from holdfast.threads import Worker
 
+LEAST_S = 0.1
 HURRY_S = 1.0
 """A record gets so long to its writer, where storage is not waited for."""
 MEMORY_SHARE = 16
@@ -113,7 +118,7 @@ class RecordCapture:
         self._memory_bytes = memory_bytes() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
         """Of the node, shared evenly among its ranks."""
         self._queue = Queue(deadline_s)
-        self._copier = ThreadPoolExecutor(1, "holdfast-delta")
+        self._copier = Worker("holdfast-delta")
         self._beside = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "holdfast-copy")
         self._layout: Layout | None = None
         self._header: Header | None = None
@@ -367,15 +372,24 @@ class RecordCapture:
     # -- the way to storage -----------------------------------------------------------------------
 
     def handed_over(self, limit_s: float | None) -> None:
-        """Wait until every record is the writer's, and outlives this process.  TimeoutError."""
-        self._copier.submit(lambda: None).result(limit_s)
+        """Wait until every record is the writer's, and outlives this process: `deadline_s` unless told
+        otherwise.  Deadline."""
+        limit_s = self._deadline_s if limit_s is None else limit_s
+        try:
+            self._copier.settle(limit_s)
+        except (FutureTimeout, TimeoutError):
+            raise Deadline(
+                "records were not all with their writer when the time to wait for them was over",
+                hint=slowest() or "the process that writes records does not take them",
+            ) from None
 
     def settle(self) -> None:
         """Wait until nothing is on its way to storage any more."""
         self.drop()
+        until = time.monotonic() + self._deadline_s
         self.handed_over(self._deadline_s)
         if self._queue.error is None:
-            self._queue.flush(self._deadline_s)
+            self._queue.flush(max(until - time.monotonic(), LEAST_S))
 
     def revive(self) -> None:
         """Try again after an error, with another writer if that one gave up."""
@@ -394,12 +408,13 @@ class RecordCapture:
 
     def close(self, limit_s: float) -> None:
         self.drop()
+        until = time.monotonic() + limit_s
         try:
             self.handed_over(limit_s)
         finally:
-            self._copier.shutdown(wait=False)
+            self._copier.shutdown()
             self._beside.shutdown(wait=False)
-            self._queue.close(limit_s)
+            self._queue.close(max(until - time.monotonic(), LEAST_S))
 
 
 def _applied(one: Steps) -> Applied:

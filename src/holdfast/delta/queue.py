@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -121,6 +122,7 @@ class Queue:
 
     def close(self, limit_s: float) -> None:
         """Write what there is, and end the writer."""
+        until = time.monotonic() + limit_s
         try:
             if self.error is None:
                 self.flush(limit_s)
@@ -133,7 +135,7 @@ class Queue:
                     self._line.close()
             if self._process is not None:
                 with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(max(limit_s, 1.0))
+                    self._process.wait(max(until - time.monotonic(), 1.0))
             if self.ring is not None:
                 self.ring.close()
 

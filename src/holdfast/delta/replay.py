@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +61,7 @@ from holdfast.state.restore import alike
 from holdfast.state.targets import Options, is_known, target_of
 from holdfast.state.wrapped import ELEMENTWISE, stepping
 from holdfast.store import Store
+from holdfast.threads import Worker
 
 PASSED_OVER = (Corrupt, FormatError, NotFound)
 
@@ -129,7 +129,7 @@ class Replay:
         sets = [Gradients(self.steps), Gradients(self.steps)]
         newest: dict[str, torch.Tensor] = {}
         last: Step | None = None
-        with ThreadPoolExecutor(1, "holdfast-replay") as ahead, span("replay") as fields:
+        with Worker("holdfast-replay") as ahead, span("replay") as fields:
             reading = ahead.submit(self._read, steps[0], sets[0])
             for number, step in enumerate(steps):
                 try:

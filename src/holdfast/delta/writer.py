@@ -24,7 +24,7 @@ from holdfast.delta.writers import withdraw
 from holdfast.errors import Exists
 from holdfast.format.image import ALIGN
 from holdfast.here import yield_to_training
-from holdfast.store import Store, open_store
+from holdfast.store import Store, be_patient, open_store
 from holdfast.store import Writer as File
 from holdfast.store.contract import check_blocks
 
@@ -91,6 +91,9 @@ class Writer:
         self._ring = Ring(order.slots, order.slot_bytes, fd)
         if self._store is None or self._store.url != order.root:
             self._store = open_store(order.root)
+            be_patient(
+                self._store, None
+            )  # nobody waits for this process: what it holds is lost with it
 
     def _leave(self) -> None:
         if self._store is not None:

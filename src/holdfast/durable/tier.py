@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 
 import msgspec
@@ -22,10 +21,12 @@ from holdfast.errors import Deadline, HoldfastError, RankErrors, Unavailable
 from holdfast.events import emit, span
 from holdfast.format.image import Image
 from holdfast.format.manifest import Manifest
+from holdfast.patience import slowest
 from holdfast.state.live import Live
 from holdfast.state.protocol import Outcome, Written
 from holdfast.state.snapshot import Buffer, Filling, Kept, Moment, PrivateBuffer, touch
 from holdfast.store import Store
+from holdfast.threads import Worker
 
 
 class Durable:
@@ -58,8 +59,8 @@ class Durable:
         self._buffer = PrivateBuffer()
         self._free = threading.Event()
         self._free.set()
-        self._persist = ThreadPoolExecutor(1, "holdfast-persist")
-        self._tidying = ThreadPoolExecutor(1, "holdfast-tidy")
+        self._persist = Worker("holdfast-persist")
+        self._tidying = Worker("holdfast-tidy")
         self.also_tidy: Callable[[], None] = lambda: None
         """On rank 0, after the steps have been tidied up."""
 
@@ -91,8 +92,8 @@ class Durable:
             self.settle(limit)
             self._buffer.close()
         finally:
-            self._persist.shutdown(wait=False)
-            self._tidying.shutdown(wait=False)
+            self._persist.shutdown()
+            self._tidying.shutdown()
 
     def settle(self, limit_s: float) -> None:
         """Wait until nothing is under way; Deadline if that takes longer."""
@@ -100,11 +101,12 @@ class Durable:
         try:
             self.capture.settle(limit_s)
             for pool in (self._persist, self._tidying):
-                pool.submit(lambda: None).result(max(until - time.monotonic(), 0.1))
+                pool.settle(max(until - time.monotonic(), 0.1))
         except (FutureTimeout, TimeoutError):
             raise Deadline(
                 f"a save was still under way after {limit_s:g} s",
-                hint="the storage may hang; the step is committed only if `holdfast ls` shows it",
+                hint=(slowest() or "storage may hang")
+                + "; the step is committed only if `holdfast ls` shows it",
             ) from None
 
     def adopt(self, claim: Claim) -> None:
@@ -217,7 +219,7 @@ class Durable:
                 self.commit(job, manifest)
             except Exception as error:
                 errors = {0: f"commit: {text_of(error)}"}
-                job.uncertain = isinstance(error, Unavailable)
+                job.uncertain = isinstance(error, (Unavailable, Deadline))
         return msgspec.msgpack.encode(Outcome(errors))
 
     def commit(self, job: Job, manifest: Manifest) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from holdfast.events import span
 from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
 from holdfast.memory.node import words as w
+from holdfast.threads import Worker
 
 if TYPE_CHECKING:
     from holdfast.memory.tier import MemoryTier
@@ -35,7 +35,7 @@ class Storing:
 
     def __init__(self, tier: MemoryTier) -> None:
         self._tier = tier
-        self.thread = ThreadPoolExecutor(1, "holdfast-storing")
+        self.thread = Worker("holdfast-storing")
         self.handed_over = threading.Event()
         """No image waits for the agent to be told to write it; one that does must stay the newest."""
         self.handed_over.set()
@@ -91,7 +91,7 @@ class Storing:
                 self._tier.durable.commit(job, decode(manifest, "snapshot"))
             except Exception as failed:
                 errors = {0: f"commit: {text_of(failed)}"}
-                job.uncertain = isinstance(failed, Unavailable)
+                job.uncertain = isinstance(failed, (Unavailable, Deadline))
         return Decision(errors)
 
     def _order(self, job: Job, file: FileEntry) -> w.Persist:

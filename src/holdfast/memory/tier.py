@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from functools import partial
@@ -43,9 +42,11 @@ from holdfast.memory.protecting import Protector
 from holdfast.memory.recompute import Shadow, shadow_of
 from holdfast.memory.slots import SlotBuffer, Slots
 from holdfast.memory.storing import Storing
+from holdfast.patience import slowest
 from holdfast.state.live import Live, State
 from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Beside, Filling, Kept, Moment, PrivateBuffer
+from holdfast.threads import Worker
 
 LEAVE_S = 5.0
 """How long a process that ends early stays for a snapshot to be complete, or a save to reach the agents."""
@@ -94,7 +95,7 @@ class MemoryTier:
         """Number of the newest durable save that is over, and whether it failed."""
         self._free = threading.Event()
         self._free.set()
-        self._thread = ThreadPoolExecutor(1, "holdfast-memory")
+        self._thread = Worker("holdfast-memory")
         self._storing = Storing(self)
         self.hello()
         self._protector = Protector(self, self._shadow)
@@ -194,9 +195,11 @@ class MemoryTier:
         try:
             self.capture.settle(limit_s)
             for pool in (self._thread, self._storing.thread):
-                pool.submit(lambda: None).result(max(until - time.monotonic(), 0.1))
+                pool.settle(max(until - time.monotonic(), 0.1))
         except (FutureTimeout, TimeoutError):
-            raise Deadline(f"a snapshot was still under way after {limit_s:g} s") from None
+            raise Deadline(
+                f"a snapshot was still under way after {limit_s:g} s", hint=slowest()
+            ) from None
 
     def leave(self) -> None:
         """The training ends early: wait for nobody any more.  What agents were told to do, they do."""
@@ -220,8 +223,8 @@ class MemoryTier:
                 self.settle(LEAVE_S)
             raise
         finally:
-            self._thread.shutdown(wait=False)
-            self._storing.thread.shutdown(wait=False)
+            self._thread.shutdown()
+            self._storing.thread.shutdown()
             for follower in self._followers:
                 follower.twins.close(LEAVE_S)
             self.slots.close()

@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
 from holdfast.arguments import path_of
@@ -19,7 +21,18 @@ from holdfast.store.base import Reader, Store, Writer
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 
-__all__ = ["LocalStore", "MemoryStore", "Reader", "Store", "Writer", "open_store"]
+T = TypeVar("T")
+
+__all__ = [
+    "LocalStore",
+    "MemoryStore",
+    "Reader",
+    "Store",
+    "Writer",
+    "be_patient",
+    "in_one",
+    "open_store",
+]
 
 _OBJECT_STORAGE = ("s3", "gs", "az")
 SCHEMES = ("file", "memory", *_OBJECT_STORAGE)
@@ -37,6 +50,19 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     if scheme == "memory":
         return MemoryStore(rest)
     raise _unknown_scheme(text, scheme)
+
+
+def be_patient(store: Store, limit_s: float | None) -> None:
+    """Let each operation of a store take so long (None: for ever); a store in memory answers at once."""
+    if isinstance(store, LocalStore):
+        store.patience.limit_s = limit_s
+
+
+def in_one(store: Store, call: Callable[[], T], what: str) -> T:
+    """Do `call`, which makes several short operations of a store, as one of them."""
+    if isinstance(store, LocalStore):
+        return store.patience.run(call, what, store.root)
+    return call()
 
 
 def _file_path(url: str, rest: str) -> str:

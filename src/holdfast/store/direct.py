@@ -13,6 +13,7 @@ import threading
 from contextlib import suppress
 
 from holdfast.errors import UsageError
+from holdfast.patience import Patience, patient
 from holdfast.store.contract import BLOCK_BYTES, past_end, target_view
 from holdfast.store.oserrors import REFUSED, translated
 from holdfast.store.tempfiles import O_DIRECT, is_aligned, open_direct
@@ -37,11 +38,17 @@ class DirectReader:
     and copied out.
     """
 
-    def __init__(self, key: str, path: str) -> None:
+    def __init__(self, key: str, path: str, patience: Patience) -> None:
+        self.patience = patience
         self._key = key
         self._path = path
         self._fd, self._direct = open_direct(path, os.O_RDONLY)
 
+    def place_of(self, key: str = "") -> str:
+        """The path."""
+        return self._path
+
+    @patient
     def read(self, offset: int, into: memoryview) -> None:
         """As `Reader.read`."""
         if self._fd < 0:

@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from holdfast.arguments import flag_of, path_of
 from holdfast.errors import UsageError
+from holdfast.patience import Patience, patient
 from holdfast.store.base import Bytes
 from holdfast.store.contract import (
     BLOCK_BYTES,
@@ -60,7 +61,8 @@ class LocalStore:
     """Objects as files below `root`, which is made when the first object is.
 
     With `durable=False` objects appear whole, and outlive the process, but not a power cut before `sync`:
-    for many small ones that count only together.
+    for many small ones that count only together.  An operation that the file system does not answer within
+    `patience.limit_s` is given up: Deadline.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
@@ -73,6 +75,7 @@ class LocalStore:
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
 
+    @patient
     def put(
         self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
     ) -> None:
@@ -105,6 +108,7 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 raise not_found(key, self.url) from None
 
+    @patient
     def create(self, key: str, size: int) -> LocalWriter:
         """Begin a large object; `OutOfSpace` at once if the disk cannot hold it."""
         parts, path = Parts(key, size), self._path(key)
@@ -118,6 +122,7 @@ class LocalStore:
                 raise
         return LocalWriter(self, path, parts, temp)
 
+    @patient
     def get(self, key: str) -> bytes:
         """The whole of a small object."""
         path = self._path(key)
@@ -132,18 +137,21 @@ class LocalStore:
         finally:
             reader.close()
 
+    @patient
     def open(self, key: str) -> LocalReader:
         """For many reads of one object.  It stays readable, and its space in use, until `close`."""
         path = self._path(key)
         with translated("read", key, path):
-            return LocalReader(key, path, os.open(path, os.O_RDONLY))
+            return LocalReader(key, path, os.open(path, os.O_RDONLY), self.patience)
 
+    @patient
     def open_once(self, key: str) -> DirectReader:
         """As `open`, for what is read once: past the page cache."""
         path = self._path(key)
         with translated("read", key, path):
-            return DirectReader(key, path)
+            return DirectReader(key, path, self.patience)
 
+    @patient
     def size(self, key: str) -> int:
         """Length of an object in bytes."""
         path = self._path(key)
@@ -153,6 +161,7 @@ class LocalStore:
             raise not_found(key, self.url)
         return status.st_size
 
+    @patient
     def list(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`, sorted.  In a folder also of what was moved, with a link in
         its place, and links that lead nowhere: to read one is `NotFound`.  All of a root may have links to
@@ -170,6 +179,7 @@ class LocalStore:
             if key.startswith(prefix) and not os.path.basename(key).startswith(HIDDEN)
         )
 
+    @patient
     def delete(self, key: str) -> None:
         """Remove an object if it is there, and the directories that this leaves empty."""
         path = self._path(key)
@@ -181,6 +191,7 @@ class LocalStore:
                 fsync_directory(directory)
             remove_empty_directories(directory, self.root)
 
+    @patient
     def sync(self, keys: Iterable[str]) -> None:
         """Make objects durable, and their names.  Many at once, so that they share the disk's flushes."""
         paths = {self._path(key): key for key in keys}
@@ -191,6 +202,10 @@ class LocalStore:
 
         in_threads(flush, list(paths), SYNC_THREADS)
         in_threads(flush, sorted({os.path.dirname(path) for path in paths}), SYNC_THREADS)
+
+    def place_of(self, key: str) -> str:
+        """The path of a key."""
+        return os.path.join(self.root, key)
 
     def _path(self, key: str) -> str:
         check_key(key)
@@ -211,11 +226,17 @@ def _fill(fd: int, offset: int, view: memoryview) -> int:
 class LocalReader:
     """One object being read.  The kernel reads ahead of whoever reads in order by one descriptor."""
 
-    def __init__(self, key: str, path: str, fd: int) -> None:
+    def __init__(self, key: str, path: str, fd: int, patience: Patience) -> None:
+        self.patience = patience
         self._key = key
         self._path = path
         self._fd = fd
 
+    def place_of(self, key: str = "") -> str:
+        """The path."""
+        return self._path
+
+    @patient
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
         if self._fd < 0:
@@ -245,6 +266,7 @@ class LocalWriter:
     block_bytes = BLOCK_BYTES
 
     def __init__(self, store: LocalStore, final: str, parts: Parts, temp: TempFile) -> None:
+        self.patience = store.patience
         self._store = store
         self._final = final
         self._parts = parts
@@ -253,6 +275,11 @@ class LocalWriter:
         self._num_writes = 0
         self._idle = threading.Condition()
 
+    def place_of(self, key: str = "") -> str:
+        """The final path."""
+        return self._final
+
+    @patient
     def write(self, offset: int, data: Bytes) -> None:
         """Write a part; fastest from memory that starts at a multiple of 4096."""
         view = byte_view(data)
@@ -261,6 +288,7 @@ class LocalWriter:
             self._temp.write(offset, view)
         self._parts.add(offset, len(view))
 
+    @patient
     def finish(self) -> None:
         """Make the object appear with all its bytes, durable; `Exists` if the key is taken."""
         self._check_open()
@@ -272,6 +300,7 @@ class LocalWriter:
             self._temp.publish(self._final, self._store.root, replace=False)
         self._state = "finished"
 
+    @patient
     def abort(self) -> None:
         """Forget everything written; waits for writes under way in other threads."""
         if self._state == "finished":

@@ -24,7 +24,7 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Slot
 from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.segment import Segments, mapped
-from holdfast.store import Store, open_store
+from holdfast.store import Store, be_patient, open_store
 from holdfast.store.contract import part_bytes
 from holdfast.threads import in_threads
 
@@ -42,6 +42,7 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
     written if it is there: a file has its name when it is whole.
     """
     store = open_store(order.store)
+    be_patient(store, None)  # ranks wait for the agent, and not for storage
     if order.claim and not order.pid and newest_claim(store) is None:
         check_claim(store, msgspec.json.decode(order.claim, type=Claim))
     if _is_stored(store, order.key, slot.bytes):
@@ -112,6 +113,7 @@ def commit_late(order: w.Persist, manifest: Manifest) -> None:
     once more, and withdrawn if it is not whole.
     """
     store = open_store(order.store)
+    be_patient(store, None)  # ranks wait for the agent, and not for storage
     claim = msgspec.json.decode(order.claim, type=Claim)
     until = time.monotonic() + order.deadline_s
     while True:

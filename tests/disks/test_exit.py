@@ -1,0 +1,93 @@
+"""A script that ends without `close()`: what is under way is finished, and whatever is not is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from distributed.launch import launch
+from holdfast.checkpoint.verifying import verify
+from holdfast.delta.log import last_recorded
+from holdfast.store import open_store
+
+pytestmark = pytest.mark.slow
+
+SCRIPTS = {
+    "at_its_end": 0,
+    "by_an_error": 1,
+    "by_sys_exit": 3,
+    "with_records": 0,
+    "after_a_save_has_failed": 0,
+    "with_storage_that_does_not_answer": 0,
+    "when_closed": 0,
+}
+"""And the exit status of each."""
+Ended = Callable[[str], tuple[int, str, Path]]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The exit status of a script, what it said, and its root."""
+    folder = tmp_path_factory.mktemp("scripts")
+    ran = subprocess.run(
+        [sys.executable, "-m", "disks.scripts_that_end", str(folder), *SCRIPTS],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    status = dict(line.split() for line in ran.stdout.splitlines())
+    return lambda name: (
+        int(status[name]),
+        (folder / f"{name}.txt").read_text(),
+        folder / name,
+    )
+
+
+@pytest.mark.parametrize("name", ["at_its_end", "by_an_error", "by_sys_exit", "when_closed"])
+def test_the_save_under_way_is_finished(ended: Ended, name: str) -> None:
+    status, said, root = ended(name)
+    assert status == SCRIPTS[name], said
+    assert holdfast.steps(root) == [1, 2, 3]
+    assert verify(open_store(root), 3).good
+    assert ("ArithmeticError" in said) == (name == "by_an_error")
+    assert "HoldfastWarning" not in said
+
+
+def test_records_are_written_by_their_writer(ended: Ended) -> None:
+    status, said, root = ended("with_records")
+    assert (status, said) == (0, "")
+    assert last_recorded(open_store(root), 1, 1) == 3
+
+
+def test_a_failure_that_nobody_has_asked_about_is_told(ended: Ended) -> None:
+    status, said, _ = ended("after_a_save_has_failed")
+    assert status == 0
+    assert "HoldfastWarning: the save of step 5 failed: " in said
+    assert "ENOTDIR" in said
+
+
+def test_what_is_dropped_is_told(ended: Ended) -> None:
+    status, said, root = ended("with_storage_that_does_not_answer")
+    assert status == 0
+    assert (
+        "Python ended before the save of step 5 was done, which was given 1 s: it is dropped"
+        in said
+    )
+    assert f"'{root}/steps/" in said
+    assert "storage has not answered for" in said
+
+
+@pytest.mark.distributed
+def test_on_all_ranks(tmp_path: Path) -> None:
+    ran = launch("disks.ranks_that_end", 2, tmp_path, timeout_s=120)
+    ran.check()
+    assert holdfast.steps(tmp_path) == [1, 2, 3]
+    assert "HoldfastWarning" not in "".join(ran.output.values())
