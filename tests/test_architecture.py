@@ -12,7 +12,7 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("addresses", "errors", "events", "here", "near", "threads", "version"),
+    ("addresses", "errors", "events", "garbage", "here", "near", "threads", "version"),
     ("layout", "codec", "policy", "store", "group", "sizes"),
     ("rules",),
     ("format",),

@@ -133,7 +133,8 @@ class Live:
             if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():
                 return
             raise UsageError(f"two different tensors are named {name!r}")
-        extras.encode(name, path=name, utf8=True)
+        if not name.isascii():
+            extras.encode(name, path=name, utf8=True)
         lazy = tensor.is_conj() or tensor.is_neg()  # its values are nowhere in memory
         placed = place(tensor, name)
         self.tensors[name] = LiveTensor(
