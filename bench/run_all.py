@@ -16,9 +16,9 @@ from pathlib import Path
 from common import HERE, RESULTS, table
 
 SCRIPTS = (
-    "plan_scale", "save_durable", "stall", "interference", "load", "load_resharded", "memory", "convert",
-    "restart", "export", "erasure", "snapshot", "replica", "restart_memory", "failure", "goodput", "delta",
-    "trained",
+    "plan_scale", "many", "save_durable", "stall", "interference", "load", "load_resharded", "memory",
+    "convert", "restart", "export", "erasure", "snapshot", "replica", "restart_memory", "failure", "goodput",
+    "delta", "trained",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("addresses", "errors", "here", "near", "version"),
+    ("addresses", "errors", "garbage", "here", "near", "version"),
     ("arguments",),
     ("events", "patience"),
     ("threads",),

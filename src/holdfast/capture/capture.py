@@ -11,6 +11,7 @@ from holdfast.capture.planning import Planner
 from holdfast.errors import HoldfastError, RankErrors
 from holdfast.events import emit
 from holdfast.format.image import Image
+from holdfast.garbage import uncollected
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.state.agreed import describe
@@ -133,7 +134,8 @@ class Capture:
         self._number += 1
         job = Job(self._number, step, Save(step), window, Moment.of(Live()), busy)
         try:
-            live = describe_live()
+            with uncollected():
+                live = describe_live()
             if not busy:
                 self._settle()
                 set_aside(live, self.aside)
@@ -222,7 +224,8 @@ class Capture:
     def _ready(self, job: Job, tier: Tier) -> None:
         """Describe the state and take memory; an error is kept for the others to learn of."""
         try:
-            job.description = self._describe(job.live)
+            with uncollected():
+                job.description = self._describe(job.live)
             if not job.busy:
                 job.buffer = tier.take(job)
         except Exception as error:

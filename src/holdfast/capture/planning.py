@@ -11,6 +11,7 @@ from holdfast.capture.job import Job, Plan, new_plan, text_of
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import HoldfastError, RuleError, UsageError
 from holdfast.format.image import ALIGN, Image, plan_image
+from holdfast.garbage import uncollected
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.state.agreed import Agreement, merge
@@ -83,16 +84,18 @@ class Planner:
             self.deadline_s,
             f"planned {job.in_words}",
         )
-        agreement = msgspec.msgpack.decode(data, type=Agreement)
-        self.plan = new_plan(agreement, hexdigest(data))
+        with uncollected():
+            agreement = msgspec.msgpack.decode(data, type=Agreement)
+            self.plan = new_plan(agreement, hexdigest(data))
         self.plan.description = job.description
 
     def _merge(self, docs: list[bytes], describing: list[int]) -> bytes:
         kinds = self._proposed
         order = {kinds[rank]: i for i, rank in enumerate(describing)}
-        agreement = merge(docs, [order[k] for k in kinds], self.mesh)
-        self._kinds = kinds
-        return msgspec.msgpack.encode(agreement)
+        with uncollected():
+            agreement = merge(docs, [order[k] for k in kinds], self.mesh)
+            self._kinds = kinds
+            return msgspec.msgpack.encode(agreement)
 
     def forget(self, view: memoryview) -> None:
         """This memory is filled no more.  From any thread."""
@@ -116,8 +119,10 @@ class Planner:
         image = plan.image
         if image is None or len(data) > image.extras_bytes:
             room = -(-len(data) * 5 // 4 // ALIGN) * ALIGN if data else 0
-            pieces = plan.placement.pieces(self.group.rank)
-            image = plan.image = plan_image(plan.agreement.tensors, pieces, extras_bytes=room)
+            with uncollected():
+                pieces = plan.placement.pieces(self.group.rank)
+                tensors = plan.agreement.tensors
+                image = plan.image = plan_image(tensors, pieces, extras_bytes=room)
             plan.copies.clear()
         view = buffer.reserve(image.memory_bytes, job.live)
         mark = fingerprint(job.live)
@@ -128,7 +133,9 @@ class Planner:
             if len(plan.copies) == MOST_COPIES:
                 plan.copies.clear()
             tensors = plan.agreement.tensors
-            plan.copies[id(view)] = view, Copies.plan(image, tensors, job.live, aside, view)
+            with uncollected():
+                copies = Copies.plan(image, tensors, job.live, aside, view)
+            plan.copies[id(view)] = view, copies
         job.copies = plan.copies[id(view)][1]
         view[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
         return image

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.format.manifest import FileEntry
+from holdfast.garbage import uncollected
 from holdfast.threads import in_threads
 
 BLOCK_CHUNKS = 8
@@ -110,7 +111,8 @@ def run_blocks(
 def read_alone(files: Files, wants: list[Want], threads: int | None = None) -> None:
     """Fill every want from the store, with no help from other ranks."""
     threads = threads or threads_here()
-    indexes = group_rows(plan_rows(files.manifest, wants))
+    with uncollected():
+        indexes = group_rows(plan_rows(files.manifest, wants))
     size = files.manifest.chunk_bytes
     blocks = []
     for path, intervals in needs(indexes, size).items():

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
@@ -57,8 +58,7 @@ class ArrayTarget:
         self.array[at] = values
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(msgspec.Struct, frozen=True):
     """A box of tensor number `tensor` and where it goes."""
 
     tensor: int
@@ -66,8 +66,7 @@ class Want:
     target: Target
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """A wanted part of one piece.  `start..stop`: its span of bytes in the file."""
 
     file: FileEntry
@@ -186,7 +185,8 @@ def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
         if file is None:
             name = table.names[want.tensor]
             raise Corrupt(f"no file of rank {rank} is listed, which holds part of {name!r}")
-        piece, part = Box(tuple(a[:n]), tuple(b[:n])), Box(tuple(c[:n]), tuple(d[:n]))
+        piece = Box(tuple(a[:n]), tuple(b[:n]))
+        part = piece if (a, b) == (c, d) else Box(tuple(c[:n]), tuple(d[:n]))
         if stored is not None:
             piece, part = stored.piece(piece), stored.box(part)
             first, last, solid, at = *_span(piece, part, itemsize), False, -1

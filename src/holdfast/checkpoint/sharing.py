@@ -30,6 +30,7 @@ from holdfast.checkpoint.reading import (
 )
 from holdfast.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.format.manifest import FileEntry
+from holdfast.garbage import uncollected
 from holdfast.threads import Worker, in_threads
 
 WINDOW_BYTES = 8 << 20
@@ -198,7 +199,8 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
     indexes: dict[str, RowIndex] = {}
     needed: dict[int, list[Interval]] = {}
     try:
-        indexes = group_rows(plan_rows(files.manifest, wants))
+        with uncollected():
+            indexes = group_rows(plan_rows(files.manifest, wants))
         needed = {number_of[path]: runs for path, runs in needs(indexes, size).items()}
     except Exception as failed:
         error = failed

@@ -22,6 +22,7 @@ from holdfast.codec.digest import ALGORITHM, hexdigest
 from holdfast.errors import Corrupt, FormatError, HoldfastError, UnsupportedVersion
 from holdfast.format.dtypes import DTYPES, dtype_of
 from holdfast.format.extras import no_text
+from holdfast.garbage import uncollected
 from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table, num_corners, tiles
 
 VERSION = 1
@@ -200,10 +201,11 @@ def decode(data: bytes, key: str) -> Manifest:
             found=found,
         )
     try:
-        manifest = msgspec.json.decode(body + b"}", type=Manifest)
-        head = (manifest.holdfast, manifest.step, manifest.run)
-        _require(head == decode_head(data, key), "it states its version, step or run twice")
-        check(manifest)
+        with uncollected():
+            manifest = msgspec.json.decode(body + b"}", type=Manifest)
+            head = (manifest.holdfast, manifest.step, manifest.run)
+            _require(head == decode_head(data, key), "it states its version, step or run twice")
+            check(manifest)
     except HoldfastError as error:
         error.key = error.key or key
         raise
@@ -270,25 +272,35 @@ def _check_tensors(m: Manifest) -> None:
         if s.held is not None
     }
     total = listed = 0
-    checked: set[tuple[int, tuple[int, ...]]] = set()
+    sizes: dict[tuple[str, int, tuple[int, ...]], int] = {}
     for t in m.tensors:
-        _require(t.dtype in DTYPES, f"{t.name!r}: unknown dtype {t.dtype!r}")
-        _require(0 <= t.sharding < len(m.shardings), f"{t.name!r}: no sharding {t.sharding}")
-        _require(len(t.shape) <= MAX_DIMS, f"{t.name!r}: {len(t.shape)} dims")
-        _require(dims[t.sharding] < len(t.shape), f"{t.name!r}: cut along a dim that it lacks")
-        _require(all(0 <= n < 1 << 60 for n in t.shape), f"{t.name!r}: shape {t.shape}")
-        size = dtype_of(t.dtype).bytes * prod(max(n, 1) for n in t.shape)
-        _require(size < 1 << 60, f"{t.name!r}: shape {t.shape} is too large")
-        total += size if all(t.shape) else 0
-        parts = _full_parts(t, m.shardings[t.sharding], m.layout.sizes) if all(t.shape) else 0
-        _require(parts <= len(m.files), f"{t.name!r}: {parts} parts, but {len(m.files)} files")
-        listed += len(boxes.get(t.sharding, ()))
-        _require(listed <= MAX_LISTED, f"more than {MAX_LISTED} listed fragments")
-        if t.sharding in boxes and (t.sharding, t.shape) not in checked:
-            checked.add((t.sharding, t.shape))
-            _check_held(t, boxes[t.sharding])
+        alike = t.dtype, t.sharding, t.shape
+        size = sizes.get(alike)
+        if size is None:  # most tensors have a shape that others have
+            size = sizes[alike] = _check_tensor(t, m, dims, boxes)
+        total += size
+        if t.sharding in boxes:
+            listed += len(boxes[t.sharding])
+            _require(listed <= MAX_LISTED, f"more than {MAX_LISTED} listed fragments")
     held = sum(f.extras - f.data for f in m.files)
     _require(total == held, f"tensors have {total} bytes, but files hold {held}")
+
+
+def _check_tensor(t: TensorEntry, m: Manifest, dims: list[int], boxes: dict[int, list[Box]]) -> int:
+    """One tensor's dtype, shape and sharding; its size in bytes."""
+    _require(t.dtype in DTYPES, f"{t.name!r}: unknown dtype {t.dtype!r}")
+    _require(0 <= t.sharding < len(m.shardings), f"{t.name!r}: no sharding {t.sharding}")
+    _require(len(t.shape) <= MAX_DIMS, f"{t.name!r}: {len(t.shape)} dims")
+    _require(dims[t.sharding] < len(t.shape), f"{t.name!r}: cut along a dim that it lacks")
+    _require(all(0 <= n < 1 << 60 for n in t.shape), f"{t.name!r}: shape {t.shape}")
+    size = dtype_of(t.dtype).bytes * prod(max(n, 1) for n in t.shape)
+    _require(size < 1 << 60, f"{t.name!r}: shape {t.shape} is too large")
+    parts = _full_parts(t, m.shardings[t.sharding], m.layout.sizes) if all(t.shape) else 0
+    _require(parts <= len(m.files), f"{t.name!r}: {parts} parts, but {len(m.files)} files")
+    if t.sharding in boxes:
+        _require(len(boxes[t.sharding]) <= MAX_LISTED, f"more than {MAX_LISTED} listed fragments")
+        _check_held(t, boxes[t.sharding])
+    return size if all(t.shape) else 0
 
 
 def _check_held(t: TensorEntry, boxes: list[Box]) -> None:

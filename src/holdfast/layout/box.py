@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Box:
+
+class Box(msgspec.Struct, frozen=True, gc=False):
     """`start[d] <= index[d] < stop[d]` for every dim d; a 0-dim tensor is `Box((), ())`."""
 
     start: tuple[int, ...]
@@ -49,7 +50,12 @@ class Box:
 
 def whole(shape: tuple[int, ...]) -> Box:
     """The box of all elements of a tensor of that shape."""
-    return Box((0,) * len(shape), tuple(shape))
+    return _whole(tuple(shape))
+
+
+@lru_cache(4096)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -150,7 +150,8 @@ class Live:
             if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():
                 return
             raise UsageError(f"two different tensors are named {name!r}")
-        extras.encode(name, path=name, utf8=True)
+        if not name.isascii():
+            extras.encode(name, path=name, utf8=True)
         placed = place(tensor, name)
         # conjugated and negated values are nowhere in memory; writes to inference tensors are not counted
         lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()

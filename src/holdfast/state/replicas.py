@@ -88,7 +88,8 @@ class Replicas:
     ) -> None:
         """LayoutError on every rank if some replicas differ.  `name`: of the exchange; `live`: None if
         this rank cannot look at its tensors now; `awaited`: what others say of a
-        rank that does not.  Collective; after a failure all have to plan anew, for `is_due` must be alike on all ranks.
+        rank that does not.  Collective; after a failure all have to plan anew, for `is_due` must be alike
+        on all ranks.
         """
         always = self.mode == "verify"
         if self.mode == "trust" or group.size == 1 or not (always or self.is_due):

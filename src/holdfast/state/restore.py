@@ -23,6 +23,7 @@ from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
 from holdfast.errors import HoldfastWarning
 from holdfast.events import span
+from holdfast.garbage import uncollected
 from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.state.compare import Problems, compare, judge_together
@@ -83,7 +84,7 @@ def count_writes(live: Live) -> None:
     """For those who go by version counters: to fill a tensor's memory counts nothing."""
     for t in live.tensors.values():
         memory = t.source._local_tensor if isinstance(t.source, DTensor) else t.source
-        for tensor in (t.source, memory):
+        for tensor in (memory,) if memory is t.source else (memory, t.source):
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
 
@@ -121,12 +122,13 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         for value in state.values():
             for module in stages(value) or ():
                 materialise(module)
-        checkpoint = under_live_names(checkpoint, state)
-        live, changes = targets(checkpoint, state, options)
-        masters = master_changes(checkpoint, state, live, options)
-        problems = compare(checkpoint, live, state, options)
-        _tell_unfit(problems, live, options)
-        plan = Extras(checkpoint, state, live, group, options)
+        with uncollected():
+            checkpoint = under_live_names(checkpoint, state)
+            live, changes = targets(checkpoint, state, options)
+            masters = master_changes(checkpoint, state, live, options)
+            problems = compare(checkpoint, live, state, options)
+            _tell_unfit(problems, live, options)
+            plan = Extras(checkpoint, state, live, group, options)
         problems.lines += plan.problems
         problems.missing += plan.missing
         problems.unexpected += plan.unexpected
@@ -149,14 +151,15 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
             change.apply()
         for master in masters:
             master.apply()
-    wants = [
-        want
-        for name, t in live.tensors.items()
-        if is_known(checkpoint, name)
-        for part in t.parts
-        if part.box.size
-        for want in _wants(checkpoint, name, part, asides)
-    ]
+    with uncollected():
+        wants = [
+            want
+            for name, t in live.tensors.items()
+            if is_known(checkpoint, name)
+            for part in t.parts
+            if part.box.size
+            for want in _wants(checkpoint, name, part, asides)
+        ]
     wants += plan.wants
     return _Prepared(live, wants, asides, partial(_put_extras, plan, state, given))
 

@@ -116,7 +116,7 @@ def _address(view: memoryview) -> int:
 
 def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """A CPU tensor's elements as a numpy array of the same shape and element size; shares memory."""
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj():
         plain = plain.resolve_conj()
     if plain.is_neg():
@@ -325,9 +325,9 @@ class Copies:
             at = image.data_start + offset
             box = Box(tuple(start[:n]), tuple(stop[:n]))
             number = t.holder(box)
-            part = t.parts[number]
+            part = t.parts[number] if number else t.placed
             source = part.local if t.steady else kept[entry.name, number]
-            if n:
+            if box != part.box:
                 source = source[box.within(part.box.start)]
             copies._add(memory[at : at + size], source, at + size)
         return copies

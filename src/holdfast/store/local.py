@@ -67,6 +67,7 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.root = os.path.abspath(path_of(root, "LocalStore", "root"))
+        self.patience = Patience()
         self.durable = flag_of(durable, "LocalStore", "durable")
         self.url = "file://" + quote(os.fsencode(self.root))
         self.direct = True
