@@ -17,8 +17,8 @@ from common import HERE, RESULTS, table
 
 SCRIPTS = (
     "plan_scale", "many", "save_durable", "stall", "interference", "load", "load_resharded", "memory",
-    "convert", "restart", "export", "erasure", "snapshot", "replica", "restart_memory", "failure", "goodput",
-    "delta", "trained",
+    "convert", "restart", "export", "erasure", "snapshot", "replica", "restart_memory", "failure",
+    "goodput", "delta", "trained",
 )  # fmt: skip
 
 

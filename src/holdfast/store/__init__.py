@@ -29,8 +29,6 @@ __all__ = [
     "Reader",
     "Store",
     "Writer",
-    "be_patient",
-    "in_one",
     "open_store",
 ]
 
