@@ -69,7 +69,7 @@ def differences(a: Any, b: Any, at: str = "") -> Iterator[str]:
     if isinstance(a, int) and isinstance(b, int):
         if a != b:
             yield f"{at}: {a} and {b}"
-    elif type(a) is not type(b):
+    elif type(a) is not type(b) and not {type(a), type(b)} <= {torch.Tensor, torch.nn.Parameter}:
         yield f"{at}: {type(a).__name__} and {type(b).__name__}"
     elif isinstance(a, torch.Tensor):
         yield from _tensors(a, b, at)

@@ -117,12 +117,14 @@ def judge_together(
     if together.problems:
         lines = together.problems
         named = any(line.startswith(("missing", "unexpected")) for line in lines)
+        misspelled = all(line.startswith("only=") for line in lines)
         shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
         raise StateMismatch(
             f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
             tuple(lines),
             step=checkpoint.step,
             hint=_refused(checkpoint, live)
+            or ("correct the pattern: `holdfast inspect` lists the names" if misspelled else "")
             or "build the same model and optimizer"
             + (", or pass strict=False: it ignores missing and unexpected names" * named)
             + (OTHER_NAMES * (named and checkpoint.format == "huggingface")),

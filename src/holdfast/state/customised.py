@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
 from holdfast.state.bitsandbytes import put_quant_states
@@ -219,6 +220,8 @@ def _is_same(tensor: torch.Tensor, other: Any) -> bool:
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Where a tensor lies, to be compared; None if it has no memory of its own."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(local, UninitializedTensorMixin):
+        return None
     try:
         at = local.untyped_storage().data_ptr() + local.storage_offset() * local.element_size()
     except (RuntimeError, NotImplementedError):  # a subclass around several tensors

@@ -171,16 +171,50 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
 def _more_than_states(optimizer: Optimizer, saved: Optimizer) -> list[str]:
     """Names in its state_dict() that are neither in the groups nor in the states that are saved.
 
-    Of flat names, such as `state.layers.0.weight.exp_avg`, the last part says what it is.
+    Of flat names, such as `state.layers.0.weight.exp_avg`, the last part says what it is.  States and
+    groups may be said in a tree (`{"0": part.state_dict()}`): then each leaf has to be one that is saved.
     """
     said = optimizer.state_dict()
     groups, states = said.get("param_groups", []), said.get("state", {})
     hypers, kept = _keys(saved.param_groups), _keys(saved.state.values())
-    flat = {str(name) for name in said} - {"param_groups", "state"}
-    more = {name for name in flat if name.rpartition(".")[2] not in hypers | kept}
+    held: dict[str, list[Any]] = {}
+    for one in (*saved.param_groups, *saved.state.values()):
+        for name, value in one.items() if isinstance(one, dict) else ():
+            held.setdefault(str(name), []).append(value)
+    more = set()
+    for name, value in said.items():
+        text = str(name)
+        if text in ("param_groups", "state") or text.rpartition(".")[2] in hypers | kept:
+            continue
+        if not (isinstance(value, dict) and value and _is_held(value, held)):
+            more.add(text)
     more |= _keys(groups) - hypers - {"param_names"}
-    more |= _keys(states.values()) - kept
+    for state in states.values():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if name not in kept and not (isinstance(value, dict) and _is_held(value, held)):
+                more.add(str(name))
     return sorted(more)
+
+
+def _is_held(tree: Any, held: dict[str, list[Any]], name: str = "") -> bool:
+    """Whether every leaf of a tree is a value that is saved under the name that it has there."""
+    if name in ("params", "param_names"):
+        return True
+    known = held.get(name, ())
+    if any(value is tree or _is_alike(value, tree) for value in known):
+        return True
+    if isinstance(tree, dict):
+        return all(_is_held(value, held, str(key)) for key, value in tree.items())
+    if isinstance(tree, (list, tuple)) and tree:
+        return all(isinstance(one, dict) and _is_held(one, held) for one in tree)
+    return isinstance(tree, (list, tuple))
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        same = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return same and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    return type(one) is type(other) and bool(one == other)
 
 
 def _keys(dicts: Iterable[Any]) -> set[str]:

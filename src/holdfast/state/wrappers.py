@@ -92,7 +92,7 @@ def has_wrappers(root: nn.Module) -> bool:
         module = stack.pop()
         below = module._modules
         if below:  # whatever wraps something has it among these
-            if wrappers.inner(module) or not TAKEN_OUT.isdisjoint(below):
+            if wrappers.inner(module) or not TAKEN_OUT.isdisjoint(below.keys()):
                 return True
             more = [m for m in below.values() if m is not None and id(m) not in seen]
             seen.update(map(id, more))
