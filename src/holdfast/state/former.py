@@ -236,4 +236,7 @@ def _optimizer(tree: Any, names: dict[str, str]) -> Any:
         for group in body["groups"]
     ]
     states = {names.get(n, n): value for n, value in body["state"].items()}
-    return {"$optimizer": {**body, "groups": groups, "state": states}}
+    found = {**body, "groups": groups, "state": states}
+    if "order" in body:
+        found["order"] = {names.get(n, n): value for n, value in body["order"].items()}
+    return {"$optimizer": found}

@@ -66,6 +66,15 @@ def _tensor(tag: str, body: Any) -> Any:
     return outline_tensor(body) if tag == "$tensor" else None
 
 
+def memory_orders(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, list[int]]]:
+    """By parameter name and state, the order of dims in memory where it was not the usual one."""
+    tree = checkpoint.manifest.extras.get(key)
+    if not isinstance(tree, dict) or "$optimizer" not in tree:
+        return {}
+    orders: dict[str, dict[str, list[int]]] = tree["$optimizer"].get("order", {})
+    return orders
+
+
 def plain_states(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, Any]] | None:
     """By parameter name what an optimizer kept of it beside tensors; None if that is not known."""
     tree = checkpoint.manifest.extras.get(key)

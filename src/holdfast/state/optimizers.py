@@ -27,6 +27,7 @@ from holdfast.state.live import (
     stages,
 )
 from holdfast.state.megatron import Megatron
+from holdfast.state.memory_order import order_of
 from holdfast.state.placed import Placed, place
 from holdfast.state.several import Several, holder
 from holdfast.state.wrapped import stepping
@@ -127,6 +128,7 @@ def add_optimizer(
 ) -> None:
     saved: list[Any] = []
     others: dict[str, Any] = {}
+    orders: dict[str, dict[str, list[int]]] = {}
     names = {i: found[0] for i, found in all_names.items()}
     groups = groups_of(optimizer, zero)
     for (group, _), pairs in zip(groups, named_groups(groups, names)):
@@ -148,11 +150,15 @@ def add_optimizer(
                     prefix, still = f"{key}.{name}", steady and whole
                     add_state(live, prefix, str(state), p, value, zero, steady=still)
                     add_ties(live, key, str(state), all_names.get(id(p), ()))
+                    order = order_of(value, p) if zero is None else None
+                    if order is not None:
+                        orders.setdefault(name, {})[str(state)] = order
                 else:
                     plain[str(state)] = encode(live, f"{key}.{name}.{state}", value, inline=True)
             if plain:
                 others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
-    live.extras[key] = {"$optimizer": {"groups": saved, "state": others}}
+    body: dict[str, Any] = {"groups": saved, "state": others}
+    live.extras[key] = {"$optimizer": {**body, "order": orders} if orders else body}
     live.rules[key] = "merge"
 
 

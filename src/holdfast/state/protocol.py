@@ -95,9 +95,11 @@ def merge_extras(key: str, versions_: list[Any]) -> Any:
         return versions_[0]
     groups: list[Any] = []
     states: dict[str, Any] = {}
+    orders: dict[str, Any] = {}
     for one in versions_:
         body = one["$optimizer"]
         states |= body["state"]
+        orders |= body.get("order", {})
         for number, group in enumerate(body["groups"]):
             same = [g for g in groups if (g["number"], g["hyper"]) == (number, group["hyper"])]
             if same:
@@ -105,4 +107,5 @@ def merge_extras(key: str, versions_: list[Any]) -> Any:
                 same[0]["params"] += [p for p in group["params"] if p not in known]
             else:
                 groups.append({"number": number, **group, "params": list(group["params"])})
-    return {"$optimizer": {"groups": groups, "state": states}}
+    found = {"groups": groups, "state": states}
+    return {"$optimizer": {**found, "order": orders} if orders else found}

@@ -22,7 +22,7 @@ from holdfast.errors import UsageError
 from holdfast.layout import Mesh
 from holdfast.state.customised import OWN, add_own, customised, ignored_of
 from holdfast.state.expected import Fitting
-from holdfast.state.groups import plain_states
+from holdfast.state.groups import memory_orders, plain_states
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
     Live,
@@ -36,6 +36,7 @@ from holdfast.state.live import (
     unwrap,
 )
 from holdfast.state.megatron import Megatron
+from holdfast.state.memory_order import empty_in
 from holdfast.state.optimizers import (
     KINDS,
     add_state,
@@ -263,6 +264,7 @@ def _optimizer_targets(
     names = {i: found[0] for i, found in all_names.items()}
     was = _dtypes(checkpoint) if options.cast else {}
     plain = plain_states(checkpoint, key) if options.strict else None
+    orders = memory_orders(checkpoint, key)
     changes = []
     groups = groups_of(optimizer, megatron)
     named = named_groups(groups, names)
@@ -284,7 +286,13 @@ def _optimizer_targets(
             drop = [k for k in known if k not in there] if options.only is None else []
             made = {
                 s: _new_state(
-                    checkpoint, f"{key}.{name}.{s}", master, group, megatron, was.get(name)
+                    checkpoint,
+                    f"{key}.{name}.{s}",
+                    master,
+                    group,
+                    megatron,
+                    was.get(name),
+                    orders.get(name, {}).get(s),
                 )
                 for s in saved
                 if s not in have
@@ -307,14 +315,17 @@ def _new_state(
     group: dict[str, Any],
     megatron: Megatron | None,
     was: str | None,
+    order: list[int] | None,
 ) -> torch.Tensor:
     """Memory for a saved state: cut like its parameter if it has its shape, else on every rank.  Of that
-    one's dtype, too, if it had the one that the parameter `was` of."""
+    one's dtype, too, if it had the one that the parameter `was` of; with dims in that `order`."""
     info = checkpoint.info(name)
     dtype = torch_dtype(info.dtype)
     if info.dtype == was and info.shape == tuple(p.shape) != ():
         dtype = p.dtype
     with torch.no_grad():
+        if order is not None and megatron is None and not isinstance(p, DTensor):
+            return empty_in(order, info.shape, dtype, p.device, name)
         if info.shape == tuple(p.shape) or (megatron and info.shape):
             return torch.empty_like(p, dtype=dtype, requires_grad=False)
         if info.shape == ():
