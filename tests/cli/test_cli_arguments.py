@@ -16,7 +16,7 @@ from holdfast.cli.main import VERBS
 
 MANY_DIGITS = "9" * 5000
 LONG = "x" * 300
-PATHS = ("", LONG, "s3://bucket", "fiel://x", "dpc:run", "a\udc00\ud800b")
+PATHS = ("", "s3://bucket", "fiel://x", "dpc:run", "a\udc00\ud800b")
 STEPS = (
     "run@x",
     "run@",

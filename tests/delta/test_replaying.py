@@ -353,5 +353,5 @@ def test_a_step_that_one_rank_skips(lives: Lives) -> None:
 def test_one_optimizer_under_two_keys(root: Path) -> None:  # noqa: F811
     run = Plain()
     run.state["again"] = run.optim
-    with pytest.raises(UsageError, match="in the state twice, as 'optim' and 'again'"):
+    with pytest.raises(UsageError, match="in the state twice, as 'again' and 'optim'"):
         checkpointer(root, run)

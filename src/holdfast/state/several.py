@@ -259,6 +259,12 @@ def check_apart(state: State, what: str) -> None:
         if seen[key] is value:
             continue
         parts = parts_of(seen[key])
+        if len(parts) == 1:
+            raise UsageError(
+                f"{what} cannot see the steps of {key!r}, a {type(value).__name__}: an optimizer inside it "
+                "makes them",
+                hint=f"hand that over in its place: {_apart(key, parts)}",
+            )
         raise UsageError(
             f"{what} follows each optimizer by itself, and {key!r} is {len(parts)} of them in a "
             f"{type(value).__name__}",
