@@ -58,7 +58,7 @@ from holdfast.state.placed import local_of
 from holdfast.state.protocol import Ready, merge_extras, sort_extras
 from holdfast.state.putback import Extras, put_groups
 from holdfast.state.restore import alike
-from holdfast.state.targets import Options, is_known, target_of
+from holdfast.state.targets import Options, is_known, only_tensors, target_of
 from holdfast.state.wrapped import ELEMENTWISE, stepping
 from holdfast.store import Store
 from holdfast.threads import Worker
@@ -197,8 +197,13 @@ class Replay:
             for names in groups
             for name in names
         }
+        # of objects, and of lists and dicts with some, the extras say which tensors they take
+        theirs = {k for k, v in self.state.items() if stages(v) is None and not only_tensors(v)}
         values = {
-            ("", t.name) for s in plans for t in self.log.plan(s).tensors if t.state == "buffer"
+            ("", t.name)
+            for s in plans
+            for t in self.log.plan(s).tensors
+            if t.state == "buffer" and t.name.partition(".")[0] not in theirs
         }
         recorded = sorted(gradients | values)
         here = {(one.key, name) for one in self.steps for name, _ in one.params}
