@@ -43,8 +43,7 @@ class Target(Protocol):
         """Set elements; `at` counts from the box's start, `values` has a `RAW` type."""
 
 
-@dataclass(frozen=True)
-class ArrayTarget:
+class ArrayTarget(msgspec.Struct, frozen=True, eq=False):
     """A numpy array of a `RAW` type and the wanted box's shape."""
 
     array: Array

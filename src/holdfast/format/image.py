@@ -13,6 +13,7 @@ safetensors reader finds a file without holes.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from holdfast.codec.digest import CHUNK_BYTES, num_chunks
@@ -26,6 +27,8 @@ EXTRAS_NAME = "holdfast.extras"
 TABLE_NAME = "holdfast.digests"
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
+_PLAIN = re.compile(r"[\w.,:@/ -]*", re.ASCII).fullmatch
+"""Of a name that JSON has between quotation marks as it is."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,17 @@ def piece_entries(
     return out
 
 
+def _quoted(name: str) -> str:
+    """A name as JSON: most need no escapes."""
+    return f'"{name}"' if _PLAIN(name) else json.dumps(name)
+
+
 def _header(
     entries: list[tuple[str, str, str, int, int]], size: int, extras_bytes: int, table_bytes: int
 ) -> bytes:
     rows = ['"__metadata__":{"format":"pt","holdfast":"1"}']
     rows += [
-        f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{a},{b}]}}'
+        f'{_quoted(name)}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{a},{b}]}}'
         for name, dtype, shape, a, b in entries
     ]
     for name, bytes_ in ((EXTRAS_NAME, extras_bytes), (TABLE_NAME, table_bytes)):

@@ -41,10 +41,11 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: Options) 
     """What of this rank's live tensors does not match the checkpoint."""
     found = Problems()
     for name, t in live.tensors.items():
-        if not is_known(checkpoint, name):
+        index = checkpoint.find(name)
+        if index is None:
             found.missing.append(name)
             continue
-        entry = checkpoint.manifest.tensors[checkpoint.index(name)]
+        entry = checkpoint.manifest.tensors[index]
         if not _fits(entry.shape, t.placed.shape, name in live.padded):
             found.lines.append(f"{name}: saved with shape {entry.shape}, here {t.placed.shape}")
         elif entry.dtype != t.placed.dtype and not options.cast:
@@ -159,8 +160,9 @@ def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
     """One bit per saved tensor: this rank has a place for it."""
     bits = np.zeros(len(checkpoint.manifest.tensors), bool)
     for name in [*live.tensors, *live.aliases, *live.owned]:
-        if is_known(checkpoint, name):
-            bits[checkpoint.index(name)] = True
+        index = checkpoint.find(name)
+        if index is not None:
+            bits[index] = True
     return np.packbits(bits).tobytes()
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -47,8 +48,7 @@ INLINE_BYTES = 64 << 10
 """Tensors inside the state_dict of an object that are no larger go into the extras."""
 
 
-@dataclass(frozen=True, slots=True)
-class LiveTensor:
+class LiveTensor(msgspec.Struct, frozen=True, eq=False):
     """A tensor of the run as this rank holds it."""
 
     name: str
@@ -153,10 +153,11 @@ class Live:
         if not name.isascii():
             extras.encode(name, path=name, utf8=True)
         placed = place(tensor, name)
+        origin = origin_of(tensor)
         # conjugated and negated values are nowhere in memory; writes to inference tensors are not counted
-        lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+        lazy = origin[-2] or origin[-1] or tensor.is_inference()
         self.tensors[name] = LiveTensor(
-            name, state, placed, steady and not lazy, tensor, (), origin_of(tensor)
+            name, state, placed, steady and not lazy, tensor, (), origin
         )
 
     def add_parts(

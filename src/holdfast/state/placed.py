@@ -9,11 +9,11 @@ tensor parallelism), so it moves behind them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -24,8 +24,7 @@ from holdfast.state.kinds import check_kind
 AxisCut = tuple[int, Axis]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True, eq=False):
     """A rank's part of a tensor.  `cuts` is None where no regular mesh describes the ranks."""
 
     local: torch.Tensor
@@ -35,9 +34,16 @@ class Placed:
 
     @property
     def dtype(self) -> str:
-        return str(self.local.dtype).removeprefix("torch.")
+        return dtype_name(self.local.dtype)
 
 
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name as manifests have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """A dtype by the name that manifests use; FormatError if this torch lacks it."""
     found = getattr(torch, name, None)

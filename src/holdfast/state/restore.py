@@ -36,7 +36,7 @@ from holdfast.state.placed import Placed
 from holdfast.state.putback import Extras
 from holdfast.state.several import as_seen
 from holdfast.state.snapshot import wait_for_copies
-from holdfast.state.targets import Change, Options, is_known, materialise, target_of, targets
+from holdfast.state.targets import Change, Options, materialise, target_of, targets
 from holdfast.state.zero import is_engine
 
 
@@ -155,10 +155,10 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         wants = [
             want
             for name, t in live.tensors.items()
-            if is_known(checkpoint, name)
+            if (index := checkpoint.find(name)) is not None
             for part in t.parts
             if part.box.size
-            for want in _wants(checkpoint, name, part, asides)
+            for want in _wants(checkpoint, index, part, asides)
         ]
     wants += plan.wants
     return _Prepared(live, wants, asides, partial(_put_extras, plan, state, given))
@@ -184,9 +184,10 @@ def _put_extras(plan: Extras, seen: State, given: State) -> None:
         given |= {key: value for key, value in seen.items() if not isinstance(value, Optimizer)}
 
 
-def _wants(checkpoint: Checkpoint, name: str, part: Placed, asides: dict[int, Aside]) -> list[Want]:
-    """What is saved of a part.  Rows of padding that are not are zero."""
-    index = checkpoint.index(name)
+def _wants(
+    checkpoint: Checkpoint, index: int, part: Placed, asides: dict[int, Aside]
+) -> list[Want]:
+    """What is saved of a part of tensor number `index`.  Rows of padding that are not are zero."""
     entry = checkpoint.manifest.tensors[index]
     if entry.shape == part.shape:
         local = asides[id(part)].values if id(part) in asides else part.local

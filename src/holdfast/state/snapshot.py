@@ -41,6 +41,15 @@ TOUCH_PAGES = 1 << 12
 BATCH_BYTES = 64 << 20
 """Given to a device's stream at a time, where the rest may have to be carried over."""
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_NATIVE = {
+    torch.bool: np.dtype(np.bool_),
+    **dict.fromkeys((torch.int8, torch.uint8), np.dtype(np.uint8)),
+    **dict.fromkeys((torch.float16, torch.int16), np.dtype(np.int16)),
+    **dict.fromkeys((torch.float32, torch.int32), np.dtype(np.int32)),
+    **dict.fromkeys((torch.float64, torch.int64, torch.complex64), np.dtype(np.int64)),
+    torch.complex128: np.dtype(np.complex128),
+}
+"""Dtypes that numpy has, and what their elements are moved about as."""
 
 
 class Buffer(Protocol):
@@ -121,8 +130,10 @@ def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         plain = plain.resolve_conj()
     if plain.is_neg():
         plain = plain.resolve_neg()
-    size = plain.element_size()
-    return plain.view(_RAW[size]).numpy() if plain.dtype != torch.bool else plain.numpy()
+    native = _NATIVE.get(plain.dtype)
+    if native is not None:  # numpy makes a view in a fifth of the time
+        return plain.numpy().view(native)
+    return plain.view(_RAW[plain.element_size()]).numpy()
 
 
 class Beside(Protocol):

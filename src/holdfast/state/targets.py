@@ -98,8 +98,7 @@ def target_of(local: torch.Tensor, dtype: str) -> Target:
 
 
 def is_known(checkpoint: Checkpoint, name: str) -> bool:
-    m = checkpoint.manifest
-    return m.aliases.get(name, name) in m.by_name
+    return checkpoint.find(name) is not None
 
 
 def materialise(module: nn.Module) -> None:
