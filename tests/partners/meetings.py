@@ -27,6 +27,7 @@ LONG_S = 60.0
 
 
 def state_of(value: float = 0.0) -> dict[str, Any]:
+    torch.manual_seed(0)  # ranks have replicas
     return {"model": nn.Linear(4, 4), "value": value}
 
 

@@ -67,6 +67,7 @@ class Run:
 
     def __init__(self, root: str) -> None:
         self.root = root
+        torch.manual_seed(0)  # ranks have replicas
         self.model = nn.Linear(8, 8)
         self.state: dict[str, Any] = {"model": self.model, "seen": dist.get_rank()}
         self.ckpt: holdfast.Checkpointer | None = None
