@@ -104,7 +104,10 @@ class Patience:
         if limit_s is None or _thread.is_watched:
             return _do(operation, call)
         self._check()
-        helper = _helper()
+        try:
+            helper = _helper()
+        except RuntimeError:  # no thread can be begun: when Python ends, or the host has no more
+            return _do(operation, call)
         if not helper.do(partial(_do, operation, call), limit_s):
             self.give_up(operation)
         result = helper.result()

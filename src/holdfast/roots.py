@@ -12,6 +12,7 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.interop.detect import split
+from holdfast.patience import bounded
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.local import sweep as sweep_unfinished
 
@@ -49,6 +50,8 @@ def sweep_host(store: Store) -> None:
     """Files that dead processes of this host were writing: nobody else can tell that they are dead."""
     if isinstance(store, LocalStore) and os.environ.get("LOCAL_RANK", "0") == "0":
         try:
-            store.patience.run(lambda: sweep_unfinished(store.root), "sweep", store.root)
+            # by a patience of its own: a root is not stuck because it takes long to look through
+            limit_s = store.patience.limit_s
+            bounded(lambda: sweep_unfinished(store.root), "sweep", store.root, limit_s)
         except (HoldfastError, OSError) as error:  # below the root may lie what nobody may look at
             emit("sweep.failed", error=str(error))

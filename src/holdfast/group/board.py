@@ -106,12 +106,12 @@ class Board:
         limit = self.deadline_s if limit_s is None else limit_s
         return self._line.ask(what, question, max(limit, 0.0) + LATE_S)
 
-    def post(self, key: str, value: bytes) -> None:
-        """Pin a message to the board."""
+    def post(self, key: str, value: bytes, limit_s: float | None = None) -> None:
+        """Pin a message to the board, which may take `limit_s`."""
         if self.size == 1:
             self._local[key] = value
             return
-        self._ask(f"post {key}", lambda board: board.set(key, value))
+        self._ask(f"post {key}", lambda board: board.set(key, value), limit_s)
 
     def post_first(self, key: str, value: bytes) -> None:
         """Pin a message to the board, unless there is one under this key."""
@@ -172,7 +172,7 @@ class Board:
         if self.size == 1:
             return [value]
         if self.rank != 0:
-            self.post(f"{key}/{self.rank}", value)
+            self.post(f"{key}/{self.rank}", value, deadline_s)
             return []
         answers = {0: value}
         limit = self.deadline_s if deadline_s is None else deadline_s
@@ -213,7 +213,7 @@ class Board:
             return decide([value])
         if self.rank == 0:
             return self._decide(key, value, decide, limit, awaited)
-        self.post(f"{key}/{self.rank}", value)
+        self.post(f"{key}/{self.rank}", value, limit)
         answer = self._wait(key, limit + ANSWER_S, awaited)
         if answer[:1] != b"\0":
             kind = Deadline if answer[:1] == b"\1" else AgentError
@@ -272,7 +272,7 @@ class Board:
             if self.rank == 0:
                 self.gather("bye", b"", min(self.deadline_s, LEAVE_S))
             else:
-                self.post(f"bye/{self.rank}", b"")
+                self.post(f"bye/{self.rank}", b"", min(self.deadline_s, LEAVE_S))
         except AgentError:
             pass  # whoever is gone does not need the board
         self._line.close()
