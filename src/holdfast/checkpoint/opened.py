@@ -109,16 +109,12 @@ class Checkpoint:
         """All tensors, in the order in which they were saved; then further names of tied ones."""
         return [t.name for t in self.manifest.tensors] + list(self.manifest.aliases)
 
-    def find(self, name: str) -> int | None:
-        """Number of a tensor in the manifest; None for a name that is not there."""
-        return self.manifest.by_name.get(self.manifest.aliases.get(name, name))
-
     def index(self, name: str) -> int:
         """Number of a tensor in the manifest; UsageError with near misses for an unknown name."""
         if not isinstance(name, str) or not name:
             typed = not isinstance(name, str)
             raise unfit("Checkpoint", "name", name, "the name of a tensor", typed=typed)
-        found = self.find(name)
+        found = self.manifest.find(name)
         if found is None:
             raise UsageError(
                 f"no tensor {name!r:.300} in step {self.step}", hint=near(name, self.names())

@@ -111,6 +111,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
     def by_name(self) -> dict[str, int]:
         return {t.name: i for i, t in enumerate(self.tensors)}
 
+    def find(self, name: str) -> int | None:
+        """Number of a tensor by its name or alias; None if it is not there."""
+        return self.by_name.get(self.aliases.get(name, name))
+
     @cached_property
     def file_of(self) -> dict[int, FileEntry]:
         return {f.rank: f for f in self.files}

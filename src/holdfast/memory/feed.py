@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from holdfast.capture.exactness import Exactness
 from holdfast.capture.job import Job, Plan, text_of
@@ -148,7 +149,7 @@ class Feed:
                 if before.get(name, seen) != seen:
                     self._moving.add(name)
                 if name in self._moving:
-                    tensors[name] = replace(t, steady=False)
+                    tensors[name] = structs.replace(t, steady=False)
         return replace(live, tensors=tensors)
 
     def count_durable(self, *, must_prove: bool) -> None:

@@ -41,7 +41,7 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: Options) 
     """What of this rank's live tensors does not match the checkpoint."""
     found = Problems()
     for name, t in live.tensors.items():
-        index = checkpoint.find(name)
+        index = checkpoint.manifest.find(name)
         if index is None:
             found.missing.append(name)
             continue
@@ -160,7 +160,7 @@ def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
     """One bit per saved tensor: this rank has a place for it."""
     bits = np.zeros(len(checkpoint.manifest.tensors), bool)
     for name in [*live.tensors, *live.aliases, *live.owned]:
-        index = checkpoint.find(name)
+        index = checkpoint.manifest.find(name)
         if index is not None:
             bits[index] = True
     return np.packbits(bits).tobytes()

@@ -155,7 +155,7 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         wants = [
             want
             for name, t in live.tensors.items()
-            if (index := checkpoint.find(name)) is not None
+            if (index := checkpoint.manifest.find(name)) is not None
             for part in t.parts
             if part.box.size
             for want in _wants(checkpoint, index, part, asides)

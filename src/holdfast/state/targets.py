@@ -98,7 +98,7 @@ def target_of(local: torch.Tensor, dtype: str) -> Target:
 
 
 def is_known(checkpoint: Checkpoint, name: str) -> bool:
-    return checkpoint.find(name) is not None
+    return checkpoint.manifest.find(name) is not None
 
 
 def materialise(module: nn.Module) -> None:
