@@ -24,9 +24,10 @@ def order_of(state: torch.Tensor, p: torch.Tensor) -> list[int] | None:
         return None
     if isinstance(state, DTensor) or isinstance(p, DTensor):
         return None
-    usual = (
-        torch.empty_like(p) if state.shape == p.shape else torch.empty(state.shape, device="meta")
-    )
+    if state.shape == p.shape:
+        usual = torch.empty_like(p, device="meta")
+    else:
+        usual = torch.empty(state.shape, device="meta")
     if state.stride() == usual.stride():
         return None
     return sorted(range(state.ndim), key=lambda d: (-state.stride(d), d))
