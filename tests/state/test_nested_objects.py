@@ -129,3 +129,17 @@ def test_modules_in_a_dict_are_named_and_refused(tmp_path: Path) -> None:
         UsageError, match=r"s\.a: a torch\.nn\.modules\.linear\.Linear cannot be saved"
     ):
         holdfast.save(tmp_path, {"s": {"a": nn.Linear(2, 2)}}, step=1)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("saved", [None, 3, [1.0], (1, 2), torch.ones(2)], ids=str)
+def test_an_object_where_a_plain_value_was_saved(tmp_path: Path, saved: Any, strict: bool) -> None:
+    """Told before anything is loaded."""
+    model = torch.nn.Linear(2, 2)
+    holdfast.save(tmp_path, {"model": model, "more": {"sched": saved}}, step=1)
+    other = torch.nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    sched = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(other.parameters(), lr=0.1), 3)
+    with pytest.raises(StateMismatch, match=r"more\.sched: no state of an object was saved"):
+        holdfast.load(tmp_path, {"model": other, "more": {"sched": sched}}, strict=strict)
+    assert torch.equal(other.weight, before)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from holdfast.format import extras
 from holdfast.state.live import is_stateful
+from holdfast.state.own_errors import naming
 
 LIVE, OBJECT = "$live", "$object"
 
@@ -45,7 +46,8 @@ class Nested:
     def put(self, decode: Callable[[Any], Any]) -> None:
         """Put the states into the objects."""
         for slot in self.slots:
-            slot.live.load_state_dict(decode(slot.tree))
+            with naming(slot.path, slot.live, "load_state_dict"):
+                slot.live.load_state_dict(decode(slot.tree))
 
     def has(self, name: str) -> bool:
         """Whether a tensor of that name is in an object's state."""
@@ -67,6 +69,11 @@ def nested(key: str, live: Any, tree: Any) -> Nested:
 def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
     is_saved = isinstance(tree, dict) and tree.keys() == {OBJECT}
     if is_object(live):
+        if not is_saved and not _may_be_a_state(tree):
+            into.missing.append(
+                f"{path}: no state of an object was saved, and here is a {type(live).__name__}"
+            )
+            return tree
         slot = Slot(path, live, tree[OBJECT] if is_saved else tree)
         into.slots.append(slot)
         return {LIVE: slot}
@@ -90,6 +97,12 @@ def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
                 for where, other in _objects(one, part)
             ]
     return new
+
+
+def _may_be_a_state(tree: Any) -> bool:
+    """Whether a saved value that is not marked so may be an object's: a dict, of others' checkpoints."""
+    tags = [name for name in tree if name[:1] == "$"] if isinstance(tree, dict) else [""]
+    return tags in ([], ["$dict"], ["$ordered"])
 
 
 def _rebuilt(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
