@@ -38,6 +38,7 @@ SECTIONS = (
             "Memory",
             "Delta",
             "Keep",
+            "Restored",
             "Save",
             "save",
             "load",

@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault(
@@ -9,3 +10,10 @@ os.environ.setdefault(
 )  # before torch: processes are forked, and compute alike
 settings.register_profile("holdfast", deadline=None)  # a busy machine is no failure
 settings.load_profile("holdfast")
+
+from gate import leave_to_the_soak  # noqa: E402  after the environment is set
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not wanted
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_the_soak(items)

@@ -24,10 +24,11 @@ LAYERS = (
     ("writers",),
     ("state",),
     ("capture",),
+    ("origins", "schedule"),
     ("durable", "roots", "compression"),
     ("memory", "delta"),
     ("history", "recovery", "tiers"),
-    ("restoring",),
+    ("restored", "restoring"),
     ("ending", "looking", "once", "restart", "steering", "stopping"),
     ("checkpointer",),
     ("converting",),
@@ -130,6 +131,45 @@ def test_no_pickle() -> None:
             assert name.split(".")[0] not in ("pickle", "dill", "cloudpickle"), f"{path}:{line}"
 
 
+BESIDE_THE_CORE = (
+    "cli", "compression", "converting", "delta", "history", "interop", "memory", "policy", "rules",
+    "steering", "testing", "writers",
+)  # fmt: skip
+"""Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
+
+
+def test_the_core_knows_nothing_of_tiers_and_formats(tmp_path: Path) -> None:
+    """A run that saves and restores, with no tier switched on, in a fresh interpreter."""
+    script = f"""
+import sys
+import torch
+import holdfast
+
+def state():
+    model = torch.nn.Linear(4, 4)
+    return {{"model": model, "optim": torch.optim.AdamW(model.parameters()), "progress": {{"n": 1}}}}
+
+live = state()
+with holdfast.Checkpointer({str(tmp_path)!r}, live, every=1, keep=holdfast.Keep(last=2)) as ckpt:
+    assert not ckpt.restore().found
+    for step in (1, 2, 3):
+        live["model"](torch.ones(1, 4)).sum().backward()
+        live["optim"].step()
+        ckpt.step(step)
+with holdfast.Checkpointer({str(tmp_path)!r}, state(), sigterm_s=60) as ckpt:
+    assert ckpt.restore() == 3
+holdfast.save({str(tmp_path / "once")!r}, live, step=1)
+assert holdfast.load({str(tmp_path / "once")!r}, state()) == 1
+beside = {BESIDE_THE_CORE!r}
+print(*sorted(m for m in sys.modules if m.split(".")[0] == "holdfast" and m.split(".")[1:2]
+              and m.split(".")[1] in beside))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "", done.stdout
+
+
 def test_public_names_are_pinned() -> None:
     import holdfast
 
@@ -145,6 +185,7 @@ def test_public_names_are_pinned() -> None:
         "HoldfastWarning",
         "Keep",
         "Memory",
+        "Restored",
         "Rng",
         "Save",
         "__version__",

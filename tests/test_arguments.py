@@ -28,7 +28,7 @@ from torch import nn
 
 import holdfast
 from holdfast import checkpointer, once
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, StoreError, UsageError
 from holdfast.store import LocalStore, MemoryStore, Store, open_store
 
 Values = tuple[Any, ...]
@@ -94,7 +94,14 @@ RULES: Values = (Odd(), [], 3, "fresh", b"x", {"modl": "fresh"}, {3: "fresh"}, {
                  {"model": None}, {"model": 3})  # fmt: skip
 PATTERNS: Values = (Odd(), 3, b"model.*", "", [], (), {}, [3], ["model.*", ""], [None], object)
 FUNCTIONS: Values = (Odd(), 3, "print", [], {})
+
+
+def print_nothing() -> None:
+    """Takes no argument, where one is handed over."""
+
+
 OBJECTS: Values = (Odd(), 3, "x", [], {}, True)
+EVERY: Values = (Odd(), 0, -1, 1.5, "x", "10", [], {}, True, holdfast.Every)
 NAMES: Values = (Odd(), None, 3, [], {}, b"model.weight", "", "model.wieght", HUGE_TEXT)
 PARAMETERS: Values = (Odd(), None, 3, "x", b"x", [], [3], {}, nn.Linear(1, 1), torch.ones(2), [None],
                       list(nn.Linear(1, 1).named_parameters()))  # fmt: skip
@@ -124,7 +131,7 @@ class Made:
         self.local.put("k", b"12345")
 
     def checkpointer(self, **given: Any) -> None:
-        holdfast.Checkpointer(**{"root": self.folder / "new", "state": self.state, **given}).close()
+        holdfast.Checkpointer(**{"path": self.folder / "new", "state": self.state, **given}).close()
 
     def convert(self, **given: Any) -> None:
         holdfast.convert(**{"source": self.root, "target": self.folder / "converted", **given})
@@ -141,10 +148,12 @@ Call = Callable[..., Any]
 CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
     "save": (
         lambda m: (
-            lambda **a: holdfast.save(**{"url": m.folder / "new", "state": m.state, "step": 1, **a})
+            lambda **a: holdfast.save(
+                **{"path": m.folder / "new", "state": m.state, "step": 1, **a}
+            )
         ),
         {
-            "url": (*PATHS, "s3://bucket", "dpc:x"),
+            "path": (*PATHS, "s3://bucket", "dpc:x"),
             "state": STATES,
             "step": STEPS,
             "replicas": (*WORDS, "verify"),
@@ -156,9 +165,9 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         {"obj": (Odd(), None, {}, 3, "model", nn.Linear), "patterns": (*OTHERS, None, 3, "")},
     ),
     "load": (
-        lambda m: lambda **a: holdfast.load(**{"url": m.root, "state": m.state, **a}),
+        lambda m: lambda **a: holdfast.load(**{"path": m.root, "state": m.state, **a}),
         {
-            "url": (*PATHS, "dpc:x"),
+            "path": (*PATHS, "dpc:x"),
             "state": STATES,
             "step": STEPS_OR_NONE,
             "only": PATTERNS,
@@ -170,10 +179,10 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         },
     ),
     "open": (
-        lambda m: lambda **a: holdfast.open(**{"url": m.root, **a}),
-        {"url": (*PATHS, "dpc:x"), "step": STEPS_OR_NONE, "verify": FLAGS},
+        lambda m: lambda **a: holdfast.open(**{"path": m.root, **a}),
+        {"path": (*PATHS, "dpc:x"), "step": STEPS_OR_NONE, "verify": FLAGS},
     ),
-    "steps": (lambda m: holdfast.steps, {"url": (*PATHS, "dpc:x")}),
+    "steps": (lambda m: holdfast.steps, {"path": (*PATHS, "dpc:x")}),
     "convert": (
         lambda m: m.convert,
         {
@@ -183,23 +192,23 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "step": STEPS_OR_NONE,
             "key": WORDS[:-2],
             "dtype": (*WORDS[:3], *WORDS[4:], torch.bfloat16),
-            "rename": FUNCTIONS,
+            "rename": (*FUNCTIONS, lambda: "x", lambda a, b: a),
             "max_file_bytes": BYTES,
             "memory_bytes": (*BYTES, 1),
             "verify": FLAGS,
-            "progress": FUNCTIONS,
+            "progress": (*FUNCTIONS, lambda: None, lambda done: None, print_nothing),
         },
     ),
     "Checkpointer": (
         lambda m: m.checkpointer,
         {
-            "root": (*PATHS, "s3://bucket"),
+            "path": (*PATHS, "s3://bucket"),
             "state": STATES,
-            "every": OBJECTS,
+            "every": EVERY,
             "memory": (*OBJECTS, holdfast.Memory),
             "delta": (*OBJECTS, holdfast.Delta),
             "keep": (*OBJECTS, holdfast.Keep),
-            "when_busy": WORDS,
+            "when_busy": tuple(v for v in WORDS if v is not None),
             "on_error": WORDS,
             "on_resize": RULES,
             "replicas": WORDS,
@@ -216,8 +225,10 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "step": STEPS_OR_NONE,
             "source": PATHS_OR_NONE,
             "keep_source": FLAGS,
+            "only": (*(v for v in PATTERNS if v is not None), "model.*"),
             "strict": FLAGS,
             "cast": FLAGS,
+            "verify": FLAGS,
         },
     ),
     "Checkpointer.wait": (lambda m: m.ckpt.wait, {"timeout": LENGTHS_OR_NONE}),
@@ -301,10 +312,13 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         ),
         {"parameters": PARAMETERS, "to": (*OBJECTS, None, torch.float32, "bfloat16", np.float16)},
     ),
-    "events.subscribe": (lambda m: holdfast.events.subscribe, {"sink": (*FUNCTIONS, None)}),
+    "events.subscribe": (
+        lambda m: holdfast.events.subscribe,
+        {"sink": (*FUNCTIONS, None, print_nothing)},
+    ),
     "events.listen": (
         lambda m: lambda sink: holdfast.events.listen(sink).__enter__(),
-        {"sink": (*FUNCTIONS, None)},
+        {"sink": (*FUNCTIONS, None, print_nothing)},
     ),
     "store.open_store": (
         lambda m: open_store,
@@ -322,7 +336,7 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
                 **{"inner": m.store, "fail": lambda op, key: None, **a}
             )
         ),
-        {"inner": OBJECTS, "fail": (*FUNCTIONS, None)},
+        {"inner": OBJECTS, "fail": (*FUNCTIONS, None, print_nothing)},
     ),
     "testing.Slow": (
         lambda m: lambda **a: holdfast.testing.Slow(**{"inner": m.store, "seconds": 0.1, **a}),
@@ -430,6 +444,7 @@ ELSEWHERE = {
     "Checkpointer.__exit__": "called by `with`",
     "Checkpoint.__exit__": "called by `with`",
     "Checkpoint.file_extras": "takes an entry of the manifest",
+    "Restored": "made by restore",
     "Rng": "takes nothing",
     "compression.TopK.rows_of_rank": "by test_topk_checks_what_it_is_given",
     "compression.TopK.load_state_dict": "by test_topk_checks_what_it_is_given",
@@ -511,8 +526,8 @@ HALVES: Values = (0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), fracti
 def test_integers_of_other_libraries_are_steps(tmp_path: Path, seven: Any) -> None:
     state = {"model": nn.Linear(2, 2)}
     holdfast.save(tmp_path / "once", state, step=seven)
-    assert holdfast.load(tmp_path / "once", state, seven) == 7
-    assert holdfast.open(tmp_path / "once", seven).step == 7
+    assert holdfast.load(tmp_path / "once", state, step=seven) == 7
+    assert holdfast.open(tmp_path / "once", step=seven).step == 7
     every = holdfast.Every(durable=seven)
     with holdfast.Checkpointer(tmp_path / "run", state, every=every, on_error="raise") as ckpt:
         ckpt.step(seven)
@@ -639,6 +654,47 @@ def test_a_rename_that_gives_no_name_is_refused(tmp_path: Path) -> None:
         UsageError, match=r"rename\('bias'\) returned None|rename\('weight'\) returned None"
     ):
         holdfast.convert(tmp_path / "run", tmp_path / "x", to="torch", rename=lambda name: None)
+
+
+def test_a_rename_is_asked_for_the_names_of_weights_alone(tmp_path: Path) -> None:
+    """As they are without their key; what it raises is told with the name."""
+    state = {"model": nn.Linear(1, 1), "other": nn.Linear(1, 1)}
+    holdfast.save(tmp_path / "run", state, step=1)
+    names = {"weight": "w", "bias": "b"}
+    made = holdfast.convert(tmp_path / "run", tmp_path / "x", to="torch", rename=lambda n: names[n])
+    assert set(torch.load(made.path)) == {"w", "b"}
+    with pytest.raises(UsageError, match=r"rename\('weight'\) raised KeyError: 'weight'"):
+        holdfast.convert(tmp_path / "run", tmp_path / "y", to="torch", rename=lambda n: {}[n])
+
+
+def test_a_target_among_a_roots_own_files_is_refused(made: Made) -> None:
+    for inside in ("steps/x", "claims/x", "log/x/y"):
+        with pytest.raises(UsageError, match=f"lies in {inside.split('/')[0]}/ of the root"):
+            holdfast.convert(made.root, f"{made.root}/{inside}", to="torch")
+    assert not os.path.exists(f"{made.root}/log")
+
+
+def test_a_target_that_cannot_be_made_is_named(made: Made) -> None:
+    with pytest.raises(StoreError, match=r"cannot create '/proc/x\.partial'"):
+        holdfast.convert(made.root, "/proc/x", to="torch")
+
+
+def test_a_path_that_leads_into_a_root_is_told_the_root(made: Made) -> None:
+    for inside, more in (
+        ("steps", ""),
+        ("steps/0000000007", ", and step 7 by itself"),
+        ("steps/0000000007/manifest.json", ", and step 7 by itself"),
+    ):
+        for call in (
+            lambda url: holdfast.load(url, made.state),
+            lambda url: holdfast.open(url),
+        ):
+            with pytest.raises(HoldfastError) as caught:
+                call(f"{made.root}/{inside}")
+            assert caught.value.hint == f"it lies in a root: give {made.root}{more}"
+    with pytest.raises(HoldfastError) as caught:
+        holdfast.load(f"{made.root}@7", made.state)
+    assert "for step 7 of 'run' give the step by itself" in str(caught.value.hint)
 
 
 def test_topk_checks_what_it_is_given(one_rank: None) -> None:

@@ -12,9 +12,8 @@ import torch
 
 import holdfast
 from holdfast import events, here
+from holdfast.checkpoint.names import parse_segment, segments
 from holdfast.delta import capture
-from holdfast.delta.log import segments
-from holdfast.delta.segment import parse_key
 from holdfast.errors import UsageError
 from holdfast.store import LocalStore
 
@@ -214,7 +213,7 @@ def test_batches_begin_as_the_user_says(tmp_path: Path, batch: int) -> None:
         for step in range(1, 9):
             one.step()
             ckpt.step(step)
-    keys = [parse_key(key) for key in segments(LocalStore(tmp_path), 0)]
+    keys = [parse_segment(key) for key in segments(LocalStore(tmp_path), 0)]
     spans = [last - first + 1 for _, first, last, _ in filter(None, keys)]
     assert spans[0] == batch and sum(spans) == 7
 
@@ -239,5 +238,5 @@ def test_records_and_their_batches_are_tuned_too(tmp_path: Path) -> None:
 
 
 def test_what_is_neither(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"must be holdfast\.Every"):
-        holdfast.Checkpointer(tmp_path, Training().state, every=10)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"must be a number of steps, holdfast\.Every"):
+        holdfast.Checkpointer(tmp_path, Training().state, every="10")  # type: ignore[arg-type]

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from holdfast.memory.options import Memory
     from holdfast.once import load, save
     from holdfast.policy.tuning import Auto
+    from holdfast.restored import Restored
+    from holdfast.schedule import Every
     from holdfast.state.ignoring import ignore
     from holdfast.state.rng import Rng
-    from holdfast.steering import Every
 
 _HOME = {
     "Auto": "holdfast.policy.tuning",
@@ -43,11 +44,12 @@ _HOME = {
     "Checkpointer": "holdfast.checkpointer",
     "Converted": "holdfast.converting",
     "Delta": "holdfast.delta.options",
-    "Every": "holdfast.steering",
+    "Every": "holdfast.schedule",
     "HoldfastError": "holdfast.errors",
     "HoldfastWarning": "holdfast.errors",
     "Keep": "holdfast.checkpoint.tidying",
     "Memory": "holdfast.memory.options",
+    "Restored": "holdfast.restored",
     "Rng": "holdfast.state.rng",
     "Save": "holdfast.capture",
     "compression": "holdfast",
@@ -75,6 +77,7 @@ __all__ = [
     "HoldfastWarning",
     "Keep",
     "Memory",
+    "Restored",
     "Rng",
     "Save",
     "__version__",

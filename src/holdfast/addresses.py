@@ -1,4 +1,4 @@
-"""By which address other hosts reach this one."""
+"""The address by which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def own_address() -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a name is of an address that can be bound here."""
+    """True if a name is of an address that can be bound on this host."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as s:

@@ -1,4 +1,4 @@
-"""What users hand over, checked at the call that they make.
+"""Checks of the arguments that users hand over, made in the call that takes them.
 
 A checker takes the value, the name of the call and that of the argument; it returns the value as the
 library goes on with it, or raises a UsageError which says what was given and what is expected:
@@ -16,6 +16,7 @@ ranks do together, so that a mistake which all ranks make raises on all of them 
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
@@ -35,7 +36,7 @@ MAX_COUNT = 10**9
 MAX_S = 366 * 86400.0
 """A year: the system's waits overflow beyond some hundred of them."""
 MAX_PATH_BYTES = 4096
-"""Of a path and of a name in it, on every file system that Linux has."""
+"""Most bytes of a path, and of a name in it, on every file system that Linux has."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -161,7 +162,7 @@ def seconds_of(value: Any, call: str, name: str, *, or_zero: bool = False) -> fl
 
 
 def timeout_of(value: Any, call: str, name: str = "timeout") -> float | None:
-    """How long to wait in seconds; None, which means that nothing was said."""
+    """Return the seconds to wait; None, which means that nothing was said."""
     return None if value is None else seconds_of(value, call, name, or_zero=True)
 
 
@@ -281,8 +282,23 @@ def instance_of(value: Any, kind: type[T], call: str, name: str, what: str) -> T
     return value
 
 
-def function_of(value: Any, call: str, name: str, what: str) -> Any:
-    """Something that can be called; `what` tells with what."""
+def function_of(value: Any, call: str, name: str, what: str, takes: int) -> Any:
+    """Something that can be called with so many arguments; `what` tells with which."""
     if not callable(value):
         raise unfit(call, name, value, f"a function {what}")
+    if not _takes(value, takes):
+        raise UsageError(f"{call}({name}={shown(value)}): must be a function {what}")
     return value
+
+
+def _takes(function: Any, number: int) -> bool:
+    """True if a function takes `number` arguments, or if that cannot be known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # many that are not written in Python have none
+        return True
+    try:
+        signature.bind(*[None] * number)
+    except TypeError:
+        return False
+    return True

@@ -10,8 +10,12 @@ import os
 import signal
 import time
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib import import_module
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakMethod
 
 from holdfast.arguments import (
@@ -19,6 +23,7 @@ from holdfast.arguments import (
     flag_of,
     instance_of,
     path_of,
+    patterns_of,
     rules_of,
     seconds_of,
     step_of,
@@ -27,40 +32,51 @@ from holdfast.arguments import (
 )
 from holdfast.capture import Save
 from holdfast.checkpoint.tidying import Keep
-from holdfast.delta.options import Delta
 from holdfast.ending import Ending
 from holdfast.errors import HoldfastError, HoldfastWarning, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
-from holdfast.memory.options import Memory
-from holdfast.memory.tier import MemoryTier
-from holdfast.policy.tuning import Auto
 from holdfast.restart import Restart
+from holdfast.restored import Restored
 from holdfast.restoring import detected, load_from, open_shared, tell_unused_records
 from holdfast.roots import check_own
+from holdfast.schedule import Every, every_of
 from holdfast.state.collecting import collect
 from holdfast.state.live import Live, LiveTensor, State, check_keys, in_order
 from holdfast.state.putback import RULES
 from holdfast.state.rng import Rng
 from holdfast.state.targets import Options
-from holdfast.steering import Every, Steering, check_every
+from holdfast.state.window import rest, resting
 from holdfast.stopping import Stop, check_thread
 from holdfast.tiers import Tiers
+
+if TYPE_CHECKING:
+    from holdfast.delta.options import Delta
+    from holdfast.memory.options import Memory
+    from holdfast.memory.tier import MemoryTier
+    from holdfast.policy.tuning import Auto
+    from holdfast.steering import Steering
+
+NO_RECORDS = (
+    "records are switched on (delta=) and none is made: every=Every(delta=1) records every step"
+)
 
 
 class Checkpointer:
     """Keeps a training run's state; made once, on every rank, with the same arguments.
 
-    `root` is a path; `state` a dict of modules (or lists of pipeline stages), optimizers, objects with
-    `state_dict`/`load_state_dict`, and nested dicts of tensors and plain values.  Plain values are read
-    from the dict at each save and put back into it by `restore`.  The random number generators
-    are included under the key `rng`, unless the state has one.
+    `path` is the root of the run's steps, a folder that all ranks reach; `state` a dict of modules (or
+    lists of pipeline stages), optimizers, objects with `state_dict`/`load_state_dict`, and nested dicts of
+    tensors and plain values.  Plain values are read from the dict at each save and put back into it by
+    `restore`.  The random number generators are included under the key `rng`, unless the state has one.
 
-    `every`: how often `step` saves; with `Auto`, as often as pays, by what saves are measured to cost.
+    `every`: how often `step` saves: a number of steps between durable saves, or an `Every` with a number
+    for each tier; with `Auto`, as often as pays, by what saves are measured to cost.
     `memory`: snapshots in host memory, which survive the training processes.  `delta`: a record of every
     step, from which a restart does the steps after the newest full save again.  `keep`: which steps stay.
-    `when_busy`: whether a due save waits for the one in flight (`"queue"`) or is left out (`"skip"`).
+    `when_busy`: whether what is due waits for the save in flight (`"queue"`) or is left out (`"skip"`).  By
+    default durable saves wait and snapshots in memory, the next of which is a few steps away, do not.
     `on_error`: whether a failed save is reported by a warning or raised, at the next call.  `on_resize`:
     by key, what becomes of state that differs between ranks when their number changes (`same`, `rank0`,
     `redistribute`, `fresh`).
@@ -73,14 +89,14 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        path: str | os.PathLike[str],
         state: State,
         *,
-        every: Every | Auto | None = None,
+        every: Every | Auto | int | None = None,
         memory: Memory | None = None,
         delta: Delta | None = None,
         keep: Keep | None = None,
-        when_busy: Literal["queue", "skip"] = "skip",
+        when_busy: Literal["queue", "skip"] | None = None,
         on_error: Literal["warn", "raise"] = "warn",
         on_resize: dict[str, str] | None = None,
         replicas: Literal["once", "verify", "trust"] = "once",
@@ -89,24 +105,18 @@ class Checkpointer:
         deadline_s: float = 600.0,
     ) -> None:
         call = "Checkpointer"
-        root = path_of(root, call, "root")
+        root = path_of(path, call, "path")
         check_own(root)
         check_keys(state)
         for name, choice, choices in (
-            ("when_busy", when_busy, ("queue", "skip")),
+            ("when_busy", "queue" if when_busy is None else when_busy, ("queue", "skip")),
             ("on_error", on_error, ("warn", "raise")),
             ("replicas", replicas, ("once", "verify", "trust")),
         ):
             choice_of(choice, choices, call, name)
-        for name, given, kind in (
-            ("memory", memory, Memory),
-            ("delta", delta, Delta),
-            ("keep", keep, Keep),
-        ):
-            if given is not None:
-                instance_of(given, kind, call, name, f"a holdfast.{kind.__name__}(...), or None")
+        _check_tiers(memory, delta, keep)
         on_resize = rules_of(on_resize, RULES.split(", "), (*state, "rng"), call, "on_resize")
-        check_every(every, memory=memory is not None, delta=delta is not None)
+        every = every_of(every, memory=memory is not None, delta=delta is not None)
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
         if sigterm_s is not None:
             sigterm_s = seconds_of(sigterm_s, call, "sigterm_s")
@@ -114,7 +124,7 @@ class Checkpointer:
         named = _named_mesh(mesh)
         self.state = state
         self.every = every if isinstance(every, Every) else Every()
-        """In force now."""
+        """The frequencies in force now."""
         self.when_busy = when_busy
         self.on_error = on_error
         self.on_resize = on_resize
@@ -125,7 +135,7 @@ class Checkpointer:
         """The steady tensors of the last save: others may be gone, and are not kept alive."""
         self._told_of: HoldfastError | None = None
         self._news: list[tuple[BaseException | None, str]] = []
-        """What the user is to be told when a call is done: errors to raise, and warnings."""
+        """News for the user when a call is done: the error to raise, or None to warn; the text."""
         self._closed = False
         self._pid = os.getpid()
         self._prepared = False
@@ -143,7 +153,9 @@ class Checkpointer:
             self._tiers.keep_in_memory(memory)
         if delta is not None:
             self._tiers.keep_records(delta, self.on_resize)
-        self._steering = _steering(every, self._tiers) if isinstance(every, Auto) else None
+        self._steering: Steering | None = None
+        if every is not None and not isinstance(every, Every):
+            self._steering = _steering(every, self._tiers)
         if self._steering is not None:
             self.every = self._steering.every
         self._stop = Stop(self._group, sigterm_s) if sigterm_s is not None else None
@@ -176,6 +188,7 @@ class Checkpointer:
         """
         step = step_of(step, "Checkpointer.step")
         self._check_open()
+        rest()
         self._look_back()
         if self._stop is not None and self._stop.now(step):
             self._save_and_stop(step)
@@ -188,11 +201,12 @@ class Checkpointer:
         if self._recorded_by_a_save(step, due):
             pass
         elif due:
-            self._begin(step, must=self.when_busy == "queue")
+            self._begin(step, must=self.when_busy != "skip")
         elif due_in_memory and memory is not None:
             self._snapshot(step, memory)
         elif not self._prepared:
             self._prepare()
+            self._warn_if_never_due()
         self._prepared = True
         self._tell(3)
 
@@ -202,6 +216,8 @@ class Checkpointer:
         if delta is None:
             return False
         if self.every.delta is None:
+            if self._steering is None and not self._prepared:
+                self._news.append((None, NO_RECORDS))
             delta.end("no records are due")
             return False
         delta.record(step, self.every.durable)
@@ -232,6 +248,11 @@ class Checkpointer:
         if self._steering is not None:
             self._steering.saving("memory", save)
 
+    def _warn_if_never_due(self) -> None:
+        if self.every == Every() and self._steering is None and self._stop is None:
+            text = "step() saves nothing, because no every= was given; every=1000 saves each 1000 steps"
+            self._news.append((None, text))
+
     def _prepare(self) -> None:
         """Have memory ready before the first save is due."""
         if self._tiers.memory is not None:
@@ -247,7 +268,8 @@ class Checkpointer:
         return self._begin(step, must=True)
 
     def _begin(self, step: int, *, must: bool, live: bool = False) -> Save:
-        """`must`: whatever is in flight.  `live`: not from a replica, which could be lost meanwhile."""
+        """Begin a save.  `must`: whatever is in flight.  `live`: not from a replica, which could be lost
+        meanwhile."""
         self._check_open()
         memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
         if delta is not None and delta.parent is not None and step < delta.parent[1]:
@@ -285,9 +307,9 @@ class Checkpointer:
 
     def _look_back(self) -> None:
         """See what there is to be told."""
-        memory = self._tiers.memory
-        while memory is not None and memory.news:
-            self._news.append((None, memory.news.pop(0)))
+        for tier in (self._tiers.durable, self._tiers.memory):
+            while tier is not None and tier.news:
+                self._news.append((None, tier.news.pop(0)))
         done = [s for s in self._saves if s.done()]
         self._saves[:] = [s for s in self._saves if not s.done()]
         for save in done:
@@ -298,17 +320,21 @@ class Checkpointer:
                 self._complain(save.error, str(save.error))
 
     def _unheard(self) -> list[str]:
-        """What a next call would tell, beside saves that have failed."""
+        """Return the news that a next call would tell, beside saves that have failed."""
         delta = self._tiers.delta
         failed = None if delta is None else delta.error
-        news = [text for _, text in self._news]
+        news = [text for _, text in self._news] + self._lost_steps()
         return news if failed in (None, self._told_of) else [*news, f"records end: {failed}"]
+
+    def _lost_steps(self) -> list[str]:
+        loss = "" if self._tiers.delta is None else self._tiers.delta.loss()
+        return [loss] if loss else []
 
     def _complain(self, error: BaseException, text: str) -> None:
         self._news.append((error if self.on_error == "raise" else None, text))
 
     def _tell(self, stacklevel: int) -> None:
-        """Warnings, and then the first error; others with the next calls."""
+        """Give the warnings, and then raise the first error; others come with the next calls."""
         texts = [text for error, text in self._news if error is None]
         self._news = [one for one in self._news if one[0] is not None]
         for text in texts:
@@ -337,22 +363,32 @@ class Checkpointer:
         *,
         source: str | os.PathLike[str] | None = None,
         keep_source: bool = False,
-        strict: bool = True,
+        only: str | Sequence[str] | None = None,
         cast: bool = False,
-    ) -> int:
-        """Put the newest good step (or step `step`) into the live state; 0 if there is none.
+        strict: bool = True,
+        verify: bool = True,
+    ) -> Restored:
+        """Put the newest good step (or step `step`) into the live state; return its number, 0 if there is
+        none.  The number also says what was restored from: see `Restored`.
 
         Works on any layout.  A damaged step is passed over with a warning; NotRecoverable says why if
         there are only damaged ones.  `source`: another root, or a foreign checkpoint (also by a prefix:
         `torch:PATH`), to begin with as long as the own root has no steps.  Without it, a foreign
         checkpoint that lies in the root itself is begun with.  `keep_source` saves what it gave as this
-        run's own step at once, in the background: the next restarts read that.  `strict=False`: names that
-        one side lacks keep their value.  `cast`: convert dtypes.  Collective; blocks.
+        run's own step at once, in the background: the next restarts read that.  `cast`, `strict` and
+        `verify` are as of `load`, and so is `only`, of what `source` gives: a run's own steps are restored
+        whole.  Collective; blocks.
         """
         call = "Checkpointer.restore"
         step = None if step is None else step_of(step, call)
         source = None if source is None else path_of(source, call, "source")
-        for name, flag in (("keep_source", keep_source), ("strict", strict), ("cast", cast)):
+        patterns = None if only is None else patterns_of(only, call, "only")
+        if patterns is not None and source is None:
+            raise UsageError(
+                "restore(only=...) is of what source= gives: a run's own steps are restored whole"
+            )
+        flags = {"keep_source": keep_source, "strict": strict, "cast": cast, "verify": verify}
+        for name, flag in flags.items():
             flag_of(flag, call, name)
         self._check_open()
         self.wait()
@@ -362,18 +398,23 @@ class Checkpointer:
             delta.settle()
         mesh = self._tiers.mesh
         options = Options(cast=cast, strict=strict, on_resize=self.on_resize, mesh=mesh)
-        restart = Restart(self._tiers, self._everything(), options)
+        restart = Restart(self._tiers, self._everything(), options, verify=verify)
         origin = None if restart.candidates else self._origin(source)
         if self._steering is not None:
             self._steering.lost(*restart.lost_with_nodes())
         with span("restore") as fields:
             if origin is not None:
                 fields["source"] = origin
-                found = load_from(origin, self._group, restart.state, step, options)
+                begun_with = replace(options, only=patterns)
+                found = load_from(
+                    origin, self._group, restart.state, step, begun_with, verify=verify
+                )
                 if step is None:
                     tell_unused_records(origin, self._group, found)
+                restored = Restored(found, "source")
             else:
                 found = restart.to_newest() if step is None else restart.to_step(step)
+                restored = restart.result(found)
             fields["step"] = found
         if restart.leaves_behind():
             self._tiers.leave_behind()
@@ -394,10 +435,10 @@ class Checkpointer:
         if records is not None:
             records.prepare()
         Rng().load_state_dict(generators)  # a loader may draw when it is asked for its state
-        return found
+        return restored
 
     def _origin(self, source: str | os.PathLike[str] | None) -> str | None:
-        """What a run without steps begins with; rank 0 sees what lies in the root."""
+        """Return the URL that a run without steps begins with; rank 0 looks into the root."""
         if source is not None:
             return os.fspath(source)
         found = self._group.from_rank0(lambda: detected(self._root, self._group))
@@ -443,22 +484,29 @@ class Checkpointer:
         self._closed = True
         self._ending.close()
         try:
-            self._tiers.close(timeout, finished=finished)
-        finally:
-            if self._steering is not None:
-                self._steering.close(error)
-            if self._stop is not None:
-                self._stop.close()
-            self._tiers.release()
-            self._group.close()
+            with ExitStack() as last:
+                last.callback(self._group.close)
+                last.callback(self._tiers.release)
+                if self._stop is not None:
+                    last.callback(self._stop.close)
+                if self._steering is not None:
+                    last.callback(self._steering.close, error)
+                with resting():
+                    self._tiers.close(timeout, finished=finished)
+        except BaseException:
+            self._look_back()
+            self._news = [(None, text) for _, text in self._news]
+            self._tell(4)  # beside the error: there is no next call
+            raise
         self._look_back()
+        self._news += [(None, text) for text in self._lost_steps()]
         errors = [one for one in self._news if one[0] is not None]
         self._news = [one if one in errors[:1] else (None, one[1]) for one in self._news]
         self._tell(4)  # the first as an error: there is no next call
 
     @property
     def _is_ours(self) -> bool:
-        """Whether this is no forked child that goes through its parent's exits."""
+        """True unless this is a forked child, which goes through its parent's exits."""
         return os.getpid() == self._pid
 
     def _check_ours(self) -> None:
@@ -474,7 +522,22 @@ class Checkpointer:
             raise UsageError("this Checkpointer is closed", hint="make a new one")
 
 
+def _check_tiers(memory: object, delta: object, keep: object) -> None:
+    """UsageError for options of another kind.  The modules of a tier are imported when it is asked for."""
+    for name, given, module in (
+        ("memory", memory, "holdfast.memory.options"),
+        ("delta", delta, "holdfast.delta.options"),
+        ("keep", keep, "holdfast.checkpoint.tidying"),
+    ):
+        if given is not None:
+            kind = name.capitalize()
+            expected = f"a holdfast.{kind}(...), or None"
+            instance_of(given, getattr(import_module(module), kind), "Checkpointer", name, expected)
+
+
 def _steering(auto: Auto, tiers: Tiers) -> Steering:
+    from holdfast.steering import Steering
+
     used = {"memory": tiers.memory, "delta": tiers.delta}
     names = tuple(name for name, tier in used.items() if tier is not None)
     batch = tiers.delta.batch if tiers.delta is not None else 1

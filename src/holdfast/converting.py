@@ -33,6 +33,7 @@ from holdfast.arguments import (
     unfit,
 )
 from holdfast.checkpoint.consolidating import Consolidation
+from holdfast.checkpoint.names import FOLDERS
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import Outfile, Progress, Written, check_files, write_files
 from holdfast.checkpoint.tidying import attempt_of
@@ -49,8 +50,9 @@ from holdfast.near import near
 from holdfast.sizes import MAX_BYTES
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.directories import fsync_directories, fsync_directory, walk
+from holdfast.store.oserrors import translated
 from holdfast.version import __version__
-from holdfast.writers.planned import Options, Planned, Rename
+from holdfast.writers.planned import Options, Planned, Rename, weights
 from holdfast.writers.ranks import converting_ranks
 from holdfast.writers.universal import attempt_name, plan_universal
 
@@ -60,12 +62,12 @@ _MARK = "holdfast-conversion.json"
 _WEIGHTS_ONLY = ("huggingface", "torch")
 
 Told = Callable[[str, int, int], object]
-"""Told of a phase ("check", "write", "verify"), the bytes just done, and the bytes that it will do."""
+"""Called with a phase ("check", "write", "verify"), the bytes just done, and the bytes it will do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What a conversion has made.  `left_out`: extras that the format cannot hold."""
+    """The result of a conversion.  `left_out`: extras that the format cannot hold."""
 
     path: str
     to: str
@@ -113,12 +115,12 @@ def convert(
     memory_bytes = count_of(memory_bytes, call, "memory_bytes", most=MAX_BYTES)
     flag_of(verify, call, "verify")
     if progress is not None:
-        function_of(progress, call, "progress", "that takes a phase and two numbers of bytes")
+        function_of(progress, call, "progress", "that takes a phase and two numbers of bytes", 3)
     options = _options(max_file_bytes, dtype, rename, key)
     _check(to, options)
     if isinstance(source, Checkpoint):
         return _Conversion(source, target, to, options, memory_bytes, verify, progress).run()
-    with open_checkpoint(source, step) as found:
+    with open_checkpoint(source, step=step) as found:
         return _Conversion(found, target, to, options, memory_bytes, verify, progress).run()
 
 
@@ -130,7 +132,7 @@ def _options(max_file_bytes: int, dtype: str | None, rename: Rename | None, key:
         what, typed = "the name of a dtype, such as 'bfloat16'", not isinstance(dtype, str)
         raise unfit(call, "dtype", dtype, what, typed=typed, hint=hint)
     if rename is not None:
-        function_of(rename, call, "rename", "that takes a name and returns the new one")
+        function_of(rename, call, "rename", "that takes a name and returns the new one", 1)
     max_file_bytes = count_of(max_file_bytes, call, "max_file_bytes", most=MAX_BYTES)
     return Options(max_file_bytes, dtype, rename, text_of(key, call, "key"))
 
@@ -214,7 +216,7 @@ class _Conversion:
     def _begin(self, files: Sequence[Outfile], held: ExitStack) -> bool:
         """Go on with what an interrupted conversion of the same has left, or clear it away.
 
-        Whether the result is at its place already: it was interrupted after that.
+        True if the result is at its place already: it was interrupted after that.
         """
         marked = self._marked()
         finished = marked.get("conversion") == self.identity and self._is_result(files)
@@ -237,27 +239,28 @@ class _Conversion:
         return False
 
     def _make_partial(self) -> None:
-        try:
-            os.makedirs(self.partial.root, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            what = f"{error.filename} is in the way: a file where a folder must be"
-            raise UsageError(what, hint="remove it, or give another target") from None
+        with translated("create", "", self.partial.root):
+            try:
+                os.makedirs(self.partial.root, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                what = f"{error.filename} is in the way: a file where a folder must be"
+                raise UsageError(what, hint="remove it, or give another target") from None
 
     def _remove_partial(self) -> None:
-        """The mark last: without it, what is left would be taken for somebody else's."""
+        """Remove it, the mark last: without it, what is left would be taken for another's."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.work.root)
         shutil.rmtree(self.partial.root)
 
     def _marked(self) -> dict[str, str]:
-        """What the mark says of the conversion that has begun; empty if there is none."""
+        """Return what the mark says of the conversion that has begun; empty if there is none."""
         try:
             return msgspec.json.decode(self.partial.get(_MARK), type=dict[str, str])
         except (NotFound, msgspec.DecodeError):
             return {}
 
     def _is_result(self, files: Sequence[Outfile]) -> bool:
-        """Whether the target is what this conversion makes."""
+        """True if the target is what this conversion makes."""
         if self.to == "universal":
             return self._attempt() == attempt_name(self.identity)
         if not os.path.lexists(self.target):
@@ -266,11 +269,16 @@ class _Conversion:
         return all(_has(LocalStore(root), f) for f in files)
 
     def _attempt(self) -> str | None:
-        """Who has written the step into the target, if it is there."""
+        """Return the name of the attempt that wrote the step into the target, if it is there."""
         return attempt_of(LocalStore(self.target), self.source.step)
 
     def _check_target(self) -> None:
-        """UsageError if something would be overwritten."""
+        """UsageError if something would be overwritten, or would lie among what a root consists of."""
+        root = self.source.store.root if isinstance(self.source.store, LocalStore) else None
+        inside = os.path.relpath(self.target, root).split(os.sep)[0] if root is not None else ""
+        if inside in FOLDERS:
+            what = f"{self.target} lies in {inside}/ of the root {root}, where holdfast keeps its files"
+            raise UsageError(what, hint="give a path outside of it")
         if not os.path.lexists(self.target):
             return
         entries = os.listdir(self.target) if os.path.isdir(self.target) else None
@@ -303,7 +311,7 @@ class _Conversion:
                 os.unlink(path)
 
     def _write(self, files: Sequence[Outfile]) -> int:
-        """Write what is missing, and read all back; the number of files that were there."""
+        """Write what is missing, and read all back; return the number of files that were there."""
         there = [f for f in files if _has(self.work, f)]
         missing = [f for f in files if not _has(self.work, f)]
         for f in missing:
@@ -343,7 +351,7 @@ class _Conversion:
         self._remove_partial()
 
     def _check_end(self, files: Sequence[Outfile]) -> None:
-        """What holds for the whole, whoever has written which part."""
+        """Check what must hold for the whole, whoever has written which part."""
         self._check_target()
         list(walk(self.partial.root))  # NFS: what was missing a while ago is looked up anew
         missing = next((f.path for f in files if not self._is_written(f)), None)
@@ -357,7 +365,7 @@ class _Conversion:
             )
 
     def _is_written(self, file: Outfile) -> bool:
-        """Also if an interrupted end has moved it already."""
+        """True if the file is written, also if an interrupted end has moved it already."""
         moved = self.to == "universal" and _has(LocalStore(self.target), file)
         return moved or _has(self.work, file)
 
@@ -400,7 +408,7 @@ def _local(target: str | os.PathLike[str]) -> str:
 
 
 def _identity(source: Checkpoint, to: str, options: Options) -> str:
-    """What tells whether a conversion that was begun is this one: the source's state, and what is asked."""
+    """Return a digest of the source's state and what is asked: a begun conversion with it is this one."""
     manifest = hexdigest(encode(source.manifest))
     files: list[Any] = []
     if isinstance(source.store, Sections):
@@ -409,13 +417,13 @@ def _identity(source: Checkpoint, to: str, options: Options) -> str:
             origin, keys = origin.inner, sorted({*keys, *map(file_of, source.manifest.files)})
         files = [(key, *_stamp(origin, key)) for key in keys]
     asked = (options.max_file_bytes, options.dtype, options.key)
-    names = [options.rename(t.name) for t in source.manifest.tensors] if options.rename else []
+    names = [(w.name, w.also) for w in weights(source, options)] if options.rename else []
     told = repr((source.store.url, manifest, files, to, asked, names, __version__))
     return hexdigest(told.encode())
 
 
 def _stamp(store: Store, key: str) -> tuple[int, ...]:
-    """What tells whether a file is still the one that it was."""
+    """Return numbers that stay the same as long as a file is the one that it was."""
     if not isinstance(store, LocalStore):
         return (store.size(key),)
     found = os.stat(os.path.join(store.root, key))
@@ -441,7 +449,8 @@ def _locked(directory: str) -> Iterator[None]:
 
 
 def _boot() -> str:
-    """A power cut may take what was not yet durable: files that were there before it are written anew."""
+    """Return the boot's id: files from before a power cut may not have become durable, and are written
+    anew."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -7,6 +7,7 @@ or calls `os._exit`, has no end of this kind.
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,9 +20,9 @@ from holdfast.patience import slowest
 from holdfast.threads import at_exit, idle
 
 LINGER_S = 3.0
-"""How long ranks wait for each other, so that all hear what became of the last save."""
+"""Seconds that ranks wait for each other, so that all hear what became of the last save."""
 LEAVE_S = 2.0
-"""How long threads have to see that nobody is waited for any more."""
+"""Seconds that threads have to see that nobody is waited for any more."""
 
 
 class Ending:
@@ -41,7 +42,7 @@ class Ending:
         self._cancel = at_exit(self._end)
 
     def close(self) -> None:
-        """There is nothing left to be told."""
+        """Cancel the ending: there is nothing left to be told."""
         self._cancel()
 
     def _end(self, waited_s: float) -> None:
@@ -54,7 +55,12 @@ class Ending:
             with suppress(HoldfastError):
                 self._group.gather("ended", b"", LINGER_S)
         for text in self._texts(late, waited_s, why):
-            warnings.warn(text, HoldfastWarning, stacklevel=2)
+            try:
+                warnings.warn(text, HoldfastWarning, stacklevel=2)
+            except (
+                HoldfastWarning
+            ) as error:  # as `python -W error` has it; there are others to be told
+                traceback.print_exception(error)
 
     def _texts(self, late: list[int], waited_s: float, why: str) -> list[str]:
         unheard = self._unheard()

@@ -12,7 +12,7 @@ HoldfastError
 ├── StoreError                       .retryable
 │   ├── NotFound  Exists  Unavailable  OutOfSpace
 ├── AgentError                       a peer did not do its part
-│   ├── Deadline                     ... in time: names who did not answer
+│   ├── Deadline (also TimeoutError) ... in time: names who did not answer
 │   ├── AgentUnreachable             the agent of a node does not answer
 │   └── SegmentLost                  memory that an agent held is no more
 ├── NotRecoverable                   why each candidate step could not be used
@@ -62,7 +62,7 @@ class HoldfastError(Exception):
         return text + (f"\n  hint: {self.hint}" if self.hint else "")
 
     def _says(self, name: str, value: str) -> bool:
-        """Whether the message states it: a key by itself, a number after its name, as in `rank 3`."""
+        """True if the message states it: a key by itself, a number after its name, as in `rank 3`."""
         stated = re.escape(value) if name == "file" else rf"\b{name} {value}\b"
         return re.search(stated, self.message) is not None
 
@@ -155,7 +155,7 @@ class AgentError(HoldfastError):
     """Another process of the job did not do its part."""
 
 
-class Deadline(AgentError):
+class Deadline(AgentError, TimeoutError):
     """A wait ran out; the message names who did not answer."""
 
 

@@ -44,7 +44,7 @@ counters: Counter[str] = Counter()
 
 def subscribe(sink: Sink) -> Callable[[], None]:
     """Call `sink(event)` for every event from now on; returns a function that ends it."""
-    function_of(sink, "subscribe", "sink", "that takes an Event")
+    function_of(sink, "subscribe", "sink", "that takes an Event", 1)
     with _lock:
         _sinks.append(sink)
 
@@ -59,7 +59,7 @@ def subscribe(sink: Sink) -> Callable[[], None]:
 @contextmanager
 def listen(sink: Sink) -> Iterator[None]:
     """`subscribe` for the length of a with block."""
-    function_of(sink, "listen", "sink", "that takes an Event")
+    function_of(sink, "listen", "sink", "that takes an Event", 1)
     cancel = subscribe(sink)
     try:
         yield

@@ -47,7 +47,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _status(pid: int) -> tuple[bool, str] | None:
-    """Whether a process is alive, and its start time in clock ticks since boot; None if unseen."""
+    """Return (is alive, start time in clock ticks since boot) of a process; None if unseen."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -66,7 +66,7 @@ def started(pid: int) -> str | None:
 
 
 def fate(pid: int, since: str) -> Literal["runs", "gone", "unknown"]:
-    """What became of the process that had number `pid`, in this place, and started at `since`."""
+    """Tell what became of the process that had number `pid` in this place, started at `since`."""
     if pid <= 0 or not since.isdigit() or int(since) == 0:
         return "unknown"
     try:

@@ -19,30 +19,31 @@ from holdfast.threads import Worker
 
 HISTORY_KEY = "tuning.json"
 CLOSE_S = 10.0
-"""How long the last writing may take."""
+"""Seconds that the last writing may take."""
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What is known, over all runs of a root."""
+    """The content of `tuning.json`: what is known over all runs of a root."""
 
     trained_s: float = 0.0
     process: int = 0
-    """Failures that left the memory of all nodes."""
+    """Number of failures that left the memory of all nodes intact."""
     node: int = 0
-    """Those that took a node's along."""
+    """Number of failures that took the memory of a node along."""
     failed: bool = False
     """The newest run has ended by an error, which nobody has counted yet."""
     lost_of: str = ""
     """The snapshot in memory whose loss was counted last."""
     tiers: tuple[str, ...] = ()
     frequencies: tuple[int | None, int | None, int | None, int | None] = (None,) * 4
-    """In force: of which tiers, and steps between durable saves, snapshots, records; records per file."""
+    """Frequencies in force, for `tiers`: steps between durable saves, snapshots, records; then records
+    per file."""
     costs: dict[str, float] = {}
-    """In seconds, by their names in `policy.wasted.Costs`."""
+    """Costs in seconds, by their names in `policy.wasted.Costs`."""
 
 
 class Keeper:
-    """Reads and writes it."""
+    """Reads and writes `tuning.json`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -50,18 +51,18 @@ class Keeper:
         self._last: Future[None] | None = None
 
     def read(self) -> Kept:
-        """What is there; nothing, if it cannot be read."""
+        """Return what is there; an empty `Kept` if it cannot be read."""
         with suppress(HoldfastError, msgspec.DecodeError, UnicodeDecodeError):
             return msgspec.json.decode(self._store.get(HISTORY_KEY), type=Kept)
         return Kept()
 
     @property
     def busy(self) -> bool:
-        """Whether the last writing is still under way."""
+        """True if the last writing is still under way."""
         return self._last is not None and not self._last.done()
 
     def write(self, kept: Kept) -> None:
-        """Returns at once."""
+        """Begin to write it; return at once."""
         self._last = self._pool.submit(self._put, kept)
 
     def _put(self, kept: Kept) -> None:

@@ -15,7 +15,7 @@ from holdfast.store import open_store
 
 
 def open(
-    url: str | os.PathLike[str], step: int | None = None, *, verify: bool = True
+    path: str | os.PathLike[str], *, step: int | None = None, verify: bool = True
 ) -> Checkpoint:
     """Open step `step`, or the newest, of a root for reading.
 
@@ -23,7 +23,7 @@ def open(
     Foreign checkpoints are opened where they lie, found by what is there or named by a prefix (`dcp:PATH`,
     `deepspeed:PATH`, `megatron:PATH`, `huggingface:PATH`, `torch:PATH`).
     """
-    url, step = path_of(url, "open", "url"), None if step is None else step_of(step, "open")
+    url, step = path_of(path, "open", "path"), None if step is None else step_of(step, "open")
     flag_of(verify, "open", "verify")
     return bounded(lambda: _open(url, step, verify), "open", url)
 
@@ -39,13 +39,13 @@ def _open(url: str, step: int | None, verify: bool) -> Checkpoint:
         raise
 
 
-def steps(url: str | os.PathLike[str]) -> list[int]:
+def steps(path: str | os.PathLike[str]) -> list[int]:
     """All committed steps, ascending; empty if there are none.
 
     HoldfastWarning if the manifest of one cannot be read: of each its beginning is looked at, and all of
     the newest.
     """
-    url = path_of(url, "steps", "url")
+    url = path_of(path, "steps", "path")
     return bounded(lambda: _steps(url), "look at", url)
 
 

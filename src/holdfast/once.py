@@ -19,9 +19,8 @@ from holdfast.arguments import (
 )
 from holdfast.capture import Capture
 from holdfast.checkpoint.claiming import newest_claim, once_attempt
-from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.names import committed, segments
 from holdfast.checkpoint.tidying import sweep
-from holdfast.delta.log import leads_on
 from holdfast.durable import Durable
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
@@ -36,7 +35,7 @@ from holdfast.store import Store
 
 
 def save(
-    url: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     state: State,
     *,
     step: int,
@@ -47,7 +46,7 @@ def save(
     Collective; RankErrors if it failed anywhere; UsageError if records lead on from that step; LayoutError
     if plain tensors of one name differ between ranks, unless `replicas="trust"`.
     """
-    url = path_of(url, "save", "url")
+    url = path_of(path, "save", "path")
     choice_of(replicas, ("once", "trust"), "save", "replicas")
     check_own(url)
     check_keys(state)
@@ -69,7 +68,7 @@ def save(
 def _once(store: Store, step: int) -> bytes:
     held = newest_claim(store)
     run = max([held.run if held else 0, *(s.run for s in committed(store))])
-    if leads_on(store, (run, step)):
+    if segments(store, step) and _records_lead_on(store, run, step):
         raise UsageError(
             f"records of run {run} in {store.url} lead on from its step {step}: from another state they "
             "would lead elsewhere",
@@ -82,11 +81,17 @@ def _once(store: Store, step: int) -> bytes:
     return msgspec.json.encode((run, once_attempt()))
 
 
+def _records_lead_on(store: Store, run: int, step: int) -> bool:
+    from holdfast.delta.log import leads_on
+
+    return leads_on(store, (run, step))
+
+
 def load(
-    url: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     state: State,
-    step: int | None = None,
     *,
+    step: int | None = None,
     only: str | Sequence[str] | None = None,
     cast: bool = False,
     strict: bool = True,
@@ -103,7 +108,7 @@ def load(
     NotRecoverable if there is no step; StateMismatch before anything is touched.  Foreign checkpoints are
     read where they lie, as `holdfast.open` finds them.
     """
-    url, step = path_of(url, "load", "url"), None if step is None else step_of(step, "load")
+    url, step = path_of(path, "load", "path"), None if step is None else step_of(step, "load")
     check_keys(state)
     patterns = None if only is None else patterns_of(only, "load", "only")
     for name, flag in (("cast", cast), ("strict", strict), ("verify", verify)):

@@ -9,10 +9,11 @@ call is lost until it does.  So the thread that must not be lost does not make i
 
 An operation that was given up may still take effect when storage comes back.  Until then its store answers
 every further operation with the same error at once, so that neither time nor threads add up; when it has
-ended, the store is asked again.
+ended, the store is asked again.  What there is to tidy up is left to the thread that comes back
+(`Patience.tidy`).
 
 Threads that somebody else watches (`holdfast.threads.in_threads`) make their calls themselves: what is
-under way is noted by thread, and whoever waits for them looks at how long it has been (`overdue`).  So a
+under way is noted by thread, and whoever waits for them looks at how long it has been (`Watch`).  So a
 large read or write pays for no helper; any other operation pays 15 microseconds.
 """
 
@@ -21,25 +22,26 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from queue import SimpleQueue
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from holdfast.errors import Deadline
+from holdfast.errors import Deadline, HoldfastError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 PATIENCE_S = 600.0
-"""How long one operation of storage may take where nobody has said otherwise."""
+"""Seconds that one operation of storage may take where nobody has said otherwise."""
 
 
 class Operation:
-    """One call of storage: what it is, since when it is under way, and whether it is over."""
+    """One call of storage: what it is, since when it is under way, and whether it is over, or left behind:
+    nobody waits for it any more."""
 
-    __slots__ = ("is_over", "limit_s", "patience", "place", "since", "what")
+    __slots__ = ("is_left", "is_over", "limit_s", "patience", "place", "since", "what")
 
     def __init__(self, what: str, place: str, patience: Patience) -> None:
         self.what = what
@@ -48,6 +50,7 @@ class Operation:
         self.limit_s = patience.limit_s
         self.since = time.monotonic()
         self.is_over = False
+        self.is_left = False
 
     @property
     def took_s(self) -> float:
@@ -67,60 +70,103 @@ class Operation:
 
 
 class _Thread(threading.local):
-    """What holds for one thread."""
+    """Limits that hold for one thread."""
 
     is_watched = False
     """Somebody else looks at how long its operations take."""
+    watch: Watch | None = None
+    """The `Watch` that does so, for one of several threads."""
     until: float | None = None
-    """When it has to be done, by `time.monotonic`."""
+    """Time at which its operations have to be done, by `time.monotonic`."""
     limit_s = PATIENCE_S
-    """Of stores that are opened."""
+    """Seconds that an operation may take, for stores that the thread opens."""
 
 
 _thread = _Thread()
 _under_way: dict[int, Operation] = {}
-"""By thread: storage is a resource of the process, and who waits asks for all of it."""
+"""Operations by thread: storage is a resource of the process, and who waits asks for all of it."""
 _idle: list[Helper] = []
+_lock = threading.Lock()
+"""Guards what is noted as over and as left behind."""
 os.register_at_fork(after_in_child=_under_way.clear)
 os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Patience:
-    """How long operations of one store may take each.  Thread-safe.
+    """Limits how long each operation of one store may take.  Thread-safe.
 
     `limit_s` is None: for ever, unless the caller is `within` a limit of its own.
     """
 
-    __slots__ = ("_stuck", "limit_s")
+    __slots__ = ("_stuck", "_untidy", "limit_s")
 
     def __init__(self) -> None:
         self.limit_s: float | None = _thread.limit_s
         self._stuck: list[Operation] = []
+        """Operations that are left behind and not over."""
+        self._untidy: list[Callable[[], object]] = []
+        """Calls to make when all of those operations are over."""
 
-    def run(self, call: Callable[[], R], what: str, place: str) -> R:
-        """Do `call`.  Deadline if it has not returned after `limit_s`; it may return later."""
+    def run(
+        self,
+        call: Callable[[], R],
+        what: str,
+        place: str,
+        undo: Callable[[R], object] | None = None,
+    ) -> R:
+        """Do `call`.  Deadline if it has not returned after `limit_s`; it may return later, and `undo` is
+        given what nobody takes then."""
         operation = Operation(what, place, self)
         limit_s = self._limit_s()
         if limit_s is None or _thread.is_watched:
-            return _do(operation, call)
+            return _do(operation, call, undo)
         self._check()
         try:
             helper = _helper()
         except RuntimeError:  # no thread can be begun: when Python ends, or the host has no more
-            return _do(operation, call)
-        if not helper.do(partial(_do, operation, call), limit_s):
-            self.give_up(operation)
+            return _do(operation, call, undo)
+        if not helper.do(partial(_do, operation, call, undo), limit_s):
+            if self._leave(operation):
+                raise operation.given_up()
+            helper.wait()
         result = helper.result()
         _idle.append(helper)
         if isinstance(result, BaseException):
             raise result
         return result[0]  # type: ignore[no-any-return]
 
-    def give_up(self, operation: Operation) -> None:
-        """Wait for it no more.  Raises its Deadline."""
-        if self.limit_s is not None and operation.took_s >= self.limit_s:
-            self._stuck.append(operation)
-        raise operation.given_up()
+    def tidy(self, call: Callable[[], object], what: str, place: str) -> None:
+        """Do `call`, which is about what nobody needs any more: while something is left behind, the thread
+        that comes back last does it, and this one goes on."""
+        with _lock:
+            if self._stuck:
+                self._untidy.append(call)
+                return
+        self.run(call, what, place)
+
+    def _leave(self, operation: Operation, *, always: bool = False) -> bool:
+        """Wait for it no more, unless by now it is over: then False.  The store is not asked again until it
+        is, if it took as long as it may or `always`."""
+        with _lock:
+            if operation.is_over:
+                return False
+            operation.is_left = True
+            if always or (self.limit_s is not None and operation.took_s >= self.limit_s):
+                self._stuck.append(operation)
+            return True
+
+    def _over(self, operation: Operation) -> list[Callable[[], object]]:
+        """Note that an operation is over; return the calls that are to tidy up now."""
+        with _lock:
+            operation.is_over = True
+            if operation not in self._stuck:
+                return []
+            self._stuck.remove(operation)
+            untidy: list[Callable[[], object]] = []
+            if not self._stuck:
+                untidy, self._untidy = self._untidy, untidy
+            return untidy
 
     def _limit_s(self) -> float | None:
         if _thread.until is None:
@@ -130,24 +176,36 @@ class Patience:
 
     def _check(self) -> None:
         """Deadline while an operation that was given up is still under way."""
-        if self._stuck:
-            self._stuck = [one for one in self._stuck if not one.is_over]
-            for one in self._stuck[:1]:
-                raise one.given_up()
+        for operation in self._stuck[:1]:
+            raise operation.given_up()
 
 
-def _do(operation: Operation, call: Callable[[], R]) -> R:
+def _do(operation: Operation, call: Callable[[], R], undo: Callable[[R], object] | None) -> R:
+    """Do `call`.  Whoever was left behind meanwhile does nothing with what it returns: its Deadline."""
     me = threading.get_ident()
     around = _under_way.get(me)
     _under_way[me] = operation
+    untidy: list[Callable[[], object]] = []
     try:
-        return call()
+        try:
+            if _thread.watch is not None and _thread.watch.is_over:
+                raise operation.given_up()
+            result = call()
+        finally:
+            untidy = operation.patience._over(operation)
+        if operation.is_left:
+            if undo is not None:
+                undo(result)
+            raise operation.given_up()
+        return result
     finally:
-        operation.is_over = True
         if around is None:
             _under_way.pop(me, None)
         else:
             _under_way[me] = around
+        for tidy in untidy:
+            with suppress(HoldfastError, OSError):
+                tidy()
 
 
 def _helper() -> Helper:
@@ -166,14 +224,18 @@ class Helper:
         threading.Thread(target=self._work, name="holdfast-storage", daemon=True).start()
 
     def do(self, call: Callable[[], Any], limit_s: float) -> bool:
-        """Whether it has returned within `limit_s`.  If not, this helper is of no more use."""
-        done = threading.Lock()
+        """Make the call; True if it returns in `limit_s`.  Else this helper is of no more use."""
+        self._done = done = threading.Lock()
         done.acquire()
         self._calls.put((call, done))
         return done.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX))
 
+    def wait(self) -> None:
+        """Wait until it has returned, however long."""
+        self._done.acquire()
+
     def result(self) -> Any:
-        """What the call returned, as a tuple of one; or its error."""
+        """Return what the call returned, as a tuple of one; or its error."""
         result, self._result = self._result, None
         return result
 
@@ -200,7 +262,7 @@ def bounded(call: Callable[[], R], what: str, place: str, limit_s: float | None 
 
 @contextmanager
 def opening(limit_s: float) -> Iterator[None]:
-    """Stores that are opened in this block take so long for an operation at most."""
+    """Let each operation of a store that is opened in this block take `limit_s` seconds at most."""
     before, _thread.limit_s = _thread.limit_s, limit_s
     try:
         yield
@@ -210,7 +272,7 @@ def opening(limit_s: float) -> Iterator[None]:
 
 @contextmanager
 def within(limit_s: float) -> Iterator[None]:
-    """All operations of this thread in this block together may take so long."""
+    """Let all operations of this thread in this block together take `limit_s` seconds at most."""
     before, until = _thread.until, time.monotonic() + limit_s
     _thread.until = until if before is None else min(before, until)
     try:
@@ -219,28 +281,51 @@ def within(limit_s: float) -> Iterator[None]:
         _thread.until = before
 
 
-@contextmanager
-def watched() -> Iterator[None]:
-    """This thread is being waited for by somebody who calls `overdue`."""
-    before, _thread.is_watched = _thread.is_watched, True
-    try:
-        yield
-    finally:
-        _thread.is_watched = before
+class Watch:
+    """Threads that one other thread waits for: it looks at how long their operations take, and gives up on
+    all of them together.
 
+    None of them does anything more then: it raises as soon as its operation is over, or it begins another.
+    """
 
-def overdue(threads: Collection[int]) -> Operation | None:
-    """An operation that one of these threads has under way for longer than its limit, if there is one."""
-    for me in threads:
-        operation = _under_way.get(me)
-        limit_s = None if operation is None else operation.limit_s
-        if operation is not None and limit_s is not None and operation.took_s > limit_s:
-            return operation
-    return None
+    def __init__(self) -> None:
+        self.is_over = False
+        self._members: set[int] = set()
+
+    @contextmanager
+    def over_this_thread(self) -> Iterator[None]:
+        """Note, in this block, that this thread is being waited for."""
+        before, me = (_thread.is_watched, _thread.watch), threading.get_ident()
+        _thread.is_watched, _thread.watch = True, self
+        self._members.add(me)
+        try:
+            yield
+        finally:
+            self._members.discard(me)
+            _thread.is_watched, _thread.watch = before
+
+    def check(self) -> None:
+        """Deadline if an operation takes longer than it may: all threads are left behind."""
+        for operation in self._under_way():
+            if operation.limit_s is not None and operation.took_s > operation.limit_s:
+                self._give_up(operation)
+
+    def _give_up(self, late: Operation) -> None:
+        if not late.patience._leave(late):
+            return
+        self.is_over = True
+        for operation in self._under_way():
+            if not operation.is_left:
+                operation.patience._leave(operation, always=True)
+        raise late.given_up()
+
+    def _under_way(self) -> list[Operation]:
+        found = [_under_way.get(member) for member in tuple(self._members)]
+        return [operation for operation in found if operation is not None]
 
 
 def slowest(least_s: float = 1.0) -> str:
-    """What storage has not answered for longest, for messages; empty if nothing takes `least_s`."""
+    """Name the operation under way for longest, for messages; empty if none has taken `least_s`."""
     since = sorted(tuple(_under_way.values()), key=lambda operation: operation.since)
     return next((str(one) for one in since if one.took_s >= least_s), "")
 
@@ -250,23 +335,46 @@ class Asks(Protocol):
 
     @property
     def patience(self) -> Patience:
-        """How long its operations may take."""
+        """The limits to how long its operations may take."""
 
     def place_of(self, key: str) -> str:
-        """What its operations are about, for messages."""
+        """Return the place that operations on `key` are about, for messages."""
 
 
 S = TypeVar("S", bound=Asks)
 
 
 def patient(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """An operation of storage; its first argument, if it is a text, is the key."""
+    """Make a method an operation of storage; its first argument, if it is a text, is the key."""
+    return _patient(method, None)
+
+
+class Decorator(Protocol):
+    """Makes a patient method of a method."""
+
+    def __call__(
+        self, method: Callable[Concatenate[S, P], R], /
+    ) -> Callable[Concatenate[S, P], R]: ...
+
+
+def patient_or(undo: Callable[[Any], object]) -> Decorator:
+    """`patient` for what returns something to close: `undo` closes what nobody takes any more."""
+
+    def decorate(method: Callable[Concatenate[S, P], R], /) -> Callable[Concatenate[S, P], R]:
+        return _patient(method, undo)
+
+    return decorate
+
+
+def _patient(
+    method: Callable[Concatenate[S, P], R], undo: Callable[[R], object] | None
+) -> Callable[Concatenate[S, P], R]:
     name = method.__name__
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         key = args[0] if args else ""
         place = self.place_of(key if isinstance(key, str) else "")
-        return self.patience.run(partial(method, self, *args, **kwargs), name, place)
+        return self.patience.run(partial(method, self, *args, **kwargs), name, place, undo)
 
     return call

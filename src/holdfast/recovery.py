@@ -1,4 +1,4 @@
-"""Which step to restore: a pure choice over what there is.
+"""The choice of the step to restore, a pure one over what there is.
 
 Candidates come newest first; of one step in two tiers the one in memory comes first.  A step that turns
 out to be damaged is passed over, aloud, and the next is tried; what the user did wrong (a state that does
@@ -34,7 +34,7 @@ class Candidate:
     tip: tuple[int, int] | None = None
     """Run and step of the state that records lead to from it, if there are any."""
     replaced: bool = False
-    """Whether storage has a later save of this step."""
+    """True if storage has a later save of this step."""
 
     @property
     def in_memory(self) -> bool:
@@ -50,7 +50,7 @@ class Candidate:
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """By the run and step that they lead to, then by their own, then the one saved later, then by tier.
+    """Sort by the run and step they lead to, then their own step, then the one saved later, then tier.
 
     A run that went back has made what came after that step history.
     """

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from holdfast.capture.exactness import tell_exactness
-from holdfast.checkpoint.names import describe, stated_attempt
+from holdfast.capture.exactness import EXACT, tell_exactness
+from holdfast.checkpoint.names import describe, last_recorded, stated_attempt
 from holdfast.checkpoint.tidying import came_later
 from holdfast.checkpoint.unproved import tell_passed_over
-from holdfast.delta.log import Log, Step, last_recorded
-from holdfast.delta.replay import Replay, survey
-from holdfast.delta.segment import Identity
 from holdfast.errors import HoldfastError, HoldfastWarning, NotFound, NotRecoverable
 from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
 from holdfast.recovery import Candidate, newest_first, newest_good
-from holdfast.restoring import load_snapshot, load_step, saved_steps
+from holdfast.restored import Restored
+from holdfast.restoring import load_step, saved_steps
 from holdfast.state.live import State
 from holdfast.state.targets import Options
 from holdfast.tiers import Tiers
 
+if TYPE_CHECKING:
+    from holdfast.delta.log import Log, Step
+    from holdfast.delta.segment import Identity
+
 
 class Restart:
-    """What the live state can be restored from.  Its methods are collective and block."""
+    """All that the live state can be restored from.  Its methods are collective and block."""
 
-    def __init__(self, tiers: Tiers, state: State, options: Options) -> None:
-        """Looks at all tiers.  Nothing may be under way to them."""
+    def __init__(
+        self, tiers: Tiers, state: State, options: Options, *, verify: bool = True
+    ) -> None:
+        """Looks at all tiers.  Nothing may be under way to them.  `verify`: compare the digests of full
+        steps."""
+        self.verify = verify
         self.tiers = tiers
         self.state = state
         self.options = options
@@ -41,11 +48,16 @@ class Restart:
                 Candidate(m.run, m.step, m.attempt, replaced=m.attempt in replaced)
                 for m in self.snapshots.manifests
             ]
-        self.log = self._survey_log(bases)
+        since = min((c.step for c in bases), default=0)
+        self.log: Log | None = None if tiers.delta is None else tiers.delta.survey(since)
+        """The records that may lead on from one of these steps."""
         self.candidates = newest_first(self._with_tip(base) for base in bases)
         self.taken: Candidate | None = None
         self.reached: Identity | None = None
         """The state that is live now."""
+        self.num_replayed = 0
+        """Number of recorded steps that were done again to reach it."""
+        self.exactness = EXACT
 
     def _replaced(self, snapshots: list[Manifest]) -> set[str]:
         """The snapshots of steps that storage has a later save of, by a script that edits it, say.
@@ -61,17 +73,9 @@ class Restart:
 
         return msgspec.json.decode(tiers.group.from_rank0(look), type=set[str]) if both else set()
 
-    def _survey_log(self, bases: list[Candidate]) -> Log:
-        """The records that may lead on from one of these steps."""
-        tiers = self.tiers
-        if tiers.delta is None:
-            return Log(tiers.store, ())
-        since = min((c.step for c in bases), default=0)
-        return survey(tiers.store, tiers.group, since, tiers.run)
-
     def _after(self, base: Candidate) -> list[Step]:
         """The recorded steps that lead on from it."""
-        return self.log.after((base.run, base.step))
+        return [] if self.log is None else self.log.after((base.run, base.step))
 
     def _with_tip(self, base: Candidate) -> Candidate:
         steps = self._after(base)
@@ -105,7 +109,8 @@ class Restart:
         return found
 
     def _leading_to(self, step: int) -> Candidate:
-        """What leads to the newest state of this number, by the fewest records; older ones are history."""
+        """Find what leads to the newest state of this number by the fewest records; older ones are
+        history."""
         reached: list[tuple[Identity, int, Candidate]] = []
         for c in self.candidates:
             states = [(c.run, c.step), *(s.identity for s in self._after(c))]
@@ -121,14 +126,15 @@ class Restart:
         return Candidate(0, step)  # nor in storage, which says what it has
 
     def _warn_of_unproved(self) -> None:
-        """Steps that count as the oldest because their manifests are damaged, and may be the newest."""
+        """Warn of steps that count as the oldest because their manifests are damaged, and may be the
+        newest."""
         if self.taken is not None and self.tiers.group.rank == 0:
             unproved = [s for s in self.durable if not s.is_proved]
             tell_passed_over(self.tiers.store.url, unproved, self.taken.step, stacklevel=4)
 
     def _warn_of_baseless(self) -> None:
-        """There are records, and no step was ever complete that they lead on from."""
-        steps = sorted({step.step for step in self.log.steps.values()})
+        """Warn if there are records, and no step was ever complete that they lead on from."""
+        steps = [] if self.log is None else sorted({s.step for s in self.log.steps.values()})
         if steps:
             warnings.warn(
                 f"steps {steps[0]} to {steps[-1]} are recorded, and the full step before them is "
@@ -138,7 +144,7 @@ class Restart:
             )
 
     def _warn_of_unused(self, reached: Identity) -> None:
-        """Records that a run with `delta=` would replay."""
+        """Warn of records that a run with `delta=` would replay."""
         run, step = reached
         last = self.tiers.group.from_rank0(
             lambda: str(last_recorded(self.tiers.store, run, step)).encode()
@@ -151,10 +157,10 @@ class Restart:
             )
 
     def _warn_of_lost(self, reached: Identity) -> None:
-        """Records behind one that is missing or damaged, or behind a full save that is not complete, lead
-        nowhere."""
-        behind = self.log.behind(reached)
-        if behind:
+        """Warn of records that lead nowhere: behind one that is missing or damaged, or behind a full save
+        that is not complete."""
+        behind = [] if self.log is None else self.log.behind(reached)
+        if self.log is not None and behind:
             why = f"the record of the step after {reached[1]} is missing or damaged"
             known = {reached, *self.log.steps}
             bases = {self.log.steps[one].parent for one in known if one > reached} - known
@@ -167,10 +173,17 @@ class Restart:
                 stacklevel=4,
             )
 
+    def result(self, step: int) -> Restored:
+        """Return what to tell the user of the step that was reached."""
+        if self.taken is None or self.reached is None:
+            return Restored(0)
+        tier: Literal["memory", "durable"] = "memory" if self.taken.in_memory else "durable"
+        return Restored(step, tier, self.num_replayed, self.exactness)
+
     # -- the reading ------------------------------------------------------------------------------
 
     def _attempt(self, candidate: Candidate, until: int | None = None) -> Identity:
-        """Read a step, and do the recorded steps after it again; the state that this leads to."""
+        """Read a step, and do the recorded steps after it again; return the state reached."""
         self._fetch(candidate)
         self.reached = self._replay(candidate, until)
         return self.reached
@@ -178,48 +191,45 @@ class Restart:
     def _fetch(self, candidate: Candidate) -> None:
         tiers, snapshots = self.tiers, self.snapshots
         if candidate.in_memory and snapshots is not None and tiers.memory is not None:
-            manifest = snapshots.find(candidate.attempt)
             with span("restore.load", step=candidate.step, tier="memory"):
-                load_snapshot(
-                    snapshots, manifest, tiers.store, tiers.group, self.state, self.options,
-                    tiers.memory.survey_again,
-                )  # fmt: skip
-            tiers.memory.adopt(manifest, snapshots.cards(manifest.attempt))
-            tell_exactness(manifest)
+                manifest = tiers.memory.load(
+                    snapshots, candidate.attempt, self.state, self.options, verify=self.verify
+                )
+            self.exactness = tell_exactness(manifest)
         else:
             with span("restore.load", step=candidate.step, tier="durable"):
-                load_step(tiers.store, tiers.group, candidate.step, self.state, self.options)
+                self.exactness = load_step(
+                    tiers.store, tiers.group, candidate.step, self.state, self.options,
+                    verify=self.verify,
+                )  # fmt: skip
 
     def lost_with_nodes(self) -> tuple[str, int]:
         """The newest snapshot in memory, and how many nodes that had part of it have it no more."""
         return ("", 0) if self.snapshots is None else self.snapshots.lost_nodes()
 
     def needs_protection(self) -> bool:
-        """Whether part of what was taken from memory had to be rebuilt: one more loss is one too many."""
+        """True if part of what was taken from memory had to be rebuilt: one more loss is one too many."""
         taken = self.taken
         if taken is None or not taken.in_memory or self.snapshots is None:
             return False
         return self.snapshots.lost_nodes(taken.attempt)[1] > 0
 
     def _replay(self, base: Candidate, until: int | None) -> Identity:
-        """As many steps as are sound."""
+        """Do the steps after `base` again, as many as are sound; return the state reached."""
         delta = self.tiers.delta
         steps = [s for s in self._after(base) if until is None or s.step <= until]
-        if delta is None or not steps:
+        if delta is None or self.log is None or not steps:
             return base.run, base.step
-        delta.expect(self._recorded_before(steps))
-        with delta.pause():
-            last = Replay(self.log, self.tiers.group, self.state, self.options).run(steps)
-        return (base.run, base.step) if last is None else last.identity
-
-    def _recorded_before(self, steps: list[Step]) -> set[str]:
-        """What changes beside weights, as far as the last of these records knows."""
-        return {t.name for t in self.log.plan(steps[-1]).tensors if t.state == "buffer"}
+        last = delta.replay(self.log, steps, self.state, self.options)
+        if last is None:
+            return base.run, base.step
+        self.num_replayed = steps.index(last) + 1
+        return last.identity
 
     # -- what follows -----------------------------------------------------------------------------
 
     def leaves_behind(self) -> bool:
-        """Whether there is anything newer than the state that was reached."""
+        """True if there is anything newer than the state that was reached."""
         delta = self.tiers.delta
         if delta is not None and self.tiers.group.any(delta.recorded):
             return True
@@ -228,7 +238,7 @@ class Restart:
         return self.reached[1] != self.candidates[0].end[1]
 
     def is_unsaved(self) -> bool:
-        """Whether what was taken is in memory only."""
+        """True if what was taken is in memory only."""
         taken = self.taken
         if taken is None or not taken.in_memory:
             return False

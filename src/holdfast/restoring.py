@@ -1,32 +1,34 @@
-"""Reading one step into the live state, on all ranks: from storage, from memory, from foreign files."""
+"""Reading one step into the live state, on all ranks: from storage, or from foreign files."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 
 import msgspec
 
 from holdfast.capture.exactness import tell_exactness
-from holdfast.checkpoint.names import Saved, check_step, committed, describe, manifest_key
+from holdfast.checkpoint.names import (
+    Saved,
+    check_step,
+    committed,
+    describe,
+    is_recorded,
+    last_recorded,
+    manifest_key,
+)
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.unproved import tell_passed_over
-from holdfast.delta.log import last_recorded, segments
-from holdfast.delta.segment import parse_key
 from holdfast.errors import (
-    Corrupt,
     FormatError,
     HoldfastWarning,
     NotFound,
     NotRecoverable,
     UsageError,
 )
-from holdfast.events import emit
 from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
-from holdfast.interop.detect import detect, near_path, open_as
-from holdfast.memory.node.holdings import Holdings, Key, SnapshotStore, image_of
+from holdfast.origins import foreign_format
 from holdfast.patience import bounded, opening
 from holdfast.state.live import State
 from holdfast.state.restore import alike, restore
@@ -34,48 +36,7 @@ from holdfast.state.targets import Options
 from holdfast.store import MemoryStore, Store, be_patient, in_one, open_store
 
 PATIENT_SHARE = 0.9
-"""Of the deadline between ranks: how long one of several waits for storage."""
-
-
-def load_snapshot(
-    holdings: Holdings,
-    manifest: Manifest,
-    behind: Store,
-    group: Group,
-    state: State,
-    options: Options,
-    again: Callable[[Holdings], None] = lambda _: None,
-) -> None:
-    """A snapshot out of the nodes' memory; an image that proves damaged or out of reach counts as lost.
-
-    `again` asks all agents anew: one that died meanwhile has a successor, who adopted what it held.
-    Collective.  Corrupt or NotFound if what is left does not suffice.
-    """
-    asked = False
-    while True:
-        store = SnapshotStore(holdings, behind)
-        try:
-            restore(Checkpoint(store, manifest), state, group, options)
-            return
-        except (Corrupt, NotFound) as error:
-            image = image_of(error.key)
-            if image is None:
-                raise
-            if not asked and isinstance(error, NotFound):
-                asked = True
-                again(holdings)
-                continue
-            if not holdings.lose(_suspects(holdings, image, group)):
-                raise
-            emit("memory.lost", key=error.key, error=str(error))
-        finally:
-            store.tally.tell()
-
-
-def _suspects(holdings: Holdings, image: tuple[str, int], group: Group) -> set[Key]:
-    """What some rank finds damaged or out of reach: all must leave out the same.  Collective."""
-    told = group.share(msgspec.json.encode(holdings.suspects(*image)))
-    return {key for one in told for key in msgspec.json.decode(one, type=list[Key])}
+"""Share of the deadline between ranks that one of several waits for storage."""
 
 
 def load_from(
@@ -87,9 +48,11 @@ def load_from(
     *,
     verify: bool = True,
 ) -> int:
-    """A step, or the newest, of whatever lies at `url`; returns its number."""
+    """Load a step, or the newest, of whatever lies at `url`; returns its number."""
     found = group.from_rank0(lambda: detected(url, group)).decode()
     if found:  # rank 0 decides: ranks may see a file system differently
+        from holdfast.interop.detect import open_as
+
         with alike(group, step or 0), opening(_patience_s(group)):
             foreign = open_as(found, url, step)
         restore(foreign, state, group, options)
@@ -98,6 +61,8 @@ def load_from(
     if step is None:
         steps = saved_steps(store, group)
         if not steps:
+            from holdfast.interop.detect import near_path
+
             raise NotRecoverable(
                 f"no checkpoint in {store.url}",
                 hint=near_path(url) or "check the path; `holdfast ls` lists steps",
@@ -111,7 +76,7 @@ def load_from(
 
 def detected(url: str, group: Group) -> bytes:
     """The foreign format that lies at `url`, empty if there is none.  Deadline."""
-    return bounded(lambda: (detect(url) or "").encode(), "look at", url, _patience_s(group))
+    return bounded(lambda: (foreign_format(url) or "").encode(), "look at", url, _patience_s(group))
 
 
 def _patience_s(group: Group) -> float:
@@ -123,7 +88,7 @@ def tell_unused_records(url: str, group: Group, step: int) -> None:
     run's own restarts replay them.  Collective."""
 
     def look() -> bytes:
-        store = None if detect(url) else open_store(url)
+        store = None if foreign_format(url) else open_store(url)
         if store is None:
             return b"0"
         run = next((s.run for s in committed(store) if s.step == step), 0)
@@ -141,14 +106,14 @@ def tell_unused_records(url: str, group: Group, step: int) -> None:
 
 def load_step(
     store: Store, group: Group, step: int, state: State, options: Options, *, verify: bool = True
-) -> None:
-    """One step, the same manifest on every rank; read again if it was replaced meanwhile."""
+) -> str:
+    """Load one step, with the same manifest on every rank; read again if it was replaced meanwhile.
+    Return how exact it is."""
     manifest = _manifest(store, group, step)
     while True:
         try:
             restore(Checkpoint(store, manifest, verify=verify), state, group, options)
-            tell_exactness(manifest)
-            return
+            return tell_exactness(manifest)
         except NotFound:
             before, manifest = manifest, _manifest(store, group, step)
             if manifest.attempt == before.attempt:
@@ -173,13 +138,12 @@ def manifest_bytes(store: Store, group: Group, step: int) -> bytes:
             return store.get(manifest_key(step))
         except NotFound:
             have = describe([s.step for s in committed(store)])
-            recorded = filter(None, map(parse_key, segments(store, step - 1)))
             hint = (
                 f"it is recorded: `holdfast replay {store.url} DST --to {step}` makes it a full one"
             )
             raise NotFound(
                 f"no step {step} in {store.url}; steps there: {have}",
-                hint=hint if any(first <= step for _, first, _, _ in recorded) else None,
+                hint=hint if is_recorded(store, step) else None,
             ) from None
 
     return group.from_rank0(read)

@@ -11,7 +11,7 @@ from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
-from holdfast.interop.detect import split
+from holdfast.origins import has_prefix
 from holdfast.patience import bounded
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.local import sweep as sweep_unfinished
@@ -19,8 +19,10 @@ from holdfast.store.local import sweep as sweep_unfinished
 
 def check_own(url: str | os.PathLike[str]) -> None:
     """UsageError for a root that a prefix calls a foreign checkpoint, or whose scheme is unknown."""
-    prefix = split(os.fspath(url))[0]
-    if prefix:
+    if has_prefix(os.fspath(url)):
+        from holdfast.interop.detect import split
+
+        prefix = split(os.fspath(url))[0]
         raise UsageError(
             f"{url} names a {prefix} checkpoint; holdfast saves in its own format",
             hint=f"give a root of its own, and restore(source={os.fspath(url)!r}); for a folder of that "
@@ -47,7 +49,8 @@ def claim_together(store: Store, group: Group) -> tuple[Claim, bool]:
 
 
 def sweep_host(store: Store) -> None:
-    """Files that dead processes of this host were writing: nobody else can tell that they are dead."""
+    """Delete files that dead processes of this host were writing: no other host can tell that they are
+    dead."""
     if isinstance(store, LocalStore) and os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             # by a patience of its own: a root is not stuck because it takes long to look through

@@ -11,7 +11,7 @@ from holdfast.errors import UsageError
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
           "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
 MAX_BYTES = 1 << 60
-"""An exabyte."""
+"""Largest size that is taken: an exabyte."""
 
 
 def parse_size(option: str, text: str) -> int:

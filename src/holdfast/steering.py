@@ -9,22 +9,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import msgspec
 
-from holdfast.arguments import count_of, unfit
 from holdfast.capture import Save
 from holdfast.delta.clock import Spent
 from holdfast.delta.tier import DeltaTier
-from holdfast.errors import Deadline, UsageError
+from holdfast.errors import Deadline
 from holdfast.events import Event, emit, subscribe
 from holdfast.group import Group
 from holdfast.history import Keeper, Kept
 from holdfast.policy.tuning import START, Auto, History, Kind, Tuner
 from holdfast.policy.wasted import Frequencies
+from holdfast.schedule import Every
 from holdfast.store import Store
 
 LOOK_EVERY = 10
@@ -34,33 +33,11 @@ BEYOND = 0.01
 POLL_S = 0.001
 
 WRITE_SHARE, WRITE_LEAST_S, WRITE_S = 0.02, 1.0, 60.0
-"""How much of the time that was trained may be forgotten in a crash: a share of it, within bounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Every:
-    """How often each tier acts, in steps.  None: only when asked."""
-
-    durable: int | None = None
-    memory: int | None = None
-    delta: int | None = None
-
-    def __post_init__(self) -> None:
-        for tier in ("durable", "memory", "delta"):
-            n = getattr(self, tier)
-            if n is not None:
-                n = count_of(
-                    n, "Every", tier, hint="leave it out, or say None, and it acts only when asked"
-                )
-                object.__setattr__(self, tier, n)
-        if self.delta not in (None, 1):
-            raise UsageError(
-                f"Every(delta={self.delta!r}): records are of every step, so 1 or None"
-            )
+"""Trained time that a crash may make forget: a share of it, but within these bounds in seconds."""
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others."""
+    """The frequencies that rank 0 tells the others."""
 
     durable: int | None
     memory: int | None
@@ -90,14 +67,14 @@ class Steering:
         self._tuner = self._made(auto, tiers, batch)
         self._written_s = self._kept.trained_s
         self._flying: list[tuple[str, Save, float]] = []
-        """Saves under way: of which tier, and what the steps since have taken longer."""
+        """Saves under way: tier, save, and seconds that the steps since have taken longer."""
         self._alone: deque[float] = deque(maxlen=RECENT)
         """Seconds of steps beside which nothing was saved."""
         self._beside: deque[float] = deque(maxlen=RECENT)
-        """Of those beside which a batch of records was written."""
+        """Seconds of steps beside which a batch of records was written."""
         self._wrote = False
         self._looks = 0
-        """How often ranks have learned what holds; steps may come twice, after going back."""
+        """Number of times ranks have learned what holds; steps may come twice, after going back."""
         self._since: float | None = None
         if group.rank == 0 and self._after_failure:
             self._tuner.failed("process")
@@ -107,7 +84,7 @@ class Steering:
         self._stop_listening: Callable[[], None] = subscribe(self._heard)
 
     def _made(self, auto: Auto, tiers: tuple[str, ...], batch: int) -> Tuner:
-        """With what the runs before have learned, and at their frequencies if the tiers are the same."""
+        """Make a tuner with what earlier runs learned, at their frequencies if the tiers are the same."""
         kept, start = self._kept, replace(START, batch=batch)
         found = Frequencies(*kept.frequencies)
         sound = all(n is None or n > 0 for n in kept.frequencies) and found.delta in (None, 1)
@@ -120,7 +97,7 @@ class Steering:
         )  # fmt: skip
 
     def at(self, step: int, records: DeltaTier | None = None) -> Every:
-        """What is in force from this step on.  Ranks other than 0 wait for it at every tenth step."""
+        """Return what is in force from this step on.  Ranks but 0 wait for it at every tenth step."""
         if self._group.rank == 0:
             self._account(records)
         if step % LOOK_EVERY == 0:
@@ -129,11 +106,11 @@ class Steering:
         return self.every
 
     def saving(self, tier: str, save: Save) -> None:
-        """A save has begun."""
+        """Note that a save has begun."""
         self._flying.append((tier, save, 0.0))
 
     def lost(self, snapshot: str, num_nodes: int) -> None:
-        """A restart has found that so many nodes which had part of a snapshot have it no more."""
+        """Note that a restart found `num_nodes` nodes without their part of a snapshot."""
         if self._group.rank != 0 or not num_nodes or snapshot == self._kept.lost_of:
             return
         self._kept = msgspec.structs.replace(self._kept, lost_of=snapshot)
@@ -144,7 +121,7 @@ class Steering:
         self._write()
 
     def close(self, error: BaseException | None = None) -> None:
-        """`error`: by which the training ends."""
+        """End the tuning.  `error`: the one by which the training ends."""
         self._stop_listening()
         if self._group.rank == 0:
             self._write(failed=isinstance(error, Exception))
@@ -153,7 +130,7 @@ class Steering:
     # -- rank 0 -----------------------------------------------------------------------------------
 
     def _account(self, records: DeltaTier | None) -> None:
-        """A step is over: it tells what a step takes, or what the saves beside it take of it."""
+        """Note a step that is over: what it took, or what the saves beside it took of it."""
         spent = records.spent() if records is not None else Spent(0.0, None)
         wrote, self._wrote = self._wrote, False
         if records is not None:
@@ -249,7 +226,7 @@ class Steering:
 
 
 def costs_of(event: Event) -> Iterator[tuple[str, float]]:
-    """What an event tells of costs: their names in `Costs`, and seconds."""
+    """Yield the costs that an event tells of: their names in `Costs`, and seconds."""
     given, took = event.fields, event.duration_s or 0.0
     match event.name:
         case "delta.wrote" if given["records"]:
@@ -269,15 +246,3 @@ def costs_of(event: Event) -> Iterator[tuple[str, float]]:
 
 def _told(f: Frequencies) -> _Told:
     return _Told(f.durable, f.memory, f.delta, f.batch)
-
-
-def check_every(every: Any, *, memory: bool, delta: bool) -> None:
-    """UsageError unless this is an `Every` or an `Auto`, and the tiers are there that it names."""
-    if every is not None and not isinstance(every, (Every, Auto)):
-        what = "holdfast.Every(...) or holdfast.Auto(...)"
-        raise unfit("Checkpointer", "every", every, what)
-    fixed = every if isinstance(every, Every) else Every()
-    if fixed.memory is not None and not memory:
-        raise UsageError("Every(memory=...) needs Checkpointer(memory=holdfast.Memory())")
-    if fixed.delta is not None and not delta:
-        raise UsageError("Every(delta=1) needs Checkpointer(delta=holdfast.Delta())")

@@ -38,7 +38,7 @@ class Stop:
         self._told_at = self._told_at or time.monotonic()
 
     def now(self, step: int) -> bool:
-        """Whether this is the step to stop at."""
+        """True if this is the step to stop at."""
         found = self._group.peek("stop")
         if found is None and self._told_at is not None and not self._posted:
             self._posted = True

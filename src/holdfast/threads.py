@@ -12,25 +12,27 @@ import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from holdfast.patience import overdue, watched
+from holdfast.patience import Watch
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 EXIT_S = 60.0
-"""How long work that was begun may go on when Python ends."""
+"""Seconds that work which was begun may go on when Python ends."""
 LOOK_S = 0.5
 
 Tasks = queue.Queue[Any]
 
 _workers: dict[threading.Thread, Tasks] = {}
-"""Those that Python waits for when it ends; there is one end of Python."""
+"""Workers, with their tasks, that Python waits for when it ends; there is one end of Python."""
+_before: list[Callable[[], None]] = []
 _endings: list[Callable[[float], None]] = []
 
 
@@ -121,9 +123,10 @@ class _Crew:
         self._error: BaseException | None = None
         self._left = 0
         self._done = threading.Event()
-        self._members: list[threading.Thread] = []
+        self._watch = Watch()
 
     def start(self, size: int) -> None:
+        has_begun = False
         for _ in range(size):
             member = threading.Thread(target=self._drain, name="holdfast-io", daemon=True)
             with self._lock:
@@ -134,8 +137,8 @@ class _Crew:
                 with self._lock:
                     self._left -= 1
                 break
-            self._members.append(member)
-        if not self._members:
+            has_begun = True
+        if not has_begun:
             self._left = 1
             self._drain()
 
@@ -143,16 +146,13 @@ class _Crew:
         look_s = 0.01
         while not self._done.wait(look_s):
             look_s = min(2 * look_s, LOOK_S)
-            late = overdue([member.ident for member in self._members if member.ident])
-            if late is not None:
-                self._stop = True
-                late.patience.give_up(late)
+            self._watch.check()
         if self._error is not None:
             raise self._error
 
     def _drain(self) -> None:
         try:
-            with watched():
+            with self._watch.over_this_thread():
                 self._go()
         except BaseException as error:
             with self._lock:
@@ -164,7 +164,7 @@ class _Crew:
                     self._done.set()
 
     def _go(self) -> None:
-        while not self._stop:
+        while not self._stop and not self._watch.is_over:
             with self._lock:
                 items = [item for item in (next(self._todo, self),) if item is not self]
             if not items:
@@ -173,6 +173,11 @@ class _Crew:
 
 
 # -- when Python ends -----------------------------------------------------------------------------
+
+
+def before_exit(work: Callable[[], None]) -> None:
+    """Call `work` on the main thread when Python ends, before what was begun is waited for."""
+    _before.append(work)
 
 
 def at_exit(ending: Callable[[float], None]) -> Callable[[], None]:
@@ -188,7 +193,7 @@ def at_exit(ending: Callable[[float], None]) -> Callable[[], None]:
 
 
 def idle(limit_s: float) -> bool:
-    """Wait until no worker has anything to do; whether that came within `limit_s`."""
+    """Wait until no worker has anything to do; True if that came within `limit_s`."""
     until = time.monotonic() + limit_s
     while busy := [tasks for tasks in tuple(_workers.values()) if tasks.unfinished_tasks]:
         for tasks in busy:
@@ -204,15 +209,20 @@ def _is_done(tasks: Tasks, limit_s: float) -> bool:
 
 def _when_python_ends() -> None:
     since = time.monotonic()
+    for work in _before:
+        work()
     try:
         idle(EXIT_S)
     finally:  # Ctrl-C ends the wait
         for ending in tuple(_endings):
-            ending(time.monotonic() - since)
+            try:
+                ending(time.monotonic() - since)
+            except BaseException as error:  # nobody is left to catch it, and there are others
+                traceback.print_exception(error)
 
 
 def _forget() -> None:
-    """A forked child has none of its parent's threads."""
+    """Forget workers and endings: a forked child has none of its parent's threads."""
     _workers.clear()
     _endings.clear()
 

@@ -1,40 +1,36 @@
-"""Where a run keeps its state: in storage always, in host memory and in records where that is asked for."""
+"""The tiers that keep a run's state: storage always, host memory and records where that is asked for."""
 
 from __future__ import annotations
 
-import os
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from holdfast.addresses import own_address
 from holdfast.capture import Capture
 from holdfast.checkpoint.claiming import release
 from holdfast.checkpoint.tidying import Keep
-from holdfast.delta.log import tidy_log
-from holdfast.delta.options import Delta
-from holdfast.delta.tier import DeltaTier
 from holdfast.durable import Durable
-from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
+from holdfast.errors import Deadline, HoldfastError
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Mesh
-from holdfast.memory.job import is_anothers, job_of, last_run
-from holdfast.memory.node.client import Client
-from holdfast.memory.options import Memory
-from holdfast.memory.tier import MemoryTier
 from holdfast.patience import within
 from holdfast.roots import claim_together, sweep_host
 from holdfast.state.live import State
 from holdfast.state.restore import alike
 from holdfast.store import Store
 
+if TYPE_CHECKING:
+    from holdfast.delta.options import Delta
+    from holdfast.delta.tier import DeltaTier
+    from holdfast.memory.options import Memory
+    from holdfast.memory.tier import MemoryTier
+
 LEAST_S = 0.1
 RELEASE_S = 5.0
-"""How long `close` may take beyond its time to give up the root."""
+"""Seconds that `close` may take beyond its time to give up the root."""
 
 
 class Tiers:
@@ -75,39 +71,16 @@ class Tiers:
         return self.claim.run
 
     def keep_in_memory(self, options: Memory) -> None:
-        """Collective."""
-        host = os.environ.get("HOLDFAST_HOST") or own_address()
-        job = self._job_in_memory(options, host)
-        with alike(self.group, 0):
-            self.memory = MemoryTier(
-                self.capture, self.durable, options, job=job, host=host, state=self.state
-            )
+        """Keep snapshots in host memory.  Collective."""
+        from holdfast.memory.starting import start
 
-    def _job_in_memory(self, options: Memory, host: str) -> str:
-        """The root's, or a new one where agents know it as another root's, of which this is a copy, or know
-        of later runs than the root does: it was put back from a backup, and what it left in memory is not
-        its own any more.  Before any rank says hello."""
-        job, client = job_of(self.store, self.group), Client(deadline_s=self.group.deadline_s)
-        with alike(self.group, 0):
-            client.start(host, options.budget_bytes, tls=options.tls)
-            last, copied = last_run(client, job), is_anothers(client, job, self.store)
-        last = self.group.most(last)
-        if self.group.any(copied):
-            return job_of(self.store, self.group, anew=True)
-        if last < self.run:
-            return job
-        if self.group.rank == 0:
-            warnings.warn(
-                f"{self.store.url} was put back: run {self.run} begins, and in memory are snapshots of up "
-                f"to run {last}, which are another job's now (`holdfast agent clean --job {job}` frees "
-                "them)",
-                HoldfastWarning,
-                stacklevel=4,
-            )
-        return job_of(self.store, self.group, anew=True)
+        self.memory = start(options, self.capture, self.durable, self.state)
 
     def keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
-        """Collective."""
+        """Keep a record of every step.  Collective."""
+        from holdfast.delta.log import tidy_log
+        from holdfast.delta.tier import DeltaTier
+
         with alike(self.group, 0):
             self.delta = DeltaTier(
                 self.state,
@@ -122,7 +95,7 @@ class Tiers:
         self.durable.also_tidy = partial(tidy_log, self.store, options.bound)
 
     def leave_behind(self) -> None:
-        """The run went back: as a run of its own, what it saves now is newer than what it left."""
+        """Go on as a new run after going back: what it saves now is newer than what it left."""
         if self.memory is not None:
             self.memory.settle(self.group.deadline_s)
         self.durable.settle(self.group.deadline_s)
@@ -159,7 +132,7 @@ class Tiers:
             self.capture.close()
 
     def _tidy_log(self, limit_s: float) -> None:
-        """Records that were written after the last save had tidied up."""
+        """Tidy up records that were written after the last save had tidied up."""
         if self.group.rank == 0:
             try:
                 with within(limit_s):

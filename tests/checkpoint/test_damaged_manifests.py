@@ -189,8 +189,8 @@ LINKS = [name for name in BEGINNING if "link" in name]
 def test_named_it_is_an_error(damaged: tuple[Path, str, bool]) -> None:
     root, _, _ = damaged
     for named in (
-        lambda: holdfast.load(root, state_of(0), NEWEST),
-        lambda: holdfast.open(root, NEWEST),
+        lambda: holdfast.load(root, state_of(0), step=NEWEST),
+        lambda: holdfast.open(root, step=NEWEST),
         lambda: holdfast.Checkpointer(root, state_of(0)).restore(NEWEST),
     ):
         result, _ = told(named)

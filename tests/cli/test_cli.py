@@ -84,6 +84,18 @@ def test_ls_of_nothing(tmp_path: Path) -> None:
     said = f"no steps in file://{tmp_path}/no (there is no {tmp_path}/no)\n"
     assert call("ls", tmp_path / "no") == (1, said, "")
     assert call_json("ls", tmp_path / "no")[1]["steps"] == []
+    said = f"no records in file://{tmp_path}/no (there is no {tmp_path}/no)\n"
+    assert call("log", tmp_path / "no") == (1, said, "")
+    assert call("log", tmp_path)[0] == 0
+
+
+def test_a_path_that_leads_into_a_root_is_told_the_root(root: Path) -> None:
+    inside = f"{root}/steps/0000000020"
+    told = f"it lies in a root: give {root}, and step 20 by itself"
+    assert call("ls", inside) == (1, f"no steps in file://{inside} ({told})\n", "")
+    for verb in ("inspect", "verify"):
+        code, _, said = call(verb, inside)
+        assert code == 1 and f" hint: {told}\n" in said
 
 
 # -- inspect --------------------------------------------------------------------------------------

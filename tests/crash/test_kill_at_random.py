@@ -108,7 +108,6 @@ def kill_at_random(training: Training, rng: random.Random) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.beside
 def test_killed_training_stays_on_the_reference_trajectory(tmp_path: Path) -> None:
     total = KILLS * STRIDE + 4
     with Training(tmp_path / "reference", total) as reference:

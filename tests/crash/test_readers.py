@@ -17,7 +17,7 @@ from holdfast.store import LocalStore, Store
 
 def read_once(store: Store, step: int | None) -> float:
     """The one value that everything in a step has."""
-    with holdfast.open(store.url, step) as c:
+    with holdfast.open(store.url, step=step) as c:
         values = {
             float(x) for n in SIZES for x in (c.read(f"data.{n}").min(), c.read(f"data.{n}").max())
         }
@@ -97,7 +97,7 @@ def test_a_restore_reads_again_what_was_replaced(monkeypatch) -> None:
 def test_a_reader_of_a_pruned_step_is_told_so() -> None:
     store = memory()
     holdfast.save(store.url, state_of(1.0), step=1)
-    c = holdfast.open(store.url, 1)
+    c = holdfast.open(store.url, step=1)
     for key in store.list("steps/"):
         store.delete(key)
     with pytest.raises(HoldfastError) as caught:

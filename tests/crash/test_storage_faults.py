@@ -43,7 +43,7 @@ def set_value(state, value: float) -> None:
 
 
 def saved(root, step: int) -> set[float]:
-    with holdfast.open(root, step) as c:
+    with holdfast.open(root, step=step) as c:
         return {
             float(c.read("data.w").min()),
             float(c.read("data.w").max()),

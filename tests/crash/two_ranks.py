@@ -61,7 +61,9 @@ def save(rank: int, kind: str, root: str, value: float, moment: str | None) -> N
     if moment and rank == 1:
         holdfast.restoring.open_store = lambda url: dying(LocalStore(url), moment)
     try:
-        holdfast.save(root, {"d": {"w": sharded, "v": value}}, step=7, deadline_s=2)
+        holdfast.save(
+            root, {"d": {"w": sharded, "v": value}}, step=7, deadline_s=2 if moment else 120
+        )
     except holdfast.HoldfastError as error:
         print(json.dumps({"rank": rank, "error": f"{type(error).__name__}: {error}"}), flush=True)
 
@@ -95,7 +97,7 @@ def values(kind: str, root: str) -> list[float]:
         out = {"w": torch.full((ROWS, 64), -1.0)}
         dcp.load(out, checkpoint_id=root, no_dist=True)
         return out["w"].unique().tolist()
-    with holdfast.open(root, 7) as c:
+    with holdfast.open(root, step=7) as c:
         return sorted({float(v) for v in np.unique(c.read("d.w"))} | {c.extras["d"]["v"]})
 
 

@@ -616,7 +616,7 @@ def test_one_step_with_merged_gradients(
         plain.step(number)
     check_equal(exact.everything(), plain.everything())
     for run in (merged, base):
-        assert holdfast.load(str(root), run.state, 1) == 1
+        assert holdfast.load(str(root), run.state, step=1) == 1
     log, _ = open_log(open_store(str(root)))
     steps = [log.open(step, {}, {}) for step in log.after((1, 1))]
     assert len(steps) == 8

@@ -6,6 +6,7 @@ import copy
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -784,6 +785,19 @@ def test_sparse_gradients_are_refused(root: Path) -> None:
     assert "first.weight: a gradient of torch.float32 (16, 6) torch.sparse_coo" in refused(
         root, step
     )
+
+
+def test_records_that_are_switched_on_and_never_due_are_told_once(root: Path) -> None:
+    run = Run(OPTIMIZERS["sgd"])
+    every = holdfast.Every(durable=BASE)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        for number in (1, 2, 3):
+            run.step(number)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                ckpt.step(number)
+            texts = [str(one.message) for one in told]
+            assert [("every=Every(delta=1)" in text) for text in texts] == [True] * (number == 1)
 
 
 def test_what_is_asked_for_must_be_there(root: Path) -> None:

@@ -240,7 +240,7 @@ def test_what_is_not_there(root: Path) -> None:  # noqa: F811
     assert status == 1
     assert "already" in text
     status, text = call("log", root / "nothing")
-    assert (status, "no records" in text) == (0, True)
+    assert (status, "nothing" in text) == (1, True)
 
 
 def test_an_optimizer_that_only_the_script_knows(
@@ -404,6 +404,6 @@ def test_full_steps_and_records_of_before_are_nothing_to_be_told(
         with holdfast.Checkpointer(tmp_path / str(number), Plain().state) as ckpt:
             assert ckpt.restore(step, source=root) == (step or 4)
     with pytest.raises(NotFound) as refused:
-        holdfast.load(root, Plain().state, 9)
+        holdfast.load(root, Plain().state, step=9)
     assert refused.value.hint is None
     assert not [w for w in recwarn if issubclass(w.category, HoldfastWarning)]

@@ -48,11 +48,12 @@ def checkpointer(root: Path, run: Run, **options: Any) -> holdfast.Checkpointer:
 def train(
     ckpt: holdfast.Checkpointer, run: Run, step: int, until: int, see: Callable[[], None]
 ) -> None:
-    """From one step to another."""
+    """From one step to another, with storage that deletes as fast as the training records."""
     while step < until:
         step += 1
         run.step(step)
         ckpt.step(step)
+        ckpt._tiers.durable._tidying.settle(60)
         see()
         ckpt.wait()
 

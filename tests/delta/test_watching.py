@@ -363,6 +363,12 @@ def test_what_one_rank_alone_has(lives: Lives, case: str) -> None:
         assert [one.status for one in told] == [-9 if life == "dies" else 0] * 2, lives.errors()
 
 
+@pytest.mark.distributed
+def test_a_last_step_in_no_record_is_told_at_close(lives: Lives) -> None:
+    told = lives.live(nodes=[0, 0], case="delta.watched_cases:averaged_closes", grace_s=20)
+    assert [one.status for one in told] == [0, 0], lives.errors()
+
+
 class Averaged(Plain):
     """With an average of the weights, which is recorded whole as soon as it is known that it changes."""
 

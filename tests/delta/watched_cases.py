@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,38 @@ class Stages(Pair):
         self.optim.zero_grad()
 
 
+class Averaged(Pair):
+    """An average of the weights, which records hold as soon as it is known that it changes."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.average = nn.Linear(6, 3).requires_grad_(False)
+        self.state["average"] = self.average
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        with torch.no_grad():
+            for mean, p in zip(self.average.parameters(), self.model.parameters()):
+                mean.lerp_(p, 0.5)
+
+    def closes(self) -> None:
+        """After a step of which no record could be made: of several ranks, the next one is saved."""
+        for last, saves in ((2, False), (5, False), (7, True)):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always", holdfast.HoldfastWarning)
+                with self.checkpointer() as ckpt:
+                    for number in range(ckpt.restore() + 1, last + 1):
+                        self.step(number)
+                        ckpt.step(number)
+                    if saves:
+                        ckpt.save(last)
+            texts = [str(one.message) for one in told]
+            assert len(texts) == (last == 2), texts
+            assert all("step 2 is in no record and no full save" in text for text in texts), texts
+            dist.barrier()
+        assert holdfast.steps(self.root)[-1] == 7
+
+
 def _life(kind: Callable[[Path], Pair], how: str) -> Callable[[Path], None]:
     return lambda root: getattr(kind(root), how)()
 
@@ -150,3 +183,4 @@ def _life(kind: Callable[[Path], Pair], how: str) -> Callable[[Path], None]:
 table_dies, table_again = _life(Table, "dies"), _life(Table, "again")
 growing_dies, growing_again = _life(Growing, "dies"), _life(Growing, "again")
 stages_dies, stages_again = _life(Stages, "dies"), _life(Stages, "again")
+averaged_closes = _life(Averaged, "closes")

@@ -80,6 +80,23 @@ def with_storage_that_does_not_answer(root: Path) -> None:
     KEPT.append(ckpt.save(5))
 
 
+def with_several_endings_that_fail(root: Path) -> None:
+    """Warnings are errors, and each of two runs has one to give; another ending fails before."""
+
+    def fail(_: float) -> None:
+        raise ArithmeticError("in an ending")
+
+    threads.at_exit(fail)
+    warnings.filterwarnings("error", category=holdfast.HoldfastWarning)
+    for name in ("one", "two"):
+        ckpt = train(root / name, holdfast.Every(durable=1000))
+        (root / name / "steps").write_text("in the way")
+        save = ckpt.save(5)
+        while not save.done():
+            pass
+        KEPT.append(ckpt)
+
+
 def when_closed(root: Path) -> None:
     train(root, holdfast.Every(durable=1)).close()
 

@@ -12,8 +12,8 @@ import pytest
 
 import holdfast
 from distributed.launch import launch
+from holdfast.checkpoint.names import last_recorded
 from holdfast.checkpoint.verifying import verify
-from holdfast.delta.log import last_recorded
 from holdfast.store import open_store
 
 pytestmark = pytest.mark.slow
@@ -25,6 +25,7 @@ SCRIPTS = {
     "with_records": 0,
     "after_a_save_has_failed": 0,
     "with_storage_that_does_not_answer": 0,
+    "with_several_endings_that_fail": 0,
     "when_closed": 0,
 }
 """And the exit status of each."""
@@ -83,6 +84,14 @@ def test_what_is_dropped_is_told(ended: Ended) -> None:
     )
     assert f"'{root}/steps/" in said
     assert "storage has not answered for" in said
+
+
+def test_each_ending_is_made_and_each_error_told(ended: Ended) -> None:
+    status, said, root = ended("with_several_endings_that_fail")
+    assert status == 0, said
+    assert "ArithmeticError: in an ending" in said
+    for name in ("one", "two"):
+        assert f"'{root}/{name}/steps" in said, said
 
 
 @pytest.mark.distributed

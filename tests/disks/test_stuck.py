@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import holdfast
 from disks.frozen import Frozen
 from holdfast import patience, tiers
-from holdfast.errors import Deadline, HoldfastError
+from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
 from holdfast.store import LocalStore, be_patient
 from holdfast.threads import in_threads
 
@@ -93,6 +95,7 @@ def frozen_under_a_run(root: Path) -> Iterator[tuple[holdfast.Checkpointer, Froz
     """A run with step 2, the storage of which has stopped to answer."""
     ckpt = holdfast.Checkpointer(root, state(3_000_000), deadline_s=ENOUGH_S, on_error="raise")
     ckpt.save(2).wait()
+    ckpt._tiers.durable.settle(ENOUGH_S)  # what is under way keeps the limit it began with
     be_patient(ckpt._tiers.store, DEADLINE_S)
     with Frozen(root, reads=True) as disk:
         yield ckpt, disk
@@ -116,6 +119,27 @@ def test_a_save_fails_by_itself(
     ended(ckpt.close)
     disk.thaw()
     assert holdfast.steps(root) == [1, 2]
+    assert eventually(lambda: not leftovers(root)), leftovers(root)
+
+
+@pytest.mark.parametrize("call", ["load", "restore"])
+def test_who_left_reads_behind_is_told_what_they_may_still_write(root: Path, call: str) -> None:
+    holdfast.save(root, state(3_000_000), step=1)
+    live = state(3_000_000)
+    ckpt = holdfast.Checkpointer(root, live, deadline_s=ENOUGH_S)
+    be_patient(ckpt._tiers.store, DEADLINE_S)
+    disk = Frozen(next(root.glob("steps/*/*/*.safetensors")))
+    disk.names = ("preadv",)
+    with disk:
+        if call == "load":
+            error = ended(lambda: holdfast.load(root, live, deadline_s=DEADLINE_S))
+        else:
+            error = ended(ckpt.restore)
+        assert disk.num_waiting
+    assert isinstance(error, HoldfastError)
+    assert "storage has not answered" in str(error)
+    assert "throw the live state away" in str(error), error
+    ckpt.close()
 
 
 def test_it_is_asked_again_when_it_answers(root: Path) -> None:
@@ -151,6 +175,23 @@ def test_close_ends_in_time_and_says_what_was_not_saved(
     assert str(root) in str(error)
 
 
+def test_close_that_fails_tells_of_saves_that_have_failed_before(root: Path) -> None:
+    ckpt = holdfast.Checkpointer(root, state(), deadline_s=ENOUGH_S)
+    (root / "steps").rename(root / "elsewhere")
+    (root / "steps").write_text("in the way")
+    save = ckpt.save(5)
+    assert eventually(save.done)
+    stuck = threading.Event()
+    ckpt._tiers.durable._persist.submit(stuck.wait)
+    with (
+        pytest.warns(HoldfastWarning, match="ENOTDIR") as told,
+        pytest.raises(Deadline, match="when close"),
+    ):
+        ckpt.close(0.2)
+    assert len(told) == 1
+    stuck.set()
+
+
 def test_wait_ends_in_time_with_records(root: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -181,6 +222,157 @@ def test_threads_that_are_not_answered_are_left_behind(tmp_path: Path) -> None:
         error = ended(lambda: in_threads(lambda key: store.put(key, b"x"), keys, 2))
     assert isinstance(error, Deadline)
     assert f"put '{tmp_path}/a" in str(error)
+
+
+def leftovers(root: Path) -> list[str]:
+    """Temporary files below `root`, and descriptors of this process on what lies there."""
+    found = [str(path) for path in root.rglob(".tmp-*")]
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            found += [target] if target.startswith(str(root)) else []
+    return found
+
+
+def eventually(holds: Callable[[], object]) -> bool:
+    until = time.monotonic() + ENOUGH_S
+    while not holds():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def abandon_a_write(store: LocalStore, freeze: Callable[[], object]) -> None:
+    """Several threads write parts, as a save does."""
+    writer = store.create("d/a", 3 << 12)
+    freeze()
+    try:
+        in_threads(lambda n: writer.write(n << 12, bytes(1 << 12)), [0, 1, 2], 2)
+    finally:
+        writer.abort()
+
+
+def abandon_a_finish(store: LocalStore, freeze: Callable[[], object]) -> None:
+    writer = store.create("d/a", 3)
+    writer.write(0, b"abc")
+    freeze()
+    try:
+        writer.finish()
+    finally:
+        writer.abort()
+
+
+def abandon_another(store: LocalStore, freeze: Callable[[], object]) -> None:
+    """A writer with nothing under way, while the store waits for a call about another object."""
+    writer = store.create("d/a", 3)
+    freeze()
+    try:
+        store.put("b", b"x", if_absent=True)
+    finally:
+        writer.abort()
+
+
+def abandon_a_create(store: LocalStore, freeze: Callable[[], object]) -> None:
+    freeze()
+    store.create("d/a", 3)
+
+
+def abandon_an_open(store: LocalStore, freeze: Callable[[], object]) -> None:
+    freeze()
+    store.open("there")
+
+
+def abandon_an_open_once(store: LocalStore, freeze: Callable[[], object]) -> None:
+    freeze()
+    store.open_once("there")
+
+
+def abandon_a_read(store: LocalStore, freeze: Callable[[], object]) -> None:
+    freeze()
+    store.read("there", 0, memoryview(bytearray(5)))
+
+
+@pytest.mark.parametrize(
+    "abandon",
+    [
+        abandon_a_write,
+        abandon_a_finish,
+        abandon_another,
+        abandon_a_create,
+        abandon_an_open,
+        abandon_an_open_once,
+        abandon_a_read,
+    ],
+)
+def test_what_is_abandoned_is_closed_and_removed_when_storage_answers(
+    tmp_path: Path, abandon: Callable[[LocalStore, Callable[[], object]], None]
+) -> None:
+    store = LocalStore(tmp_path / "root")
+    store.put("there", b"there")
+    store.patience.limit_s = 0.2
+    with ExitStack() as frozen:
+        disks: list[Frozen] = []
+
+        def freeze() -> None:
+            disks.append(frozen.enter_context(Frozen(tmp_path / "root", reads=True)))
+
+        error = ended(lambda: abandon(store, freeze))
+        assert isinstance(error, Deadline), error
+        disks[0].thaw()
+        assert eventually(lambda: not store.patience._stuck)
+        assert eventually(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
+    assert eventually(lambda: not (tmp_path / "root" / "d").exists())
+    assert set(LocalStore(store.root).list()) <= {"there", "b"}
+    assert store.get("there") == b"there", "it is asked again"
+
+
+def test_all_that_threads_had_under_way_is_waited_for(tmp_path: Path) -> None:
+    """A store is asked again when everything has come back that was left behind, and not before: a read
+    that is under way may write into memory that by then holds something else."""
+    store = LocalStore(tmp_path)
+    store.put("a", b"x")
+    store.patience.limit_s = 0.2
+    gates = [threading.Event(), threading.Event()]
+    threads: dict[int, threading.Thread] = {}
+
+    def ask(number: int) -> None:
+        threads[number] = threading.current_thread()
+        store.patience.run(gates[number].wait, f"ask {number} of", str(tmp_path))
+
+    def refused() -> bool:
+        try:
+            store.get("a")
+        except Deadline:
+            return True
+        return False
+
+    error = ended(lambda: in_threads(ask, [0, 1], 2))
+    assert isinstance(error, Deadline)
+    for number in (0, 1):
+        assert refused(), number
+        gates[number].set()
+        threads[number].join(ENOUGH_S)
+    assert not refused()
+
+
+def test_a_thread_that_was_left_behind_does_no_more_when_it_comes_back(tmp_path: Path) -> None:
+    """It does not use what it has got in the end, and asks for nothing more."""
+    store = LocalStore(tmp_path)
+    store.patience.limit_s = 0.2
+    gate, done = threading.Event(), []
+    threads: list[threading.Thread] = []
+
+    def work(_: int) -> None:
+        threads.append(threading.current_thread())
+        store.patience.run(gate.wait, "wait for", str(tmp_path))
+        done.append("used")
+
+    assert isinstance(ended(lambda: in_threads(work, [0, 1], 2)), Deadline)
+    gate.set()
+    for thread in threads:
+        thread.join(ENOUGH_S)
+    assert not done
 
 
 def test_errors_and_results_come_through(tmp_path: Path) -> None:

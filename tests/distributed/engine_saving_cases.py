@@ -21,6 +21,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
 from holdfast.state import snapshot
+from holdfast.state.window import Window
 
 from .cases import Case, run_all
 from .engines import (
@@ -104,7 +105,7 @@ def check_plain(saved: holdfast.Checkpoint, kind: Kind) -> None:
 def copied_late() -> Iterator[None]:
     """While open, a copy begins only when the next optimizer's step waits for it."""
     waiting = threading.Event()
-    run, wait = snapshot.Copies.run, snapshot.Window.wait
+    run, wait = snapshot.Copies.run, Window.wait
 
     def late(copies: Any, *args: Any) -> None:
         assert waiting.wait(WAIT_S)
@@ -114,11 +115,11 @@ def copied_late() -> Iterator[None]:
         waiting.set()
         wait(window)
 
-    snapshot.Copies.run, snapshot.Window.wait = late, noted
+    snapshot.Copies.run, Window.wait = late, noted
     try:
         yield
     finally:
-        snapshot.Copies.run, snapshot.Window.wait = run, wait
+        snapshot.Copies.run, Window.wait = run, wait
 
 
 def nothing_changes_before_the_hook_waits(root: Path) -> None:
@@ -213,6 +214,23 @@ def an_engine_is_handed_over_in_the_right_form(root: Path) -> None:
     assert holdfast.steps(str(root / "none")) == []
 
 
+def what_modules_say_besides_is_refused(root: Path) -> None:
+    """Their own entries of state_dict() have no place in an engine; nothing is left out unsaid."""
+    for kind in (Kind(1, "bf16"), Kind(3, "fp32")):
+        engine, model = build(kind, 0)
+        where = str(root / str(kind))
+        holdfast.save(where, state_of(engine, kind), step=1)
+        model.embed.register_state_dict_post_hook(lambda _, s, p, __: s.update({f"{p}kind": "nf4"}))
+        message = r"model\.embed\.kind: .* inside an engine(?s:.*)ignore\(model, 'embed\.kind'\)"
+        with pytest.raises(HoldfastError, match=message):
+            holdfast.save(where, state_of(engine, kind), step=2)
+        with pytest.raises(UsageError, match=message):
+            holdfast.load(where, state_of(engine, kind))
+        holdfast.ignore(engine, "embed.kind")
+        holdfast.save(where, state_of(engine, kind), step=2)
+        holdfast.load(where, state_of(engine, kind))
+
+
 def states_that_one_master_cannot_hold_are_refused(root: Path) -> None:
     """Parameters of one flat group have one step; nothing is touched where they do not."""
     for change in ("step", "missing"):
@@ -236,6 +254,17 @@ def states_that_one_master_cannot_hold_are_refused(root: Path) -> None:
             assert "mix" in str(caught.value)
             after = gathered(engine)
             assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def state_of_no_parameter_inside_an_engine_is_refused(root: Path) -> None:
+    """It would not be saved; the counter of an optimizer by itself is."""
+    for kind in (Kind(0, "fp32"), Kind(1, "bf16"), Kind(3, "fp32")):
+        engine, _ = build(kind, 0)
+        train(engine, 0, 1)
+        inner = engine.optimizer if kind.stage == 0 else engine.basic_optimizer
+        inner.state["rounds"] = 3
+        with pytest.raises(HoldfastError, match=r"inside has state .* no parameter \('rounds'\)"):
+            holdfast.save(root / f"{kind.stage}", state_of(engine, kind), step=1)
 
 
 def a_group_of_its_own_may_have_its_own_step(root: Path) -> None:
@@ -277,7 +306,9 @@ CASES = [
     nothing_changes_before_the_hook_waits,
     a_plan_is_used_again,
     an_engine_is_handed_over_in_the_right_form,
+    what_modules_say_besides_is_refused,
     states_that_one_master_cannot_hold_are_refused,
+    state_of_no_parameter_inside_an_engine_is_refused,
     a_group_of_its_own_may_have_its_own_step,
     a_damaged_step_leaves_nothing_that_trains,
 ]

@@ -139,6 +139,30 @@ def modules_keep_their_own_state(root: Path) -> None:
     assert torch.equal(whole(other[0].weight), whole(net[0].weight))
 
 
+def large_values_that_differ_between_ranks(root: Path) -> None:
+    """They are refused with a rule that works."""
+    rank = dist.get_rank()
+    net, other = nn.Sequential(Packed(rank + 1.0, 40_000)), nn.Sequential(Packed(9.0, 40_000))
+    holdfast.ignore(net, "0.kind", "0.scale")
+    rule = {"model.0._own_extra_state": "fresh"}
+
+    def checkpointer(model: nn.Module, **options: Any) -> holdfast.Checkpointer:
+        return holdfast.Checkpointer(
+            root, {"model": model}, deadline_s=30, on_error="raise", **options
+        )
+
+    with checkpointer(net) as ckpt, pytest.raises(holdfast.HoldfastError) as caught:
+        ckpt.save(1).wait()
+    told = everyone(str(caught.value))
+    assert all("differs between ranks" in text for text in told)
+    assert f"on_resize={rule}" in told[0]
+    with checkpointer(net, on_resize=rule) as ckpt:
+        ckpt.save(2).wait()
+    holdfast.ignore(other, "0.kind", "0.scale")
+    holdfast.load(root, {"model": other}, deadline_s=30)
+    assert set(other[0].weight) == {rank + 1.0}
+
+
 def a_mismatch_is_the_same_on_every_rank(root: Path) -> None:
     """Ranks differ in what they lack; each is told all of it, and nothing is touched."""
     net = sharded(0)
@@ -381,6 +405,7 @@ CASES = [
     state_goes_on_under_fsdp,
     state_that_belongs_to_no_parameter,
     modules_keep_their_own_state,
+    large_values_that_differ_between_ranks,
     a_mismatch_is_the_same_on_every_rank,
     a_pattern_may_be_of_other_ranks_alone,
     an_error_of_one_rank_is_told_to_all,

@@ -2,6 +2,8 @@
 
 save ROOT       ROOT/<layout> becomes a checkpoint; ROOT/save-<ranks>.json tells what torch gathered
 load ROOT       ROOT/load-<ranks>.json tells, by layout and checkpoint, what is wrong, what was read
+
+Names of layouts may follow: no others are saved and loaded then.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ def union(value: list[str]) -> list[str]:
 # -- save -----------------------------------------------------------------------------------------
 
 
-def save(root: Path) -> dict[str, Any]:
+def save(root: Path, names: list[str]) -> dict[str, Any]:
     found = {}
-    for name, layout in LAYOUTS.items():
+    for name in names:
+        layout = LAYOUTS[name]
         if layout.num_ranks == dist.get_world_size():
             held = Held(layout)
             holdfast.save(root / name, held.state(), step=STEP, deadline_s=60)
@@ -99,15 +102,16 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 # -- load -----------------------------------------------------------------------------------------
 
 
-def load(root: Path) -> dict[str, Any]:
+def load(root: Path, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, layout in LAYOUTS.items():
+    for name in names:
+        layout = LAYOUTS[name]
         if layout.num_ranks != dist.get_world_size():
             continue
         held = Held(layout)
         found[name] = {
             saved: load_one(root / saved, held, fresh=i % 2 == 0)
-            for i, saved in enumerate(LAYOUTS)
+            for i, saved in enumerate(names)
             if (root / saved).exists()
         }
     return found
@@ -168,7 +172,7 @@ def wanted(checkpoint: holdfast.Checkpoint, held: Held) -> set[str]:
 def main() -> None:
     verb, root = sys.argv[1], Path(sys.argv[2])
     dist.init_process_group("gloo")
-    found = {"save": save, "load": load}[verb](root)
+    found = {"save": save, "load": load}[verb](root, sys.argv[3:] or list(LAYOUTS))
     if dist.get_rank() == 0:
         path = root / f"{verb}-{dist.get_world_size()}.json"
         path.write_text(json.dumps(found))

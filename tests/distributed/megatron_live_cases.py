@@ -225,6 +225,18 @@ def another_model_is_refused(root: Path) -> None:
         holdfast.load(source, {"optim": run.optimizer})
 
 
+def what_modules_say_besides_is_refused(root: Path) -> None:
+    """Their own entries of state_dict() are in no sharded_state_dict(): nothing is left out unsaid."""
+    run = Run(BF16, seed=5)
+    run.gpt.register_state_dict_post_hook(lambda _, s, p, __: s.update({f"{p}kind": "nf4"}))
+    message = r"model\.kind: .* inside an engine(?s:.*)ignore\(model, 'kind'\)"
+    with pytest.raises(holdfast.HoldfastError, match=message):
+        holdfast.save(root / "ours", state_of(run), step=1)
+    holdfast.ignore(run.gpt, "kind")
+    holdfast.save(root / "ours", state_of(run), step=1)
+    holdfast.load(root / "ours", state_of(run))
+
+
 def into_plain_modules(root: Path) -> None:
     """By names alone, a norm by either of its two: not Megatron's module, and torch's own optimizer."""
     for name in ("save_fp32_tp2_pp2", "save_bf16_tp2_zero", "save_moe_ep2_zero"):
@@ -236,12 +248,50 @@ def into_plain_modules(root: Path) -> None:
                 _into_plain(url, saved, [n.removeprefix("model.") for n in names])
 
 
-def _into_plain(url: Path, saved: holdfast.Checkpoint, names: list[str]) -> None:
+class Counting(torch.optim.AdamW):
+    """May have state that belongs to no parameter, of which it is saved also that there is none."""
+
+
+def from_a_plain_optimizer_of_ones_own(root: Path) -> None:
+    """Its state that belongs to no parameter has no place here: told before anything is written."""
+    url = root.parent / "save_fp32_tp2_pp2" / "ours"
+    with holdfast.open(url) as saved:
+        shapes = {
+            t.name.removeprefix("model."): t.shape
+            for t in saved.manifest.tensors
+            if t.name.startswith("model.")
+        }
+    tree, adam = _plain(shapes, Counting)
+    plain = {"model": tree, "optim": adam}
+    holdfast.load(url, plain)
+    holdfast.save(root / "none", plain, step=1)
+    run = Run(ARRANGED["fp32"]["tp2_pp2"], seed=5)
+    holdfast.load(root / "none", state_of(run))
+    adam.state["rounds"] = 3  # type: ignore[assignment, index]
+    holdfast.save(root / "some", plain, step=1)
+    run = Run(ARRANGED["fp32"]["tp2_pp2"], seed=6)
+    before = {n: p.clone() for n, p in run.gpt.named_parameters()}
+    with pytest.raises(
+        StateMismatch, match=r"was saved \('rounds'\); a ChainedOptimizer has no place"
+    ):
+        holdfast.load(root / "some", state_of(run))
+    assert all(torch.equal(p, before[n]) for n, p in run.gpt.named_parameters())
+
+
+def _plain(
+    shapes: dict[str, tuple[int, ...]], kind: type[torch.optim.AdamW]
+) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    """A module with parameters of these names, and an optimizer of them."""
     tree = torch.nn.Module()
-    for name in names:
-        _grow(tree, name.split("."), torch.zeros(saved.info(f"model.{name}").shape))
+    for name, shape in shapes.items():
+        _grow(tree, name.split("."), torch.zeros(shape))
     groups = [[p for p in tree.parameters() if (p.ndim == 1) is v] for v in (False, True)]
-    adam = torch.optim.AdamW([{"params": g} for g in groups], lr=7.0)
+    return tree, kind([{"params": g} for g in groups], lr=7.0)
+
+
+def _into_plain(url: Path, saved: holdfast.Checkpoint, names: list[str]) -> None:
+    shapes = {name: saved.info(f"model.{name}").shape for name in names}
+    tree, adam = _plain(shapes, torch.optim.AdamW)
     holdfast.load(url, {"model": tree, "optim": adam})
     for name, p in tree.named_parameters():
         assert np.array_equal(p.detach().numpy(), saved.read(f"model.{name}"))
@@ -274,7 +324,9 @@ CASES = [
     training_goes_on_beside_a_save,
     another_padding,
     another_model_is_refused,
+    what_modules_say_besides_is_refused,
     into_plain_modules,
+    from_a_plain_optimizer_of_ones_own,
 ]
 
 if __name__ == "__main__":

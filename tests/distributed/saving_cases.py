@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import holdfast
 from holdfast import events
+from holdfast.durable import tier
 from holdfast.errors import Deadline, OutOfSpace, RankErrors
 from holdfast.state import replicas, snapshot
 from holdfast.testing import Faulty
@@ -95,7 +97,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_saved(root: Path, step: int, copy: dict[str, torch.Tensor]) -> None:
     """The checkpoint holds exactly the copy."""
-    with holdfast.open(str(root), step) as checkpoint:
+    with holdfast.open(str(root), step=step) as checkpoint:
         assert set(checkpoint.names()) == set(copy)
         for name, tensor in copy.items():
             assert torch.equal(torch.from_numpy(checkpoint.read(name)), tensor), name
@@ -180,6 +182,31 @@ def a_write_in_the_window_fails_aloud(root: Path) -> None:
     check_next_save(run)
 
 
+def a_write_that_is_counted_after_the_copy_fails_aloud(root: Path) -> None:
+    """Rank 1 was writing when its copy ended: the second look at the counters shows it."""
+    run = Run(root)
+    run.train()
+    unchanged, looks = snapshot.Shot.unchanged, iter(range(9))
+
+    def written_after_the_first(shot: snapshot.Shot, before: list[int]) -> bool:
+        if next(looks) == 1 and dist.get_rank() == 1:
+            with torch.no_grad():
+                run.net.body[0].weight.add_(1)
+        return unchanged(shot, before)
+
+    snapshot.Shot.unchanged = written_after_the_first
+    try:
+        with pytest.raises(
+            RankErrors, match=r"outside optimizer\.step\(\).*body\.0\.weight"
+        ) as caught:
+            run.ckpt.save(1).wait(WAIT_S)
+    finally:
+        snapshot.Shot.unchanged = unchanged
+    assert caught.value.errors.keys() == {1}
+    dist.barrier()
+    check_next_save(run)
+
+
 def check_next_save(run: Run) -> None:
     """After a failure: training goes on, the next save works, nothing is left behind."""
     run.train(2)
@@ -194,7 +221,7 @@ def check_next_save(run: Run) -> None:
 
 
 def attempt(root: Path, step: int) -> str:
-    return holdfast.open(str(root), step).manifest.attempt
+    return holdfast.open(str(root), step=step).manifest.attempt
 
 
 # -- busy -----------------------------------------------------------------------------------------
@@ -202,7 +229,7 @@ def attempt(root: Path, step: int) -> str:
 
 def a_busy_save_is_skipped_by_all(root: Path) -> None:
     """One rank's store is slow; the step that falls due meanwhile is left out on every rank."""
-    run = Run(root, every=holdfast.Every(durable=1))
+    run = Run(root, every=1, when_busy="skip")
     gate = Gate()
     if dist.get_rank() != 1:
         gate.opened.set()
@@ -231,17 +258,21 @@ def a_busy_save_is_skipped_by_all(root: Path) -> None:
 
 
 def a_busy_save_waits_in_the_queue(root: Path) -> None:
-    run = Run(root, every=holdfast.Every(durable=1), when_busy="queue")
+    run = Run(root, every=1)
     gate = Gate()
-    with store_of(run, gate):
+    events.counters.clear()
+    with store_of(run, gate), patch.object(tier, "LATE_S", 0.0):
         copies = {}
         for step in (1, 2):
             run.train()
             copies[step] = run.copy()
             run.ckpt.step(step)
         assert not any(save.done() for save in run.ckpt._saves)
+        while not events.counters["save.queued"]:
+            time.sleep(0.01)
         gate.opened.set()
-        run.ckpt.wait()
+        with pytest.warns(holdfast.HoldfastWarning, match=r"step 2 waited .* training with it"):
+            run.ckpt.wait()
     dist.barrier()
     assert holdfast.steps(str(root)) == [1, 2]
     for step, copy in copies.items():
@@ -332,6 +363,24 @@ def a_tensor_that_differs_between_ranks_is_refused(root: Path) -> None:
     run.state["own"] = torch.zeros(3 + dist.get_rank())
     with pytest.raises(holdfast.HoldfastError, match=r"'own' is float32 \(3,\) on rank 0 but"):
         run.ckpt.save(1).wait(WAIT_S)
+    del run.state["own"]
+    check_next_save(run)
+
+
+def a_key_of_several_kinds_is_refused(root: Path) -> None:
+    """It could be saved, and not restored.  A rank may have nothing at all."""
+    run = Run(root)
+    run.train()
+    for number, kinds in enumerate([("a tensor", "a dict"), ("a module", "a tensor")]):
+        values = {"a tensor": torch.zeros(3), "a dict": {"a": torch.zeros(3)}, "a module": run.net}
+        run.state["own"] = values[kinds[dist.get_rank() == 1]]
+        first, other = (type(values[kind]).__name__ for kind in kinds)
+        told = rf"'own' is of type {first} on rank 0 and {other} on rank 1"
+        with pytest.raises(holdfast.HoldfastError, match=told):
+            run.ckpt.save(1 + number).wait(WAIT_S)
+    own = None if dist.get_rank() == 1 else nn.LayerNorm(2)
+    holdfast.save(root / "with nothing", {"own": own}, step=1)
+    holdfast.load(root / "with nothing", {"own": own})
     del run.state["own"]
     check_next_save(run)
 
@@ -603,7 +652,7 @@ def buffers_that_nobody_sends_are_told(root: Path) -> None:
         texts = [str(w.message) for w in told if issubclass(w.category, holdfast.HoldfastWarning)]
         assert len(texts) == (dist.get_rank() == 0), texts
         assert all("m.0.running_mean: ranks 0 and 1" in text for text in texts)
-    assert (holdfast.open(str(root / "0"), 2).read("m.0.running_mean") == 0).all()
+    assert (holdfast.open(str(root / "0"), step=2).read("m.0.running_mean") == 0).all()
     with pytest.raises(holdfast.HoldfastError, match=r"m\.0\.running_mean: ranks 0 and 1"):
         saver(state := {"m": net}, replicas="verify", on_error="raise")(root / "2", state, 1)
 
@@ -611,6 +660,7 @@ def buffers_that_nobody_sends_are_told(root: Path) -> None:
 CASES = [
     snapshots_are_of_the_moment_of_the_call,
     a_write_in_the_window_fails_aloud,
+    a_write_that_is_counted_after_the_copy_fails_aloud,
     a_busy_save_is_skipped_by_all,
     a_busy_save_waits_in_the_queue,
     a_full_disk_of_one_rank_fails_the_save_on_all,
@@ -619,6 +669,7 @@ CASES = [
     a_failed_save_is_a_warning_unless_asked_otherwise,
     ranks_that_save_different_steps_are_told,
     a_tensor_that_differs_between_ranks_is_refused,
+    a_key_of_several_kinds_is_refused,
     state_that_one_rank_cannot_save_fails_the_save_on_all,
     a_plan_that_fails_is_made_again,
     fsdp1_is_refused_in_every_form,

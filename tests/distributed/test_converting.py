@@ -13,7 +13,7 @@ from holdfast.checkpoint.diffing import compare
 
 from .launch import launch
 
-pytestmark = [pytest.mark.distributed, pytest.mark.beside]
+pytestmark = [pytest.mark.distributed]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gate import cases_of
+
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
 
 pytest.importorskip("deepspeed")
@@ -43,13 +45,15 @@ def launched(out: Path, folder: str, module: str, ranks: int, *names: str) -> Fa
 
 
 @pytest.fixture(scope="module")
-def saved(out: Path) -> Failed:
-    return launched(out, "saved", "engine_saving_cases", 2, *names_of(SAVING))
+def saved(request: pytest.FixtureRequest, out: Path) -> Failed:
+    names = cases_of(request, "test_saving", names_of(SAVING))
+    return launched(out, "saved", "engine_saving_cases", 2, *names)
 
 
 @pytest.fixture(scope="module")
-def resumed(out: Path, saved: Failed) -> Failed:
-    return launched(out, "two", "engine_resuming_cases", 2, *names_of(RESUMING))
+def resumed(request: pytest.FixtureRequest, out: Path, saved: Failed) -> Failed:
+    names = cases_of(request, "test_on_two_ranks", names_of(RESUMING))
+    return launched(out, "two", "engine_resuming_cases", 2, *names)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +62,9 @@ def on_one(out: Path, saved: Failed) -> Failed:
 
 
 @pytest.fixture(scope="module")
-def on_three(out: Path, saved: Failed) -> Failed:
-    return launched(out, "three", "engine_resuming_cases", 3, *names_of(ELSEWHERE))
+def on_three(request: pytest.FixtureRequest, out: Path, saved: Failed) -> Failed:
+    names = cases_of(request, "test_on_three_ranks", names_of(ELSEWHERE))
+    return launched(out, "three", "engine_resuming_cases", 3, *names)
 
 
 @pytest.mark.parametrize("name", names_of(SAVING))

@@ -16,7 +16,7 @@ from holdfast.interop.verifying import verify_foreign
 from .cases import Case, check, run_module
 from .files_cases import CASES, net
 
-pytestmark = [pytest.mark.distributed, pytest.mark.beside]
+pytestmark = [pytest.mark.distributed]
 
 
 @pytest.fixture(scope="module")

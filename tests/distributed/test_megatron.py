@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gate import cases_of
+
 from .cases import Case, check, run_module
 
 pytest.importorskip("megatron.core", reason="megatron-core makes the checkpoints that are read")
@@ -15,19 +17,27 @@ from . import megatron_live_cases, megatron_readers, megatron_sources
 pytestmark = pytest.mark.distributed
 
 
+def names_of(cases: list[Case]) -> list[str]:
+    return [case.__name__ for case in cases]
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("megatron")
 
 
 @pytest.fixture(scope="module")
-def saved(out: Path) -> dict[str, list[str]]:
-    return run_module("megatron_sources", 4, out, timeout_s=200, forked=True)
+def saved(request: pytest.FixtureRequest, out: Path) -> dict[str, list[str]]:
+    names = cases_of(request, "test_sources", names_of(megatron_sources.CASES))
+    return run_module("megatron_sources", 4, out, 200, *names, forked=True)
 
 
 @pytest.fixture(scope="module")
-def read(out: Path, saved: dict[str, list[str]]) -> dict[str, list[str]]:
-    return run_module("megatron_readers", 1, out, timeout_s=200, forked=True)
+def read(
+    request: pytest.FixtureRequest, out: Path, saved: dict[str, list[str]]
+) -> dict[str, list[str]]:
+    names = cases_of(request, "test_as_megatron_loads", names_of(megatron_readers.CASES))
+    return run_module("megatron_readers", 1, out, 200, *names, forked=True)
 
 
 @pytest.mark.parametrize("case", megatron_sources.CASES, ids=lambda case: case.__name__)
@@ -41,10 +51,12 @@ def test_as_megatron_loads(read: dict[str, list[str]], case: Case) -> None:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_module(
-        "megatron_live_cases", 4, tmp_path_factory.mktemp("live"), timeout_s=300, forked=True
-    )
+def live(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    names = cases_of(request, "test_live", names_of(megatron_live_cases.CASES))
+    out = tmp_path_factory.mktemp("live")
+    return run_module("megatron_live_cases", 4, out, 300, *names, forked=True)
 
 
 @pytest.mark.parametrize("case", megatron_live_cases.CASES, ids=lambda case: case.__name__)

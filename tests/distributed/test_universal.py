@@ -14,7 +14,7 @@ import holdfast
 from . import universal
 from .launch import launch
 
-pytestmark = [pytest.mark.distributed, pytest.mark.beside]
+pytestmark = [pytest.mark.distributed]
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 NOISE = 1e-5

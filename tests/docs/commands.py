@@ -14,8 +14,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,21 +29,23 @@ import pytest
 from holdfast.cli.main import main
 
 DEADLINE_S = 120
+SOAK_S = 1500
+ROOT = Path(__file__).parents[2]
 PROMPT = "$ "
 
-NOT_RUN = {
-    "make demo": "takes minutes, and is what CI runs itself; tests/examples has its parts",
-    "make test": "it is this very suite",
-    "make check": "it is what CI runs itself",
-    "pip install 'holdfast[torch]'": "installs packages",
-    "pytest tests/distributed/test_ucp.py -s": "it is part of this very suite",
-    "holdfast agent run": "serves until it is stopped; tests/memory/test_agent_verb.py runs it",
-    "python -c 'import threading, torch.distributed as d;": "serves for ever, at another host's address",
-    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=eth0": "names a network card",
-    "torchrun --nnodes=1:4 --nproc-per-node=8": "needs nodes at these addresses; tests/nodes makes some",
-    "sysctl -w": "changes the kernel's settings",
+NOT_RUN = {"make test": "it is this very suite"}
+"""By how a command begins: why no test runs it.  Each reason is proved by `test_commands`."""
+
+ELSEWHERE = {
+    "python -c 'import threading, torch.distributed as d;": "nodes/test_elastic_page.py",
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=eth0": "nodes/test_elastic_page.py",
+    "torchrun --nnodes=1:4 --nproc-per-node=8": "nodes/test_elastic_page.py",
+    "sysctl -w": "nodes/test_elastic_page.py",
 }
-"""By how a command begins: why no test runs it."""
+"""By how a command begins: the test that runs it, since it needs nodes of its own."""
+
+SERVING = {"holdfast agent run": "holdfast agent status"}
+"""Commands that serve until they are stopped, and what ends with 0 as soon as they do."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,9 @@ class Command:
     where: str
 
     @property
-    def reason(self) -> str | None:
-        """The beginning in `NOT_RUN` that this command has; None if it is run."""
-        return next((start for start in NOT_RUN if self.text.startswith(start)), None)
+    def start(self) -> str | None:
+        """The beginning in `NOT_RUN` or `ELSEWHERE` that this command has; None if it is run."""
+        return next((s for s in (*NOT_RUN, *ELSEWHERE) if self.text.startswith(s)), None)
 
 
 def commands_of(text: str, options: str, where: str) -> Iterator[Command]:
@@ -73,7 +78,7 @@ def commands_of(text: str, options: str, where: str) -> Iterator[Command]:
 
 def run(command: Command, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """Run a command and hold it to its status and to what is shown of its output."""
-    code, printed = _run(command.text, monkeypatch, capfd)
+    code, printed = _run(command, monkeypatch, capfd)
     told = f"{command.where}: {command.text}\n{printed}"
     assert code == command.exit, told
     if command.output:
@@ -81,20 +86,99 @@ def run(command: Command, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
         assert matches(shown, found), "\n".join([told, "--- shown", *shown, "--- printed", *found])
 
 
-def _run(text: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> tuple[int, str]:
-    words = shlex.split(text, comments=True)
+def _run(command: Command, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> tuple[int, str]:
+    words = shlex.split(command.text, comments=True)
+    if " ".join(words) in SERVING:
+        return _serve(" ".join(words))
     if words[0] != "holdfast":
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", "-c", text], env={**os.environ, "PATH": path}, timeout=DEADLINE_S,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        )  # fmt: skip
+        folder, environment = Path(), dict(os.environ)
+        if words[0] in ("make", "pytest"):
+            folder = copy_of_the_tree()
+        if words[:2] == ["pip", "install"]:
+            environment |= installing(words[2])
+        done = _shell(command.text, folder, environment, SOAK_S if command.is_soak else DEADLINE_S)
+        if words[:2] == ["pip", "install"] and done.returncode == 0:
+            check_installed(Path(environment["PIP_TARGET"]))
         return done.returncode, done.stdout
     monkeypatch.setattr(sys, "argv", words)  # in this process: half a second less for each
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0), "".join(capfd.readouterr())
+
+
+def _shell(
+    text: str, folder: Path, environment: dict[str, str], limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", text], env={**environment, "PATH": _path()}, cwd=folder, timeout=limit_s,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+
+
+def _path() -> str:
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def _serve(text: str) -> tuple[int, str]:
+    """Start a command that serves, wait until it does, and stop it; its status and output."""
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {text}"], env={**os.environ, "PATH": _path()},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + DEADLINE_S
+        while process.poll() is None and time.monotonic() < until:
+            if _shell(SERVING[text], Path(), dict(os.environ), DEADLINE_S).returncode == 0:
+                break
+        process.terminate()
+        printed = process.communicate(timeout=DEADLINE_S)[0]
+    finally:
+        process.kill()
+    return process.returncode, printed
+
+
+def copy_of_the_tree() -> Path:
+    """What is in the repository, in the current folder, with the environment that `make` has made."""
+    copy = Path("tree").absolute()
+    if copy.exists():
+        return copy
+    if not (ROOT / ".venv" / ".ready").exists():
+        pytest.skip("`make` has made no .venv here")
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, files.split("\0")):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name)
+    (copy / ".venv").symlink_to(ROOT / ".venv")
+    return copy
+
+
+def installing(wanted: str) -> dict[str, str]:
+    """What pip is told by the environment: to install the wheel of this repository, into a folder of its
+    own, without what the wheel needs, which is here already."""
+    made = _shell(f"pip wheel --quiet --no-deps -w wheels {ROOT}", Path(), dict(os.environ), SOAK_S)
+    assert made.returncode == 0, made.stdout
+    (wheel,) = Path("wheels").glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (n for n in files.namelist() if n.endswith(".dist-info/METADATA"))
+        extras = re.findall(r"^Provides-Extra: (.*)$", files.read(name).decode(), re.MULTILINE)
+    assert set(re.findall(r"\[(\w+)\]", wanted)) <= set(extras), extras
+    return {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+        "PIP_FIND_LINKS": str(Path("wheels").absolute()),
+        "PIP_TARGET": str(Path("installed").absolute()),
+    }
+
+
+def check_installed(target: Path) -> None:
+    """What was installed is used, and says its version."""
+    code = f"import sys; sys.path.insert(0, {str(target)!r}); import holdfast; print(holdfast.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(str(target)), done.stdout + done.stderr
 
 
 _UNIT = r"(?: ?(?:[kMGT]i?B(?:/s)?|B|%|min|h|d|s|ms)\b| ?%)?"

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from docs.commands import NOT_RUN, PROMPT, Command, commands_of, matches, run, shape
-from docs.test_docs import ROOT, RUNNABLE, blocks
+from docs.commands import (
+    ELSEWHERE,
+    NOT_RUN,
+    PROMPT,
+    ROOT,
+    Command,
+    commands_of,
+    matches,
+    run,
+    shape,
+)
+from docs.test_docs import RUNNABLE, TESTS, blocks
+
+LANGUAGES = ("python", "console", "text", "json", "ebnf")
+"""Programs, commands, and what is only read."""
 
 
 def all_commands() -> list[Command]:
@@ -24,9 +38,25 @@ def all_commands() -> list[Command]:
 def test_each_is_run_or_listed_with_a_reason() -> None:
     """And what is listed is printed somewhere."""
     found = all_commands()
-    assert len([c for c in found if c.reason is None]) > 25
-    assert {c.reason for c in found} - {None} == set(NOT_RUN)
-    assert all(len(why) > 10 for why in NOT_RUN.values())
+    assert len([c for c in found if c.start is None]) > 25
+    assert {c.start for c in found} - {None} == {*NOT_RUN, *ELSEWHERE}
+
+
+def test_what_runs_elsewhere_is_run_there() -> None:
+    for test in set(ELSEWHERE.values()):
+        assert "commands_of(" in (TESTS / test).read_text(), "of the page, not of a copy"
+
+
+def test_what_is_not_run_is_this_very_suite() -> None:
+    """`make test` runs all tests but those marked `soak`, and so this one."""
+    assert set(NOT_RUN) == {"make test"}
+    planned = ["make", "--dry-run", "--directory", str(ROOT), "test"]
+    done = subprocess.run(planned, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (first, *_) = re.findall(r"-m pytest .*-m \"(.*?)\"", done.stdout)
+    told = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", first, __file__]
+    done = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "::test_what_is_not_run_is_this_very_suite" in done.stdout, done.stdout
 
 
 def test_commands_are_in_console_blocks_alone() -> None:
@@ -48,20 +78,24 @@ def test_console_blocks_have_known_options() -> None:
             assert re.fullmatch(r"(exit=\d)?( ?soak)?", block.options), f"{page.name}:{block.line}"
 
 
-def test_what_is_not_run_is_there() -> None:
-    """The targets, extras and files that commands name which are not run."""
-    for command in (c for c in all_commands() if c.reason is not None):
-        words = command.text.split()
-        if words[0] == "make":
-            planned = ["make", "--dry-run", "--directory", str(ROOT), *words[1:]]
-            done = subprocess.run(planned, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-        elif words[0] == "pip":
-            extras = re.findall(r"\[(\w+)\]", command.text)
-            project = (ROOT / "pyproject.toml").read_text()
-            assert extras and all(f"\n{extra} = [" in project for extra in extras)
-        elif words[0] == "pytest":
-            assert (ROOT / words[1]).is_file()
+def test_every_fence_is_that_of_a_block_that_is_looked_at() -> None:
+    """None is indented, of other marks or of a language that nobody runs."""
+    for page in RUNNABLE:
+        text = page.read_text()
+        fences = re.findall(r"^.*(?:```|~~~).*$", text, re.MULTILINE)
+        known = [b for language in LANGUAGES for b in blocks(page, language)]
+        opening = {text.splitlines()[b.line - 1] for b in known}
+        assert {f for f in fences if f != "```"} == opening, page.name
+        assert len(fences) == 2 * len(known), page.name
+
+
+def test_what_serves_is_stopped_and_held_to_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
+    run(command("holdfast agent run  # why"), monkeypatch, capfd)
+    with pytest.raises(AssertionError, match="here: holdfast agent run"):
+        run(command("holdfast agent run", exit=3), monkeypatch, capfd)
 
 
 def command(text: str, *output: str, exit: int = 0) -> Command:

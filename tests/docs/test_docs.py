@@ -4,7 +4,6 @@ Blocks by the line that opens them:
 
     ```python             executed in order, one namespace per page, in a fresh directory
     ```python torchrun    a page's such blocks make one script, run by two processes before the others
-    ```python no-run      not executed; the first line is a comment that says why
     ```console            each line `$ COMMAND` is run, and what is shown is compared: see `docs.commands`
 """
 
@@ -24,15 +23,13 @@ from typing import Any
 import pytest
 
 import holdfast
-from docs.commands import commands_of, run
+from docs.commands import ROOT, SOAK_S, commands_of, run
 
 TESTS = Path(__file__).parent.parent
-ROOT = TESTS.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUNNABLE = [page for page in PAGES if page.name != "api.md"]
 NUM_PROCESSES = 2
 DEADLINE_S = 120
-MAX_NOT_RUN = 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,7 @@ def test_programs_and_commands(page: Path, tmp_path: Path, monkeypatch: Any, cap
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(2 * SOAK_S)
 @pytest.mark.parametrize("page", soaking_pages())
 def test_commands_that_take_long(page: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     run_programs(page, tmp_path, monkeypatch)
@@ -142,21 +140,14 @@ def run_commands(page: Path, monkeypatch: Any, capfd: Any, *, soak: bool = False
     """The commands of the page's console blocks; with `soak` also those that take long."""
     for block in blocks(page, "console"):
         for command in commands_of(block.text, block.options, f"{page.name}:{block.line}"):
-            if command.reason is None and (soak or not command.is_soak):
+            if command.start is None and (soak or not command.is_soak):
                 run(command, monkeypatch, capfd)
-
-
-def test_what_is_not_run_says_why() -> None:
-    found = [(page, b) for page in RUNNABLE for b in blocks(page, "python", "no-run")]
-    assert len(found) <= MAX_NOT_RUN
-    for page, block in found:
-        assert block.text.startswith("# not run: "), f"{page.name}:{block.line}"
 
 
 def test_blocks_have_known_options() -> None:
     for page in RUNNABLE:
         for block in blocks(page, "python"):
-            known = block.options in ("", "torchrun", "no-run")
+            known = block.options in ("", "torchrun")
             assert known, f"{page.name}:{block.line}: {block.options}"
 
 
@@ -191,3 +182,10 @@ def test_reference_is_up_to_date() -> None:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.page() == (ROOT / "docs" / "api.md").read_text(), "run python docs/make_api.py"
+
+
+def test_the_door_is_light() -> None:
+    """What a new user meets: at most 700 words, and how to install among the first 150."""
+    words = (ROOT / "README.md").read_text().split()
+    assert len(words) <= 700
+    assert "pip install" in " ".join(words[:150])

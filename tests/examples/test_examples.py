@@ -118,7 +118,6 @@ def train(tmp_path: Path, name: str, steps: int, *more: str) -> list[tuple[int, 
 
 
 @pytest.mark.distributed
-@pytest.mark.beside
 def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path) -> None:
     """With dropout, so that the random number generators count as well.  The last part goes on from a
     record: step 5 is not saved."""

@@ -54,7 +54,7 @@ def copies(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.
 
 
 def check_saved(root: Path, step: int, expected: dict[str, torch.Tensor]) -> None:
-    with holdfast.open(str(root), step) as checkpoint:
+    with holdfast.open(str(root), step=step) as checkpoint:
         assert set(checkpoint.names()) == set(expected)
         for name, tensor in expected.items():
             flat = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -142,7 +142,7 @@ def test_between_devices(tmp_path: Path) -> None:
     assert all(torch.equal(t, expected[n]) for n, t in copies(host, fresh).items())
     holdfast.save(tmp_path, {"model": host, "optim": fresh}, step=2)
     again, optimizer = make(1)
-    holdfast.load(tmp_path, {"model": again, "optim": optimizer}, 2)
+    holdfast.load(tmp_path, {"model": again, "optim": optimizer}, step=2)
     assert all(torch.equal(t, expected[n]) for n, t in copies(again, optimizer).items())
 
 

@@ -232,7 +232,7 @@ def test_prefixes(root: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no dcp checkpoint"):
         holdfast.open(f"dcp:{tmp_path}")
     with pytest.raises(NotFound, match="no step 3"):
-        holdfast.open(root, 3)
+        holdfast.open(root, step=3)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

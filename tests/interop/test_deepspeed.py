@@ -33,7 +33,6 @@ from holdfast.store import open_store
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.beside,
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None, reason="deepspeed makes the checkpoints"
     ),
@@ -232,11 +231,11 @@ def test_tags(sources: Callable[[int], Path], tmp_path: Path) -> None:
     shutil.copytree(sources(2) / "z2" / "later" / "global_step6", root / "global_step6")
     assert holdfast.steps(str(root)) == [3, 6]
     assert holdfast.open(str(root)).step == 3
-    assert holdfast.open(str(root), 6).step == 6
+    assert holdfast.open(str(root), step=6).step == 6
     assert holdfast.open(str(root / "global_step6")).step == 6
-    assert holdfast.open(f"deepspeed:{root / 'global_step6'}", 6).step == 6
+    assert holdfast.open(f"deepspeed:{root / 'global_step6'}", step=6).step == 6
     with pytest.raises(NotFound, match="no step 5"):
-        holdfast.open(str(root), 5)
+        holdfast.open(str(root), step=5)
     (root / "latest").write_text("global_step6")
     assert holdfast.open(str(root)).step == 6
     best = sources(2) / "z2-bf16" / "save"
@@ -249,7 +248,7 @@ def test_tags(sources: Callable[[int], Path], tmp_path: Path) -> None:
     shutil.copytree(best / "best", root / "best")
     (root / "latest").write_text("global_step6")
     with pytest.raises(UsageError, match="best, global_step3"):
-        holdfast.open(str(root), 3)
+        holdfast.open(str(root), step=3)
 
 
 def test_tags_without_a_marker(sources: Callable[[int], Path], tmp_path: Path) -> None:
@@ -258,7 +257,7 @@ def test_tags_without_a_marker(sources: Callable[[int], Path], tmp_path: Path) -
     (root / "latest").unlink()
     with pytest.raises(NotFound, match="global_step3"):
         holdfast.open(f"deepspeed:{root}")
-    assert holdfast.open(f"deepspeed:{root}", 3).step == 3
+    assert holdfast.open(f"deepspeed:{root}", step=3).step == 3
     assert holdfast.steps(f"deepspeed:{root}") == [3]
     with pytest.raises(HoldfastError):
         holdfast.open(str(root))

@@ -160,9 +160,9 @@ def test_places(source: Path, tmp_path: Path) -> None:
     for url in (source, source / FOLDER, f"megatron:{source}", f"megatron:{source / FOLDER}"):
         assert holdfast.open(url).step == 7
         assert holdfast.steps(url) == [7]
-        assert holdfast.open(url, 7).step == 7
+        assert holdfast.open(url, step=7).step == 7
         with pytest.raises(NotFound, match="7"):
-            holdfast.open(url, 6)
+            holdfast.open(url, step=6)
     with pytest.raises(NotFound, match="no megatron checkpoint"):
         holdfast.open(f"megatron:{tmp_path}")
 
@@ -194,7 +194,7 @@ def test_a_newer_iteration_that_is_not_there(copy: Path) -> None:
     (copy / "latest_checkpointed_iteration.txt").write_text("8")
     with pytest.raises(NotFound, match=r"iter_0000008.*iterations there: 7"):
         holdfast.open(copy)
-    assert holdfast.open(copy, 7).step == 7
+    assert holdfast.open(copy, step=7).step == 7
 
 
 def test_an_iteration_that_was_not_finished(copy: Path) -> None:

@@ -186,7 +186,7 @@ def test_usual_names(tmp_path: Path, model: str, optim: str) -> None:
     train(new, fresh)
     assert all(torch.equal(p, q) for p, q in zip(old.parameters(), new.parameters()))
     with pytest.raises(NotFound, match="of step 120; it has no step 7"):
-        holdfast.open(tmp_path / "x.pt", 7)
+        holdfast.open(tmp_path / "x.pt", step=7)
 
 
 def test_optimizers_by_name(tmp_path: Path) -> None:

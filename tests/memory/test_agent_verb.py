@@ -19,7 +19,7 @@ from memory import agents
 from memory.agents import await_gone, is_gone, kill, pid_of
 from memory.zygote import Lives, train
 
-pytestmark = [pytest.mark.distributed, pytest.mark.beside, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 CLI = "from holdfast.cli.main import main; main()"
 

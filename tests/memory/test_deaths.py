@@ -73,9 +73,9 @@ def test_an_agent_dies_while_it_makes_parity(lives: Lives) -> None:
         if phases(lives, 1, "guard").get(3) != "filling":
             seen[0] = fetched
             return False
-        return fetched > seen[0] + 1_000_000
+        return fetched > seen[0] + 300_000
 
-    slow = {"redundancy": "parity", "bandwidth": "2MB"}
+    slow = {"redundancy": "parity", "bandwidth": "1MB"}
     told = die_when(lives, in_mid_guard, agent=1, nodes=[0, 1, 2], options=slow)
     assert phases(lives, 1, "guard") == {2: "ready", 3: "filling"}
     assert phases(lives, 1, "share") == {2: "ready", 3: "ready"}

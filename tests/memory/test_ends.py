@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,25 @@ def test_a_close_that_gave_up_leaves_the_rest_to_the_agents(root: Path) -> None:
         ckpt.close(0.1)
     with pytest.raises(HoldfastError, match="came to its end"):
         save.wait(20)
+    await_(lambda: holdfast.steps(str(root)))
+
+
+def test_a_script_that_ends_when_all_is_saved_hurries_nobody(root: Path) -> None:
+    """Before ranks have told each other what became of the last save: that comes after this."""
+    ckpt, save = saving(root)
+    save.wait(30)
+    tier._at_exit(weakref.ref(ckpt._tiers.memory), os.getpid())
+    assert not ckpt._group._leaving
+    ckpt.close()
+
+
+def test_a_script_that_ends_in_the_middle_of_a_save_leaves_it_to_the_agents(root: Path) -> None:
+    ckpt, save = saving(root)
+    tier._at_exit(weakref.ref(ckpt._tiers.memory), os.getpid())
+    with pytest.raises(HoldfastError, match="came to its end"):
+        save.wait(20)
+    with pytest.warns(HoldfastWarning, match="the last save failed"):
+        ckpt.close()
     await_(lambda: holdfast.steps(str(root)))
 
 

@@ -38,7 +38,9 @@ class Told:
 
     @property
     def restored(self) -> int:
-        return int(next(x["restored"] for x in self.lines if "restored" in x))
+        found = [x["restored"] for x in self.lines if "restored" in x]
+        assert found, f"ended {self.status} before it had restored anything: {self.lines[-3:]}"
+        return int(found[0])
 
     @property
     def start(self) -> str:

@@ -17,7 +17,6 @@ from .told import Told, check_nothing_left
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.beside,
     pytest.mark.slow,
     pytest.mark.usefixtures("needs_nodes"),
 ]

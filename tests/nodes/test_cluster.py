@@ -21,7 +21,6 @@ from .spaces import Process, can_delay
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.beside,
     pytest.mark.usefixtures("needs_nodes"),
 ]
 HERE = Path(__file__).parent

@@ -18,7 +18,6 @@ from .story import Life, Story
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.beside,
     pytest.mark.slow,
     pytest.mark.usefixtures("needs_nodes"),
 ]

@@ -1,8 +1,9 @@
 """Ranks of which one lets the others down, in a public call; what becomes of the others, as JSON lines.
 
-    python -m partners.ranks FOLDER save-never-0 load-stopped-1 ...
+    python -m partners.ranks FOLDER save-never-0 load-stopped-1 step+memory+delta-dies-1 ...
 
-A case names the call, what the victim does, and which rank it is.  *never*: it does not make the call.
+A case names the call and what the Checkpointer has beside storage, what the victim does, and which rank it
+is.  *never*: it does not make the call.
 *stopped*, *dies*: it gets SIGSTOP or SIGKILL where it would make it.  *stops*, *killed*: the same, where
 all have come to the call and it goes on by itself.  Ranks are forked from this process, which has imported
 torch; the cases given run side by side.
@@ -10,8 +11,10 @@ torch; the cases given run side by side.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -31,6 +34,8 @@ import holdfast
 import holdfast.checkpointer
 import holdfast.once
 from holdfast.group import Group
+from holdfast.memory.node import words
+from holdfast.memory.node.client import Client
 from holdfast.writers import ranks as converting
 
 RANKS = 3
@@ -52,31 +57,52 @@ class Case:
     call: str
     fate: str
     victim: int
+    tiers: tuple[str, ...] = ()
 
     @staticmethod
     def parse(text: str) -> Case:
         call, fate, victim = text.split("-")
-        return Case(call, fate, int(victim))
+        call, *tiers = call.split("+")
+        return Case(call, fate, int(victim), tuple(tiers))
 
     def __str__(self) -> str:
-        return f"{self.call}-{self.fate}-{self.victim}"
+        return f"{'+'.join((self.call, *self.tiers))}-{self.fate}-{self.victim}"
 
 
 class Run:
     """What a rank holds."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, tiers: tuple[str, ...]) -> None:
         self.root = root
+        self.memory = holdfast.Memory("none") if "memory" in tiers else None
+        self.delta = holdfast.Delta() if "delta" in tiers else None
         torch.manual_seed(0)  # ranks have replicas
         self.model = nn.Linear(8, 8)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.state: dict[str, Any] = {"model": self.model, "seen": dist.get_rank()}
+        if self.delta is not None:
+            self.state["optim"] = self.optimizer
         self.ckpt: holdfast.Checkpointer | None = None
 
     def open(self, every: int | None = None) -> holdfast.Checkpointer:
         frequency = None if every is None else holdfast.Every(durable=every)
+        if self.delta is not None and every is not None:
+            frequency = holdfast.Every(durable=every, delta=1)
         return holdfast.Checkpointer(
-            self.root, self.state, every=frequency, on_error="raise", deadline_s=DEADLINE_S
+            self.root,
+            self.state,
+            every=frequency,
+            memory=self.memory,
+            delta=self.delta,
+            on_error="raise",
+            deadline_s=DEADLINE_S,
         )
+
+    def train(self) -> None:
+        """A step of this rank alone."""
+        self.model(torch.ones(1, 8)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def save(run: Run) -> None:
@@ -107,6 +133,23 @@ def step(run: Run) -> None:
     run.ckpt.wait()
 
 
+def steps(run: Run) -> None:
+    """Several, of which no save is due; all are recorded after the first."""
+    assert run.ckpt is not None
+    run.ckpt.every = holdfast.Every(durable=1000, delta=1)
+    for step in range(2, 8):
+        run.train()
+        run.ckpt.step(step)
+    run.ckpt.wait()
+
+
+def wait(run: Run) -> None:
+    """For a save that was begun before."""
+    assert run.ckpt is not None
+    run.ckpt.save(2)
+    run.ckpt.wait()
+
+
 def close(run: Run) -> None:
     """With a save under way that the victim has no part in."""
     assert run.ckpt is not None
@@ -125,11 +168,18 @@ CALLS: dict[str, tuple[Callable[[Run], None], str]] = {
     "restore": (restore, "restore()"),
     "background": (save_in_background, "the save of step 2"),
     "step": (step, "the save of step 2"),
+    "steps": (steps, ""),
+    "wait": (wait, "the save of step 2"),
     "close": (close, ""),
     "convert": (convert, "convert()"),
 }
 """Each call, and what a message says when it is awaited."""
-WITH_CHECKPOINTER = ("restore", "background", "step", "close")
+WITH_CHECKPOINTER = ("restore", "background", "step", "steps", "wait", "close")
+
+
+def node_of(root: Path) -> Path:
+    """Where a case's agent has its memory: a short path, for a socket's name has little room."""
+    return Path("/dev/shm") / f"hf-{hashlib.sha256(str(root).encode()).hexdigest()[:16]}"
 
 
 def rank_of(case: Case, rank: int, port: int, root: str) -> dict[str, Any]:
@@ -139,12 +189,13 @@ def rank_of(case: Case, rank: int, port: int, root: str) -> dict[str, Any]:
         "RANK": str(rank),
         "WORLD_SIZE": str(RANKS),
         "GLOO_SOCKET_IFNAME": "lo",
+        "HOLDFAST_MEMORY_DIR": str(node_of(Path(root))),
     }
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    run = Run(root)
+    run = Run(root, case.tiers)
     holdfast.save(root, run.state, step=1)
-    converting.MEET_S = DEADLINE_S
+    converting.MEET_S = converting.SILENT_S = DEADLINE_S
     if case.call in WITH_CHECKPOINTER:
         run.ckpt = run.open(every=1)
     dist.barrier()
@@ -212,6 +263,13 @@ def await_all(pids: dict[tuple[Case, int], int], folder: Path) -> None:
         os.waitpid(pid, 0)
 
 
+def stop_agent(node: Path) -> None:
+    """What the ranks of a case had started."""
+    client = Client(node, deadline_s=BOUND_S)
+    if client.is_there():
+        client.ask(words.Stop(free=True))
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     folder, cases = Path(sys.argv[1]), [Case.parse(text) for text in sys.argv[2:]]
@@ -220,7 +278,12 @@ def main() -> None:
         port = free_port()
         for rank in range(RANKS):
             pids[case, rank] = forked(case, rank, port, folder)
-    await_all(pids, folder)
+    try:
+        await_all(pids, folder)
+    finally:
+        for case in cases:
+            stop_agent(node_of(folder / str(case)))
+            shutil.rmtree(node_of(folder / str(case)), ignore_errors=True)
     for case in cases:
         for rank in range(RANKS):
             seen, log = (folder / f"{case}.{rank}.{kind}" for kind in ("json", "log"))

@@ -11,20 +11,40 @@ from pathlib import Path
 
 import pytest
 
-from partners.ranks import BOUND_S, CALLS, DEADLINE_S, RANKS, Case
+from partners.ranks import BOUND_S, CALLS, DEADLINE_S, RANKS, WITH_CHECKPOINTER, Case
 
 TESTS = Path(__file__).parents[1]
 LONGEST_S = 2 * DEADLINE_S + 25
 """A rank gives rank 0 ten seconds more than the others to answer, and from its last sign of life anew."""
-FIRST = ["save-never-1", "save-never-0", "load-stops-1", "construct-stopped-0", "background-dies-1"]
+IN_THE_MIDDLE = ("save", "load", "construct", "restore", "convert")
+"""Calls in which a rank may also be stopped or die when all have begun."""
+FIRST = [
+    "save-never-1",
+    "save-never-0",
+    "load-stops-1",
+    "construct-stopped-0",
+    "background-dies-1",
+    "convert-killed-1",
+    "steps+memory-stopped-1",
+    "steps+delta-dies-0",
+    "close+memory+delta-stopped-1",
+]
 """What `make test` does; together they take hardly longer than one."""
 REST = [
     f"{call}-{fate}-{victim}"
     for call in CALLS
+    if call != "steps"  # of which none has to do with another rank then
     for fate in ("never", "stopped", "dies", "stops", "killed")
     for victim in (0, 1)
     if f"{call}-{fate}-{victim}" not in FIRST
-    and (fate in ("never", "stopped", "dies") or call in ("save", "load", "construct", "restore"))
+    and (fate in ("never", "stopped", "dies") or call in IN_THE_MIDDLE)
+]
+REST += [
+    f"{call}+memory+delta-{fate}-{victim}"
+    for call in WITH_CHECKPOINTER
+    for fate in ("never", "stopped", "dies")
+    for victim in (0, 1)
+    if f"{call}+memory+delta-{fate}-{victim}" not in FIRST
 ]
 BATCH = 4
 
@@ -60,6 +80,8 @@ def check(text: str, lines: list[dict[str, object]]) -> None:
         assert float(str(seen["took_s"])) < LONGEST_S, seen
         awaited = CALLS[case.call][1]
         assert re.match(r"(Deadline|AgentError): ", error), (text, error)
+        if not awaited:  # which error comes first is open: each says for whom it waited
+            assert re.search(r"\branks? \d", error), (text, error)
         if awaited:
             assert re.search(rf"\branks? {case.victim}\b", error), (text, error)
             assert awaited in error or "step 2" in error, (text, error)

@@ -71,7 +71,7 @@ def test_a_snapshot_spreads_over_steps_and_is_not_torn(
         copied = time.perf_counter() - began
         monkeypatch.undo()
         monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
-        with holdfast.open(str(tmp_path / "root"), 2) as saved:
+        with holdfast.open(str(tmp_path / "root"), step=2) as saved:
             assert set(saved.names()) == set(expected)
             for name, tensor in expected.items():
                 assert torch.equal(torch.from_numpy(saved.read(name)), tensor), name

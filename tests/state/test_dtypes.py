@@ -101,7 +101,7 @@ def test_lazily_conjugated_and_negated(tmp_path: Path, lazy: object) -> None:
             ckpt.save(step).wait(20)
     for step, back in ((1, 1), (2, 0)):
         into = torch.empty_like(z)
-        holdfast.load(tmp_path, {"t": {"z": into}}, step)
+        holdfast.load(tmp_path, {"t": {"z": into}}, step=step)
         torch.testing.assert_close(into, lazy(z - back).resolve_conj().resolve_neg())
 
 
@@ -116,7 +116,8 @@ def test_conjugated_parameters(tmp_path: Path) -> None:
                 module.z.mul_(2)
             ckpt.save(step).wait(20)
     assert np.array_equal(
-        holdfast.open(str(tmp_path), 2).read("model.z"), module.z.detach().resolve_conj().numpy()
+        holdfast.open(str(tmp_path), step=2).read("model.z"),
+        module.z.detach().resolve_conj().numpy(),
     )
 
 

@@ -199,6 +199,21 @@ def test_subclasses_come_back_as_what_they_derive_from(tmp_path: Path) -> None:
     assert loaded["own"]["b"] == []
 
 
+UNSAVED: dict[str, Any] = {
+    "MaskedArray": np.ma.masked_array([1, 2], [False, True]),
+    "MaskedConstant": np.ma.masked,
+    "numpy.void": np.zeros(1, [("x", "i4")])[0],
+    "a number of 16610 bits": 10**5000,
+}
+
+
+@pytest.mark.parametrize("what", UNSAVED)
+def test_values_of_which_something_would_be_lost_are_refused(tmp_path: Path, what: str) -> None:
+    pattern = f"v.x: .*{what}.* cannot be saved"
+    with pytest.raises(holdfast.errors.UsageError, match=pattern):
+        holdfast.save(tmp_path, {"v": {"x": UNSAVED[what]}}, step=1)
+
+
 def test_nan_comes_back(tmp_path: Path) -> None:
     state = {"x": float("nan")}
     holdfast.save(tmp_path, state, step=1)

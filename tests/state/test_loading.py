@@ -166,6 +166,17 @@ def test_a_meta_buffer_in_no_checkpoint_is_refused(root: Path) -> None:
         holdfast.load(root, {"model": net})
 
 
+def test_a_model_whose_weights_accelerate_has_offloaded_is_refused(root: Path) -> None:
+    """Its hooks, which it keeps under this name, put their own values back in each forward pass."""
+    with torch.device("meta"):
+        net = Net()
+    net.head._hf_hook = object()
+    pattern = r"'head.weight': .* offloaded by accelerate"
+    with pytest.raises(holdfast.errors.UsageError, match=pattern):
+        holdfast.load(root, {"model": net})
+    assert all(p.is_meta for p in net.parameters()), "nothing was touched"
+
+
 def test_ties_that_are_new_or_gone(tmp_path: Path) -> None:
     """Tied weights load into two of their own, and the other way round, with their Adam state."""
     tied, apart = build(0), build(1)
@@ -183,7 +194,7 @@ def test_ties_that_are_new_or_gone(tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"model": apart, "optim": optimizers[1]}, step=2)
     again = build(2)
     optimizer = torch.optim.Adam(again.parameters())
-    holdfast.load(tmp_path, {"model": again, "optim": optimizer}, 2)
+    holdfast.load(tmp_path, {"model": again, "optim": optimizer}, step=2)
     assert equal(again, tied)
     assert torch.equal(optimizer.state[again.head.weight]["exp_avg"], moments[0])
 

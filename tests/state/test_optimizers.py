@@ -131,7 +131,7 @@ def check_goes_on(
         if used:
             train(other, fresh, 3, 6)
         state = {"net": other, "optim": fresh}
-        assert holdfast.load(path, state, step) == step
+        assert holdfast.load(path, state, step=step) == step
         assert train(other, fresh, step, 8) == whole[step:]
         assert same(fresh.state_dict(), optimizer.state_dict()) == []
 

@@ -151,5 +151,5 @@ def test_saves_begun_in_inference_mode(tmp_path: Path) -> None:
         with torch.inference_mode():
             ckpt.save(3).wait(20)
     for step in (2, 3):
-        mean = holdfast.open(str(tmp_path), step).read("m.running_mean")
+        mean = holdfast.open(str(tmp_path), step=step).read("m.running_mean")
         assert torch.equal(torch.from_numpy(mean), state["m"].running_mean)

@@ -112,7 +112,7 @@ def test_a_save_is_of_what_is_there_now(tmp_path: Path) -> None:
             change(run)
             run.train()
             ckpt.save(step).wait()
-            with holdfast.open(str(tmp_path), step) as saved:
+            with holdfast.open(str(tmp_path), step=step) as saved:
                 assert torch.equal(torch.from_numpy(saved.read("model.0.weight")), run.weight)
                 found = torch.from_numpy(saved.read("optim.0.weight.exp_avg"))
                 assert torch.equal(found, run.moment)
@@ -245,6 +245,6 @@ def test_the_state_is_described_anew_when_it_differs(
                 case 6:
                     run.state.update({"model": run.state.pop("model")})  # another order of keys
             ckpt.save(step).wait()
-            with holdfast.open(str(tmp_path), step) as saved:
+            with holdfast.open(str(tmp_path), step=step) as saved:
                 assert torch.equal(torch.from_numpy(saved.read("own")), run.state["own"])
     assert described_at == [1, 4, 5]

@@ -22,6 +22,7 @@ import holdfast
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
 from holdfast.memory.feed import check_feedable
 from holdfast.state import snapshot
+from holdfast.state.window import Window
 from state.test_optimizers import Counted
 
 AdamW, SGD, Adagrad = torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad
@@ -194,7 +195,7 @@ def test_the_step_of_each_part_waits_for_the_copy(
     net, optimizers = build(MAKERS[name], 0)
     train(net, optimizers, 0, 1)
     go, waiting = threading.Event(), threading.Event()
-    run, wait = snapshot.Copies.run, snapshot.Window.wait
+    run, wait = snapshot.Copies.run, Window.wait
 
     def late(self: Any, *args: Any, **more: Any) -> None:
         assert go.wait(60)
@@ -205,7 +206,7 @@ def test_the_step_of_each_part_waits_for_the_copy(
         wait(self)
 
     monkeypatch.setattr(snapshot.Copies, "run", late)
-    monkeypatch.setattr(snapshot.Window, "wait", watched)
+    monkeypatch.setattr(Window, "wait", watched)
     with holdfast.Checkpointer(tmp_path, {"model": net, "optim": optimizers}) as ckpt:
         for number, part in enumerate(leaves(optimizers)):
             go.clear()
@@ -247,6 +248,55 @@ def test_a_container_with_something_of_its_own(tmp_path: Path) -> None:
     net, container = build(MAKERS["container"], 0)
     container.param_groups[0]["rate"] = 0.5
     refused(container, net, "its groups have 'rate' of their own", tmp_path)
+
+
+class Ascending(torch.optim.Optimizer):
+    """As SAM: the groups are those of the optimizer inside it, and a step leaves states of its own."""
+
+    def __init__(self, base: torch.optim.Optimizer, own_groups: bool) -> None:
+        self.base = base
+        groups: Any = [p for g in base.param_groups for p in g["params"]]
+        super().__init__(groups if own_groups else base.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.climb()
+        self.base.step()
+
+    def climb(self) -> None:
+        def keep(p: torch.Tensor) -> None:
+            self.state[p]["old"] = p.clone()
+
+        for group in self.param_groups:
+            list(map(keep, group["params"]))
+
+
+@pytest.mark.parametrize("own_groups", [False, True])
+def test_an_optimizer_that_will_have_states_is_refused_from_the_start(
+    tmp_path: Path, own_groups: bool
+) -> None:
+    net, outer = build(lambda net: Ascending(AdamW(net.parameters()), own_groups), 0)
+    message = r"'optim': a Ascending around a AdamW \(\.base\), .*it has states of its own, too"
+    refused(outer, net, message, tmp_path / "before")
+    net(torch.ones(4)).sum().backward()
+    outer.step()
+    refused(outer, net, message, tmp_path / "after")
+    holdfast.save(tmp_path, {"model": net, "optim": outer, "inner": outer.base}, step=1)
+
+
+class Watching(Container):
+    """It looks at states, which are those of its parts."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        assert all(part.state for part in self.leaves())
+
+
+def test_a_container_that_looks_at_the_states_of_its_parts_has_none(tmp_path: Path) -> None:
+    net, outer = build(lambda net: Watching([AdamW(net.parameters())]), 0)
+    holdfast.save(tmp_path, {"model": net, "optim": outer}, step=1)
+    train(net, outer.optimizers, 0, 1)
+    holdfast.save(tmp_path, {"model": net, "optim": outer}, step=2)
 
 
 def test_a_container_whose_parts_are_others(tmp_path: Path) -> None:
@@ -307,13 +357,18 @@ def test_state_that_belongs_to_no_parameter(tmp_path: Path) -> None:
     other = Counted(net.parameters())
     holdfast.load(tmp_path, {"model": net, "optim": other})
     assert other.state["k"] == 1
+    alone.state[7] = 1
+    holdfast.save(tmp_path, {"model": net, "optim": alone}, step=2)
+    own, by_rank = {"model": net, "optim": alone}, {"optim.common": "rank0"}
+    with holdfast.Checkpointer(tmp_path / "by rank", own, on_resize=by_rank) as ckpt:
+        ckpt.save(2)
     before = [p.detach().clone() for p in net.parameters()]
     pair = [Counted(net.first.parameters()), Counted(rest)]
-    with pytest.raises(
-        StateMismatch, match=r"optim: state that belongs to no .*of the 2 optimizers"
-    ):
-        holdfast.load(tmp_path, {"model": net, "optim": pair})
-    assert all(map(torch.equal, net.parameters(), before))
+    message = r"optim: state .* saved \('k', 'large', 'seen', 7\).*of the 2 optimizers"
+    for root in (tmp_path, tmp_path / "by rank"):
+        with pytest.raises(StateMismatch, match=message):
+            holdfast.load(root, {"model": net, "optim": pair})
+        assert all(map(torch.equal, net.parameters(), before))
 
 
 def record(root: Path, state: dict[str, Any]) -> None:

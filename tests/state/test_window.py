@@ -18,7 +18,7 @@ from torch import nn
 
 import holdfast
 from holdfast import events
-from holdfast.state import snapshot
+from holdfast.state import snapshot, window
 
 WAIT_S = 20.0
 
@@ -71,7 +71,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def saved(root: Path, step: int) -> dict[str, np.ndarray[Any, Any]]:
-    with holdfast.open(str(root), step) as checkpoint:
+    with holdfast.open(str(root), step=step) as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.names()}
 
 
@@ -190,7 +190,7 @@ def test_a_load_waits_for_the_copy(
 
     with around_copy(monkeypatch, late):
         save = run.ckpt.save(2)
-        holdfast.load(tmp_path, run.state, 1)
+        holdfast.load(tmp_path, run.state, step=1)
         save.wait(WAIT_S)
     assert different(saved(tmp_path, 2), before) == []
     assert different(saved(tmp_path, 1), run.copy()) == []
@@ -208,7 +208,7 @@ def test_a_forked_child_waits_for_no_copy(run: Run, monkeypatch: pytest.MonkeyPa
         save = run.ckpt.save(1)
         child = os.fork()
         if child == 0:
-            snapshot.wait_for_copies()
+            window.wait_for_copies()
             run.optimizer.step()
             os._exit(0)
         until = time.monotonic() + 5

@@ -4,6 +4,7 @@
 imports what it needs itself: a package that is not installed leaves out its own subjects alone.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -249,6 +250,72 @@ def own_save(seed: int) -> Subject:
             super()._load_from_state_dict(state, prefix, *args)
 
     model = Book()
+    return trained(model, torch.optim.AdamW(model.parameters()))
+
+
+def _saying(module: nn.Module, **entries: Callable[[nn.Module], Any]) -> nn.Module:
+    """A module whose state_dict() has these entries, too."""
+
+    def after(part: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        state.update({prefix + name: make(part) for name, make in entries.items()})
+
+    module.register_state_dict_post_hook(after)
+    return module
+
+
+@subject("torch", "state-dict hook with a time")
+def hook_with_a_time(seed: int) -> Subject:
+    model = _saying(mlp(), saved_at=lambda _: time.time_ns())
+    return trained(model, torch.optim.AdamW(model.parameters()))
+
+
+@subject("torch", "state-dict hook with a constant")
+def hook_with_a_constant(seed: int) -> Subject:
+    model = _saying(mlp(), version=lambda _: "2.1")
+    return trained(model, torch.optim.AdamW(model.parameters()))
+
+
+@subject("torch", "state-dict hook with another constant")
+def hook_with_another_constant(seed: int) -> Subject:
+    model = _saying(mlp(), built_with=lambda _: seed)
+    return trained(model, torch.optim.AdamW(model.parameters()))
+
+
+@subject("torch", "state-dict hook with copies of weights")
+def hook_with_copies(seed: int) -> Subject:
+    model = _saying(mlp(), first=lambda part: part[0].weight.detach().clone())
+    return trained(model, torch.optim.AdamW(model.parameters()))
+
+
+@subject("torch", "state-dict hooks of a compiled module and around it")
+def hooks_around_hooks(seed: int) -> Subject:
+    inner = _saying(mlp(), norm=lambda part: part[0].weight.detach().norm())
+    outer = _saying(torch.compile(inner, backend="eager"), mode=lambda _: "fast")
+    model = nn.Sequential(outer)
+    return trained(model, torch.optim.AdamW(model.parameters()))
+
+
+@subject("torch", "child called _orig_mod")
+def child_called_orig_mod(seed: int) -> Subject:
+    class Shadow(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 4)
+            self._orig_mod = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self._orig_mod(x)
+
+    scale, deeper = torch.randn(4), torch.randn(4)
+    model = _saying(Shadow(), **{"scale": lambda _: scale, "_orig_mod.scale": lambda _: deeper})
+    return trained(model, torch.optim.AdamW(model.parameters()))
+
+
+@subject("torch", "shared module that is partly ignored")
+def shared_and_ignored(seed: int) -> Subject:
+    from holdfast import ignore
+
+    shared = ignore(_saying(nn.Linear(8, 8), kind=lambda _: "a"), "kind")
+    model = nn.Sequential(shared, nn.Tanh(), shared)
     return trained(model, torch.optim.AdamW(model.parameters()))
 
 
@@ -990,13 +1057,15 @@ def po_muon(seed: int) -> Subject:
 # --- DeepSpeed
 
 
-def engine(name: str, own_adam: bool = False, **config: Any) -> None:
+def engine(
+    name: str, own_adam: bool = False, make: Callable[[], nn.Module] = mlp, **config: Any
+) -> None:
     def build(seed: int) -> Subject:
         import deepspeed
 
         import deepspeed_on_cpu  # noqa: F401
 
-        model = mlp()
+        model = make()
         optim = None if own_adam else torch.optim.AdamW(model.parameters(), lr=1e-2)
         chosen = {
             "train_micro_batch_size_per_gpu": 4,
@@ -1025,3 +1094,8 @@ engine("engine, ZeRO-1", zero_optimization={"stage": 1})
 engine("engine, ZeRO-2, bfloat16", zero_optimization={"stage": 2}, bf16={"enabled": True})
 engine("engine, ZeRO-3", zero_optimization={"stage": 3})
 engine("engine with its own Adam, ZeRO-1", own_adam=True, zero_optimization={"stage": 1})
+engine(
+    "engine around a module with a state-dict hook",
+    make=lambda: _saying(mlp(), kind=lambda _: "nf4"),
+    zero_optimization={"stage": 1},
+)

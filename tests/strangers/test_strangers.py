@@ -5,9 +5,9 @@ import importlib.util
 
 import pytest
 
-from strangers.subjects import SUBJECTS
 from strangers.table import PACKAGES, PAGE, counted, tried, written
 from strangers.trial import EQUAL, REFUSED
+from strangers.unusual import SUBJECTS
 
 OF_DEVELOPMENT = ("torch", "transformers")
 """Packages that are there without `make soak`, and quick."""

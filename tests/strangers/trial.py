@@ -176,7 +176,7 @@ def taken(subject: Subject, n: int) -> Any:
 
 
 def main(packages: list[str]) -> None:
-    from strangers.subjects import SUBJECTS
+    from strangers.unusual import SUBJECTS
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:

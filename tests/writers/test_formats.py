@@ -92,7 +92,7 @@ def test_universal_into_a_root_with_steps(source: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has a step 3 already"):
         holdfast.convert(source, source)
     assert holdfast.steps(tmp_path) == [3, 9]
-    found = holdfast.open(tmp_path, 3)
+    found = holdfast.open(tmp_path, step=3)
     assert compare(holdfast.open(source), found).identical
     folder = tmp_path / "steps/0000000003"
     assert {p.name for p in folder.iterdir()} == {

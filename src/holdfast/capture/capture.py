@@ -23,27 +23,27 @@ from holdfast.state.snapshot import (
     Beside,
     Buffer,
     Filling,
-    Gate,
     Kept,
     Moment,
-    Window,
+    Shot,
     copy_steadily,
     set_aside,
 )
+from holdfast.state.window import Gate, Window, resting
 from holdfast.threads import Worker
 
 
 class Tier(Protocol):
-    """What a capture asks of whoever keeps the image."""
+    """The methods that a capture calls of whoever keeps the image."""
 
     name: str
-    """Of its events: `save`, `snapshot`."""
+    """Name of the tier in its events: `save`, `snapshot`."""
 
     def take(self, job: Job) -> Buffer:
         """Memory for the image, which is the job's until `release`.  Blocks; Deadline."""
 
     def beside(self, job: Job, image: Image, aside: Kept) -> Beside | None:
-        """What else is to be read from the live tensors at the same moment."""
+        """A reader of whatever else is to be read from the live tensors at the same moment."""
 
     def write(self, job: Job, image: Image | None, filling: Filling) -> None:
         """Keep what `filling` fills, on a thread of the tier's own, which ends the job.
@@ -55,7 +55,7 @@ class Tier(Protocol):
         """Make the job's memory real, on a thread of the tier's own, and release it.  Raises its error."""
 
     def follows(self, job: Job) -> bool:
-        """Whether it is to be copied from a replica.  On the training thread."""
+        """True if the job is to be copied from a replica.  On the training thread."""
 
     def moment(self, job: Job) -> Moment:
         """The state as that replica has it.  Blocks; HoldfastError if it has it no more."""
@@ -83,13 +83,13 @@ class Capture:
         self.deadline_s = deadline_s
         self.replicas = Replicas(replicas)
         self.room = Room(carry_bytes)
-        """For what is not copied when the window ends."""
+        """Memory for what is not copied when the window ends."""
         self.planner = Planner(group, mesh, deadline_s)
         self._number = 0
         self._gate = Gate()
         self.aside: Kept = {}
         self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Live())
-        """What each tensor was (`_told`), the aliases, and how both were described."""
+        """`_told` of each tensor, the aliases, and the description that was made from both."""
         self._pool = Worker("holdfast-capture")
 
     # -- training thread --------------------------------------------------------------------------
@@ -149,16 +149,17 @@ class Capture:
 
         They end, for whatever they wait for has a deadline.
         """
-        self._pool.settle(None)
+        self.settle(None)
 
     @property
     def next_number(self) -> int:
-        """That the next job will have."""
+        """Number that the next job will have."""
         return self._number + 1
 
-    def settle(self, limit_s: float) -> None:
+    def settle(self, limit_s: float | None) -> None:
         """Wait until no capture is under way; TimeoutError if that takes longer."""
-        self._pool.settle(limit_s)
+        with resting():
+            self._pool.settle(limit_s)
 
     def close(self) -> None:
         """Let every later optimizer step pass."""
@@ -212,7 +213,7 @@ class Capture:
             self.room.make(source.device for source in job.copies.sources)
 
     def _beside(self, job: Job, tier: Tier, image: Image | None) -> Beside | None:
-        """It can be done without; other ranks wait for this one."""
+        """The tier's reader; None if it fails: it is dispensable, and other ranks wait for this."""
         if image is None:
             return None
         try:
@@ -232,7 +233,7 @@ class Capture:
             job.error = job.error or error
 
     def _describe(self, live: Live) -> bytes:
-        """What was described before, if each tensor is the very one of then, or lies alike."""
+        """Describe the state: as before, if each tensor is the very one of then, or lies alike."""
         tensors, aliases, description = self._described
         now = [_told(t) for t in live.tensors.values()]
         same = len(now) == len(tensors) and all(map(_is_same, now, tensors))
@@ -281,27 +282,23 @@ class Capture:
     def _fill(self, job: Job, image: Image, filling: Filling, beside: Beside | None) -> None:
         """Copy the live tensors into the image; a failure is the tier's to report."""
         try:
-            assert job.copies is not None
-            retakes = MAX_RETAKES if self.group.size == 1 and not job.follows else 0
+            assert job.copies is not None and job.window is not None
+            shot = Shot(job.copies, job.moment, filling, image.table_start, job.step, beside)
             copy_steadily(
-                job.copies,
-                job.moment,
-                filling,
-                step=job.step,
-                retakes=retakes,
-                beside=beside,
-                window=job.window,
+                shot,
+                job.window,
                 room=None if job.follows else self.room,
+                retakes=MAX_RETAKES if self.group.size == 1 and not job.follows else 0,
+                rest_s=self.deadline_s,
             )
-            filling.advance(image.table_start)
             filling.complete()
         except BaseException as error:
             filling.fail(error)
 
 
 def _told(tensor: LiveTensor) -> Any:
-    """What tells whether a tensor lies as before: a steady one itself; of others, which are not to be kept
-    alive, all that is described."""
+    """Return a value that tells whether a tensor lies as before: a steady one itself; of others, which are
+    not to be kept alive, all that is described."""
     if tensor.steady:
         return tensor
     parts = tuple((part.shape, part.box, part.cuts) for part in tensor.parts)
@@ -331,7 +328,7 @@ def finish(job: Job, tier: Tier, error: BaseException | None) -> None:
         emit(f"{job.kind(tier.name)}.committed", step=job.step, seconds=round(took, 3))
         job.save._future.set_result(True)
     else:
-        if isinstance(error, HoldfastError) and error.step is None:
+        if isinstance(error, HoldfastError) and error.step is None and job.window is not None:
             error.step = job.step
         what = job.kind(tier.name) if job.window is not None else "prepare"
         emit(f"{what}.failed", step=job.step, error=text_of(error))

@@ -1,4 +1,4 @@
-"""How exact a step is that was copied from a replica on the host, and not from the live state."""
+"""Exactness of a step that was copied from a replica on the host, and not from the live state."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from holdfast.events import emit
 from holdfast.format.manifest import Manifest
 
 REPLICA = "replica"
-"""The entry of a manifest's `software` that says it."""
+"""The entry of a manifest's `software` that says how exact a step is."""
 EXACT = "bit-exact"
 
 
 class Exactness(msgspec.Struct, frozen=True, array_like=True):
-    """Of what one rank has copied, or all of them."""
+    """The exactness of what one rank has copied from a replica, or all of them."""
 
     is_exact: bool
-    """As far as was seen, and there is no reason to think otherwise."""
+    """True if bit-exact as far as was seen, and there is no reason to think otherwise."""
     drift: float
     """The largest difference from the live state that was seen, on any element."""
     compared: int
-    """The step at which it was compared with the live state last."""
+    """The step at which the replica was compared with the live state last."""
 
     def __str__(self) -> str:
         kind = (
@@ -34,7 +34,8 @@ class Exactness(msgspec.Struct, frozen=True, array_like=True):
 
 
 def of_all(ranks: Iterable[Exactness | None]) -> dict[str, str]:
-    """What a manifest says; `None` of ranks that copied the live state.  Nothing if all did."""
+    """Entry of the worst for a manifest; `None`: a rank that copied the live state.  {} if all
+    did."""
     found = [one for one in ranks if one is not None]
     if not found:
         return {}
@@ -46,11 +47,12 @@ def of_all(ranks: Iterable[Exactness | None]) -> dict[str, str]:
     return {REPLICA: str(worst)}
 
 
-def tell_exactness(manifest: Manifest) -> None:
-    """An event if the step was made from gradients; a warning if it is not known to be bit-exact."""
+def tell_exactness(manifest: Manifest) -> str:
+    """Return how exact a step is.  An event if it was made from gradients; a warning if it is not known to
+    be bit-exact."""
     exactness = manifest.software.get(REPLICA)
     if exactness is None:
-        return
+        return EXACT
     emit("restore.from_replica", step=manifest.step, exactness=exactness)
     if not exactness.startswith(EXACT):
         warnings.warn(
@@ -59,3 +61,4 @@ def tell_exactness(manifest: Manifest) -> None:
             HoldfastWarning,
             stacklevel=5,
         )
+    return exactness

@@ -19,7 +19,8 @@ from holdfast.patience import slowest
 from holdfast.state.agreed import Agreement
 from holdfast.state.live import Live
 from holdfast.state.protocol import Verdict
-from holdfast.state.snapshot import Buffer, Copies, Moment, Window
+from holdfast.state.snapshot import Buffer, Copies, Moment
+from holdfast.state.window import Window, resting
 
 
 class Save:
@@ -30,11 +31,11 @@ class Save:
         self.kind = "save"
         self.skipped = False
         self.told = False
-        """Whether the caller of `wait` has been given the failure."""
+        """True if the caller of `wait` has been given the failure."""
         self._future: Future[bool] = Future()
 
     def done(self) -> bool:
-        """Whether it is committed, failed or skipped."""
+        """True if the save is committed, failed or skipped."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -45,7 +46,8 @@ class Save:
         """
         timeout = timeout_of(timeout, "Save.wait")
         try:
-            self._future.result(timeout)
+            with resting():
+                self._future.result(timeout)
         except (FutureTimeout, TimeoutError):
             if self._future.done():
                 self.told = True
@@ -74,7 +76,7 @@ class Plan:
     placement: Placement
     image: Image | None = None
     copies: dict[int, tuple[memoryview, Copies]] = field(default_factory=dict)
-    """By the id of the memory that they fill."""
+    """Memory and the copies that fill it, by the id of the memory."""
     fingerprint: Any = None
     description: bytes = b""
 
@@ -99,18 +101,18 @@ class Job:
     moment: Moment
     busy: bool
     durable: bool = False
-    """Of a snapshot: it goes on to storage."""
+    """True for a snapshot that goes on to storage."""
     follows: bool = False
-    """It is copied from a replica, which waits for it, and not from the live tensors."""
+    """True if it is copied from a replica, which waits for it, and not from the live tensors."""
     exactness: Exactness | None = None
-    """Of what was copied from a replica here."""
+    """Exactness of what was copied from a replica here."""
     notes: dict[str, str] = field(default_factory=dict)
     """On rank 0: what else its manifest says of how it was made."""
     description: bytes = b""
     buffer: Buffer | None = None
-    """What its image is laid out in, as long as it needs that."""
+    """Memory that its image is laid out in, as long as it needs that."""
     released: bool = False
-    """It needs no memory any more."""
+    """True if it needs no memory any more."""
     copies: Copies | None = None
     error: BaseException | None = None
     plan: Plan | None = None
@@ -126,12 +128,12 @@ class Job:
         return self.moment.live
 
     def kind(self, tier: str) -> str:
-        """What to call it: a snapshot that goes on to storage is a save."""
+        """Name of the job: that of its tier, but a snapshot that goes on to storage is a save."""
         return "save" if self.durable else tier
 
     @property
     def in_words(self) -> str:
-        """What other ranks wait for: `the save of step 1`."""
+        """Words for what other ranks wait for: `the save of step 1`."""
         if self.window is None:
             return "to prepare its saves"
         return f"the {self.save.kind} of step {self.step}"

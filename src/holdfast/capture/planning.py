@@ -5,6 +5,8 @@ A plan is made once and holds for the saves that follow, until some rank's descr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from holdfast.capture.job import Job, Plan, new_plan, text_of
@@ -16,11 +18,11 @@ from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.state.agreed import Agreement, merge
 from holdfast.state.live import INLINE_BYTES
-from holdfast.state.protocol import Ready, Verdict, sort_extras
+from holdfast.state.protocol import Ready, Verdict, check_kinds, sort_extras
 from holdfast.state.snapshot import Copies, Kept, fingerprint
 
 MOST_COPIES = 4
-"""Lists of copies that are kept, by the memory that they fill."""
+"""Number of lists of copies that are kept at most, by the memory that they fill."""
 
 
 class Planner:
@@ -45,7 +47,9 @@ class Planner:
         }
         held = self.plan.digest if self.plan else ""
         error = None if job.error is None else text_of(job.error)
-        ready = Ready(job.step, job.busy, hexdigest(job.description), held, extras, error)
+        large = [k for k in extras if k in job.live.contents]
+        digest, kinds = hexdigest(job.description), job.live.kinds
+        ready = Ready(job.step, job.busy, digest, held, extras, error, large, kinds)
         answer = self.group.ask(
             f"agree/{job.number}",
             msgspec.msgpack.encode(ready),
@@ -66,6 +70,7 @@ class Planner:
             return msgspec.msgpack.encode(Verdict(False, [], {}, {}, errors))
         if any(r.busy for r in ready):
             return msgspec.msgpack.encode(Verdict(False, [], {}, {}))
+        check_kinds(ready)
         kinds = [r.description for r in ready]
         describing: list[int] = []
         held = {r.agreement for r in ready}
@@ -73,6 +78,7 @@ class Planner:
             describing = [kinds.index(k) for k in dict.fromkeys(kinds)]
             self._kinds, self._proposed = None, kinds  # the plan holds when all ranks have it
         per_rank, send = sort_extras(ready)
+        _check_large(ready, per_rank)
         return msgspec.msgpack.encode(Verdict(True, describing, per_rank, send))
 
     def make_plan(self, job: Job, describing: list[int]) -> None:
@@ -102,6 +108,7 @@ class Planner:
         if self.plan is not None:
             self.plan.copies.pop(id(view), None)
 
+    @uncollected()
     def lay_out(self, job: Job, aside: Kept) -> Image:
         """The image for this save: the last one, if nothing that it depends on has changed."""
         plan, verdict, buffer = self.plan, job.verdict, job.buffer
@@ -109,20 +116,13 @@ class Planner:
         if plan.description != job.description:
             raise HoldfastError("the state differs from what the ranks have planned together")
         own = {k: v for k, v in job.live.extras.items() if k in verdict.per_rank}
-        for key in own.keys() & job.live.contents.keys():
-            raise RuleError(
-                f"{key!r} differs between ranks and holds tensors of more than {INLINE_BYTES} bytes",
-                hint="declare a rule for it (on_resize), or save such tensors under names per rank",
-            )
         kept = plan.image is not None and plan.image.extras_bytes > 0
         data = msgspec.json.encode(own) if own or kept else b""
         image = plan.image
         if image is None or len(data) > image.extras_bytes:
             room = -(-len(data) * 5 // 4 // ALIGN) * ALIGN if data else 0
-            with uncollected():
-                pieces = plan.placement.pieces(self.group.rank)
-                tensors = plan.agreement.tensors
-                image = plan.image = plan_image(tensors, pieces, extras_bytes=room)
+            pieces = plan.placement.pieces(self.group.rank)
+            image = plan.image = plan_image(plan.agreement.tensors, pieces, extras_bytes=room)
             plan.copies.clear()
         view = buffer.reserve(image.memory_bytes, job.live)
         mark = fingerprint(job.live)
@@ -132,10 +132,19 @@ class Planner:
         if id(view) not in plan.copies:
             if len(plan.copies) == MOST_COPIES:
                 plan.copies.clear()
-            tensors = plan.agreement.tensors
-            with uncollected():
-                copies = Copies.plan(image, tensors, job.live, aside, view)
+            copies = Copies.plan(image, plan.agreement.tensors, job.live, aside, view)
             plan.copies[id(view)] = view, copies
         job.copies = plan.copies[id(view)][1]
         view[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
         return image
+
+
+def _check_large(ready: list[Ready], per_rank: Iterable[str]) -> None:
+    """RuleError for extras that each rank keeps for itself and that refer to tensors, which it does not."""
+    large = {key for r in ready for key in r.large}
+    for key in (k for k in per_rank if k in large):
+        raise RuleError(
+            f"{key!r} differs between ranks and holds tensors of more than {INLINE_BYTES} bytes",
+            hint=f"Checkpointer(on_resize={{{key!r}: 'fresh'}}) keeps each rank's (and none where ranks "
+            "are arranged otherwise); or save such tensors under names per rank",
+        )

@@ -1,4 +1,4 @@
-"""What all ranks make of their images together: the manifest."""
+"""The manifest, which all ranks make of their images together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.version import __version__
 
 
 def written(job: Job, file: FileEntry | None, rank: int) -> bytes:
-    """What this rank hands in: its file, and extras that it alone knows, or its error."""
+    """Encode what this rank hands in: its file, and extras that it alone knows, or its error."""
     assert job.verdict is not None
     sent = {k: job.live.extras[k] for k, ranks in job.verdict.send.items() if rank in ranks}
     error = None if job.error is None else text_of(job.error)

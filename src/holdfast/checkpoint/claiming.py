@@ -22,7 +22,7 @@ _CLAIM = re.compile(r"claims/(\d{10})\.json")
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Who took a root: enough to tell whether that process is still there."""
+    """The process that took a root: enough to tell whether it is still there."""
 
     run: int
     host: str
@@ -33,11 +33,11 @@ class Claim(msgspec.Struct, frozen=True):
     created: str
 
     def alive_elsewhere(self) -> bool:
-        """Whether the claimant is known to run now, and is not this process."""
+        """True if the claimant is known to run now, and is not this process."""
         return self._fate() == "runs" and self.pid != os.getpid()
 
     def is_over(self) -> bool:
-        """Whether the claimant has closed, or is known to be gone."""
+        """True if the claimant has closed, or is known to be gone."""
         return self.started == "closed" or self._fate() == "gone"
 
     def _fate(self) -> str:
@@ -124,7 +124,7 @@ def check_claim(store: Store, mine: Claim) -> None:
 
 
 def release(store: Store, mine: Claim) -> None:
-    """A closed run holds its root no more.  Its number stays taken through its manifests.
+    """Let go of the root of a run that is closed.  Its number stays taken through its manifests.
 
     A claim that another run has removed meanwhile stays away.
     """
@@ -149,7 +149,7 @@ def once_attempt() -> str:
 
 
 def is_abandoned(attempt: str) -> bool:
-    """Whether an attempt is by a process that took no claim, ran in this place, and is gone."""
+    """True if an attempt is by a process that took no claim, ran in this place, and is gone."""
     match, where = _ONCE.fullmatch(attempt), place()
     if match is None or where is None:
         return False

@@ -63,7 +63,7 @@ class Consolidation:
     """A consolidated step, planned: its files, and what makes it exist once they are written."""
 
     draft: Manifest
-    """Without entries of files."""
+    """The manifest, without entries of files."""
     files: tuple[_File, ...]
     planned: tuple[_Planned, ...]
     left_out: tuple[str, ...]
@@ -166,7 +166,7 @@ def keep_extras(source: Checkpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _plan(source: Checkpoint, manifest: Manifest, number: int, file: _File) -> _Planned | None:
-    """What file `number` will be; None if its tensors are all empty."""
+    """Plan file `number`; None if its tensors are all empty."""
     pieces = manifest.placement.pieces(number)
     if not pieces.total_bytes:
         return None
@@ -196,7 +196,7 @@ class _Planned:
     out: Outfile
 
     def entry(self, store: Store) -> FileEntry:
-        """For the manifest, once the file is written."""
+        """The file's entry for the manifest, once the file is written."""
         image = self.image
         table = memoryview(bytearray(image.total_bytes - image.table_start))
         store.read(self.out.path, image.table_start, table)

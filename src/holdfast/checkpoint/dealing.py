@@ -19,14 +19,14 @@ from holdfast.checkpoint.peers import Peers
 from holdfast.checkpoint.rows import Interval
 
 OPEN_CLAIMS = 1000
-"""Up to so many claims are told to all ranks instead of to coordinators: fewer round trips."""
+"""Up to this many claims are told to all ranks instead of to coordinators: fewer round trips."""
 AGAIN = 0.01
-"""Every rank reads for itself if that reads at most such a part of the bytes again."""
+"""Every rank reads for itself if that reads at most this fraction of the bytes again."""
 
 
 @dataclass
 class Deal:
-    """What one rank reads for others and gets from others; chunks as (file, first, stop, ...)."""
+    """Chunks that one rank reads for others and gets from others, as (file, first, stop, ...)."""
 
     alone: dict[int, list[Interval]] = field(default_factory=dict)
     read: list[tuple[int, int, int]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Deal:
     to: list[tuple[int, int, int, int]] = field(default_factory=list)
     """(file, first, stop, recipient): who needs which of them."""
     get: dict[int, list[tuple[int, int, int, int]]] = field(default_factory=dict)
-    """By reader: (file, first, stop, position of first among all chunks that the reader reads)."""
+    """(file, first, stop, position of first among all chunks that the reader reads), by reader."""
 
 
 def assign(
@@ -87,7 +87,7 @@ def deal(peers: Peers, needed: dict[int, list[Interval]]) -> Deal:
 
 
 def _claims(packed: Sequence[bytes | memoryview]) -> dict[int, list[tuple[int, int, int]]]:
-    """By file, what each rank needs of it: (rank, first, stop)."""
+    """The chunks that each rank needs: (rank, first, stop), by file."""
     claims: dict[int, list[tuple[int, int, int]]] = {}
     for rank, data in enumerate(packed):
         for file, a, b in _unpack(data, 3):
@@ -121,7 +121,7 @@ def _deal_openly(peers: Peers, needed: dict[int, list[Interval]], packed: list[b
 def _orders(
     peers: Peers, claims: dict[int, list[tuple[int, int, int]]]
 ) -> list[tuple[int, int, int, int]]:
-    """As coordinator decide; as reader learn: (file, first, stop, recipient), own copies included."""
+    """Decide as coordinator, learn as reader: (file, first, stop, recipient), own copies too."""
     load: dict[int, int] = {}
     out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
     for file in sorted(claims):

@@ -33,7 +33,7 @@ SLICE = 1 << 20
 
 @dataclass
 class Values:
-    """How the values of one tensor differ.
+    """Differences between the values of one tensor in two checkpoints.
 
     `num_differing` counts elements whose bits differ; `max_rel` is |a - b| / max(|a|, |b|); elements
     that are NaN on one side only are counted in `num_nan` and in no maximum.
@@ -49,7 +49,7 @@ class Values:
 
 @dataclass
 class Difference:
-    """What differs between checkpoints a and b; `num_equal` tensors are bit-identical."""
+    """The differences between checkpoints a and b; `num_equal` tensors are bit-identical."""
 
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Difference:
     extras: list[tuple[str, str, str]] = field(default_factory=list)
     """(path, value in a, in b)"""
     notes: list[str] = field(default_factory=list)
-    """What was not compared, and why."""
+    """Notes on what was not compared, and why."""
     num_equal: int = 0
     bytes: int = 0
 
@@ -134,7 +134,7 @@ def _paths(path: str, value: Any) -> Iterator[str]:
 
 
 def total_bytes(a: Checkpoint, b: Checkpoint, only: str | None = None) -> int:
-    """How many bytes of each `compare` will read."""
+    """Number of bytes of each checkpoint that `compare` will read."""
     return sum(math.prod(t.shape) * DTYPES[t.dtype].bytes for t in _match_names(a, b, only))
 
 
@@ -282,7 +282,7 @@ def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _extent(a: Any, b: Any) -> str:
-    """How many elements of two arrays differ, which their shapes do not show."""
+    """Number of elements that differ between two arrays, in words: their shapes do not show it."""
     if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray) or a.size <= 1:
         return ""
     if a.dtype != b.dtype or a.shape != b.shape or a.dtype.hasobject:

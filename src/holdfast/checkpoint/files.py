@@ -14,7 +14,7 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.store import Store
 
 TABLES_BYTES = 32 << 20
-"""Of digest tables to keep: those of a terabyte."""
+"""Most bytes of digest tables to keep: those of a terabyte."""
 
 
 class Files:
@@ -27,7 +27,7 @@ class Files:
         self.verify = verify
         self.readers = Readers(store)
         self._tables: dict[str, Digests] = {}
-        """The last used last."""
+        """Tables by file path, in order of use: the one used last comes last."""
         self._reading: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
@@ -78,7 +78,7 @@ class Files:
         return np.frombuffer(bytes(data), "<u8")
 
     def _check_size(self, file: FileEntry) -> None:
-        """Before memory is set aside for what a manifest merely states."""
+        """Corrupt unless the file is as long as stated; before memory is set aside for it."""
         try:
             size = self.store.size(self.key(file))
         except HoldfastError as error:

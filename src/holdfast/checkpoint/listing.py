@@ -1,4 +1,4 @@
-"""What a root holds: every committed step and whether it is complete, and what crashes left behind.
+"""Contents of a root: every committed step and whether it is complete, what crashes left behind.
 
 Looks at manifests and at the lengths of files, not at their bytes (`verifying` does that).
 """
@@ -66,7 +66,7 @@ def _look(store: Store, saved: Saved) -> Step:
 
 
 def wrong_size(store: Store, manifest: Manifest, file: FileEntry) -> str | None:
-    """What is wrong with a file's length; None if it is there and as long as it must be."""
+    """Say what is wrong with a file's length; None if it is there and as long as it must be."""
     try:
         found = store.size(step_prefix(manifest.step) + file.path)
     except NotFound:

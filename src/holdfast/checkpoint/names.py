@@ -27,11 +27,14 @@ from holdfast.errors import (
 from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head
 from holdfast.store import Store
 
+FOLDERS = ("steps", "claims", "log")
+"""Folders that a root consists of, in which nobody else's files belong."""
 _MANIFEST = re.compile(r"steps/(\d{10})(?:/manifest\.json)?")
 """The key of a step's manifest, or of a step that is a link which leads nowhere."""
 _LOG = re.compile(
     r"log/(\d{10})/(?:\d{10}-\d{10}/r\d{5,}\.log|plan-[0-9a-f]{16}\.json|r\d{5,}-\d+\.writing)"
 )
+_SEGMENT = re.compile(r"log/(\d{10})/(\d{10})-(\d{10})/r(\d{5,})\.log")
 _ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
 
 
@@ -40,14 +43,14 @@ class Saved:
     """A committed step; ordered oldest to newest."""
 
     run: int
-    """-1 of a step that is not proved: then it is older than all that are."""
+    """Number of the run; -1 if the step is not proved: then it is older than all that are."""
     step: int
     problem: str | None = field(default=None, compare=False)
-    """What is wrong with the beginning of its manifest, which says where in time the step stands."""
+    """The fault in the beginning of its manifest, which says where in time the step stands."""
 
     @property
     def is_proved(self) -> bool:
-        """Whether the manifest's beginning is sound.  Whether all of it is, `read_manifest` tells."""
+        """True if the manifest's beginning is sound.  `read_manifest` tells if all of it is."""
         return self.run >= 0
 
 
@@ -62,9 +65,38 @@ def manifest_key(step: int) -> str:
 
 
 def run_of_log(key: str) -> int | None:
-    """The run that a file below `log/` is of; None if it is none of ours, such as a log of the script."""
+    """The run that a file below `log/` belongs to; None if it is none of ours (a script's log)."""
     match = _LOG.fullmatch(key)
     return None if match is None else int(match[1])
+
+
+def parse_segment(key: str) -> tuple[int, int, int, int] | None:
+    """Return run, first step, last step and rank of a file of records; None if a key is of none."""
+    match = _SEGMENT.fullmatch(key)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]), int(match[4]))
+
+
+def segments(store: Store, since: int = 0) -> list[str]:
+    """Keys of all segments that have records after step `since`."""
+    found = []
+    for key in store.list("log/"):
+        parsed = parse_segment(key)
+        if parsed is not None and parsed[2] > since:
+            found.append(key)
+    return found
+
+
+def last_recorded(store: Store, run: int, step: int) -> int:
+    """The last step after `step` that `run`, or a later run, has recorded, by the names of
+    segments; 0 if there is none."""
+    found = map(parse_segment, segments(store, step))
+    return max((last for of_run, _, last, _ in filter(None, found) if of_run >= run), default=0)
+
+
+def is_recorded(store: Store, step: int) -> bool:
+    """True if some run has recorded the step, by the names of segments."""
+    found = filter(None, map(parse_segment, segments(store, step - 1)))
+    return any(first <= step for _, first, _, _ in found)
 
 
 def committed(store: Store) -> list[Saved]:
@@ -97,7 +129,7 @@ def _head(store: Store, key: str, step: int) -> Saved:
 
 
 def _fault(store: Store, key: str) -> str:
-    """What is wrong with a manifest whose beginning is not sound."""
+    """Say what is wrong with a manifest whose beginning is not sound."""
     size = store.size(key)
     if not size:
         return "is empty (0 bytes)"
@@ -154,7 +186,7 @@ def newest_of(saved: list[Saved], url: str) -> int:
 
 
 def describe(steps: list[int], most: int = 10) -> str:
-    """Steps for a message: the last few."""
+    """List steps for a message: the last `most` of them."""
     steps = sorted(steps)
     text = ", ".join(map(str, steps[-most:]))
     return ("..., " if len(steps) > most else "") + (text or "none")

@@ -38,7 +38,7 @@ Range = slice | tuple[int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What the manifest says of one tensor.  `shape` is the whole tensor's; dtype by torch's name."""
+    """Facts of the manifest on one tensor.  `shape` is the whole tensor's, `dtype` torch's name."""
 
     name: str
     dtype: str
@@ -57,11 +57,11 @@ class Checkpoint:
         self.manifest = manifest
         self.files = Files(store, step_prefix(manifest.step), manifest, verify=verify)
         self.format = "holdfast"
-        """Of a foreign checkpoint the prefix that names its format: `dcp`, ..."""
+        """The prefix that names a foreign checkpoint's format (`dcp`, ...); else `holdfast`."""
         self.others: tuple[Checkpoint, ...] = ()
-        """Of a foreign checkpoint: further copies of replicated tensors, which ought to be equal."""
+        """Further copies of a foreign checkpoint's replicated tensors, which ought to be equal."""
         self.refused: dict[str, str] = {}
-        """Of a foreign checkpoint: why what it holds of a key is not offered, and what to do."""
+        """Reasons, by key, why what a foreign checkpoint holds is not offered, and what to do."""
 
     @staticmethod
     def open(
@@ -97,7 +97,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Its number."""
+        """The step's number."""
         return self.manifest.step
 
     @property
@@ -176,7 +176,7 @@ class Checkpoint:
         return self.file_extras(file) if file is not None else {}
 
     def file_extras(self, file: FileEntry) -> dict[str, Any]:
-        """As `rank_extras`, by file.  Verified."""
+        """Like `rank_extras`, for the rank of `file`.  Verified."""
         if file.extras == file.table:
             return {}
         size = self.manifest.chunk_bytes
@@ -233,7 +233,7 @@ def to_box(box: Sequence[Range] | Box | None, shape: tuple[int, ...], name: str)
 
 
 def _range(r: Range, n: int) -> tuple[int, int]:
-    """Also of integers of other libraries.  TypeError or ValueError for what is no range."""
+    """Start and stop, also of other libraries' integers.  TypeError or ValueError for no range."""
     if r is None:
         return 0, n
     if isinstance(r, slice):

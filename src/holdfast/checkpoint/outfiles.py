@@ -40,7 +40,7 @@ MAX_BLOCK_BYTES = 16 << 20
 MIN_BLOCK_BYTES = 1 << 20
 CAST_BYTES = 2 << 20
 READ_BYTES = 2 << 20
-"""Scratch of a reading thread (`reading.BLOCK_CHUNKS` chunks)."""
+"""Bytes of scratch of a reading thread (`reading.BLOCK_CHUNKS` chunks)."""
 MIN_MEMORY_BYTES = MIN_BLOCK_BYTES + CAST_BYTES + READ_BYTES
 
 Progress = Callable[[int], object]
@@ -92,7 +92,7 @@ class Outfile:
 
 @dataclass(frozen=True)
 class Written:
-    """What a file ought to hold: digests of its blocks."""
+    """Digests of a file's blocks, which say what it ought to hold."""
 
     path: str
     bytes: int
@@ -169,7 +169,7 @@ def check_files(
 
 
 def _shares(memory_bytes: int) -> tuple[int, int]:
-    """How many threads, and how large their blocks, within a bound."""
+    """Number of threads, and bytes of the block of each, within `memory_bytes`."""
     if memory_bytes < MIN_MEMORY_BYTES:
         raise UsageError(f"memory_bytes={memory_bytes}: at least {MIN_MEMORY_BYTES} are needed")
     cores = max(1, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -292,7 +292,7 @@ class _Job:
         read_alone(self._source.files, wants, threads=1)
 
     def _wants(self, span: Span, at: int, into: memoryview) -> list[Want]:
-        """What fills `into`, which is the span's bytes from file byte `at` on; casts are done at once."""
+        """Wants that fill `into`, the span's bytes from file byte `at` on; casts are done now."""
         tensor = self._source.manifest.tensors[span.tensor]
         itemsize = DTYPES[span.dtype].bytes
         first = span.first + (at - span.start) // itemsize

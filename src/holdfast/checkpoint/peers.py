@@ -1,4 +1,4 @@
-"""What ranks that load together ask of each other, and how an error of one becomes an error of all."""
+"""Calls between ranks that load together, and how an error of one becomes an error of all."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Peers(Protocol):
         """The same, for payloads in parts."""
 
     def share(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes."""
+        """Return every rank's bytes."""
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so; returns when all have said."""
+        """True if any rank says so; returns when all have said."""
 
     def most(self, number: int) -> int:
         """The largest number that any rank says."""
@@ -50,7 +50,7 @@ _SAME = (Unavailable, NotFound, FormatError)
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What each rank says when a round is read: its error, if it has one."""
+    """The message of each rank when a round is read: its error, if it has one."""
 
     message: str | None = None
     key: str | None = None

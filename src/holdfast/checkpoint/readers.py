@@ -29,7 +29,7 @@ class Readers:
         self._store = store
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}
-        """The last used last."""
+        """Open readers by key, in order of use: the one used last comes last."""
         self._num_keepers = 0
 
     @contextmanager
@@ -45,7 +45,7 @@ class Readers:
             self._close_idle(MOST_OPEN)
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
-        """As `Store.read`."""
+        """Fill `into` with the bytes from `offset` on, as `Store.read`."""
         found = self._find(key)
         if found is not None:
             try:

@@ -113,10 +113,10 @@ def read_alone(files: Files, wants: list[Want], threads: int | None = None) -> N
     threads = threads or threads_here()
     with uncollected():
         indexes = group_rows(plan_rows(files.manifest, wants))
-    size = files.manifest.chunk_bytes
-    blocks = []
-    for path, intervals in needs(indexes, size).items():
-        index = indexes[path]
-        blocks += plan_blocks(index.rows[0].file, intervals, index, size)
+        size = files.manifest.chunk_bytes
+        blocks = []
+        for path, intervals in needs(indexes, size).items():
+            index = indexes[path]
+            blocks += plan_blocks(index.rows[0].file, intervals, index, size)
     with files.readers.kept():
         run_blocks(files, blocks, indexes, threads)

@@ -1,4 +1,4 @@
-"""What a restore on another mesh would read, before there is such a mesh.
+"""Forecast of what a restore on another mesh would read, before there is such a mesh.
 
 A model's own sharding plan is unknown here, so each axis of the new mesh is given a meaning, and the
 meaning is stated:
@@ -31,7 +31,7 @@ REPLICATED = ("replicate", "dp_replicate", "ddp", "hsdp")
 
 @dataclass(frozen=True)
 class Reading:
-    """What one rank reads: bytes it wants, by file (rank of the file -> bytes) and by state."""
+    """The reads of one rank: bytes it wants, by file (rank of the file -> bytes) and by state."""
 
     rank: int
     num_tensors: int
@@ -43,7 +43,7 @@ class Reading:
 
 
 MAX_DIGITS = 8
-"""Of the size of an axis that is typed."""
+"""Most digits in the size of an axis that is typed."""
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -90,7 +90,7 @@ class Reshape:
         return self.manifest.placement.table
 
     def boxes(self, rank: int) -> tuple[Ints, Ints]:
-        """What a rank wants: start and stop per tensor, padded; empty where it wants none."""
+        """Boxes that a rank wants: start and stop per tensor, padded; empty where it wants none."""
         stop = self.table.shape.copy()
         start = np.zeros_like(stop)
         for number, sharding in enumerate(self.shardings):
@@ -108,7 +108,7 @@ class Reshape:
         return start, stop
 
     def holdings(self) -> list[int]:
-        """By rank, a number: ranks that share it want the same of every tensor."""
+        """A number for each rank: ranks that share it want the same of every tensor."""
         largest = [
             int(self.table.ndim[self.table.sharding == i].max(initial=-1))
             for i in range(len(self.shardings))
@@ -122,7 +122,7 @@ class Reshape:
         return [numbers[one] for one in wanted]
 
     def reading(self, rank: int) -> Reading:
-        """What one rank reads.  UsageError if the mesh has no such rank."""
+        """The reads of one rank.  UsageError if the mesh has no such rank."""
         if not 0 <= rank < self.mesh.world:
             raise UsageError(f"rank {rank} is not in 0..{self.mesh.world - 1} of mesh {self.mesh}")
         start, stop = self.boxes(rank)
@@ -143,7 +143,7 @@ class Reshape:
 
 
 def _part(mesh: Mesh, rank: int, sharding: Sharding, ndim: int) -> tuple[int, ...] | None:
-    """Which part a rank has of tensors of up to `ndim` dims; None if it has none."""
+    """Parts, one per cut, that a rank has of tensors of up to `ndim` dims; None if it has none."""
     if any(mesh.coordinate(rank, a) not in coords for a, coords in sharding.on):
         return None
     return tuple(part_of(mesh, rank, cut.axes) for cut in sharding.cuts if cut.dim < ndim)

@@ -10,7 +10,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
+from itertools import accumulate, repeat
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -23,7 +24,7 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.layout import Box, Located, Stored, flat_range, row_major
 
 _row_major = lru_cache(4096)(row_major)
-"""Few shapes, many rows."""
+"""Cached: there are few shapes and many rows."""
 
 RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """Element types by size, for moving bytes about."""
@@ -51,7 +52,9 @@ class ArrayTarget(msgspec.Struct, frozen=True, eq=False):
     def memory(self) -> memoryview | None:
         if not self.array.flags.c_contiguous or not self.array.nbytes:
             return None
-        return memoryview(self.array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        if self.array.dtype.kind == "c":  # which a memoryview cannot cast
+            return memoryview(self.array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        return memoryview(self.array).cast("B")  # type: ignore[arg-type]
 
     def put(self, at: tuple[slice, ...], values: Array) -> None:
         self.array[at] = values
@@ -72,17 +75,17 @@ class Row(msgspec.Struct, frozen=True):
     start: int
     stop: int
     origin: int
-    """Where in the file the piece begins."""
+    """Byte of the file at which the piece begins."""
     piece: Box
     part: Box
     itemsize: int
     solid: bool
-    """Whether the part is one contiguous range of the file."""
+    """True if the part is one contiguous range of the file."""
     at: int | None
-    """Where in the want's box, as flat bytes, the part lies, if it is one range of that, too."""
+    """Byte at which the part begins in the want's box; None unless it is one range there, too."""
     want: Want
     stored: Stored | None = None
-    """How a piece that is not dense lies: `piece` and `part` are then in the order of its array."""
+    """Layout of a piece that is not dense: `piece` and `part` are in the order of its array."""
 
     def place(self, block: memoryview, begin: int) -> None:
         """Copy what of this row lies in `block`, which begins at byte `begin` of the file."""
@@ -111,7 +114,7 @@ class Row(msgspec.Struct, frozen=True):
         self.want.target.put(common.within(self.want.box.start), view)
 
     def _strides(self) -> tuple[int, ...]:
-        """Of the piece, in elements."""
+        """Strides of the piece, in elements."""
         return _row_major(self.piece.shape)
 
     def direct(self) -> memoryview | None:
@@ -122,9 +125,7 @@ class Row(msgspec.Struct, frozen=True):
         return memory and memory[self.at : self.at + self.stop - self.start]
 
     def intervals(self, chunk_bytes: int) -> list[Interval]:
-        """Chunks that the row touches: ranges first..stop."""
-        if self.solid:
-            return [(self.start // chunk_bytes, -(-self.stop // chunk_bytes))]
+        """Chunks that a row which is not solid touches: ranges first..stop."""
         starts, length = self._runs(chunk_bytes)
         first = starts // chunk_bytes
         return list(zip(first.tolist(), (-(-(starts + length) // chunk_bytes)).tolist()))
@@ -149,7 +150,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def _logical(stored: Stored, box: Box, view: Array) -> tuple[Box, Array]:
-    """A box of the array that a piece is of, and its elements, in the order of the tensor."""
+    """Put a box of a stored array, and its elements, in the order of the tensor's dims."""
     places = stored.places()
     if len(stored.shape) > len(places):
         view = view[..., 0]
@@ -164,28 +165,26 @@ def _shifted(box: Box, by: tuple[int, ...]) -> Box:
 
 
 def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
-    """Which bytes of which files make up the wants."""
+    """The rows that make up the wants: which bytes of which files."""
     if not wants:
         return []
     table = manifest.placement.table
     tensor = np.array([w.tensor for w in wants], np.int64)
     boxes = _padded([w.box for w in wants], table.shape.shape[1])
     found = manifest.placement.locate(tensor, *boxes)
-    columns = (*_spans(found, table.itemsize[tensor], *boxes), found.rank, found.offset,
-               found.piece_start, found.piece_stop, found.start, found.stop)  # fmt: skip
+    spans = _spans(found, table.itemsize[tensor], *boxes)
+    columns = (found.want, found.rank, found.offset, *spans)
+    pieces, parts = _pieces_and_parts(found, wants, *boxes)
+    file_of = manifest.file_of
     rows = []
-    listed = found.stored or repeat(None)
-    for w, stored, itemsize, first, last, solid, at, rank, offset, a, b, c, d in zip(
-        found.want.tolist(), listed, *(x.tolist() for x in columns)
+    for w, rank, offset, itemsize, first, last, solid, at, piece, part, stored in zip(
+        *(x.tolist() for x in columns), pieces, parts, found.stored or repeat(None)
     ):
         want = wants[w]
-        n = len(want.box.start)
-        file = manifest.file_of.get(rank)
+        file = file_of.get(rank)
         if file is None:
             name = table.names[want.tensor]
             raise Corrupt(f"no file of rank {rank} is listed, which holds part of {name!r}")
-        piece = Box(tuple(a[:n]), tuple(b[:n]))
-        part = piece if (a, b) == (c, d) else Box(tuple(c[:n]), tuple(d[:n]))
         if stored is not None:
             piece, part = stored.piece(piece), stored.box(part)
             first, last, solid, at = *_span(piece, part, itemsize), False, -1
@@ -196,6 +195,23 @@ def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
         at = at if at >= 0 else None
         rows.append(Row(file, start, stop, origin, piece, part, itemsize, solid, at, want, stored))
     return rows
+
+
+def _pieces_and_parts(
+    found: Located, wants: list[Want], start: Ints, stop: Ints
+) -> tuple[list[Box], list[Box]]:
+    """Boxes of pieces and of common parts, by row: the very box wanted where both equal it."""
+    pieces = [wants[w].box for w in found.want.tolist()]
+    parts = pieces.copy()
+    other = (found.piece_start != start[found.want]) | (found.piece_stop != stop[found.want])
+    rows = np.flatnonzero(other.any(1))
+    corners = (found.piece_start, found.piece_stop, found.start, found.stop)
+    for row, a, b, c, d in zip(rows.tolist(), *(x[rows].tolist() for x in corners)):
+        n = len(pieces[row].start)
+        pieces[row] = parts[row] = Box(tuple(a[:n]), tuple(b[:n]))
+        if (a, b) != (c, d):
+            parts[row] = Box(tuple(c[:n]), tuple(d[:n]))
+    return pieces, parts
 
 
 def _span(piece: Box, part: Box, itemsize: int) -> Interval:
@@ -239,7 +255,7 @@ def _strides(shape: Ints) -> Ints:
 
 
 def _solid(part: Ints, shape: Ints) -> NDArray[np.bool_]:
-    """Whether parts are one contiguous run each of row-major arrays of `shape`."""
+    """True for each part that is one contiguous run of a row-major array of `shape`."""
     inside = np.cumsum(part != 1, axis=1) - (part != 1) > 0  # an outer dim has several
     found: NDArray[np.bool_] = np.all(~inside | (part == shape), axis=1)
     return found
@@ -256,11 +272,8 @@ class RowIndex:
 
     @staticmethod
     def of(rows: list[Row]) -> RowIndex:
-        rows = sorted(rows, key=lambda r: r.start)
-        reach, top = [], 0
-        for row in rows:
-            top = max(top, row.stop)
-            reach.append(top)
+        rows = sorted(rows, key=attrgetter("start"))
+        reach = list(accumulate([r.stop for r in rows], max))
         return RowIndex(rows, [r.start for r in rows], reach)
 
     def touching(self, start: int, stop: int) -> list[Row]:
@@ -290,7 +303,13 @@ def group_rows(rows: list[Row]) -> dict[str, RowIndex]:
 
 def needs(indexes: dict[str, RowIndex], chunk_bytes: int) -> dict[str, list[Interval]]:
     """Chunks that the rows of each file touch."""
-    return {
-        path: merge(i for row in index.rows for i in row.intervals(chunk_bytes))
-        for path, index in indexes.items()
-    }
+    return {path: merge(_touched(index.rows, chunk_bytes)) for path, index in indexes.items()}
+
+
+def _touched(rows: list[Row], chunk_bytes: int) -> set[Interval]:
+    """Ranges of chunks: many small rows touch the same."""
+    touched = {(r.start // chunk_bytes, -(-r.stop // chunk_bytes)) for r in rows if r.solid}
+    for row in rows:
+        if not row.solid:
+            touched.update(row.intervals(chunk_bytes))
+    return touched

@@ -1,4 +1,4 @@
-"""What each rank of a mesh would store of a step, by rules; nothing but the manifest is read.
+"""Shares of a step that ranks of a mesh would store, by rules; nothing but the manifest is read.
 
 Rules name parameters.  A tensor `model.h.0.weight` is parameter `h.0.weight`, and so is the optimizer state
 `optim.h.0.weight.exp_avg`.  A state that has not its parameter's shape (a counter, a factored moment) has
@@ -30,7 +30,7 @@ class Ruled:
 
     @property
     def follows(self) -> bool:
-        """Whether nothing need be said of it: it lies as its parameter does, or is a counter."""
+        """True if nothing need be said of it: it lies as its parameter does, or is a counter."""
         return self.layout is not None or not self.entry.shape
 
     @property
@@ -40,7 +40,7 @@ class Ruled:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank stores: bytes, of which padding; tensors of which it has any part."""
+    """The amount that one rank stores: bytes, padding among them; tensors it has any part of."""
 
     rank: int
     num_tensors: int
@@ -75,7 +75,7 @@ class Ruling:
         return Ruling(manifest, rules, mesh, tuple(found))
 
     def share(self, rank: int) -> Share:
-        """What a rank stores."""
+        """The amount that a rank stores."""
         tensors = total = padding = 0
         for (alike, itemsize), count in self._kinds.items():
             view = alike.view(alike.at(rank))
@@ -89,7 +89,7 @@ class Ruling:
 
     @cached_property
     def _kinds(self) -> Counter[tuple[Shape, int]]:
-        """How many tensors there are of each layout and item size."""
+        """Number of tensors of each layout and item size."""
         return Counter((r.layout.alike, r.itemsize) for r in self.tensors if r.layout is not None)
 
 

@@ -34,8 +34,8 @@ from holdfast.garbage import uncollected
 from holdfast.threads import Worker, in_threads
 
 WINDOW_BYTES = 8 << 20
-"""Read per rank and round.  Small windows cost few first touches of fresh pages, which can be slow;
-large ones cost fewer rounds.  bench/load_resharded.py shows the whole."""
+"""Bytes read per rank and round.  Small windows cost few first touches of fresh pages, which can be
+slow; large ones cost fewer rounds.  bench/load_resharded.py shows the whole."""
 
 
 Run = tuple[int, int, int, int]
@@ -64,7 +64,7 @@ class Rounds:
     deal: Deal
     peers: Peers
     threads: int
-    """To read with, and as many to place with: both go on at once."""
+    """Number of threads that read, and of those that place: both go on at once."""
 
     def run(self, longest: int) -> BaseException | None:
         """Pass on up to `longest` chunks of each rank.
@@ -85,7 +85,7 @@ class Rounds:
             window.close()
 
     def _cut_up(self) -> None:
-        """Who reads, gets and sends what in each round."""
+        """Work out who reads, gets and sends what in each round."""
         positions = dict(zip(self.deal.read, _positions(self.deal.read)))
         mine = [(*run, position) for run, position in positions.items()]
         self.mine = by_round(mine, self.per_round)
@@ -155,7 +155,7 @@ class Rounds:
             row.place(view, at)
 
     def _send(self, window: Window, number: int, size: int) -> Exception | None:
-        """Bytes for and from ranks whose memory cannot be seen from here."""
+        """Send bytes to, and place bytes from, ranks whose memory cannot be seen from here."""
         half = self._half(window.mine, number, size)
         out: list[list[memoryview]] = [[] for _ in range(self.peers.size)]
         for rank, runs in self.to.items():
@@ -201,7 +201,7 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
     try:
         with uncollected():
             indexes = group_rows(plan_rows(files.manifest, wants))
-        needed = {number_of[path]: runs for path, runs in needs(indexes, size).items()}
+            needed = {number_of[path]: runs for path, runs in needs(indexes, size).items()}
     except Exception as failed:
         error = failed
     dealt = deal(peers, needed)

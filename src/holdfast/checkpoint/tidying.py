@@ -27,7 +27,7 @@ from holdfast.store import LocalStore, Store
 from holdfast.store.local import sweep as sweep_unfinished
 
 INDEX = ".safetensors.index.json"
-"""What a consolidated step has beside its manifest, for Hugging Face's loaders."""
+"""Ending of the indexes beside a consolidated step's manifest, for Hugging Face's loaders."""
 
 _DIRECTORY = re.compile(r"steps/(\d{10})/([^/]+)")
 _IMAGE = re.compile(rf"{_DIRECTORY.pattern}/[^/]+")
@@ -36,7 +36,7 @@ _NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which steps stay: the newest `last`, and every step that is a multiple of `every`.
+    """The steps that stay: the newest `last`, and every step that is a multiple of `every`.
 
     None keeps all.  The newest step stays in any case.
     """
@@ -112,7 +112,7 @@ def prunable(store: Store, keep: Keep, spare: Collection[int] = ()) -> list[int]
 
 
 def _sound(store: Store, step: int) -> bool:
-    """Whether a step's manifest is readable and every file has its length."""
+    """True if a step's manifest is readable and every file has its length."""
     try:
         manifest = read_manifest(store, step)
         prefix = step_prefix(step)
@@ -190,8 +190,8 @@ def _is_old(attempt: str, mine: Claim | None, upto: int) -> bool:
 
 
 def came_later(attempt: str, than: str) -> bool:
-    """Whether a save of a step was made after another one of the same run and step: `attempt` by a process
-    without a claim, or as a later try."""
+    """True if `attempt` is newer than `than`, of one run and step: one by a process without a claim
+    beats numbered ones; otherwise the higher number wins."""
     mine, other = _NUMBERED.fullmatch(attempt), _NUMBERED.fullmatch(than)
     if mine is None or other is None:
         return mine is None and other is not None

@@ -56,7 +56,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """What verifying a step found.  `bytes`: how many were read and digested."""
+    """The findings of verifying a step.  `bytes`: how many were read and digested."""
 
     step: int
     quick: bool
@@ -165,7 +165,7 @@ class _Verification:
             self._check_rank_extras(file)
 
     def _image(self, file: FileEntry) -> Image:
-        """As `format.image.image_of`, with a placement of its own: its caches end with the file."""
+        """Plan as `image_of` does, with a placement of its own: its caches end with the file."""
         m = self.manifest
         image = plan_image(
             m.tensors,
@@ -259,7 +259,7 @@ def referred(tree: Any) -> Iterator[str]:
 
 
 def tensors_at(manifest: Manifest, image: Image, start: int, stop: int, most: int = 3) -> str:
-    """What lies in a range of bytes of a file, for a message."""
+    """Name what lies in a range of bytes of a file, for a message."""
     parts = ["the header"] if start < image.data_start else []
     begin = image.pieces.offset + image.data_start
     hit = np.flatnonzero((begin < stop) & (begin + image.pieces.bytes > start))

@@ -12,7 +12,7 @@ from holdfast.cli.screen import AsJson, dim, good, many, print_json, say, size, 
 from holdfast.errors import AgentUnreachable, UsageError
 from holdfast.here import fate
 from holdfast.memory.node import words as w
-from holdfast.memory.node.client import Client
+from holdfast.memory.node.client import Client, check_can_serve
 from holdfast.near import near
 from holdfast.sizes import parse_size
 
@@ -79,7 +79,7 @@ def run(
 
 
 def _check_options(action: str, given: dict[str, object]) -> None:
-    """Nobody shall believe that one counts which does not."""
+    """UsageError for an option that does not count here: nobody shall believe that it does."""
     serving = ("--host", "--budget", "--tls")
     known = {"start": serving, "run": serving, "stop": ("--free",), "clean": ("--job",)}
     for name, value in given.items():
@@ -90,7 +90,7 @@ def _check_options(action: str, given: dict[str, object]) -> None:
 
 
 def _start(client: Client, host: str, budget: int, tls: bool) -> None:
-    """Also one that a training has started stays from now on."""
+    """Start the agent; also one that a training has started stays from now on."""
     client.start(host, budget, stay=True, tls=tls)
     found: w.Report = client.ask(w.Status(), w.Report)
     if host not in ("", found.address.rpartition(":")[0]) or (tls and not found.tls):
@@ -103,6 +103,7 @@ def _start(client: Client, host: str, budget: int, tls: bool) -> None:
 
 
 def _be_the_agent(client: Client, host: str, budget: int, tls: bool) -> int:
+    check_can_serve()
     from holdfast.memory.node.agent import main
 
     if client.look() != "nobody":
@@ -135,7 +136,7 @@ def _left(client: Client) -> int:
 
 
 def _clean(client: Client, job: str, as_json: bool) -> None:
-    """Also what lies there without an agent: one is started for it and leaves by itself."""
+    """Free what lies there, also without an agent: one is started for it and leaves by itself."""
     client.start()
     freed = client.ask(w.Clean(job), list[str])
     if as_json:

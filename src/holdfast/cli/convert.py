@@ -85,7 +85,7 @@ def run(
 
 
 def _is_first() -> bool:
-    """Whether this is the only process, or rank 0 of a torchrun: the others keep quiet."""
+    """True if this is the only process, or rank 0 of a torchrun: the others keep quiet."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -100,7 +100,7 @@ def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str]
         raise UsageError(
             f"--rules {file}: no rename in it", hint="rename h.{n}.{x:**} -> layers.{n}.{x}"
         )
-    with open_checkpoint(url, step) as source:
+    with open_checkpoint(url, step=step) as source:
         found = weights(source, Options(key=key))
     new = rules.renamed([name for w in found for name in (w.name, *w.also)])
     return lambda name: new.get(name, name)

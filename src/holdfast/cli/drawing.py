@@ -93,7 +93,7 @@ def draw(
 
 
 def _dims(edges: list[list[int]], num_dims: int) -> tuple[int | None, int | None, list[int]]:
-    """Which dim is drawn across, which down, and which cut dims are not drawn."""
+    """Return the dim that is drawn across, the one down, and the cut dims that are not drawn."""
     cut = sorted((d for d in range(num_dims) if len(edges[d]) > 2), key=lambda d: -len(edges[d]))
     rest, drawn = sorted(cut[2:]), sorted(cut[:2])
     if num_dims == 0:

@@ -32,6 +32,6 @@ def foreign_files(m: Manifest) -> dict[str, list[int]]:
 
 
 def in_parts(sharding: Sharding) -> str:
-    """How a tensor of a foreign checkpoint lies, in words."""
+    """Say how a tensor of a foreign checkpoint lies, in words."""
     count = len(sharding.held or ())
     return "whole" if count < 2 else f"{count:,} parts"

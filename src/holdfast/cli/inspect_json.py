@@ -1,4 +1,4 @@
-"""What `holdfast inspect --json` prints."""
+"""The JSON that `holdfast inspect --json` prints."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _lies(checkpoint: Checkpoint, t: TensorEntry, replicas: int) -> list[tuple[s
 def places_of(
     checkpoint: Checkpoint, t: TensorEntry, most: int | None = None
 ) -> list[tuple[Box, list[Place]]]:
-    """Where the parts of a foreign tensor really begin, `most` of them."""
+    """Return where the parts of a foreign tensor really begin, `most` of them."""
     m = checkpoint.manifest
     assert isinstance(checkpoint.store, Sections)
     held = sorted(to_sharding(m.shardings[t.sharding]).held or (), key=lambda h: h[1].start)
@@ -89,7 +89,7 @@ def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[
 
 
 def _in_files(m: Manifest) -> Callable[[Sequence[int]], str]:
-    """In a drawing, the file instead of the number of a part."""
+    """Label parts in a drawing by their file instead of their number."""
     names = {f.rank: file_of(f) for f in m.files}
     return lambda parts: ", ".join(dict.fromkeys(cut_short(names[p], 24) for p in parts[:2])) or "-"
 

@@ -19,7 +19,7 @@ Row = tuple[str, str, str]
 """A path, and its value in a and in b."""
 
 FEW = 4
-"""As many leaves are shown with their values."""
+"""Most leaves that are shown with their values."""
 
 _END = re.compile(r"((?:\[\d+\])+)$")
 _INDEX = re.compile(r"\[\d+\]")

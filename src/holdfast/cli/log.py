@@ -40,23 +40,25 @@ class Stretch:
     base: int | None
     """The nearest full step from which they can be replayed."""
     history: bool
-    """Whether they cannot, but are older than what a restart takes, so that nothing is lost."""
+    """True if they cannot be replayed, but are older than what a restart takes: nothing is lost."""
 
 
 def run(url: Root, as_json: AsJson = False) -> None:
     """List the records of a log.
 
-    Exit 1 if files are damaged, or if nothing leads to records that are newer than what a restart takes.
+    Exit 1 if files are damaged, if nothing leads to records that are newer than what a restart takes, or if
+    there is no such root.
     """
     store = root_of_records(url)
     log, damaged = open_log(store)
     found = _stretches(log, store)
+    instead = None if found else near_path(url)
     if as_json:
         rows = [asdict(one) for one in found]
         print_json({"url": store.url, "records": rows, "damaged": damaged})
     else:
-        _show(found, damaged, store.url, near_path(url))
-    if damaged or any(one.base is None and not one.history for one in found):
+        _show(found, damaged, store.url, instead)
+    if instead or damaged or any(one.base is None and not one.history for one in found):
         raise typer.Exit(1)
 
 

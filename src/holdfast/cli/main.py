@@ -30,7 +30,7 @@ from holdfast.version import __version__
 VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "prune", "log", "replay", "simulate",
          "agent")  # fmt: skip
 _CALL = re.compile(r"^[a-z_.]*\((.*?=.*?)\): must be ", re.DOTALL)
-"""How an error for an argument begins; who typed a command knows the argument, not the Python call."""
+"""Start of an error for an argument; who typed a command knows the argument, not the Python call."""
 
 
 class Verbs(TyperGroup):

@@ -92,7 +92,7 @@ def show(
 
 
 def _show_groups(p: Protection, show_all: bool) -> None:
-    """Who keeps whose: group by group, and node by node."""
+    """Show who keeps whose snapshots: group by group, and node by node."""
     heading(f"Who keeps whose: {p.scheme}")
     most = len(p.nodes) if show_all else MOST_GROUPS
     apart = all(len({p.nodes[r] for r in group}) == len(group) for group in p.groups)
@@ -128,7 +128,7 @@ def _what_is_kept(scheme: Scheme) -> str:
 
 
 def plain(found: list[Protection]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Return what was found, for JSON."""
     return [
         {
             "scheme": str(p.scheme),

@@ -1,4 +1,4 @@
-"""What `holdfast plan --rules` shows: each tensor's layout, and what each rank would store."""
+"""Output of `holdfast plan --rules`: each tensor's layout, and what each rank would store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse_let(texts: Sequence[str]) -> dict[str, int]:
 
 
 def show(checkpoint: Checkpoint, plan: Ruling, shares: list[Share], show_all: bool) -> None:
-    """Tensors, then ranks."""
+    """Show the tensors, then the ranks."""
     say(f"step {checkpoint.step}, by {plan.rules.path}, over {plan.mesh}", style="bold")
     heading("Tensors")
     mine = [r for r in plan.tensors if show_all or r.entry.state in KINDS or not r.follows]
@@ -64,7 +64,7 @@ def show(checkpoint: Checkpoint, plan: Ruling, shares: list[Share], show_all: bo
 
 
 def plain(checkpoint: Checkpoint, plan: Ruling, shares: list[Share]) -> dict[str, Any]:
-    """The same for programs: tensors one by one."""
+    """Return the same for programs: tensors one by one."""
     return {
         "url": checkpoint.store.url,
         "step": checkpoint.step,

@@ -1,4 +1,4 @@
-"""What verbs share: how a step is named, how numbers are written, tables, progress, JSON.
+"""Helpers that verbs share: how a step is named, how numbers are written, tables, progress, JSON.
 
 rich is imported when a table or a bar is drawn, and not before.
 """
@@ -31,7 +31,7 @@ Root = Annotated[str, typer.Argument(metavar="URL", help="The folder that holds 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 ShowAll = Annotated[bool, typer.Option("--all", help="Leave nothing out.")]
 MAX_DIGITS = 40
-"""Of a step that is typed; ten are enough."""
+"""Most digits of a step that is typed; ten are enough."""
 
 
 def split_target(text: str) -> tuple[str, int | None]:
@@ -55,7 +55,7 @@ def opened(target: str, *, verify: bool = True) -> Checkpoint:
     from holdfast.looking import open
 
     url, step = split_target(target)
-    return open(url, step, verify=verify)
+    return open(url, step=step, verify=verify)
 
 
 def root_of_records(url: str) -> Store:

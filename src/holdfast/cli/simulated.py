@@ -42,7 +42,7 @@ class Simulated:
 
 
 def read_trace(path: str) -> tuple[str, str]:
-    """(name, text)."""
+    """Return (name, text) of a trace."""
     try:
         return path, Path(path).read_text()
     except OSError as error:
@@ -61,7 +61,7 @@ def of(
     overhead: float,
     estimate: bool,
 ) -> Simulated:
-    """All strategies through the same failures."""
+    """Simulate all strategies through the same failures."""
     rng = np.random.default_rng(seed)
     wall_s = (days or DAYS) * DAY_S
     if trace is None:
@@ -142,7 +142,7 @@ def _percent(share: float) -> str:
 
 
 def plain(runs: list[Simulated]) -> dict[str, Any]:
-    """For JSON."""
+    """Return the runs, for JSON."""
     found = []
     for run in runs:
         for name, o in run.outcomes.items():

@@ -1,4 +1,4 @@
-"""What `PATH@NUMBER` means where a folder has that very name: the step, or the folder.
+"""The meaning of `PATH@NUMBER` where a folder has that very name: the step, or the folder.
 
 `runs/gpt@1000` is step 1000 of `runs/gpt`.  But `@` may be in the name of a folder as well (`gpt@2`, a
 copy, an experiment of that day), and what lies there decides.  Where both could be meant, neither is taken.
@@ -17,7 +17,7 @@ from holdfast.errors import HoldfastError, UsageError
 
 
 def is_folder(text: str, url: str, step: int) -> bool:
-    """Whether `text`, which is `url@step`, names a folder (or a file) and no step.  UsageError if both are
+    """True if `text`, which is `url@step`, names a folder (or a file) and no step.  UsageError if both are
     there."""
     if not _is_there(text):
         return False
@@ -32,7 +32,7 @@ def is_folder(text: str, url: str, step: int) -> bool:
 
 
 def _is_there(url: str) -> bool:
-    """Whether anything lies at a path, or in a store of that name."""
+    """True if anything lies at a path, or in a store of that name."""
     from holdfast.interop.detect import split
     from holdfast.interop.folder import OneFile, open_place
     from holdfast.store import LocalStore

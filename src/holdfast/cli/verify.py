@@ -23,8 +23,8 @@ from holdfast.cli.screen import (
     size,
     split_target,
 )
-from holdfast.errors import HoldfastError
-from holdfast.interop.detect import detect, open_as
+from holdfast.errors import HoldfastError, NotRecoverable
+from holdfast.interop.detect import detect, near_path, open_as
 from holdfast.interop.verifying import ForeignReport, verify_foreign
 from holdfast.store import Store, open_store
 
@@ -48,7 +48,11 @@ def run(target: Target, quick: Quick = False, as_json: AsJson = False) -> None:
     damaged = []
     if step is None:
         saved = committed(store)
-        step = newest_of(saved, store.url)
+        try:
+            step = newest_of(saved, store.url)
+        except NotRecoverable as error:
+            error.hint = near_path(url) or error.hint
+            raise
         damaged = [s.step for s in saved if not s.is_proved]
     if store.list(f"{step_prefix(step)}manifest.json") == []:
         read_manifest(store, step)  # raises NotFound, with the steps that there are
@@ -93,7 +97,7 @@ def _show_foreign(report: ForeignReport, url: str) -> None:
 
 
 def checked(report: ForeignReport) -> list[str]:
-    """What was checked, in words."""
+    """Say what was checked, in words."""
     lines = ["parts cover every tensor once; headers and metadata are sound"]
     if report.quick:
         return [*lines, "every part is there in full length (its last byte was read)"]
@@ -109,7 +113,7 @@ def checked(report: ForeignReport) -> list[str]:
 
 
 def not_checked(report: ForeignReport) -> list[str]:
-    """What was not, and why."""
+    """Say what was not checked, and why."""
     if report.quick:
         return ["the data, its checksums and replicas (--quick)"]
     without = report.num_archives - report.num_with_crc

@@ -118,7 +118,7 @@ def _costs(w: int) -> tuple[np.ndarray, np.ndarray]:
 def rebuilding_matrix(
     num_data: int, num_parity: int, have: tuple[int, ...], want: tuple[int, ...]
 ) -> Matrix:
-    """Wanted blocks from `num_data` others: `len(want)` x `len(have)` elements.
+    """Matrix that gives wanted blocks from `num_data` others: `len(want)` x `len(have)` elements.
 
     Blocks are numbered data first, then parity; `have` is ascending.  Only the lost data are solved for, so
     the system is as large as the loss and not as the code.

@@ -29,7 +29,7 @@ def hexdigest(data: bytes | bytearray | memoryview) -> str:
 
 
 def num_chunks(data_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """How many chunks cover `data_bytes`; the last may be shorter."""
+    """Number of chunks that cover `data_bytes`; the last may be shorter."""
     return -(-data_bytes // chunk_bytes)
 
 

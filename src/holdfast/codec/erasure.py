@@ -43,7 +43,7 @@ PACKET_BYTES = 16 << 10
 XOR_UNIT_BYTES = 64
 """A unit where all elements are 1, so that bytes are independent: a cache line."""
 TILE_BYTES = 1 << 20
-"""Of all blocks together at a time: what fits in a core's second cache."""
+"""Bytes of all blocks together, worked on at a time: what fits in a core's second cache."""
 
 SOURCES_AT_ONCE = 16
 """Blocks that one program reads: larger ones take long to find and outgrow the cache."""
@@ -69,7 +69,7 @@ class Erasure:
 
     @cached_property
     def word_bits(self) -> int:
-        """w: how many packets a unit has."""
+        """w: the number of packets of a unit."""
         return word_bits(self.num_data, self.num_parity)
 
     @cached_property
@@ -79,7 +79,7 @@ class Erasure:
 
     @property
     def unit_bytes(self) -> int:
-        """What lengths of written blocks, and the ends of ranges, are multiples of."""
+        """Bytes of a unit: lengths of written blocks, and ends of ranges, are multiples of it."""
         return XOR_UNIT_BYTES if self.word_bits == 1 else self.word_bits * self.packet_bytes
 
     def padded(self, num_bytes: int) -> int:
@@ -100,7 +100,7 @@ class Erasure:
         self._xor(elements, [block], list(parities.values()), fresh)
 
     def encode(self, data: Sequence[Bytes], parities: Mapping[int, Bytes]) -> None:
-        """All k data blocks into parities, by row; all rows or some."""
+        """Encode all k data blocks into parities, by row; all rows or some."""
         if len(data) != self.num_data:
             raise UsageError(f"{len(data)} data blocks for a code of {self.num_data}")
         self._check_numbers(parities, self.num_parity, "parity row")

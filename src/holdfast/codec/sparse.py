@@ -26,7 +26,7 @@ HEAD_BYTES = 16
 
 
 def most_bytes(entries: int, elements: int, itemsize: int) -> int:
-    """What `pack` makes of so many entries among so many elements, at most."""
+    """Most bytes that `pack` makes of so many entries among so many elements."""
     return HEAD_BYTES + entries * (1 + itemsize) + elements // MORE
 
 
@@ -46,7 +46,7 @@ def pack(positions: Ints, values: NDArray[Any]) -> Bytes:
 
 
 def unpack(data: Bytes, dtype: np.dtype[Any]) -> tuple[Ints, NDArray[Any], Bytes]:
-    """Positions, values of `dtype`, and what lies behind them.  FormatError."""
+    """Positions, values of `dtype`, and what lies behind them.  FormatError if malformed."""
     if len(data) < HEAD_BYTES:
         raise FormatError(f"packed entries of {len(data)} bytes")
     num_codes, count = (int(n) for n in data[:HEAD_BYTES].view("<u8"))

@@ -48,7 +48,7 @@ class Extent:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Number of bytes."""
         return self.stop - self.start
 
 
@@ -68,7 +68,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """How to obtain bytes `start..stop` of an area.
+    """A way to obtain bytes `start..stop` of an area.
 
     `want` None: `reads` is the one extent that holds them.  Else each of `reads` is a range of the stripe's
     block `have[i]`, to be padded with zeros to `size` bytes, block `want` is rebuilt from them, and the
@@ -108,7 +108,7 @@ class Stripes:
 
     @cached_property
     def code(self) -> Erasure:
-        """What encodes and rebuilds the stripes."""
+        """The code that encodes and rebuilds the stripes."""
         return Erasure(self.num_data, self.num_parity, self.packet_bytes)
 
     @cached_property
@@ -118,7 +118,7 @@ class Stripes:
 
     @property
     def kept_bytes(self) -> int:
-        """What each member keeps for others: m blocks."""
+        """Bytes that each member keeps for others: m blocks."""
         return self.num_parity * self.block_bytes
 
     # -- where blocks are --------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Stripes:
         return (stripe + step) % self.num_members
 
     def place(self, stripe: int, number: int) -> Extent:
-        """Where a block of a stripe lies; a data block ends where the share does."""
+        """The bytes where a block of a stripe lies; a data block ends where the share does."""
         k, member = self.num_data, self.holder(stripe, number)
         if number >= k:
             at = (number - k) * self.block_bytes
@@ -147,7 +147,7 @@ class Stripes:
         return [((member - r) % n, k + r) for r in range(self.num_parity)]
 
     def contributions(self, member: int) -> list[Contribution]:
-        """What makes up everything that a member keeps, row by row."""
+        """The contributions that make up everything that a member keeps, row by row."""
         return [
             Contribution(row, row * self.block_bytes, index, self.place(stripe, index))
             for row, (stripe, _) in enumerate(self.blocks(member, "kept"))
@@ -157,7 +157,7 @@ class Stripes:
     # -- after a loss ------------------------------------------------------------------------------
 
     def survives(self, lost: Collection[int]) -> bool:
-        """Whether every share can be read or rebuilt without the members `lost`."""
+        """True if every share can be read or rebuilt without the members `lost`."""
         return not self.unrecoverable(lost)
 
     def unrecoverable(self, lost: Collection[int]) -> list[int]:
@@ -168,7 +168,7 @@ class Stripes:
     def sources(
         self, lost: Collection[int], member: int, start: int, stop: int, area: Area = "share"
     ) -> list[Piece]:
-        """How to obtain bytes `start..stop` of a member's share (or of what it keeps), in order.
+        """Pieces that give bytes `start..stop` of a member's share (or of what it keeps), in order.
 
         Read directly if the member is not lost; else one piece per block, from k others, whose ranges are
         the wanted one widened to whole units.  NotRecoverable if too few are left.
@@ -188,7 +188,7 @@ class Stripes:
         ]
 
     def is_copy(self, piece: Piece) -> bool:
-        """Whether the one extent that a piece reads holds just the bytes wanted."""
+        """True if a piece reads one extent, which holds just the bytes wanted."""
         if len(piece.reads) > 1 or piece.reads[0].size != piece.stop - piece.start:
             return False
         return piece.want is None or (self.num_data == 1 and piece.skip == 0)

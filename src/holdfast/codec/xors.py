@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_BITS = 1 << 14
-"""Of a larger matrix no pairs are shared: looking for them would take seconds."""
+"""In a matrix of more bits no pairs are shared: looking for them would take seconds."""
 
 Step = tuple[int, int | None, int]
 """Place z becomes place x XOR place y, or place x if y is None."""
@@ -63,7 +63,7 @@ def share_pairs(
 
 
 def _count(shared: NDArray[np.int32], bits: NDArray[np.int32], term: int) -> None:
-    """How many rows a term shares with each other, again; above the diagonal."""
+    """Count again how many rows a term shares with each other term; above the diagonal."""
     counts = bits[:, term] @ bits
     shared[:term, term] = counts[:term]
     shared[term, term + 1 :] = counts[term + 1 :]

@@ -1,4 +1,4 @@
-"""What is known of parameters' gradients when the optimizer steps: said once, by who makes it so."""
+"""Facts known of parameters' gradients when the optimizer steps: said once, by who makes them so."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def parameters_of(parameters: Iterable[torch.Tensor], call: str) -> list[torch.T
 
 
 def rounded_to(parameter: torch.Tensor) -> torch.dtype | None:
-    """What was declared of a float32 parameter's gradient; None if nothing was."""
+    """The dtype that a float32 parameter's gradient was declared `rounded` to, or None."""
     return getattr(parameter, _ROUNDED, None) if parameter.dtype == torch.float32 else None
 
 
@@ -75,6 +75,6 @@ def mark(parameter: torch.Tensor, most: int) -> None:
 
 
 def most_nonzero(parameter: torch.Tensor) -> int | None:
-    """What was declared of a parameter's gradient; None if nothing was."""
+    """Most elements other than zero that were declared of a parameter's gradient, or None."""
     found = getattr(parameter, _MARK, None)
     return None if found is None else int(found)

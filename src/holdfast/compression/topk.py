@@ -27,12 +27,12 @@ from holdfast.errors import StateMismatch, UsageError
 from holdfast.state.wrappers import paths
 
 ALIGN = 16
-"""Of what a rank sends: so that no dtype is torn."""
+"""The parts of what a rank sends begin at multiples of so many bytes, so that no dtype is torn."""
 
 
 MANY = 1 << 16
 SAMPLED = 64
-"""One element of so many."""
+"""One element of so many is in the sample of `largest`."""
 
 
 class TopK:
@@ -47,7 +47,7 @@ class TopK:
     """
 
     in_records = False
-    """It changes with every rank's own gradient, of which no record knows."""
+    """False: it changes with every rank's own gradient, of which no record knows."""
 
     def __init__(self, ratio: float = 0.01, *, error_feedback: bool = True) -> None:
         self.ratio = share_of(ratio, "TopK", "ratio", hint="0.01 is 1 %")
@@ -57,7 +57,7 @@ class TopK:
         self._residual: dict[str, torch.Tensor] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._former: dict[str, str] = {}
-        """Names by what they were when wrappers showed in them."""
+        """Names of parameters, by what they were when wrappers showed in them."""
 
     def register(self, model: nn.parallel.DistributedDataParallel) -> None:
         """Compress what this model's ranks exchange.  Once, on every rank, before `restore()`."""
@@ -81,7 +81,7 @@ class TopK:
         model.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
 
     def num_sent(self, parameter: torch.Tensor) -> int:
-        """How many elements of a parameter's gradient a rank sends."""
+        """Number of elements of a parameter's gradient that a rank sends."""
         instance_of(parameter, torch.Tensor, "TopK.num_sent", "parameter", "a tensor")
         size = int(parameter.numel())
         return min(max(1, ceil(self.ratio * size)), size)
@@ -89,7 +89,7 @@ class TopK:
     # -- the exchange -----------------------------------------------------------------------------
 
     def _exchange(self, bucket: Any) -> Any:
-        """Start the exchange of a bucket; a future of the gradients that all ranks apply."""
+        """Start the exchange of a bucket; return a future of the gradients that all ranks apply."""
         buffer = bucket.buffer()
         with torch.no_grad():
             values, indices = self._choose(bucket)
@@ -116,7 +116,7 @@ class TopK:
         return work.get_future().then(add_up)
 
     def _choose(self, bucket: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this rank sends of a bucket: values, and their places in it."""
+        """Choose what this rank sends of a bucket: values, and their places in it."""
         values, indices, start = [], [], 0
         whole = bucket.buffer().numel()
         dtype = torch.int32 if whole < 1 << 31 else torch.int64
@@ -148,14 +148,14 @@ class TopK:
         return {"ranks": self._group.size(), "residual": stacked}
 
     def rows_of_rank(self, ranks: int) -> tuple[int, int]:
-        """Which of the residuals of so many ranks become this rank's: a range."""
+        """The range of the residuals of so many ranks that become this rank's."""
         self._check_registered()
         ranks = count_of(ranks, "TopK.rows_of_rank", "ranks")
         me, size = self._group.rank(), self._group.size()
         return me * ranks // size, (me + 1) * ranks // size
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From this rank's `rows_of_rank` of each residual, or all of them."""
+        """Take this rank's `rows_of_rank` of each residual, given alone or among all of them."""
         self._check_registered()
         try:
             ranks, found = state["ranks"], state["residual"]
@@ -226,7 +226,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_unless(finite: torch.Tensor, residual: torch.Tensor) -> None:
-    """What has become infinite, or no number, would stay so for ever.  No wait for a device."""
+    """Set the residual to zero unless `finite`: what has become infinite, or no number, would stay
+    so for ever.  Does not wait for a device."""
     if residual.device.type != "cpu":
         residual.copy_(torch.where(finite, residual, 0))
     elif not finite:

@@ -64,12 +64,12 @@ from holdfast.threads import Worker
 
 LEAST_S = 0.1
 HURRY_S = 1.0
-"""A record gets so long to its writer, where storage is not waited for."""
+"""Seconds that a record gets to reach its writer, where storage is not waited for."""
 MEMORY_SHARE = 16
-"""Of a rank's part of its node's memory, one of so many parts may hold records, where batches are tuned."""
+"""Records may take one of so many parts of a rank's share of its node's memory, where batches are tuned."""
 
 Groups = dict[str, tuple[tuple[str, ...], ...]]
-"""By optimizer's key: the parameters' names, group by group."""
+"""The parameters' names, group by group, by optimizer's key."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Open:
     copying: list[Future[None]] = field(default_factory=list)
     extras: bytes = b""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Of sparse gradients that are packed."""
+    """Bytes of the sparse gradients that are packed, by name."""
     misdeclared: list[NotAsDeclared] = field(default_factory=list)
     """Gradients that prove to be other than was declared: the record must not be."""
 
@@ -107,7 +107,7 @@ class RecordCapture:
         self.save_every: int | None = None
         """Steps between full saves, as far as that is known."""
         self.notice: HoldfastError | None = None
-        """To be told to the user, once."""
+        """The error to be told to the user, once."""
         self._group = group
         self._store = store
         self._options = options
@@ -116,7 +116,7 @@ class RecordCapture:
         self._mesh = mesh
         self._deadline_s = deadline_s
         self._memory_bytes = memory_bytes() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-        """Of the node, shared evenly among its ranks."""
+        """Bytes of the node's memory, shared evenly among its ranks."""
         self._queue = Queue(deadline_s)
         self._copier = Worker("holdfast-delta")
         self._beside = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "holdfast-copy")
@@ -126,15 +126,15 @@ class RecordCapture:
         self._rebatched = False
         self._record_bytes = 0
         self._looked_for = 0
-        """Room for records so large is not looked for again."""
+        """Room in storage is not looked for again for records of up to so many bytes."""
         self._room = 0
-        """For extras, at least; they have grown before."""
+        """Bytes of room for extras, at least; they have grown before."""
         self._whole: set[str] = set()
         """Gradients that are recorded whole, whatever was declared of them."""
         self._handing: Future[None] | None = None
         """The newest record on its way to the writer."""
         self._streams: dict[torch.device, torch.Stream] = {}
-        """To copy from devices: with each a stream's memory is its own."""
+        """Streams to copy from devices, one for each: a stream's memory is its own."""
 
     @property
     def error(self) -> HoldfastError | None:
@@ -143,7 +143,7 @@ class RecordCapture:
 
     @property
     def is_behind(self) -> bool:
-        """Whether to begin anew would mean to wait for storage, which was not wanted."""
+        """True if to begin anew would mean to wait for storage, which was not wanted."""
         return self._options.when_full == "drop" and not self._queue.is_empty
 
     # -- what records hold ------------------------------------------------------------------------
@@ -153,14 +153,14 @@ class RecordCapture:
         return self._layout is not None
 
     def unplan(self) -> None:
-        """The record under way is dropped; another plan is made before the next one."""
+        """Drop the record under way, and the plan; another plan is made before the next record."""
         self.drop()
         self._layout = None
 
     def plan(
         self, steps: list[Steps], groups: Groups, values: dict[str, torch.Tensor], extras: bytes
     ) -> None:
-        """What records hold from now on; room is left for such `extras`.  Collective; blocks."""
+        """Plan what records hold from now on, with room for such `extras`.  Collective; blocks."""
         live = held(steps, values, self._whole)
         self._planned += 1
         together = agree(self._group, live, self._mesh, self._planned)
@@ -180,7 +180,7 @@ class RecordCapture:
         self._open_queue()
 
     def _check_space(self, image_bytes: int, header_bytes: int) -> None:
-        """Before anything is recorded.  Collective if there is a bound."""
+        """Check for room before anything is recorded.  Collective if there is a bound."""
         self._record_bytes = aligned(image_bytes) + header_bytes + ALIGN
         if self.space.max_bytes:
             if self._planned == 1:
@@ -205,26 +205,26 @@ class RecordCapture:
 
     @property
     def most_batch(self) -> int:
-        """As many records per file as this rank's part of the node's memory holds: a sixteenth, or what the
-        user asked for."""
+        """The most records per file: what a sixteenth of this rank's share of the node's memory holds, or
+        what the user asked for, if that is more."""
         asked = self._options.queue + self._asked_batch
         room = self._memory_bytes // MEMORY_SHARE // max(self._record_bytes, 1)
         return max(room, asked) - self._options.queue if self._record_bytes else self._asked_batch
 
     def reopen(self) -> None:
-        """The queue has as much memory as batches need now.  Blocks while records are written."""
+        """Give the queue as much memory as batches need now.  Blocks while records are written."""
         if self._rebatched:
             self._open_queue()
 
     def rebatch(self, batch: int) -> None:
-        """So many records per file from now on."""
+        """Write so many records per file from now on."""
         if batch != self._options.batch:
             assert self.open is None, "a record is under way"
             self._options = replace(self._options, batch=batch)
             self._rebatched = self._layout is not None
 
     def _open_queue(self) -> None:
-        """Memory for records, and a writer that knows them.  Blocks while earlier ones are written."""
+        """Make memory for records, and tell a writer of them.  Blocks while earlier ones are written."""
         assert self._layout is not None and self._header is not None
         self._layout.forget_places()
         ring = Ring(self._options.slots, aligned(self._layout.image.total_bytes))
@@ -235,9 +235,9 @@ class RecordCapture:
     # -- one record -------------------------------------------------------------------------------
 
     def begin(self) -> Open | None:
-        """A record of the planned layout; None if no slot can be had, or storage may take no more.  Blocks
-        while the queue is full, and until the record before is the writer's: with this process no more than
-        one is lost."""
+        """Begin a record of the planned layout; None if no slot can be had, or storage may take no more.
+        Blocks while the queue is full, and until the writer has the record before: no more than one is lost
+        with this process."""
         if not self.space.has_room(self._record_bytes):
             self.notice = self.space.pause()
             return None
@@ -250,7 +250,7 @@ class RecordCapture:
         return self.open
 
     def _has_handed_over(self, *, wait: bool) -> bool:
-        """Whether the record before is the writer's.  Deadline if it is not, though there was a `wait`."""
+        """True if the writer has the record before.  Deadline if it has not, though there was a `wait`."""
         if self._handing is None or self._handing.done():
             return True
         limit_s = self._deadline_s if wait else HURRY_S
@@ -264,7 +264,8 @@ class RecordCapture:
         return bool(done)
 
     def gradients(self, one: Steps) -> None:
-        """Begin to copy those of one optimizer; they must stay as they are until `wait_copied`."""
+        """Begin to copy the gradients of one optimizer; they must stay as they are until
+        `wait_copied`."""
         record = self.open
         assert record is not None and self._layout is not None
         differs = any(group.get("differentiable") for group in one.optimizer.param_groups)
@@ -287,7 +288,7 @@ class RecordCapture:
         record.copying.append(self._copier.submit(_copy, grads, ready, stream, record, pack))
 
     def _copy_here(self, record: Open, grads: list[Any]) -> None:
-        """With as many threads as the optimizer's kernels have."""
+        """Copy with as many threads as the optimizer's kernels have."""
         parts = spread(grads, torch.get_num_threads())
         others = [self._beside.submit(_copy_part, record, part) for part in parts[1:]]
         for part in parts[:1]:
@@ -296,8 +297,9 @@ class RecordCapture:
             other.result()
 
     def wait_copied(self) -> dict[str, list[str]]:
-        """The gradients may be changed after this.  Which of them have what was declared not to be, by
-        what: the record cannot be, and the next plan has such gradients whole."""
+        """Wait for the copies; gradients may be changed after this.  Return those that are not as
+        declared, by what they have: the record cannot be, and the next plan has such gradients
+        whole."""
         found: dict[str, list[str]] = {}
         if self.open is None or self._layout is None:
             return found
@@ -312,7 +314,7 @@ class RecordCapture:
         return found
 
     def fill(self, extras: bytes, values: dict[str, torch.Tensor]) -> str:
-        """What the record holds besides gradients.  Why it cannot hold it, if it cannot."""
+        """Copy what the record holds besides gradients; return why it cannot, empty if it can."""
         record, layout = self.open, self._layout
         assert record is not None and layout is not None
         if len(extras) > layout.image.extras_bytes:
@@ -334,7 +336,7 @@ class RecordCapture:
         notes: dict[str, tuple[str, str]],
         late: tuple[str, ...] | None,
     ) -> Identity:
-        """The record is complete: off it goes.  The state that it leads to.  Returns at once."""
+        """Send the complete record to the writer; return the state that it leads to, at once."""
         record, layout = self.open, self._layout
         assert record is not None and layout is not None
         entry = Record(step, parent, 0, 0, 0, 0, tuple(record.applied), unchanged, notes, late)
@@ -344,7 +346,7 @@ class RecordCapture:
         return self._run, step
 
     def _put(self, record: Open, entry: Record, layout: Layout) -> None:
-        """On the copying thread, behind the copies."""
+        """Seal the record and put it into the queue: on the copying thread, behind the copies."""
         try:
             for copying in record.copying:
                 copying.result()
@@ -362,7 +364,7 @@ class RecordCapture:
             self.failure = AgentError(f"the record of step {entry.step} is lost: {error}")
 
     def drop(self) -> None:
-        """The record under way shall not be."""
+        """Drop the record under way."""
         record, self.open = self.open, None
         if record is not None:
             for copying in record.copying:
@@ -372,8 +374,8 @@ class RecordCapture:
     # -- the way to storage -----------------------------------------------------------------------
 
     def handed_over(self, limit_s: float | None) -> None:
-        """Wait until every record is the writer's, and outlives this process: `deadline_s` unless told
-        otherwise.  Deadline."""
+        """Wait until the writer has every record, which then outlives this process: `deadline_s`
+        unless told otherwise.  Deadline."""
         limit_s = self._deadline_s if limit_s is None else limit_s
         try:
             self._copier.settle(limit_s)
@@ -429,7 +431,7 @@ def _number(value: Any) -> float | None:
 
 
 def _event(device: torch.device) -> torch.Event | None:
-    """After all that the training thread's stream has been given; None on the CPU."""
+    """An event after all that the training thread's stream has been given; None on the CPU."""
     if device.type == "cpu":
         return None
     event = torch.Event(device)
@@ -444,7 +446,7 @@ def _copy(
     record: Open,
     pack: tuple[Pack, int] | None,
 ) -> None:
-    """On the copying thread.  Blocks until all are copied, and what is sparse is packed."""
+    """Copy on the copying thread.  Blocks until all are copied, and what is sparse is packed."""
     stream.wait_event(ready)
     with torch.cuda.stream(stream) if ready.device.type == "cuda" else stream:
         _copy_part(record, grads)
@@ -458,7 +460,7 @@ def _copy_part(record: Open, grads: list[Any]) -> None:
 
 
 def _pack(record: Open, pack: tuple[Pack, int] | None, each: Callable[..., Iterable[Any]]) -> None:
-    """`each`: a `map`, over threads or not."""
+    """Pack an optimizer's sparse gradients, if any.  `each`: a `map`, over threads or not."""
     if pack is None:
         return
     with _declared(record):
@@ -467,7 +469,7 @@ def _pack(record: Open, pack: tuple[Pack, int] | None, each: Callable[..., Itera
 
 @contextmanager
 def _declared(record: Open) -> Iterator[None]:
-    """What is other than was declared is told when all is copied."""
+    """Keep errors of gradients that are not as declared, to be told when all is copied."""
     try:
         yield
     except NotAsDeclared as error:

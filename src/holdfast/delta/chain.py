@@ -1,4 +1,4 @@
-"""Which records lead on from which state: a pure choice over what there is."""
+"""The choice of the records that lead on from a state: a pure function of what there is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long records hold up the training thread: in the hooks around an optimizer's step, and after it."""
+"""The time that records hold up the training thread: in hooks around an optimizer's step, and after."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spent:
-    """How long the training thread was held."""
+    """Seconds that the training thread was held."""
 
     seconds: float
     """Altogether."""
     record_s: float | None
-    """Of these, by a record that was made; plans and new memory left out.  None if none was made."""
+    """Seconds of these for a record, without plans and new memory; None if no record was made."""
 
 
 class Clock:
@@ -27,14 +27,14 @@ class Clock:
         self._made = False
 
     def take(self) -> Spent:
-        """What it was, and begin anew."""
+        """Return the time since it was last asked for, and begin anew."""
         spent = Spent(self._seconds, self._seconds - self._once_s if self._made else None)
         self._seconds = self._once_s = 0.0
         self._made = False
         return spent
 
     def made(self) -> None:
-        """A record is complete."""
+        """Note that a record is complete."""
         self._made = True
 
     @contextmanager
@@ -48,7 +48,7 @@ class Clock:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Inside of `held`: what is not done for every record."""
+        """Inside of `held`: this block is not done for every record."""
         began = time.perf_counter()
         try:
             yield

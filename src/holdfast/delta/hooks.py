@@ -24,11 +24,11 @@ class Call:
     around: Steps | None
     """The optimizer in whose step it begins, if any."""
     again: bool
-    """Whether its step before did not come to its end."""
+    """True if this optimizer's step before did not come to its end."""
 
 
 class Hooks:
-    """Before and after the step of each optimizer; before it as the last hook of all, so that no other
+    """Hooks before and after the step of each optimizer; before it the last of all, so that no other
     changes gradients behind it."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Hooks:
         before: Callable[[Call], None],
         after: Callable[[Steps], None],
     ) -> None:
-        """In a forked child neither is called: records are its parent's."""
+        """Neither `before` nor `after` is called in a forked child: records are its parent's."""
         self._told = before
         self._after = after
         self._running: dict[FrameType, Steps] = {}
@@ -73,7 +73,8 @@ class Hooks:
         return None if frame is None else self._running[frame]
 
     def has_failed(self, key: str | None = None) -> bool:
-        """Whether a step of an optimizer (of any) did not come to its end; asked where it has none."""
+        """True if a step of an optimizer (None: of any) did not come to its end, which is forgotten
+        then; to be asked when none of its steps is under way."""
         failed = [call for call, one in self._running.items() if key in (None, one.key)]
         for call in failed:
             del self._running[call]
@@ -92,7 +93,7 @@ class Hooks:
             optimizer._optimizer_step_pre_hooks.move_to_end(number)
 
     def are_last(self, key: str) -> bool:
-        """But for hooks of other checkpointers, which change nothing."""
+        """True if its hook is last, but for those of other checkpointers, which change nothing."""
         return is_followed_by_ours(*self._last[key])
 
     def remove(self) -> None:
@@ -101,7 +102,7 @@ class Hooks:
 
 
 def refused(key: str, given: list[Any]) -> UsageError:
-    """What a replay would have to hand over, too."""
+    """The error for arguments of `step()`, which a replay would have to hand over, too."""
     if callable(given[0]):
         return UsageError(
             "delta= cannot record an optimizer that is given a closure",

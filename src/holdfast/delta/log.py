@@ -10,7 +10,14 @@ from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint.names import Saved, committed, run_of_log, step_prefix
+from holdfast.checkpoint.names import (
+    Saved,
+    committed,
+    parse_segment,
+    run_of_log,
+    segments,
+    step_prefix,
+)
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.delta.chain import chain_from
 from holdfast.delta.segment import (
@@ -19,7 +26,6 @@ from holdfast.delta.segment import (
     Identity,
     Plan,
     Record,
-    parse_key,
     plan_key,
     read_header,
     read_plan,
@@ -43,36 +49,19 @@ class Found(msgspec.Struct, frozen=True):
 
     key: str
     start: int
-    """Where its records begin."""
+    """Byte of the file at which its records begin."""
     header: Header
 
 
-def segments(store: Store, since: int = 0) -> list[str]:
-    """Keys of all segments that have records after step `since`."""
-    found = []
-    for key in store.list("log/"):
-        parsed = parse_key(key)
-        if parsed is not None and parsed[2] > since:
-            found.append(key)
-    return found
-
-
-def last_recorded(store: Store, run: int, step: int) -> int:
-    """The last step behind this one that a run, or one after it, has recorded, as segments are named; 0 if
-    there is none."""
-    found = map(parse_key, segments(store, step))
-    return max((last for of_run, _, last, _ in filter(None, found) if of_run >= run), default=0)
-
-
 def leads_on(store: Store, state: Identity) -> bool:
-    """Whether the run that reached a state has recorded a step from there."""
+    """True if the run that reached a state has recorded a step from there."""
     run, step = state
     keys = [key for key in segments(store, step) if run_of_log(key) == run]
     return any(r.parent == state for one in read_headers(store, keys) for r in one.header.records)
 
 
 def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
-    """Of those that can be read; the others are as good as not there."""
+    """Headers of the segments that can be read; the others are as good as not there."""
     found = []
     for key in keys:
         try:
@@ -81,7 +70,7 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
                 header, start = read_header(reader, key)
             finally:
                 reader.close()
-            _, _, _, rank = parse_key(key) or (0, 0, 0, -1)
+            _, _, _, rank = parse_segment(key) or (0, 0, 0, -1)
             if header.rank != rank:
                 raise FormatError(f"a segment of rank {header.rank}", key=key)
             found.append(Found(key, start, header))
@@ -97,8 +86,8 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
 def tidy_log(store: Store, max_bytes: int = 0) -> None:
     """Delete the records that no step which is still there needs.
 
-    Those of a run without a full save stay: it may be on its way, whatever older runs have saved.
-    With a bound also the oldest of those that the newest state does not need, until half of it is free.
+    Records of a run without a full save stay: it may be on its way, whatever older runs have saved.
+    With a bound, delete also the oldest that the newest state does not need, until half of it is free.
     """
     saved = committed(store)
     if not saved:
@@ -107,7 +96,7 @@ def tidy_log(store: Store, max_bytes: int = 0) -> None:
     kept: set[int] = set()
     plans: list[tuple[int, str]] = []
     for key in store.list("log/"):
-        parsed, run = parse_key(key), run_of_log(key)
+        parsed, run = parse_segment(key), run_of_log(key)
         if run is None:
             continue  # not ours
         if parsed is None:
@@ -152,7 +141,7 @@ def open_log(store: Store) -> tuple[Log, list[str]]:
 
 
 def _is_there(store: Store, key: str) -> bool:
-    """Whether a file was not deleted since it was listed, beside a training."""
+    """True if a file is still there: a training beside this may delete it after it was listed."""
     try:
         store.size(key)
     except NotFound:
@@ -161,8 +150,8 @@ def _is_there(store: Store, key: str) -> bool:
 
 
 def newest_history(log: Log, saved: Iterable[Saved]) -> tuple[Saved, list[Step]]:
-    """Of some full steps the one that leads to the newest state, as a restart takes it, and the records by
-    which it does."""
+    """The one of some full steps that leads to the newest state, as a restart takes it, and the records
+    by which it does."""
 
     def newness(way: tuple[Saved, list[Step]]) -> tuple[Identity, int]:
         base, steps = way
@@ -191,7 +180,7 @@ class Step:
         return len(self.records) == self.world
 
     def applied(self, first: int = 0) -> dict[str, dict[int, Applied]]:
-        """By optimizer, what each rank said of its step; in the order in which rank `first` made them."""
+        """The steps of each optimizer, by key and rank, in the order in which rank `first` made them."""
         found: dict[str, dict[int, Applied]] = {}
         for rank, (_, record) in sorted(
             self.records.items(), key=lambda one: (one[0] != first, one)
@@ -263,7 +252,7 @@ class Log:
         return damaged
 
     def leave_out(self, plans: Iterable[str]) -> None:
-        """Nothing leads on by a record of one of these plans."""
+        """Leave out all records of these plans: nothing leads on by them."""
         self._left_out.update(plans)
 
     def after(self, base: Identity) -> list[Step]:
@@ -293,14 +282,14 @@ class Log:
         return Checkpoint(LogStore(self.store, places), manifest)
 
     def plan(self, step: Step) -> Plan:
-        """What a step's records hold.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
+        """The plan of a step's records.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
         key = (step.run, step.plan)
         if key not in self._read:
             self._read[key] = read_plan(self.store, step.run, step.plan)
         return self._read[key]
 
     def _sized(self, step: Step) -> Manifest:
-        """With the lengths that this step's packed tensors have."""
+        """The manifest of a step's plan, with the lengths that this step's packed tensors have."""
         shell = self._shell(step)
         sizes = {name: n for _, record in step.records.values() for name, n in record.sizes.items()}
         if not sizes:

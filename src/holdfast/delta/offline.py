@@ -106,7 +106,7 @@ def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
 
 
 def _way(store: Store, log: Log, step: int) -> tuple[int, list[Step]]:
-    """The full step from which the fewest records lead to the newest state of this number, and they."""
+    """The full step from which the fewest records lead to the newest state of this number, and these."""
     saved = committed(store)
     found: list[tuple[Identity, int, list[Step]]] = []
     for base in saved:
@@ -137,7 +137,7 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
     headers = [found.header for step in steps for found, _ in step.records.values()]
     optimizers = sorted({key for header in headers for key in header.kinds})
     params: dict[str, torch.Tensor] = {}
-    """Those that only an optimizer has, and then those of modules."""
+    """Parameters that only an optimizer has, and then those of modules, by name."""
     bare: State = {}
     for name in checkpoint.names():
         info = checkpoint.info(name)
@@ -216,7 +216,7 @@ def _optimizer(
 
 
 def _way_of(hyper: dict[str, Any]) -> dict[str, bool]:
-    """How it computed, on which the last bits depend; what does so on CPUs."""
+    """The options that say how it computed, as far as the last bits depend on them on CPUs."""
     ways = ("fused",) if hyper.get("capturable") else ("foreach", "fused")
     return {name: hyper[name] for name in ways if isinstance(hyper.get(name), bool)}
 
@@ -234,7 +234,7 @@ def _param(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) ->
 
 
 def _places(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) -> list[str]:
-    """Where a parameter may be.  `keys`: under which; its name may have one of them already."""
+    """Names in `params` that a parameter may have: behind each of `keys`, or with one already."""
     full = [f"{key}.{name}" for key in keys] + [name] * (name.partition(".")[0] in keys)
     return [f for f in full if f in params]
 

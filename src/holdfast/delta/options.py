@@ -1,4 +1,4 @@
-"""What a user says of the differential tier."""
+"""The user's options for the differential tier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.arguments import choice_of, count_of
 from holdfast.sizes import size_of
 
 MAX_SLOTS = 1 << 20
-"""Records in memory: each takes some bytes of bookkeeping besides."""
+"""Most records in memory: each takes some bytes of bookkeeping besides."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,10 @@ from holdfast.state.placed import torch_dtype
 from holdfast.state.snapshot import raw_array
 
 SPARSE = "sparse"
-"""The state that a gradient counts as that is not laid out, but packed."""
+"""The state of a gradient that is packed, and not laid out."""
 PACKED = "packed"
 BLOCK = 1 << 18
-"""Elements that are looked at together: their truth values stay in the cache."""
+"""Number of elements that are looked at together: their truth values stay in the cache."""
 
 
 class NotAsDeclared(HoldfastError):
@@ -62,7 +62,7 @@ class Part:
 
 
 def pays(p: torch.Tensor) -> bool:
-    """Whether a parameter's gradient was declared so sparse that it is smaller when packed."""
+    """True if a parameter's gradient was declared so sparse that it is smaller when packed."""
     most, size = most_nonzero(p), p.element_size()
     if most is None or size not in _INTEGER:
         return False
@@ -70,7 +70,7 @@ def pays(p: torch.Tensor) -> bool:
 
 
 def most_in(part: Part, p: torch.Tensor) -> int:
-    """How many elements of a part of a parameter's gradient may be other than zero."""
+    """Number of elements of a part of a parameter's gradient that may be other than zero."""
     return min(most_nonzero(p) or 0, part.box.size)
 
 
@@ -79,7 +79,8 @@ def packed_name(key: str, rank: int) -> str:
 
 
 def parted(agreement: Agreement, world: int) -> tuple[Agreement, tuple[TensorEntry, ...]]:
-    """What records lay out, with tensors for what they pack; and the tensors that they pack."""
+    """The tensors that records lay out, packed ones in place of sparse ones; and these sparse
+    ones."""
     few = tuple(t for t in agreement.tensors if t.state == SPARSE)
     if not few:
         return agreement, ()
@@ -124,13 +125,13 @@ class Pack:
     parts: list[Part]
     params: Mapping[str, torch.Tensor]
     at: Mapping[Part, tuple[slice, ...] | None]
-    """Where in this rank's gradient a part is."""
+    """Slices of a part in this rank's gradient; None if it is all of it."""
     most: Mapping[Part, int]
-    """How many of its elements may be other than zero: there is room for no more."""
+    """Number of a part's elements that may be other than zero: there is room for no more."""
 
     @property
     def most_bytes(self) -> int:
-        """If they are as sparse as was declared."""
+        """Bytes that they take at most, if they are as sparse as was declared."""
         return sum(
             most_bytes(
                 sum(self.most[part] for part in lane),
@@ -141,7 +142,8 @@ class Pack:
         )
 
     def into(self, memory: memoryview, each: Callable[..., Iterable[Any]] = map) -> int:
-        """Pack what is not zero now; its bytes.  NotAsDeclared.  `each`: a `map`, perhaps over threads."""
+        """Pack what is not zero; return its bytes.  NotAsDeclared.  `each`: a `map`, or one over
+        threads."""
         looked = list(each(self._look, self.parts))
         pairs = list(zip(self.parts, looked))
         if dense := tuple(p.name for p, (at, _) in pairs if len(at) > self.most[p]):
@@ -174,9 +176,9 @@ _NOWHERE = np.zeros(0, np.int64)
 
 
 def nonzero(tensor: torch.Tensor) -> tuple[Ints, NDArray[Any]]:
-    """Where a tensor's bits are not zero, counted row by row, and these elements as integers.
+    """Row-by-row positions where a tensor's bits are not zero, and these elements as integers.
 
-    By bits, so that a negative zero is told from zero.
+    Bits are compared, so that a negative zero is told from zero.
     """
     with torch.no_grad():
         if tensor.device.type != "cpu":
@@ -189,8 +191,8 @@ def nonzero(tensor: torch.Tensor) -> tuple[Ints, NDArray[Any]]:
 
 
 def _where(raw: NDArray[Any]) -> Ints:
-    """Which elements are not zero.  First which groups of eight have one: numpy's own search over truth
-    values takes twice as long."""
+    """Positions of the elements that are not zero.  Groups of eight that have one are found first: numpy's
+    own search over truth values takes twice as long."""
     differs = np.zeros(BLOCK, bool)
     groups = differs.view(np.uint64)
     found = [np.zeros(0, np.int64)]
@@ -217,7 +219,7 @@ class Entries:
     values: torch.Tensor
 
     def into(self, local: torch.Tensor, box: Box) -> None:
-        """Write those that lie in `box`, of which a rank holds `local`."""
+        """Write the elements that lie in `box`, of which a rank holds `local`."""
         shape = self.part.box.shape or (1,)
         start, offset = self.part.box.start or (0,), box.start or (0,)
         where = [c + (a - b) for c, a, b in zip(np.unravel_index(self.at, shape), start, offset)]
@@ -232,7 +234,7 @@ class Entries:
 
 
 def entries(parts: list[Part], data: NDArray[np.uint8]) -> Iterator[Entries]:
-    """What a rank has packed of an optimizer's parts.  FormatError."""
+    """The entries of each of an optimizer's parts that a rank has packed.  FormatError."""
     for lane in lanes(parts):
         size = dtype_of(lane[0].dtype).bytes
         at, raw, data = unpack(data, np.dtype(f"i{size}"))

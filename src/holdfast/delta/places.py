@@ -1,4 +1,4 @@
-"""Where everything lies in a rank's records, and how it gets there."""
+"""The layout of a rank's records, and the copies into their places."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from holdfast.state.placed import Placed, local_of, torch_dtype
 from holdfast.state.snapshot import raw_array
 
 MANY = 1 << 15
-"""Elements from which on torch copies with several threads."""
+"""Number of elements from which on torch copies with several threads."""
 MOST_ROUNDED = 1 << 24
-"""Elements that are rounded at once on a device."""
+"""Number of elements that are rounded at once on a device."""
 
 
 @dataclass
@@ -34,14 +34,14 @@ class Piece:
     """A part of a tensor, and where in a record it goes."""
 
     name: str
-    """In records."""
+    """Its name in records."""
     tensor: torch.Tensor
     """The parameter, or the value itself."""
     at: tuple[slice, ...] | None
     offset: int
     bytes: int
     dtype: torch.dtype
-    """In records."""
+    """Its dtype in records."""
 
     @property
     def is_rounded(self) -> bool:
@@ -50,16 +50,16 @@ class Piece:
 
 @dataclass
 class Layout:
-    """Where everything lies in this rank's records."""
+    """The places of everything in this rank's records."""
 
     image: Image
     grads: dict[str, list[Piece]]
-    """By optimizer's key."""
+    """Pieces of gradients, by optimizer's key."""
     values: list[Piece]
     tensors: tuple[TensorEntry, ...]
-    """Of the image; what is packed with as many bytes as it may have."""
+    """Tensors of the image; those that are packed have as many bytes as they may take."""
     packs: dict[str, tuple[Pack, int]] = field(default_factory=dict)
-    """By optimizer's key: its sparse gradients, and where in a slot they go."""
+    """Sparse gradients, and the byte of a slot at which they begin, by optimizer's key."""
     _places: dict[tuple[int, str], list[Place]] = field(default_factory=dict)
 
     @property
@@ -68,11 +68,11 @@ class Layout:
         return {p.name for pieces in self.grads.values() for p in pieces if p.is_rounded}
 
     def forget_places(self) -> None:
-        """Slots are of other memory now."""
+        """Forget known places: slots are of other memory now."""
         self._places.clear()
 
     def places(self, slot: int, memory: memoryview, key: str) -> list[Place]:
-        """Of an optimizer's gradients in a slot."""
+        """Places of an optimizer's gradients in a slot, made once."""
         if (slot, key) not in self._places:
             self._places[slot, key] = places(memory, self.grads[key])
         return self._places[slot, key]
@@ -119,7 +119,7 @@ class Layout:
         return image
 
     def _closed_up(self, memory: memoryview, sizes: dict[str, int]) -> Image:
-        """What packed tensors leave free is closed."""
+        """Close the gaps that packed tensors leave in `memory`; return the image of the result."""
         sizes = {pack.name: sizes.get(pack.name, 0) for pack, _ in self.packs.values()}
         before, tensors = self.image.pieces, sized(self.tensors, sizes)
         size, stop = before.bytes.copy(), before.stop.copy()
@@ -144,12 +144,12 @@ class Layout:
 
 
 def within(placed: Placed, box: Box) -> tuple[slice, ...] | None:
-    """Where in a rank's part of a tensor a box lies; None if it is all of it."""
+    """Slices of a box in a rank's part of a tensor; None if it is all of it."""
     return box.within(placed.box.start) if box.start and box != placed.box else None
 
 
 def sized(tensors: tuple[TensorEntry, ...], sizes: dict[str, int]) -> tuple[TensorEntry, ...]:
-    """With the lengths of those whose length differs from record to record."""
+    """The tensors, with lengths from `sizes` where these differ from record to record."""
     return tuple(
         msgspec.structs.replace(t, shape=(sizes[t.name],)) if t.name in sizes else t
         for t in tensors
@@ -163,7 +163,7 @@ def packs_of(
     live: Live,
     params: dict[str, torch.Tensor],
 ) -> dict[str, Pack]:
-    """By optimizer's key, what this rank packs of the tensors `few`."""
+    """The parts of the tensors `few` that this rank packs, by optimizer's key."""
     found: dict[str, list[Part]] = {}
     for part in parts_of(agreement, few, rank) if few else ():
         found.setdefault(part.key, []).append(part)
@@ -181,7 +181,7 @@ def packs_of(
 
 @dataclass
 class Place:
-    """Where in a slot of the ring a piece goes, as tensor and array."""
+    """The place of a piece in a slot of the ring, as tensor and array."""
 
     piece: Piece
     into: torch.Tensor
@@ -190,7 +190,7 @@ class Place:
 
 
 def places(memory: memoryview, pieces: Iterable[Piece]) -> list[Place]:
-    """Made once for each slot."""
+    """Places of pieces in the memory of a slot."""
     found = []
     for piece in pieces:
         view = memory[piece.offset : piece.offset + piece.bytes]
@@ -203,7 +203,8 @@ def places(memory: memoryview, pieces: Iterable[Piece]) -> list[Place]:
 
 
 def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
-    """Each tensor's piece to its place.  Device copies are given to the current stream.  NotAsDeclared."""
+    """Copy each tensor's piece to its place.  Device copies are given to the current stream.
+    NotAsDeclared."""
     few: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     changed: dict[str, torch.Tensor] = {}
     less = ""
@@ -228,7 +229,7 @@ def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
 
 
 def round_into(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Copy float32 into bfloat16 or float16; a truth value on the source's device: whether bits were lost.
+    """Copy float32 into bfloat16 or float16; return a truth value on its device: true if bits were lost.
 
     In parts: on the CPU they stay in the cache and with this thread (if the source is contiguous), on a
     device they bound what memory it takes.
@@ -251,7 +252,7 @@ def _round_part(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def spread(
     placed: list[tuple[Place, torch.Tensor]], count: int
 ) -> list[list[tuple[Place, torch.Tensor]]]:
-    """In parts of about as many bytes, at most `count`, none of them empty."""
+    """Split into at most `count` parts of about as many bytes, none of them empty."""
     total, done = sum(place.piece.bytes for place, _ in placed), 0
     parts: list[list[tuple[Place, torch.Tensor]]] = [[] for _ in range(count)]
     for one in placed:

@@ -21,7 +21,7 @@ from holdfast.events import emit, span
 from holdfast.store import Store
 
 MAX_RESTARTS = 3
-"""Of writers that died before they had written anything."""
+"""Number of writers in a row that may be replaced, each dead before it had written anything."""
 
 RUN = """
 import sys
@@ -49,9 +49,9 @@ class Queue:
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_told = False
-        """Whether the writer has its order."""
+        """True if the writer has its order."""
         self._announced = 0
-        """The writer that restarts know of, by its number."""
+        """Process number of the writer that restarts know of; 0 if there is none."""
         self._flushing = False
         self._restarts = 0
         self._closing = False
@@ -91,17 +91,17 @@ class Queue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is on its way to storage."""
+        """True if nothing is on its way to storage."""
         with self._changed:
             return not self._sent
 
     def give_back(self, slot: int) -> None:
-        """A slot that holds nothing."""
+        """Take back a slot that holds nothing."""
         with self._changed:
             self._free.append(slot)
 
     def put(self, slot: int, record: Record) -> None:
-        """A slot is filled."""
+        """Hand a filled slot to the writer."""
         with self._changed:
             self._sent[slot] = record
             self._say(w.Put(slot, record))
@@ -142,7 +142,7 @@ class Queue:
     # -- the process ------------------------------------------------------------------------------
 
     def _start(self) -> socket.socket:
-        """A writer, which has been told nothing yet."""
+        """Start a writer, which is told nothing yet; return the socket to it."""
         mine, theirs = socket.socketpair()
         package = str(Path(errors.__file__).resolve().parent.parent)
         path = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -162,7 +162,7 @@ class Queue:
         return mine
 
     def _announce(self) -> None:
-        """Whoever restarts shall wait for this writer, no more for the one before.  Blocks; StoreError."""
+        """Have restarts wait for this writer, no more for the one before.  Blocks; StoreError."""
         assert self._order is not None and self._store is not None and self._process is not None
         before, pid, header = self._announced, self._process.pid, self._order.header
         if before != pid:
@@ -173,7 +173,7 @@ class Queue:
                 self._store.delete(writing_key(header.run, header.rank, before))
 
     def _tell(self, line: socket.socket) -> None:
-        """Its order, and all that is not known to be written."""
+        """Send the writer its order, and all records that are not known to be written."""
         assert self._order is not None and self.ring is not None
         self._is_told = True
         with suppress(OSError):  # whoever listens finds that it is gone
@@ -184,7 +184,7 @@ class Queue:
             self._say(w.Flush())
 
     def _say(self, message: object) -> None:
-        """To a writer that has its order; another one will be told with it."""
+        """Send to a writer that has its order; another one will be told with it."""
         if self._is_told and self._line is not None:
             with suppress(OSError):
                 w.send(self._line, message)

@@ -1,4 +1,4 @@
-"""What a rank's records hold: gradients as the optimizer uses them, and what else changes."""
+"""The contents of a rank's records: gradients as the optimizer uses them, and what else changes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from holdfast.state.snapshot import raw_array
 from holdfast.state.wrapped import bare, is_ours, stepping
 
 GRAD = "grad"
-"""The state that a gradient counts as: `optim.h.0.weight.grad`."""
+"""The state of a gradient, and the end of its name: `optim.h.0.weight.grad`."""
 SPARE_ROOM = 4 << 10
-"""For extras that grow."""
+"""Bytes left free for extras that grow."""
 SMALL_BYTES = 1 << 20
 SAMPLES = 1 << 10
 ROUNDED = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
-"""States that gradients count as that are recorded in another dtype than their own."""
+"""Dtypes of gradients that are recorded in another dtype than their own, by their state."""
 
 
 @dataclass
@@ -94,8 +94,8 @@ def optimizers(state: State) -> list[Steps]:
 
 @dataclass(frozen=True)
 class Mark:
-    """What tells whether a tensor was written since: which it was, where it lay, its counter of writes, and
-    a sample of its values, because writes by way of `.data` are not counted."""
+    """Tells if a tensor was written since: keeps which it was, where it lay, its counter of writes, and a
+    sample of its values, because writes by way of `.data` are not counted."""
 
     tensor: weakref.ref[torch.Tensor]
     place: int
@@ -154,7 +154,7 @@ def buffers(state: State) -> dict[str, torch.Tensor]:
 
 
 def small(tensors: dict[str, torch.Tensor]) -> set[str]:
-    """Those that are recorded at every step: batch norm's kernels write to theirs uncounted."""
+    """Names of small tensors, recorded at every step: batch norm's kernels write uncounted."""
     return {n for n, t in tensors.items() if t.numel() * t.element_size() <= SMALL_BYTES}
 
 
@@ -185,7 +185,7 @@ def declared(p: torch.Tensor) -> str:
 
 
 def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement:
-    """What the records of all ranks hold together.  Collective; blocks."""
+    """Agree on what the records of all ranks hold together.  Collective; blocks."""
 
     def together(answers: list[bytes]) -> bytes:
         kinds = list(dict.fromkeys(answers))
@@ -248,7 +248,7 @@ def check_grad(name: str, p: torch.Tensor, *, read_only: bool) -> None:
 
 
 def mixed_up(one: Steps) -> str:
-    """A parameter with which an optimizer computes otherwise than a replay would; empty if there is none.
+    """Name of a parameter with which an optimizer computes otherwise than a replay would; empty if none.
 
     Torch's fused kernels on CPUs go through the memory of gradient and parameter side by side, also where
     one of them lies otherwise than the other (elsewhere they refuse), and those of 16 bits round otherwise
@@ -269,14 +269,14 @@ def _lie_alike(p: torch.Tensor, grad: torch.Tensor) -> bool:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Its class, so that a replay without the training script can make one."""
+    """The optimizer's class as `module:name`: a replay without the training script can make one."""
     kind = type(stepping(optimizer))
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def only_reads(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step is known to leave gradients as they are: torch's do, unless a fused
-    kernel unscales them."""
+    """True if an optimizer's step is known to leave gradients as they are: torch's do, unless a fused
+    kernel unscales them, or one with `nesterov` writes to them."""
     optimizer = stepping(optimizer)
     looks_ahead = any(group.get("nesterov") for group in optimizer.param_groups)  # foreach writes
     scales = getattr(optimizer, "grad_scale", None) is not None
@@ -284,18 +284,18 @@ def only_reads(optimizer: Optimizer) -> bool:
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether torch brings it, so that it is known what it reads, keeps and writes."""
+    """True if torch brings the optimizer, so that it is known what it reads, keeps and writes."""
     return type(stepping(optimizer)).__module__.startswith("torch.optim.")
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Whether there is something in its step that may read other values than its own: a hook that follows
-    it, or an optimizer that torch does not bring."""
+    """True if something in an optimizer's step may read other values than its own: a hook that follows it,
+    or an optimizer that torch does not bring."""
     return hooks_after(optimizer) > 0 or not is_torchs(optimizer)
 
 
 def hooks_after(optimizer: Optimizer) -> int:
-    """How many hooks of others follow its step."""
+    """Number of hooks of others that follow an optimizer's step."""
     hooks = optimizer._optimizer_step_post_hooks.values()
     return sum(not is_ours(hook) for hook in hooks)
 

@@ -18,10 +18,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from holdfast.checkpoint.names import segments
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import ArrayTarget, Want
 from holdfast.checkpoint.sharing import read_together
-from holdfast.delta.log import Found, Log, Step, read_headers, segments
+from holdfast.delta.log import Found, Log, Step, read_headers
 from holdfast.delta.packing import PACKED, Part, entries, packed_name, parts_of
 from holdfast.delta.recording import (
     GRAD,
@@ -67,7 +68,7 @@ PASSED_OVER = (Corrupt, FormatError, NotFound)
 
 
 def survey(store: Store, group: Group, since: int, run: int) -> Log:
-    """What records there are after step `since`, when the writers of runs before `run` are done.
+    """Return the log of what follows step `since`, when the writers of runs before `run` are done.
 
     Each rank reads its part of the headers, and all plans.  Collective.
     """
@@ -104,7 +105,7 @@ class Gradients:
                 with torch.no_grad():
                     self.of[grad_name(one.key, name)] = torch.empty_like(p, requires_grad=False)
         self.packed: dict[str, np.ndarray[Any, Any]] = {}
-        """By name, what ranks have packed."""
+        """Bytes of sparse gradients that ranks have packed, by name."""
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Replay:
     _packing: dict[tuple[int, str], dict[tuple[str, int], list[Part]]] = field(default_factory=dict)
 
     def run(self, steps: list[Step]) -> Step | None:
-        """Apply as many as prove sound; the last of them, with its extras put back.  None if none does."""
+        """Apply as many as prove sound; return the last, with its extras put back.  None if none does."""
         self.steps = optimizers(self.state)
         self._blockwise = {one.key: Blockwise(one.optimizer) for one in self.steps}
         self.values = {**untrained(self.state), **buffers(self.state)}
@@ -254,7 +255,7 @@ class Replay:
                 )
 
     def _warn_of_hooks(self, steps: list[Step]) -> None:
-        """What hooks after a step write to weights is not in records: the hooks write it again."""
+        """Warn of missing hooks after a step: they write to weights again what no record has."""
         for one in self.steps:
             applied = [a for s in steps for a in s.applied().get(one.key, {}).values()]
             recorded, here = max((a.hooks for a in applied), default=0), hooks_after(one.optimizer)
@@ -267,7 +268,7 @@ class Replay:
                 )
 
     def _is_resized(self, step: Step) -> bool:
-        """Whether the records were made on another layout.  UsageError if that cannot be replayed."""
+        """True if the records were made on another layout.  NotRecoverable if that cannot be replayed."""
         checkpoint = self.log.open(step, {}, {})
         lenient = _lenient(self.options)
         resized = judge_together(checkpoint, self.live, Problems(), None, self.group, lenient)
@@ -282,7 +283,7 @@ class Replay:
         return resized
 
     def _read(self, step: Step, into: Gradients) -> None:
-        """All of a record that is used: gradients, the buffers that it changed, extras.  Collective."""
+        """Read what is used of a record: gradients, the buffers that it changed, extras.  Collective."""
         error: Exception | None = None
         wants: list[Want] = []
         checkpoint = None
@@ -324,7 +325,7 @@ class Replay:
     def _unpack(
         self, step: Step, few: dict[str, torch.Tensor], packed: dict[str, np.ndarray[Any, Any]]
     ) -> None:
-        """Gradients of which only what is not zero was recorded.  FormatError."""
+        """Unpack gradients of which only what is not zero was recorded.  FormatError."""
         for tensor in few.values():
             local_of(tensor).zero_()
         for (key, rank), parts in self._parts(step).items():
@@ -335,7 +336,7 @@ class Replay:
                     one.into(local_of(few[one.part.name]), box)
 
     def _parts(self, step: Step) -> dict[tuple[str, int], list[Part]]:
-        """By optimizer and rank, what they have packed; the same for all records of a plan."""
+        """The parts that were packed, by optimizer and rank; the same for all records of a plan."""
         known = (step.run, step.plan)
         if known not in self._packing:
             plan = self.log.plan(step)
@@ -392,7 +393,7 @@ class Replay:
                 _make_step(one.optimizer, self._blockwise[one.key])
 
     def _put_rest(self, step: Step) -> None:
-        """Buffers and extras as they were after the step."""
+        """Put buffers and extras back as they were after the step."""
         extras, per_rank = self._extras(step)
         checkpoint = self.log.open(step, extras, per_rank)
         live = Live(keys=set(self.state), tensors=dict(self.live.tensors))
@@ -406,7 +407,7 @@ class Replay:
             plan.put()
 
     def _extras(self, step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What all ranks share and which keys are each rank's own, as a full save would have it."""
+        """Extras that all ranks share, and keys of those of each rank, as a full save has them."""
         ready = [
             Ready(step.step, False, "", "", record.notes)
             for _, (_, record) in sorted(step.records.items())
@@ -422,7 +423,7 @@ class Replay:
 
 
 def _late(step: Step) -> set[str] | None:
-    """What was written after the step had begun, on any rank; None if nothing in it may read values."""
+    """Names of tensors written after the step began, on any rank; None if nothing in it may read any."""
     told = [record.late for _, record in step.records.values() if record.late is not None]
     return set().union(*told) if told else None
 
@@ -442,7 +443,7 @@ def merged_groups(step: Step, key: str) -> Any:
 
 
 def _lenient(options: Options) -> Options:
-    """A record holds gradients, and no parameters."""
+    """These options for a record, which may lack tensors: it holds gradients, and no parameters."""
     return Options(strict=False, on_resize=options.on_resize, mesh=options.mesh)
 
 
@@ -461,7 +462,7 @@ def _decode(value: Any) -> Any:
 
 
 def _make_step(optimizer: Any, blockwise: Blockwise) -> None:
-    """As `optimizer.step()` does, hooks and all."""
+    """Make a step as `optimizer.step()` does, hooks and all."""
 
     def made(_: Any) -> None:
         if blockwise.is_possible():
@@ -477,7 +478,7 @@ def _make_step(optimizer: Any, blockwise: Blockwise) -> None:
 
 @contextmanager
 def _without_pre_hooks(optimizer: Any) -> Iterator[None]:
-    """Gradients are recorded as hooks before the step had made them; these must not do it twice."""
+    """Leave out hooks before the step: recorded gradients are as these had made them already."""
     every = optimizer._optimizer_step_pre_hooks, _global_optimizer_pre_hooks
     kept = [list(hooks.items()) for hooks in every]
     for hooks in every:
@@ -490,7 +491,7 @@ def _without_pre_hooks(optimizer: Any) -> Iterator[None]:
 
 
 class _amp:  # noqa: N801
-    """What a GradScaler leaves with an optimizer for its kernel."""
+    """Sets, for a block, what a GradScaler leaves with an optimizer for its kernel."""
 
     def __init__(self, optimizer: Any, found_inf: float | None, grad_scale: float | None) -> None:
         self._optimizer = optimizer

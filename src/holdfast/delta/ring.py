@@ -11,14 +11,14 @@ import numpy as np
 
 MADV_POPULATE_WRITE = 23
 POPULATED_BYTES = 4 << 20
-"""At a time: the training must not wait long for the kernel."""
+"""Bytes to make at a time: the training must not wait long for the kernel."""
 
 
 class Ring:
     """`slots` times `slot_bytes` of memory without a name: it is gone when both processes are."""
 
     def __init__(self, slots: int, slot_bytes: int, fd: int | None = None) -> None:
-        """`fd`: of the other process's."""
+        """`fd`: the descriptor of the other process's memory; None to make new memory."""
         self.slots = slots
         self.slot_bytes = slot_bytes
         size = slots * slot_bytes
@@ -53,7 +53,7 @@ class Ring:
         return self.view[number * self.slot_bytes : (number + 1) * self.slot_bytes]
 
     def close(self) -> None:
-        """Memory that somebody still looks at goes with the last look."""
+        """Give the memory up; what somebody still looks at goes with the last look."""
         os.close(self.fd)
         try:
             self.view.release()

@@ -15,7 +15,6 @@ follows; the record itself is an image (`holdfast.format.image`) whose tensors a
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
@@ -31,10 +30,9 @@ MAGIC = b"HFLOG\r\n" + bytes([VERSION])
 HEAD_BYTES = 24
 MAX_HEADER_BYTES = 1 << 30
 
-_SEGMENT = re.compile(r"log/(\d{10})/(\d{10})-(\d{10})/r(\d{5,})\.log")
 
 Identity = tuple[int, int]
-"""Of a state: the run that reached it, and its step."""
+"""A state: the run that reached it, and its step."""
 
 
 class Applied(msgspec.Struct, frozen=True):
@@ -42,14 +40,14 @@ class Applied(msgspec.Struct, frozen=True):
 
     key: str
     hyper: tuple[Any, ...]
-    """Of each parameter group, encoded as extras are."""
+    """Hyperparameters of each parameter group, encoded as extras are."""
     missing: tuple[str, ...] = ()
     """Parameters without a gradient."""
     found_inf: float | None = None
     grad_scale: float | None = None
-    """What a GradScaler left to the optimizer's own kernel."""
+    """`found_inf` and `grad_scale` as a GradScaler left them to the optimizer's own kernel."""
     hooks: int = 0
-    """That others had registered to follow the step; they may have written to weights."""
+    """Number of hooks of others that followed the step; they may have written to weights."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -66,34 +64,34 @@ class Record(msgspec.Struct, frozen=True):
     unchanged: tuple[str, ...] = ()
     """Tensors that are as they were."""
     notes: dict[str, tuple[str, str]] = {}
-    """Of each of its extras the digest and the rule."""
+    """Digest and rule of each of its extras, by key."""
     late: tuple[str, ...] | None = None
-    """Tensors written after the first step had begun that may read any; None if there was none such."""
+    """Tensors written after the first step that may read any had begun; None if no step may."""
     at: int = 0
     digest: str = ""
-    """Of its digest table."""
+    """Digest of its digest table."""
     sizes: dict[str, int] = {}
-    """Of tensors whose length differs from record to record: sparse gradients."""
+    """Lengths of tensors whose length differs from record to record, by name: sparse gradients."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a segment says of itself."""
+    """The description of a segment and its records, at its beginning."""
 
     run: int
     rank: int
     world: int
     plan: str
     groups: dict[str, tuple[tuple[str, ...], ...]]
-    """By optimizer the parameters of each of its groups on this rank."""
+    """Parameters of each group on this rank, by optimizer."""
     kinds: dict[str, str] = {}
-    """By optimizer its class, as `module:name`."""
+    """Classes of the optimizers as `module:name`, by optimizer."""
     records: tuple[Record, ...] = ()
     modules: dict[str, tuple[str, ...]] = {}
-    """By optimizer the keys of the modules that have its parameters; older logs lack it."""
+    """Keys of the modules that have an optimizer's parameters, by optimizer; older logs lack it."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the records of all ranks hold: a manifest's part that does not change from step to step."""
+    """The contents of all ranks' records: a manifest's part that does not change from step to step."""
 
     mesh: tuple[tuple[str, int], ...]
     shardings: tuple[ShardingEntry, ...]
@@ -110,12 +108,6 @@ def segment_key(run: int, first: int, last: int, rank: int) -> str:
     return f"log/{run:010d}/{first:010d}-{last:010d}/r{rank:05d}.log"
 
 
-def parse_key(key: str) -> tuple[int, int, int, int] | None:
-    """(run, first step, last step, rank)."""
-    match = _SEGMENT.fullmatch(key)
-    return None if match is None else (int(match[1]), int(match[2]), int(match[3]), int(match[4]))
-
-
 def plan_key(run: int, name: str) -> str:
     return f"log/{run:010d}/plan-{name}.json"
 
@@ -129,7 +121,7 @@ def put_plan(store: Store, run: int, plan: Plan) -> str:
 
 
 def read_plan(store: Store, run: int, name: str) -> Plan:
-    """Verified.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
+    """Read a plan, verified.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
     key = plan_key(run, name)
     data = store.get(key)
     if (found := hexdigest(data)) != name:

@@ -13,8 +13,8 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoint.names import Saved, committed
-from holdfast.delta.segment import Identity, parse_key
+from holdfast.checkpoint.names import Saved, committed, parse_segment
+from holdfast.delta.segment import Identity
 from holdfast.errors import NotFound, OutOfSpace, UsageError
 from holdfast.sizes import size_text
 from holdfast.store import LocalStore, Store
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Space:
-    """What a rank has recorded since the newest full save.  `max_bytes`: of all ranks; 0 is no bound."""
+    """Bytes a rank has recorded since the newest full save.  `max_bytes`: of all ranks; 0: no bound."""
 
     def __init__(self, max_bytes: int, num_ranks: int) -> None:
         self.max_bytes = max_bytes
         self.num_ranks = num_ranks
         self._recorded = 0
         self._covered = 0
-        """Recorded before that save."""
+        """Bytes recorded before that save."""
         self._saving: list[tuple[Save, int]] = []
         self._paused = False
 
@@ -40,16 +40,16 @@ class Space:
         return self.max_bytes // self.num_ranks
 
     def add(self, num_bytes: int) -> None:
-        """So much is recorded now, too."""
+        """Count so many bytes as recorded, too."""
         self._recorded += num_bytes
 
     def saving(self, save: Save) -> None:
-        """A full save has begun."""
+        """Note that a full save has begun."""
         self._saving.append((save, self._recorded))
 
     @property
     def is_saving(self) -> bool:
-        """Whether a full save is under way."""
+        """True if a full save is under way."""
         done = [one for one in self._saving if one[0].done()]
         self._saving = [one for one in self._saving if one not in done]
         good = [before for save, before in done if save.error is None and not save.skipped]
@@ -58,11 +58,11 @@ class Space:
 
     @property
     def is_due(self) -> bool:
-        """Whether a full save is to be made, for older records to go."""
+        """True if a full save is to be made, for older records to go."""
         return self._share > 0 and not self.is_saving and self._since() >= self._share // 4
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether another record keeps within the bound."""
+        """True if another record keeps within the bound."""
         return not self._share or self._since() + num_bytes <= self._share // 2
 
     def _since(self) -> int:
@@ -80,7 +80,7 @@ class Space:
             )
 
     def lacking(self, store: Store, record_bytes: int, steps: int | None) -> OutOfSpace | None:
-        """What to tell if a local disk has no room for the records of `steps` steps, or for the bound."""
+        """The error if a local disk has no room for the records of `steps` steps, or for the bound."""
         free = free_bytes(store)
         step_bytes = record_bytes * self.num_ranks
         need = min(n for n in (self.max_bytes, (steps or 0) * step_bytes, 1 << 62) if n)
@@ -94,12 +94,12 @@ class Space:
 
     @property
     def is_paused(self) -> bool:
-        """Whether older records have to go first: they do when the full save under way is complete."""
+        """True if older records have to go first: they do when the full save under way is complete."""
         self._paused = self._paused and self.is_saving
         return self._paused
 
     def pause(self) -> OutOfSpace:
-        """Nothing is recorded until then; what to tell of it."""
+        """Record nothing until then; return what to tell the user of it."""
         self._paused = True
         return OutOfSpace(
             "records pause: since the newest full save they take half of "
@@ -117,7 +117,7 @@ def weigh(store: Store, newest: Identity) -> list[tuple[int, str, bool]]:
     """Size and key of every segment, oldest first, and whether it may lead on from full step `newest`."""
     found = []
     for key in store.list("log/"):
-        parsed = parse_key(key)
+        parsed = parse_segment(key)
         if parsed is not None:
             run, _, last, _ = parsed
             needed = run > newest[0] or (run == newest[0] and last > newest[1])
@@ -126,7 +126,7 @@ def weigh(store: Store, newest: Identity) -> list[tuple[int, str, bool]]:
 
 
 def needed_bytes(store: Store) -> int:
-    """What the records after the newest full step take."""
+    """Bytes that the records after the newest full step take."""
     sizes = weigh(store, newest_of(committed(store)))
     return sum(size for size, _, needed in sizes if needed)
 
@@ -139,7 +139,7 @@ def _size(store: Store, key: str) -> int:
 
 
 def free_bytes(store: Store) -> int | None:
-    """Of a local disk; None if nobody can tell."""
+    """Free bytes of a local disk; None if nobody can tell."""
     if not isinstance(store, LocalStore):
         return None
     room = os.statvfs(store.root)

@@ -22,6 +22,7 @@ from holdfast.codec.digest import hexdigest
 from holdfast.delta.capture import Groups, Open, RecordCapture
 from holdfast.delta.clock import Clock, Spent
 from holdfast.delta.hooks import Call, Hooks, refused
+from holdfast.delta.log import Log, Step
 from holdfast.delta.options import Delta
 from holdfast.delta.recording import (
     GRAD,
@@ -32,15 +33,18 @@ from holdfast.delta.recording import (
     only_reads,
     optimizers,
 )
+from holdfast.delta.replay import Replay, survey
 from holdfast.delta.segment import Identity
 from holdfast.delta.watching import Watch
 from holdfast.errors import AgentError, HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Box, Mesh
+from holdfast.state.customised import asked_once
 from holdfast.state.live import Live, State, is_optimizer
 from holdfast.state.placed import reduce_gradients
 from holdfast.state.rest import collect_rest
+from holdfast.state.targets import Options
 from holdfast.state.wrapped import bare
 from holdfast.store import MemoryStore, Store
 
@@ -73,32 +77,37 @@ class DeltaTier:
             )
         self.state = state
         self.group = group
+        self._store, self._run = store, run
         self.on_resize = on_resize
         self.parent: Identity | None = None
         """The state that the next record leads on from; None until there is one to begin with."""
         self.paused = False
         self.recorded = False
-        """Whether this run has made records."""
+        """True if this run has made records."""
         self.news: list[str] = []
-        """What the user has to be told."""
+        """Messages that the user has to be told."""
         self._capture = RecordCapture(
             group, store, options, run=run, mesh=mesh, deadline_s=deadline_s
         )
         self._watch = Watch()
         self._parts: dict[str, tuple[tuple[int, ...], Box, str]] = {}
-        """Where this rank's parts of sharded tensors of objects lie, as planned."""
+        """Shape, box and dtype of this rank's parts of objects' sharded tensors, as planned."""
         self._base: Save | None = None
         self._begun = False
         self._bases = 0
-        """How many times ranks were done with wishes for a base: the number of the next one."""
+        """Number of the next wish for a base: so many times ranks were done with one."""
         self._edits = 0
-        """Records in a row that could not be, because of weights that were written."""
+        """Number of records in a row that could not be, because of weights that were written."""
+        self._unsaved: tuple[int, int] | None = None
+        """The first and the last step since the newest record or full save, if no record has them."""
+        self._why = "no full save was made yet"
+        """Why no record has the next step, while `parent` is None."""
         self._idle = 0
-        """Records in a row without the step of any optimizer."""
+        """Number of records in a row without the step of any optimizer."""
         self._told_of_idle = False
         self._early: dict[str, tuple[int, int]] | None = None
-        """Versions of what no optimizer changes, when the first step of this record began, if anything in
-        there may read it."""
+        """Versions of what no optimizer changes, when this record's first step that may read it began; None
+        if none may."""
         self._clock = Clock()
         self._steps = optimizers(state())
         self._hooks = Hooks(self._steps, self._before, self._after_step)
@@ -106,7 +115,7 @@ class DeltaTier:
     # -- what records lead on from ----------------------------------------------------------------
 
     def needs_base(self, step: int) -> bool:
-        """Whether all ranks make a full save of this step, for records to lead on from.
+        """True if all ranks make a full save of this step, for records to lead on from.
 
         One rank may need it alone: it says so, and all do it at the step after, when all have heard of it.
         """
@@ -130,20 +139,34 @@ class DeltaTier:
         return True
 
     def saving(self, save: Save) -> None:
-        """A full save has begun, to storage."""
+        """Note that a full save to storage has begun."""
         self._capture.space.saving(save)
+        if self._unsaved is not None and save.step >= self._unsaved[1]:
+            self._unsaved = None
+
+    def loss(self) -> str:
+        """Say what is lost if the run ends now: steps that are in no record, with no full save
+        since.  Empty if there are none, or if the user has been told that records end."""
+        if self._unsaved is None or self.error is not None:
+            return ""
+        first, last = self._unsaved
+        steps = f"step {last} is" if first == last else f"steps {first} to {last} are"
+        return (
+            f"{steps} in no record and no full save ({self._why}): a restart does not have them; "
+            f"save({last}) before close() keeps them"
+        )
 
     def notice(self) -> HoldfastError | None:
-        """What the user is to be told; once."""
+        """The error that the user is to be told; once."""
         notice, self._capture.notice = self._capture.notice, None
         return notice
 
     def begin_from(self, identity: Identity, base: Save | None = None) -> None:
-        """The live state is this one, known or being saved; records lead on from it."""
+        """Lead on from the live state, which is this one, known or being saved."""
         self._capture.drop()
         if self._follow_optimizers() or self._is_stale():
             self._capture.unplan()
-        self._begun = True
+        self._begun, self._unsaved = True, None
         self.parent, self._base = identity, base
         self._hooks.move_last()
         self._watch.begin(self.state())
@@ -166,11 +189,12 @@ class DeltaTier:
             self._fail(error)
 
     def expect(self, names: set[str]) -> None:
-        """Buffers and untrained tensors that changed in steps before, so that records hold them at once."""
+        """Have records hold these buffers and untrained tensors at once: they changed in steps before."""
         self._watch.learn(names, self.state())
 
     def end(self, why: str) -> None:
         """Record no more, until records begin from another base."""
+        self._unsaved = None
         if self.parent is not None:
             self._capture.drop()
             self._break(why)
@@ -183,6 +207,7 @@ class DeltaTier:
     def adopt(self, run: int) -> None:
         """Go on as another run, with a writer of its own.  Blocks until all is written."""
         self.recorded = False
+        self._run = run
         self._capture.adopt(run)
 
     @property
@@ -199,7 +224,7 @@ class DeltaTier:
     def _break(self, why: str) -> None:
         """Records end here."""
         emit("delta.broken", why=why)
-        self.parent = None
+        self.parent, self._why = None, why
         self._early = None
 
     def _again(self, why: str) -> None:
@@ -208,7 +233,7 @@ class DeltaTier:
         self._break(why)
 
     def _edited(self, when: str) -> None:
-        """No record leads to what somebody else writes."""
+        """End the records here: none leads to what somebody else writes."""
         self._edits += 1
         self._again(
             "weights or states were written outside optimizer.step(), or an optimizer has others, "
@@ -217,7 +242,7 @@ class DeltaTier:
 
     def _fail(self, error: Exception) -> None:
         """Records end, and the training goes on."""
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, HoldfastError):
             error = AgentError(f"memory for records: {error.strerror or error}")
         elif not isinstance(error, HoldfastError):
             error = AgentError(f"a record could not be made: {type(error).__name__}: {error}")
@@ -225,6 +250,20 @@ class DeltaTier:
         self._again(error.message)
 
     # -- an optimizer's step ----------------------------------------------------------------------
+
+    # -- restoring --------------------------------------------------------------------------------
+
+    def survey(self, since: int) -> Log:
+        """Return what is recorded after step `since`, in this run's root.  Collective; Deadline."""
+        return survey(self._store, self.group, since, self._run)
+
+    def replay(self, log: Log, steps: list[Step], state: State, options: Options) -> Step | None:
+        """Do recorded steps again from the live state they lead on from; return the last that proved sound,
+        None if none did.  Collective."""
+        changed = {t.name for t in log.plan(steps[-1]).tensors if t.state == "buffer"}
+        self.expect(changed)
+        with self.pause():
+            return Replay(log, self.group, state, options).run(steps)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -339,7 +378,7 @@ class DeltaTier:
         return record
 
     def _follow_optimizers(self) -> bool:
-        """Whether the state has other optimizers than those with hooks; they have them now."""
+        """True if the state has other optimizers than those with hooks; these have hooks now."""
         state = self.state()
         found = [(key, id(bare(value))) for key, value in state.items() if is_optimizer(value)]
         if found == [(one.key, id(one.optimizer)) for one in self._steps]:
@@ -350,7 +389,7 @@ class DeltaTier:
         return True
 
     def _is_stale(self) -> bool:
-        """Whether an optimizer has other parameters than planned."""
+        """True if an optimizer has other parameters than planned."""
         return any(
             [id(p) for g in one.optimizer.param_groups for p in g["params"]]
             != [id(p) for _, p in one.params]
@@ -358,7 +397,7 @@ class DeltaTier:
         )
 
     def _plan(self) -> None:
-        """What records hold from now on.  Collective; blocks."""
+        """Plan what records hold from now on.  Collective; blocks."""
         state = self.state()
         self._steps = optimizers(state)
         values = self._watch.expect(state)
@@ -383,15 +422,16 @@ class DeltaTier:
     # -- a step of the training -------------------------------------------------------------------
 
     def record(self, step: int, save_every: int | None = None) -> None:
-        """The step is over: what else it changed, and off the record goes.  Returns at once.
+        """Add what else the step changed, which is over, and send the record off.  Returns at once.
 
         `save_every`: steps between full saves, as far as that is known.
         """
         self._capture.save_every = save_every
-        if self.parent is None:
-            return
-        if step <= self.parent[1]:
+        if self.parent is not None and step <= self.parent[1]:
             self._check_number(step, self.parent[1])
+            return
+        self._unsaved = (self._unsaved or (step, step))[0], step
+        if self.parent is None:
             return
         if self._hooks.has_failed():
             self._again(FAILED)
@@ -399,7 +439,7 @@ class DeltaTier:
         if self._follow_optimizers():
             self._again("the state has other optimizers")
             return
-        with self._clock.held(), span("delta.call", step=step):
+        with self._clock.held(), span("delta.call", step=step), asked_once():
             state = self.state()
             rest = collect_rest(state, self._groups, self.on_resize)
             changed = self._watch.changed(state)
@@ -442,14 +482,15 @@ class DeltaTier:
         unchanged = tuple(sorted(self._watch.changing - changed))
         late = None if self._early is None else self._watch.written_since(self._early, state)
         self.parent = self._capture.hand_over(step, self.parent, unchanged, _notes(rest), late)
-        self._early = None
+        self._early = self._unsaved = None
         self._edits = 0
         self.recorded = True
         self._clock.made()
         self._hooks.move_last()
 
     def _count_idle(self) -> None:
-        """A graph that holds the whole step, say, calls no hooks; nor is what it writes counted."""
+        """Tell of many records without an optimizer's step: a graph that holds the whole step, say,
+        calls no hooks; nor is what it writes counted."""
         record = self._capture.open
         self._idle = 0 if record is not None and record.applied else self._idle + 1
         if self._idle == MAX_IDLE and not self._told_of_idle:
@@ -460,7 +501,7 @@ class DeltaTier:
             )
 
     def spent(self) -> Spent:
-        """How long the training thread was held since this was last asked."""
+        """The time that the training thread was held since this was last asked."""
         return self._clock.take()
 
     @property
@@ -470,22 +511,23 @@ class DeltaTier:
 
     @property
     def most_batch(self) -> int:
-        """As many records per file as memory holds."""
+        """The most records per file that memory holds."""
         return self._capture.most_batch
 
     def rebatch(self, batch: int) -> None:
-        """So many records per file from now on.  All ranks say so at the same step."""
+        """Write so many records per file from now on.  All ranks say so at the same step."""
         self._capture.rebatch(batch)
 
     def settle(self) -> None:
-        """Nothing is on its way to storage any more, for all will be read.  What one rank wished for is
+        """Wait until nothing is on its way to storage, for all will be read.  A rank's wish for a base is
         forgotten: its step may come again.  All ranks do so together."""
         self._bases += 1
+        self._unsaved = None
         self._capture.unplan()
         self._capture.settle()
 
     def handed_over(self, limit_s: float | None) -> None:
-        """Wait until every record is the writer's, and outlives this process.  TimeoutError."""
+        """Wait until the writer has every record: it outlives this process.  TimeoutError."""
         self._capture.handed_over(limit_s)
 
     def close(self, limit_s: float) -> None:
@@ -494,13 +536,13 @@ class DeltaTier:
 
 
 def _places(rest: Live, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], Box, str]]:
-    """Where a rank's parts of tensors lie."""
+    """Shape, box and dtype of this rank's parts of tensors, by name."""
     placed = {name: rest.tensors[name].placed for name in names}
     return {name: (p.shape, p.box, p.dtype) for name, p in placed.items()}
 
 
 def _notes(rest: Live) -> dict[str, tuple[str, str]]:
-    """Of each of a step's extras the digest and the rule."""
+    """Digest and rule of each of a step's extras, by key."""
     return {
         key: (
             hexdigest(msgspec.json.encode([value, rest.contents.get(key, [])])),

@@ -1,4 +1,4 @@
-"""What is written apart from the optimizers: buffers, untrained parameters, weights and their states."""
+"""Watches writes apart from the optimizers': to buffers, untrained parameters, weights and their states."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Watch:
         """Names of buffers and untrained parameters that have changed before: records hold them."""
         self._untrained: dict[str, torch.Tensor] = {}
         self._marks: dict[str, Mark] = {}
-        """What no optimizer changes, as it was at the last record."""
+        """Marks of what no optimizer changes, as it was at the last record, by name."""
         self._optimizers: dict[str, Optimizer] = {}
         self._seen: dict[str, tuple[list[int], Seen]] = {}
-        """Of each the sizes of its parameter groups, and what it has, as it left that."""
+        """Sizes of each optimizer's groups, and its weights and states as it left them."""
         self._is_shared = False
-        """Whether two of them train one parameter."""
+        """True if two of the optimizers train one parameter."""
 
     def begin(self, state: State) -> None:
         """Records lead on from the state as it is now."""
@@ -40,13 +40,13 @@ class Watch:
         self.accept_writes()
 
     def accept_writes(self, key: str | None = None) -> None:
-        """What was written up to now to weights and states of an optimizer (of all), it wrote itself."""
+        """Take writes up to now to weights and states of an optimizer (None: of all) as its own."""
         for name in self._of(key):
             self._seen[name] = self._look(self._optimizers[name])
 
     def is_edited(self, key: str | None = None) -> bool:
-        """Whether somebody else has written to a weight or to a state of an optimizer (of any), or it has
-        others."""
+        """True if somebody else has written to a weight or to a state of an optimizer (None: of any), or it
+        has others."""
         return any(self._look(self._optimizers[n]) != self._seen[n] for n in self._of(key))
 
     def _of(self, key: str | None) -> list[str]:
@@ -57,24 +57,24 @@ class Watch:
         return {**self._untrained, **buffers(state)}
 
     def expect(self, state: State) -> dict[str, torch.Tensor]:
-        """What records are to hold of it, as far as is known before they are made."""
+        """The `tensors` that records are to hold, as far as is known before they are made."""
         self.changing |= small(buffers(state))
         return {n: t for n, t in self.tensors(state).items() if n in self.changing}
 
     def learn(self, names: set[str], state: State) -> None:
-        """These have changed in steps before."""
+        """Remember that these have changed in steps before."""
         self.changing |= names & {**untrained(state), **buffers(state)}.keys()
 
     def changed(self, state: State) -> set[str]:
-        """What was written since the last record, as far as that can be known."""
+        """Names of what was written since the last record, as far as that can be known."""
         before = self._marks
         self._mark(state)
         found = {n for n, mark in self._marks.items() if n not in before or mark.differs(before[n])}
         return found | small(buffers(state))
 
     def versions(self, state: State) -> dict[str, tuple[int, int]]:
-        """By name, how often what no optimizer changes was written, and where it lies.  A DTensor and its
-        local part count each by itself."""
+        """A count of writes to each tensor that no optimizer changes, and where it lies, by name.
+        A DTensor and its local part each have a count: both are added."""
         found = {name: (t, local_of(t)) for name, t in self.tensors(state).items()}
         return {n: (t._version + part._version, part.data_ptr()) for n, (t, part) in found.items()}
 

@@ -1,4 +1,4 @@
-"""What a training process and its writer say to each other: msgpack, each with its length before it."""
+"""Messages between a training process and its writer: msgpack, each with its length before it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.delta.segment import Header, Record
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """To the writer: what to write where, from which memory.  Records that wait are of the one before."""
+    """To the writer: what to write where, from which memory.  Records that wait are of the order before."""
 
     root: str
     header: Header
@@ -39,13 +39,13 @@ class Wrote(msgspec.Struct, frozen=True, tag=True):
     bytes: int = 0
     seconds: float = 0.0
     fixed_s: float = 0.0
-    """Of these: to open the file and to finish it, however much is in it."""
+    """Part of `seconds` that it took to open the file and to finish it, however much is in it."""
     error: str = ""
     kind: str = ""
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True):
-    """From the writer."""
+    """From the writer: the answer to `Flush`."""
 
 
 TO_WRITER = Open | Put | Flush

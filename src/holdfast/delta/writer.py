@@ -30,7 +30,7 @@ from holdfast.store.contract import check_blocks
 
 WRITE_BYTES = 8 << 20
 PAUSES_S = (0.1, 1.0, 5.0)
-"""Before a segment is tried again: what nobody else has any more."""
+"""Seconds before each further try to write a segment that nobody else has any more."""
 
 
 class Writer:
@@ -42,16 +42,16 @@ class Writer:
         with suppress(OSError):  # an old kernel: the socket alone has to tell
             self._parent = [os.pidfd_open(parent)]
         self._is_orphan = os.getppid() != parent
-        """It died before this process had begun."""
+        """True if the training process died before this one had begun."""
         self._order = w.Open("", Header(0, 0, 0, "", {}), 0, 0, 1)
         self._ring: Ring | None = None
         self._store: Store | None = None
         self._batch: list[w.Put] = []
         self._alone = False
-        """What `_is_alone` has found."""
+        """True once the training process was found to be gone, or to listen no more."""
 
     def run(self) -> None:
-        """Until the training process closes its end, or dies."""
+        """Take records to storage until the training process closes its end, or dies."""
         while True:
             message, fd = self._next()
             match message:
@@ -112,7 +112,7 @@ class Writer:
         return w.Put(put.slot, done)
 
     def _write(self) -> None:
-        """One segment of what has been collected."""
+        """Write one segment of what has been collected."""
         batch, self._batch = self._batch, []
         if not batch:
             return
@@ -134,8 +134,8 @@ class Writer:
         self._say(w.Wrote(slots, batch[-1].record.step, size, took, fixed_s))
 
     def _persist(self, batch: list[w.Put]) -> tuple[int, float]:
-        """`_segment`, and again after errors if the training process is gone: it would have begun anew with
-        a full save."""
+        """Write a segment, and try again after errors if the training process is gone, which would
+        have begun anew with a full save."""
         for pause_s in PAUSES_S:
             try:
                 return self._segment(batch)
@@ -146,14 +146,14 @@ class Writer:
         return self._segment(batch)
 
     def _is_alone(self) -> bool:
-        """Whether the training process is gone, or listens no more."""
+        """True if the training process is gone, or listens no more."""
         if not self._alone:
             gone, _, _ = select.select(self._parent, [], [], 0)
             self._alone = self._is_orphan or bool(gone)
         return self._alone
 
     def _segment(self, batch: list[w.Put]) -> tuple[int, float]:
-        """Bytes, and the seconds that it took to open and finish the file."""
+        """Write a segment; return its bytes, and the seconds to open and finish the file."""
         at, records = 0, []
         for put in batch:
             records.append(msgspec.structs.replace(put.record, at=at))
@@ -183,7 +183,7 @@ class Writer:
         return size, opened - began + time.monotonic() - written
 
     def _check_same(self, key: str, header: Header) -> None:
-        """A writer before this one wrote it, and died before it said so; Exists if it is another."""
+        """Accept what a writer wrote that died before it said so; Exists if it is another."""
         assert self._store is not None
         reader = self._store.open(key)
         try:

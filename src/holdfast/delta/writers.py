@@ -1,4 +1,4 @@
-"""Which writers are still at work: what a dead training process left in memory is not in the log yet."""
+"""Writers that are still at work: what a dead training process left in memory is not in the log yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.store import Store
 _WRITING = re.compile(r"log/\d{10}/r\d{5,}-\d+\.writing")
 POLL_S = 0.02
 WAIT_S = 120.0
-"""For a writer that is alive: storage may be slow."""
+"""Seconds to wait for a writer that is alive: storage may be slow."""
 
 
 class Writing(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Writing(msgspec.Struct, frozen=True):
     started: str
 
     def is_here(self) -> bool:
-        """Whether it is known to be at work on this host."""
+        """True if it is known to be at work on this host."""
         return self.place == place() and fate(self.pid, self.started) == "runs"
 
 
@@ -37,21 +37,21 @@ def writing_key(run: int, rank: int, pid: int) -> str:
 
 
 def announce(store: Store, run: int, rank: int, pid: int) -> None:
-    """A process shall write what a rank records.  Said by the rank, before it hands anything over: the rank
-    may be dead before its writer has so much as begun.  Blocks; StoreError.
+    """Announce that a process writes what a rank records.  The rank does so before it hands
+    anything over: it may be dead before its writer has so much as begun.  Blocks; StoreError.
     """
     writer = Writing(place() or "", pid, started(pid) or "")
     store.put(writing_key(run, rank, pid), msgspec.json.encode(writer))
 
 
 def withdraw(store: Store, run: int, rank: int) -> None:
-    """This process has written all that it had."""
+    """Withdraw what `announce` said of this process: it has written all that it had."""
     with suppress(HoldfastError):
         store.delete(writing_key(run, rank, os.getpid()))
 
 
 def await_others(store: Store, run: int, limit_s: float = WAIT_S) -> list[str]:
-    """Until no writer of a run before `run` is at work on this host; those that still are.
+    """Wait until no writer of a run before `run` is at work on this host; return those still so.
 
     On other hosts nobody can tell.
     """

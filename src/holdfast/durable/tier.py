@@ -28,6 +28,9 @@ from holdfast.state.snapshot import Buffer, Filling, Kept, Moment, PrivateBuffer
 from holdfast.store import Store
 from holdfast.threads import Worker
 
+LATE_S = 1.0
+"""Seconds that a save may wait for the one before; longer slows training, and the user is told once."""
+
 
 class Durable:
     """Saves to a store.  Every method is collective: all ranks call it in the same order."""
@@ -55,14 +58,17 @@ class Durable:
         self._lock = threading.Lock()
         self._committing = threading.Lock()
         self._pending: dict[int, int] = {}
-        """Saves that have begun and not ended, on this rank: by number, which step."""
+        """Steps of the saves that have begun and not ended, on this rank, by number of the job."""
         self._buffer = PrivateBuffer()
         self._free = threading.Event()
         self._free.set()
         self._persist = Worker("holdfast-persist")
         self._tidying = Worker("holdfast-tidy")
+        self.news: list[str] = []
+        """Messages that the user is to be told."""
+        self._was_late = False
         self.also_tidy: Callable[[], None] = lambda: None
-        """On rank 0, after the steps have been tidied up."""
+        """Called on rank 0, after the steps have been tidied up."""
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -78,7 +84,7 @@ class Durable:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way on this rank."""
+        """True if a save is under way on this rank."""
         return bool(self._pending)
 
     def prepare(self, describe_live: Callable[[], Live]) -> None:
@@ -103,9 +109,13 @@ class Durable:
             for pool in (self._persist, self._tidying):
                 pool.settle(max(until - time.monotonic(), 0.1))
         except (FutureTimeout, TimeoutError):
+            awaited = self.capture.group.awaited
             raise Deadline(
-                f"a save was still under way after {limit_s:g} s",
-                hint=(slowest() or "storage may hang")
+                f"a save was still under way after {limit_s:.3g} s"
+                + (f": {awaited}" * bool(awaited)),
+                hint=(
+                    slowest() or ("look at the log of that rank" if awaited else "storage may hang")
+                )
                 + "; the step is committed only if `holdfast ls` shows it",
             ) from None
 
@@ -119,7 +129,7 @@ class Durable:
             self._pending[self.capture.next_number] = step
 
     def let_go(self, job: Job) -> None:
-        """It is over."""
+        """Say that the job is over: its step is no longer kept from being tidied away."""
         with self._lock:
             self._pending.pop(job.number, None)
 
@@ -129,10 +139,21 @@ class Durable:
         """Wait for the image's memory: the save before may still be writing it."""
         if not self._free.is_set():
             emit("save.queued", step=job.step)
-        if not self._free.wait(self.deadline_s):
-            raise Deadline(f"the save before did not end within {self.deadline_s:g} s")
+            self._await_last(job.step)
         self._free.clear()
         return self._buffer
+
+    def _await_last(self, step: int) -> None:
+        began = time.monotonic()
+        if not self._free.wait(self.deadline_s):
+            raise Deadline(f"the save before did not end within {self.deadline_s:g} s")
+        late_s = time.monotonic() - began
+        if late_s > LATE_S and not self._was_late:
+            self._was_late = True
+            self.news.append(
+                f"the save of step {step} waited {late_s:.1f} s for the one before, and training with it: "
+                'save less often, or leave such saves out with when_busy="skip"; this is told once'
+            )
 
     def follows(self, job: Job) -> bool:
         return False
@@ -163,7 +184,7 @@ class Durable:
         self._persist.submit(guarded, work, job, self)
 
     def beside(self, job: Job, image: Image, aside: Kept) -> None:
-        """Nothing else."""
+        """Nothing else is to be read."""
 
     def write(self, job: Job, image: Image | None, filling: Filling) -> None:
         """Write behind the copier, then commit together."""
@@ -229,7 +250,8 @@ class Durable:
             commit(self.store, manifest, self.claim)
 
     def discard(self, step: int, attempt: str) -> None:
-        """Best effort: what stays behind is swept after the next save that succeeds."""
+        """Delete an attempt's files, if possible; the rest is swept after the next successful
+        save."""
         try:
             if self.group.rank == 0:
                 discard(self.store, step, attempt)
@@ -237,12 +259,12 @@ class Durable:
             emit("discard.failed", step=step, error=str(error))
 
     def tidy(self, job: Job) -> None:
-        """Rank 0: after a commit, in the background."""
+        """On rank 0: tidy up after a commit, in the background."""
         if self.group.rank == 0:
             self._tidying.submit(self._tidy, job)
 
     def _tidy(self, job: Job) -> None:
-        """After a commit: what it replaced, what `keep` lets go, what crashes left behind."""
+        """After a commit, delete what it replaced, what `keep` lets go, what crashes left."""
         try:
             with span("tidy", step=job.step):
                 if job.replaced is not None:

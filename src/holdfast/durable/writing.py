@@ -15,7 +15,7 @@ from holdfast.store.contract import part_bytes
 from holdfast.threads import in_threads
 
 WRITE_BYTES = 8 << 20
-"""A part of a file, unless the store takes only larger ones (`Writer.block_bytes`)."""
+"""Bytes of a part of a file, unless the store takes only larger ones (`Writer.block_bytes`)."""
 
 WRITE_THREADS = 4
 

@@ -21,8 +21,12 @@ import numpy as np
 from holdfast.errors import FormatError, UsageError
 
 MAX_DEPTH = 100
+NUMBERS = "biufc"
+"""Kinds of numpy's dtypes of which arrays are saved."""
+SCALARS = NUMBERS + "SUmM"
+"""Kinds of numpy's dtypes of which scalars are saved: numpy makes the dtype from its name alone."""
 _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, SyntaxError)
-"""What Python and numpy say of a tag's body that is not what `encode` writes."""
+"""Errors that Python and numpy raise for a tag's body that is not what `encode` writes."""
 
 Json = Any
 OnTensor = Callable[[Any, str], Json]
@@ -37,7 +41,7 @@ class Unsaved(UsageError):
         super().__init__(f"{self.path.strip() or 'value'}: {why}", hint=hint)
 
     def within(self, key: str) -> UsageError:
-        """The same, said of the value of that key of the state."""
+        """The same error, said of the value of `key` in the state."""
         dot = "" if self.path[:1] in ("", " ") else "."
         return UsageError(f"{key}{dot}{self.path}: {self.why}", hint=self.hint)
 
@@ -61,7 +65,7 @@ def encode(
 ) -> Json:
     """A JSON tree for `value`; `on_other(value, path)` is asked for what is none of the known types.
 
-    `utf8`: strings that UTF-8 has not are refused, for no manifest can have them.
+    `utf8`: strings that UTF-8 cannot write are refused, for no manifest can hold them.
     """
     if depth > MAX_DEPTH:
         raise Unsaved(f"{path[:80]}...", f"nested deeper than {MAX_DEPTH}")
@@ -69,19 +73,32 @@ def encode(
         return _text(value, path) if utf8 and not value.isascii() else str.__str__(value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and value.dtype.kind in SCALARS:
         return {"$scalar": [str(value.dtype), _b64(value.tobytes())]}
     if isinstance(value, int):
-        return int(value) if abs(value) < 1 << 63 else {"$int": str(int(value))}
+        return int(value) if abs(value) < 1 << 63 else {"$int": _digits(int(value), path)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, complex):
         return {"$complex": [repr(value.real), repr(value.imag)]}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": _b64(bytes(value))}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS and not _is_masked(value):
         return {"$array": [str(value.dtype), list(value.shape), _b64(value.tobytes())]}
     return _encode_container(value, on_other, path, depth, utf8)
+
+
+def _is_masked(array: np.ndarray[Any, Any]) -> bool:
+    """True if some of an array's state, a mask, is not in its memory."""
+    return isinstance(array, np.ma.MaskedArray)
+
+
+def _digits(value: int, path: str) -> str:
+    try:
+        return str(value)
+    except ValueError as error:  # Python bounds how long the text of a number may be
+        bits = value.bit_length()
+        raise Unsaved(path, f"a number of {bits} bits cannot be saved: {error}") from None
 
 
 def _text(value: str, path: str) -> str:
@@ -139,7 +156,7 @@ def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int, utf
 
 
 def _order(value: Any) -> str:
-    """What members of a set are sorted by: the same in every process."""
+    """Sort key for members of a set: the same in every process."""
     if isinstance(value, frozenset):
         return repr(sorted(map(_order, value)))
     if isinstance(value, tuple):
@@ -152,7 +169,7 @@ def _b64(data: bytes) -> str:
 
 
 def decode(tree: Json, on_other: Callable[[str, Json], Any] | None = None, depth: int = 0) -> Any:
-    """What `encode` was given; `on_other(tag, body)` is asked for tags that are not its own."""
+    """Undo `encode`; `on_other(tag, body)` is asked for tags that are not its own."""
     if depth > MAX_DEPTH * 3:
         raise FormatError("extras are nested too deep")
     if isinstance(tree, list):

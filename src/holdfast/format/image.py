@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from holdfast.codec.digest import CHUNK_BYTES, num_chunks
 from holdfast.errors import FormatError
@@ -26,14 +27,14 @@ ALIGN = 4096
 EXTRAS_NAME = "holdfast.extras"
 TABLE_NAME = "holdfast.digests"
 MAX_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+"""Most bytes of a header, as in the safetensors library."""
 _PLAIN = re.compile(r"[\w.,:@/ -]*", re.ASCII).fullmatch
-"""Of a name that JSON has between quotation marks as it is."""
+"""Matches a name that JSON has between quotation marks as it is."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """Where everything lies in a rank's file.  `header` is bytes `0..data`."""
+    """The places of everything in a rank's file.  `header` is bytes `0..data`."""
 
     header: bytes
     pieces: Pieces
@@ -51,7 +52,7 @@ class Image:
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes in memory: whole pages, as storage is written."""
+        """Bytes that it takes in memory: whole pages, as storage is written."""
         return -(-self.total_bytes // ALIGN) * ALIGN
 
 
@@ -67,16 +68,17 @@ def plan_image(
     entries = piece_entries(tensors, pieces, strip)
     size = pieces.total_bytes
     longest = size + extras_bytes + 2 * ALIGN + 256 * (len(entries) + 4)
+    text = _header_text(entries)
     data_start = 0
     for _ in range(3):  # the table's size depends on the header's, whose size hardly depends on it
         table_start = (data_start or longest) + size + extras_bytes
-        header = _header(entries, size, extras_bytes, 8 * num_chunks(table_start, chunk_bytes))
+        header = _header(text, size, extras_bytes, 8 * num_chunks(table_start, chunk_bytes))
         if len(header) == data_start:
             break
         data_start = len(header)
     table_start = data_start + size + extras_bytes
     table_bytes = 8 * num_chunks(table_start, chunk_bytes)
-    header = _header(entries, size, extras_bytes, table_bytes)
+    header = _header(text, size, extras_bytes, table_bytes)
     assert len(header) == data_start
     return Image(header, pieces, data_start + size, table_start, table_start + table_bytes)
 
@@ -92,15 +94,21 @@ def piece_entries(
     columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
     for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
         t = tensors[index]
-        dtype = dtype_of(t.dtype)
         n = len(t.shape)
-        start, stop = start[:n], stop[:n]
-        shape = [b - a for a, b in zip(start, stop)] + [dtype.extra] * (dtype.extra > 1)
         name = t.name.removeprefix(strip)
-        if any(start) or tuple(stop) != t.shape:
-            name = f"{name}@{Box(start, stop)}"
-        out.append((name, dtype.stored, str(shape).replace(" ", ""), offset, offset + size))
+        box = Box(tuple(start[:n]), tuple(stop[:n]))
+        if any(start) or box.stop != t.shape:
+            name = f"{name}@{box}"
+        out.append((name, *_stored(t.dtype, box.shape), offset, offset + size))
     return out
+
+
+@lru_cache(4096)
+def _stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, str]:
+    """The stored dtype, and the shape as JSON, of a piece."""
+    stored = dtype_of(dtype)
+    lengths = [*shape, stored.extra] if stored.extra > 1 else list(shape)
+    return stored.stored, str(lengths).replace(" ", "")
 
 
 def _quoted(name: str) -> str:
@@ -108,21 +116,26 @@ def _quoted(name: str) -> str:
     return f'"{name}"' if _PLAIN(name) else json.dumps(name)
 
 
-def _header(
-    entries: list[tuple[str, str, str, int, int]], size: int, extras_bytes: int, table_bytes: int
-) -> bytes:
+def _header_text(entries: list[tuple[str, str, str, int, int]]) -> bytes:
+    """The header's JSON as far as it tells of pieces, without the last brace."""
     rows = ['"__metadata__":{"format":"pt","holdfast":"1"}']
     rows += [
         f'{_quoted(name)}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{a},{b}]}}'
         for name, dtype, shape, a, b in entries
     ]
+    return ("{" + ",".join(rows)).encode()
+
+
+def _header(pieces: bytes, size: int, extras_bytes: int, table_bytes: int) -> bytes:
+    """The whole header: that of the `pieces`, of `size` bytes, and of what follows them."""
+    rows = [pieces]
     for name, bytes_ in ((EXTRAS_NAME, extras_bytes), (TABLE_NAME, table_bytes)):
         if bytes_:
-            rows.append(
-                f'"{name}":{{"dtype":"U8","shape":[{bytes_}],"data_offsets":[{size},{size + bytes_}]}}'
-            )
+            offsets = f"[{size},{size + bytes_}]"
+            row = f'"{name}":{{"dtype":"U8","shape":[{bytes_}],"data_offsets":{offsets}}}'
+            rows.append(row.encode())
             size += bytes_
-    text = ("{" + ",".join(rows) + "}").encode()
+    text = b",".join(rows) + b"}"
     text += b" " * (-(8 + len(text)) % ALIGN)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(f"image header of {len(text)} bytes; at most {MAX_HEADER_BYTES}")

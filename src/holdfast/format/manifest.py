@@ -30,7 +30,7 @@ MAX_BYTES = 1 << 30
 MAX_DIMS = 64
 MAX_CHUNK_BYTES = 1 << 24
 MAX_DEPTH = 400
-"""Of nested extras."""
+"""Deepest nesting of extras."""
 MAX_PLAN = 1 << 26
 """Ranks times shardings: what planning costs, however small the manifest that states them."""
 MAX_LISTED = 1 << 24
@@ -59,7 +59,9 @@ class ShardingEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     held: tuple[FragmentEntry, ...] | None = None
 
 
-class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class TensorEntry(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False
+):
     """A logical tensor.  `state`: `param`, `buffer`, `tensor`, or an optimizer state's name."""
 
     name: str
@@ -111,9 +113,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
     def by_name(self) -> dict[str, int]:
         return {t.name: i for i, t in enumerate(self.tensors)}
 
+    @cached_property
+    def _by_any_name(self) -> dict[str, int | None]:
+        return self.by_name | {alias: self.by_name.get(n) for alias, n in self.aliases.items()}
+
     def find(self, name: str) -> int | None:
         """Number of a tensor by its name or alias; None if it is not there."""
-        return self.by_name.get(self.aliases.get(name, name))
+        return self._by_any_name.get(name)
 
     @cached_property
     def file_of(self) -> dict[int, FileEntry]:
@@ -219,7 +225,7 @@ def decode(data: bytes, key: str) -> Manifest:
 
 
 def check(m: Manifest) -> None:
-    """Everything that later code relies on: no index, size, path or box may surprise it."""
+    """Check everything that later code relies on: no index, size, path or box may surprise it."""
     _require(m.step >= 0 and m.run >= 0, "negative step or run")
     _require(m.algorithm == ALGORITHM, f"unknown digest algorithm {m.algorithm!r}")
     whole_blocks = 0 < m.chunk_bytes <= MAX_CHUNK_BYTES and m.chunk_bytes % 4096 == 0
@@ -254,7 +260,7 @@ def _check_sharding(s: ShardingEntry, m: Manifest) -> None:
 
 
 def _check_depth(tree: Any) -> None:
-    """Whoever walks the extras may do so by recursion."""
+    """Refuse extras that are nested too deep to be walked by recursion."""
     level, depth = [tree], 0
     while level:
         _require(depth <= MAX_DEPTH, "extras are nested too deep")
@@ -291,7 +297,7 @@ def _check_tensors(m: Manifest) -> None:
 
 
 def _check_tensor(t: TensorEntry, m: Manifest, dims: list[int], boxes: dict[int, list[Box]]) -> int:
-    """One tensor's dtype, shape and sharding; its size in bytes."""
+    """Check one tensor's dtype, shape and sharding; returns its size in bytes."""
     _require(t.dtype in DTYPES, f"{t.name!r}: unknown dtype {t.dtype!r}")
     _require(0 <= t.sharding < len(m.shardings), f"{t.name!r}: no sharding {t.sharding}")
     _require(len(t.shape) <= MAX_DIMS, f"{t.name!r}: {len(t.shape)} dims")
@@ -308,7 +314,7 @@ def _check_tensor(t: TensorEntry, m: Manifest, dims: list[int], boxes: dict[int,
 
 
 def _check_held(t: TensorEntry, boxes: list[Box]) -> None:
-    """Listed fragments lie inside the tensor and hold every element of it once."""
+    """Check that listed fragments lie inside the tensor and hold every element of it once."""
     for box in boxes:
         inside = len(box.start) == len(box.stop) == len(t.shape) and all(
             0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, t.shape)
@@ -341,7 +347,7 @@ def _check_files(m: Manifest) -> None:
 
 
 def _is_safe(path: str) -> bool:
-    """Whether a relative path leads nowhere but down."""
+    """True if a relative path leads nowhere but down."""
     return all(p not in ("", ".", "..") for p in path.split("/")) and not set("\\\0") & set(path)
 
 

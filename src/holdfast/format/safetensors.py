@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file holds, in the order of its bytes; `metadata` is the writer's."""
+    """The tensors of a safetensors file, in the order of its bytes; `metadata` is the writer's."""
 
     entries: tuple[Entry, ...]
     metadata: dict[str, str]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from holdfast.group.board import Board
 from holdfast.group.exchange import Exchange
 from holdfast.group.meeting import Meeting, Met, meeting_of_job, meeting_over, store_of_launch
+from holdfast.group.pulse import pulse
 from holdfast.group.window import HostWindow
 
 
@@ -78,4 +79,4 @@ def launched(deadline_s: float, call: str, meet_s: float, tell_after_s: float) -
     return Group(deadline_s, call, meeting=meeting, meet_s=meet_s, tell_after_s=tell_after_s)
 
 
-__all__ = ["Group", "HostWindow", "launched"]
+__all__ = ["Group", "HostWindow", "launched", "pulse"]

@@ -8,8 +8,10 @@ keeps nobody longer: the board is asked on a `Line`.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,9 +28,9 @@ T = TypeVar("T")
 POLL_S = 0.002
 LEAVE_S = 15.0
 ANSWER_S = 10.0
-"""Beyond the deadline for the ranks' answers: how long rank 0 may take to decide."""
+"""Seconds beyond the deadline for the ranks' answers that rank 0 may take to decide."""
 LATE_S = 1.0
-"""Beyond what is left of a wait: how long the process that hosts the board may take to answer."""
+"""Seconds beyond what is left of a wait that the process hosting the board may take to answer."""
 LOOK = "look at the log of that rank; it may have died or never made this call"
 
 
@@ -47,15 +49,19 @@ class Board:
         self.size = size
         self.deadline_s = deadline_s
         self._line: Line | None = None
-        """None with one rank, and when this rank has left."""
+        """The line to the board; None with one rank, and when this rank has left."""
         if meeting is not None and met is not None:
             self._line = self._open(meeting, met)
         self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
         self._leaving = False
+        self._waits: dict[int, Callable[[], str]] = {}
+        """Functions that say in words what a thread waits for, by thread."""
+        self.silent: Deadline | None = None
+        """The error, on rank 0, of a rank that has shown no sign of life for too long."""
 
     def _open(self, meeting: Meeting, met: Met) -> Line:
-        """Rank 0 tells the others in the store of the job where its board is."""
+        """Open the line to the board; rank 0 tells where its board is in the store of the job."""
         until = time.monotonic() + self.deadline_s
         timeout = timedelta(seconds=self.deadline_s)
         if self.rank == 0:
@@ -99,8 +105,8 @@ class Board:
         return Line(lambda: board, "rank 0", 0)
 
     def _ask(self, what: str, question: Callable[[Any], T], limit_s: float | None = None) -> T:
-        """What the board says, which may take `limit_s`.  Deadline also if this rank has left: nobody
-        answers it any more."""
+        """Return what the board says, which may take `limit_s`.  Deadline also if this rank has left:
+        nobody answers it any more."""
         if self._line is None:
             raise Deadline("this rank has left the others")
         limit = self.deadline_s if limit_s is None else limit_s
@@ -133,7 +139,7 @@ class Board:
 
         for pause in self._pauses():
             what, left = f"wait for {key}", until - time.monotonic()
-            answer = self._ask(what, look, left)
+            answer = self._ask(what, look, min(left, self.deadline_s))
             if answer is not None:
                 return answer
             late = self._leaving or left < 0
@@ -143,6 +149,20 @@ class Board:
                 raise Deadline(self._in_vain([0], limit, awaited), rank=0, hint=LOOK)
             time.sleep(pause)
         raise AssertionError
+
+    @property
+    def awaited(self) -> str:
+        """The ranks that this one waits for now, in words; empty if it waits for nobody."""
+        return "; ".join(dict.fromkeys(wait() for wait in tuple(self._waits.values())))
+
+    @contextmanager
+    def _waiting(self, in_words: Callable[[], str]) -> Iterator[None]:
+        me = threading.get_ident()
+        self._waits[me] = in_words
+        try:
+            yield
+        finally:
+            del self._waits[me]
 
     def _pauses(self) -> Iterator[float]:
         """Seconds between looks at the board: longer and longer, and the more so the more ranks look."""
@@ -161,6 +181,10 @@ class Board:
 
         return self._ask(f"look for {key}", look)
 
+    def count(self, keys: list[str], number: int = 0) -> list[int]:
+        """Add to counters on the board; return what they say then."""
+        return self._ask("count", lambda board: [int(board.add(key, number)) for key in keys])
+
     def gather(
         self, key: str, value: bytes, deadline_s: float | None = None, awaited: str = ""
     ) -> list[bytes]:
@@ -175,16 +199,31 @@ class Board:
             self.post(f"{key}/{self.rank}", value, deadline_s)
             return []
         answers = {0: value}
+        with self._waiting(lambda: self._still_missing(answers, awaited)):
+            self._gather(key, answers, deadline_s, awaited)
+        return [answers[r] for r in range(self.size)]
+
+    def _gather(
+        self, key: str, answers: dict[int, bytes], deadline_s: float | None, awaited: str
+    ) -> None:
         limit = self.deadline_s if deadline_s is None else deadline_s
         until, pauses = time.monotonic() + limit, self._pauses()
         while len(answers) < self.size:
             if self._ask(f"gather {key}", lambda board: self._collect(board, key, answers)):
                 continue
+            if self.silent is not None and self.silent.rank not in answers:
+                raise self.silent
             if self._leaving or time.monotonic() > until:
                 missing = [r for r in range(self.size) if r not in answers]
                 raise Deadline(self._in_vain(missing, limit, awaited), rank=missing[0], hint=LOOK)
             time.sleep(next(pauses))
-        return [answers[r] for r in range(self.size)]
+
+    def _still_missing(self, answers: dict[int, bytes], awaited: str) -> str:
+        missing = [r for r in range(self.size) if r not in answers]
+        if not missing:
+            return "all ranks have answered"
+        have = "has" if len(missing) == 1 else "have"
+        return f"{named(missing)} {have} not {awaited or 'answered'}"
 
     def _collect(self, board: Any, key: str, answers: dict[int, bytes]) -> bool:
         found = False
@@ -214,7 +253,8 @@ class Board:
         if self.rank == 0:
             return self._decide(key, value, decide, limit, awaited)
         self.post(f"{key}/{self.rank}", value, limit)
-        answer = self._wait(key, limit + ANSWER_S, awaited)
+        with self._waiting(lambda: f"rank 0 has not said that all have {awaited or 'answered'}"):
+            answer = self._wait(key, limit + ANSWER_S, awaited)
         if answer[:1] != b"\0":
             kind = Deadline if answer[:1] == b"\1" else AgentError
             raise kind(answer[1:].decode())

@@ -26,7 +26,7 @@ _KEPT = {
 
 
 def told(error: Exception) -> bytes:
-    """An error of rank 0 for the others."""
+    """Encode an error of rank 0 for the others."""
     kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KEPT), "")
     if isinstance(error, HoldfastError):
         card = (kind, error.message, error.step, error.key, error.hint)

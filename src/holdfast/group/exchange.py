@@ -22,13 +22,13 @@ from holdfast.group.meeting import Meeting, Met, named
 
 SHARE_BYTES = 1 << 10
 BROADCAST_BYTES = 16 << 10
-"""What goes along with the sizes."""
+"""Bytes that `share` and `broadcast` send first: the size, and as much of the data as fits."""
 _SIZE = struct.Struct("<q")
 
 ROLL_CALL_S = 3.0
-"""After a failed collective: how long the ranks that are left may take to find that it has failed."""
+"""Seconds after a failed collective that the ranks left may take to find that it has failed."""
 CONNECT_S = 2.0
-"""Beyond the deadline: how long torch may take to find that it could not connect all ranks in time."""
+"""Seconds beyond the deadline that torch may take to find that it could not connect all in time."""
 
 
 class Exchange:
@@ -83,7 +83,7 @@ class Exchange:
         return [found[r * width : (r + 1) * width] for r in range(self.size)]
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so; returns when all have said.  Collective."""
+        """True if any rank says so; returns when all have said.  Collective."""
         return bool(self.most(int(flag)))
 
     def most(self, number: int) -> int:
@@ -114,7 +114,7 @@ class Exchange:
         return found
 
     def from_rank0(self, work: Callable[[], bytes]) -> bytes:
-        """What `work` returns or raises on rank 0, the only one to call it, on every rank.  Collective.
+        """Return or raise on every rank what `work` does on rank 0, the only caller.  Collective.
 
         Errors that tell a caller what to do next keep their class; others become AgentError.
         """
@@ -149,7 +149,7 @@ class Exchange:
             raise
 
     def _explained(self, meeting: Meeting, met: Met, what: str, error: Exception) -> AgentError:
-        """What a failed collective means: who does not answer."""
+        """Return the error that a failed collective means: who does not answer."""
         if isinstance(error, AgentError):
             return error
         try:

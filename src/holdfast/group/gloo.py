@@ -32,14 +32,14 @@ class Gloo:
         into_sizes: Sequence[int] = (),
         source_sizes: Sequence[int] = (),
     ) -> None:
-        """Each rank's part of `source` to that rank; without sizes all are as long."""
+        """Send each rank's part of `source` to that rank; without sizes all are as long."""
         options = c10d.AllToAllOptions()
         self._group.alltoall_base(
             into, source, list(into_sizes), list(source_sizes), options
         ).wait()
 
     def all_gather(self, into: torch.Tensor, mine: torch.Tensor) -> None:
-        """Every rank's tensor, one after the other, into `into`."""
+        """Gather every rank's tensor, one after the other, into `into`."""
         self._group._allgather_base(into, mine, c10d.AllgatherOptions()).wait()
 
     def max(self, tensor: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ class Line:
         self._end = weakref.finalize(self, self._questions.put, None)
 
     def ask(self, what: str, question: Callable[[Any], T], limit_s: float) -> T:
-        """What `question` returns, given the store.
+        """Return what `question` returns, given the store.
 
         Deadline if the host does not answer within `limit_s`, AgentError if it is gone.
         """
@@ -45,6 +45,8 @@ class Line:
         try:
             found: T = answer.result(max(limit_s, 0.0))
             return found
+        except Deadline:  # the question's own
+            raise
         except (FutureTimeout, TimeoutError):
             answer.cancel()
             raise Deadline(
@@ -101,7 +103,7 @@ def _answer(questions: SimpleQueue[_Question | None], connect: Callable[[], Any]
 
 
 def bounded(work: Callable[[], T], limit_s: float, late: Callable[[], Exception]) -> T:
-    """What `work` returns or raises.  After `limit_s` seconds it is left to itself, and `late()` is raised.
+    """Return or raise what `work` does.  After `limit_s` seconds it is left to itself, and `late()` raised.
 
     For what torch begins and nothing can interrupt.
     """

@@ -43,33 +43,33 @@ COUNT = 20
 OVER = 1 << 60
 """Added to the counter of a meeting that somebody has given up."""
 CONFIRM_S = 5.0
-"""How long the others may take to say again that they have come."""
+"""Seconds that the others may take to say again that they have come."""
 ANSWER_S = 1.0
 """Seconds that the store may take for the last questions of a rank that gives up."""
 FIRST_PAUSE_S = 0.0001
 HOST_STAYS_S = 1.5
-"""How much longer rank 0 waits where a call has failed, so that the others hear of it before it ends."""
+"""Seconds longer that rank 0 waits where a call failed, so that others hear of it before it ends."""
 _HINT = "every rank must make this call; look at that rank's log: it may have died, hang, or be elsewhere"
 
 
 class _Card(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has called last."""
+    """The call that a rank has made last."""
 
     number: int
     call: str
     holds: str
     gave_up_s: float = 0.0
-    """After how many seconds it gave up; 0 if it did not."""
+    """Seconds after which it gave up; 0 if it did not."""
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """How a meeting ended: `all`, `anew` (all, who do not hold the same); in vain: `differ`, `missing`."""
+    """End of a meeting: `all`, `anew` (all, who do not hold the same); in vain: `differ`, `missing`."""
 
     kind: str
     text: str = ""
     rank: int | None = None
     there: int = 0
-    """Of one that has not taken place: how many ranks have come, and read this."""
+    """Number of ranks that have come, and read this, if the meeting has not taken place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Met:
     number: int
     call: str
     is_anew: bool
-    """What ranks hold from earlier calls differs: some call ended in the middle."""
+    """True if ranks hold different things from earlier calls: some call ended in the middle."""
 
 
 class Meeting:
@@ -90,7 +90,7 @@ class Meeting:
         self.rank = rank
         self.size = size
         self._is_sure = False
-        """Whether a meeting has taken place, so that all who will be counted are alive."""
+        """True once a meeting has taken place, so that all who will be counted are alive."""
         self.held: dict[float, tuple[int, Gloo]] = {}
         """Process groups of our own, by deadline, with the number of the meeting at which each was made."""
 
@@ -105,7 +105,7 @@ class Meeting:
         """
         until = time.monotonic() + limit_s
         came: list[int] = []
-        """To which meetings, also if the store answers too late for this rank to learn of it."""
+        """Meetings that it came to, also if the store answers too late for this rank to know."""
         try:
             while True:
                 number, outcome = self._once(call, holds, came, limit_s, until, tell_after_s)
@@ -175,7 +175,7 @@ class Meeting:
         until: float,
         tell_after_s: float | None,
     ) -> tuple[int, _Outcome]:
-        """Come to the next meeting; its number, and how it ended."""
+        """Come to the next meeting; return its number, and how it ended."""
         mark = zlib.crc32(f"{call} {holds}".encode()) & 0xFFFF
         number, total = self._ask(call, lambda s: self._enter(s, call, holds, mark, came), until)
         if total & _mask(COUNT) == self.size:
@@ -184,7 +184,7 @@ class Meeting:
         return number, self._await(number, call, holds, limit_s, until, tell_after_s)
 
     def _confirm(self, number: int, call: str, until: float) -> bool:
-        """Whether all who were counted are alive; the same on all ranks.
+        """True if all who were counted are alive; the same on all ranks.
 
         A torchrun that starts its workers again may give them the store of those that died, some of them in
         the middle of a meeting.  So the first meeting of a process counts only if everybody says so again.
@@ -206,7 +206,7 @@ class Meeting:
     def _enter(
         self, store: Any, call: str, holds: str, mark: int, came: list[int]
     ) -> tuple[int, int]:
-        """Come to the first meeting that is not over; its number, and its counter with this rank."""
+        """Come to the first meeting not over; return its number, and its counter with this rank."""
         number = store.add("now", 0)
         while True:
             card = _Card(number, call, holds)
@@ -285,7 +285,7 @@ class Meeting:
         return self._close(store, number, failed)
 
     def _leave(self, store: Any, came: list[int], call: str, holds: str, limit_s: float) -> None:
-        """This rank has left the call before the meeting was over: by an interrupt, say."""
+        """Give up the meeting that this rank left before it was over: by an interrupt, say."""
         if came and _look(store, f"{came[-1]}/outcome") is None:
             self._give_up(store, _Card(came[-1], call, holds, limit_s))
 
@@ -296,7 +296,7 @@ class Meeting:
     def _missing(
         self, store: Any, number: int, call: str, within: str = ""
     ) -> tuple[str, int | None, int]:
-        """Who has not come to a meeting, in words; the first of them; and how many have come."""
+        """Tell who has not come to a meeting, in words; the first of them; how many have come."""
         cards = self._cards(store)
         there = {r: c.call for r, c in cards.items() if c.number == number}
         others = {r: c for r, c in there.items() if c != call}
@@ -377,7 +377,7 @@ def _by_call(calls: dict[int, str]) -> str:
 # -- the job's store ------------------------------------------------------------------------------
 
 _meetings: weakref.WeakKeyDictionary[Any, Meeting] = weakref.WeakKeyDictionary()
-"""By default process group."""
+"""The meeting of each default process group."""
 
 
 def meeting_of_job() -> Meeting | None:

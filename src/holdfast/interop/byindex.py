@@ -1,4 +1,4 @@
-"""Which parameter an optimizer's state number i belongs to.
+"""Finds which parameter an optimizer's state number i belongs to.
 
 torch's optimizers save state by number: parameters are counted through the groups.  Which name has number i
 is stated by `param_names` (torch 2.6, given `named_parameters()`).  Else it can follow from the model that
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def stated_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
-    """By number, the name that the groups state; None unless they state all of them."""
+    """Return the name that the groups state for each number; None unless they state all of them."""
     found: dict[int, str] = {}
     for group in groups:
         names = group.get("param_names")
@@ -26,9 +26,9 @@ def stated_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
 
 
 def is_buffer(name: str, dtype: str, names: Container[str]) -> bool:
-    """Whether one of the tensors `names` of a module is known to be no parameter.
+    """True if `name`, one of the tensors `names` of a module, is known to be no parameter.
 
-    Integers are not, nor is what batch norm has counted; other buffers cannot be told from parameters.
+    Integers are none, nor are batch norm's running statistics; other buffers look like parameters.
     """
     module, dot, last = name.rpartition(".")
     statistic = (
@@ -38,7 +38,7 @@ def is_buffer(name: str, dtype: str, names: Container[str]) -> bool:
 
 
 def parameters(model: Sequence[tuple[str, str, Shape]]) -> list[tuple[str, Shape]]:
-    """What of (name, dtype, shape) of a module's tensors can be parameters, in their order."""
+    """Return those of a module's tensors (name, dtype, shape) that can be parameters, in order."""
     names = {name for name, _, _ in model}
     return [(name, shape) for name, dtype, shape in model if not is_buffer(name, dtype, names)]
 
@@ -48,9 +48,9 @@ def proved_names(
     shapes: Mapping[int, Shape],
     model: Sequence[tuple[str, Shape]],
 ) -> dict[int, str] | None:
-    """By number, the only name that fits; None if there is none, or more than one.
+    """Return the only name that fits each number; None if there is none, or more than one.
 
-    `groups`: numbers of each group; `shapes`: what is known of them; `model`: parameters in order.
+    `groups`: numbers of each group; `shapes`: those known, by number; `model`: parameters in order.
 
     >>> proved_names([[0, 1]], {0: (4, 2), 1: (4,)}, [("w", (4, 2)), ("b", (4,))])
     {0: 'w', 1: 'b'}

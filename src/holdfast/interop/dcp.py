@@ -47,17 +47,17 @@ Key = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class Contents:
-    """What `.metadata` tells: tensors, and where the archives of other values lie, by name."""
+    """Contents of `.metadata`: tensors, and where the archives of other values lie, by name."""
 
     tensors: list[Foreign]
     objects: dict[str, Record]
     archives: list[Archive]
-    """Of both."""
+    """Archives of tensors and of other values."""
     meta: Record
 
 
 def is_dcp(store: Store) -> bool:
-    """Whether a directory holds a DCP checkpoint."""
+    """True if a directory holds a DCP checkpoint."""
     try:
         return store.size(METADATA) > 0
     except NotFound:
@@ -65,7 +65,7 @@ def is_dcp(store: Store) -> bool:
 
 
 def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
-    """A DCP directory as a checkpoint, its step 0.  FormatError, Corrupt or NotFound."""
+    """Open a DCP directory as a checkpoint of step 0.  FormatError, Corrupt or NotFound."""
     if step not in (None, 0):
         raise NotFound(f"{store.url} is a dcp checkpoint; it has no step {step}")
     found = read_contents(store)
@@ -78,7 +78,7 @@ def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
 
 
 def read_contents(store: Store, folder: str = "", more: More | None = None) -> Contents:
-    """What lies in a directory: `folder` of the store, a prefix that ends in `/`.
+    """Read the contents of a directory: `folder` of the store, a prefix that ends in `/`.
 
     `more`: what its pickles may name besides DCP's own classes.  FormatError, Corrupt or NotFound.
     """
@@ -161,7 +161,7 @@ def section_range(info: Record) -> Archive:
 
 
 def section_tree(store: Store, info: Record, more: More | None = None) -> Any:
-    """What an archive in the middle of a file holds, tensors as `TensorRef`s."""
+    """Return what an archive in the middle of a file holds, tensors as `TensorRef`s."""
     path, start, stop = section_range(info)
     reader = store.open(path)
     try:
@@ -173,7 +173,7 @@ def section_tree(store: Store, info: Record, more: More | None = None) -> Any:
 def _where(
     store: Store, name: str, info: Record, sizes: tuple[int, ...], dtype: str
 ) -> Place | Strided:
-    """Where the bytes of one chunk begin in its file."""
+    """Return where the bytes of one chunk begin in its file; `Strided` if not row-major."""
     found = section_tree(store, info)
     if not isinstance(found, TensorRef) or (found.shape, found.dtype) != (sizes, dtype):
         raise FormatError(

@@ -1,4 +1,4 @@
-"""What a DCP directory holds, as the state that was saved: DCP itself keeps flat names.
+"""Rebuilds the state that was saved from a DCP directory; DCP itself keeps flat names.
 
 Its planner remembers where in the nested dict each name was; by that, optimizers get their groups back,
 objects their `state_dict`, and what `get_state_dict` or an application's wrapper (`{"app": AppState()}`)
@@ -46,7 +46,7 @@ def arranged(
 
 
 def _paths(meta: Record) -> dict[str, Path]:
-    """Where in the saved dict each flat name was: (key, key or index, ...)."""
+    """Path of each flat name in the saved dict: (key, key or index, ...)."""
     found = meta.get("planner_data")
     if not isinstance(found, dict):
         return {}
@@ -75,11 +75,11 @@ class _Tree:
         self.values = dict(values)
         names = {n: (n,) for n in (*values, *(t.name for t in tensors))}
         self._path: dict[str, Path] = {n: p for n, p in paths.items() if n in names}
-        """In the order of the state that was saved."""
+        """Path in the saved dict of each flat name, in saved order; names without one are last."""
         self._path |= {n: p for n, p in names.items() if n not in paths}
 
     def unwrap(self) -> None:
-        """Without the one key that all of it is under, if there are optimizers below that."""
+        """Remove the one key that everything is under, if there are optimizers below it."""
         tops = {path[0] for path in self._path.values()}
         if len(tops) != 1 or not all(len(path) > 1 for path in self._path.values()):
             return
@@ -116,7 +116,7 @@ class _Tree:
         self.tensors = kept
 
     def take_groups(self) -> Groups:
-        """Optimizers' groups, by key; their values become one extra each."""
+        """Return optimizers' groups by key; the values of each optimizer become one extra."""
         numbered: dict[str, dict[int, dict[str, Any]]] = {}
         named: dict[str, dict[str, dict[str, Any]]] = {}
         for name, value in self.values.items():
@@ -230,7 +230,7 @@ class _Tree:
 
 
 def _content(store: Store, t: Foreign) -> Any:
-    """What tells whether tensors are equal: of a single number its bytes."""
+    """Key that equal tensors share: a single number's dtype and bytes, else the tensor's name."""
     if t.shape:
         return t.name
     path, start = place_of(t.parts[0].sources[0])

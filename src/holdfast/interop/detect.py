@@ -1,9 +1,10 @@
-"""Which format lies at a place: by a prefix (`dcp:PATH`), or by what is there."""
+"""Finds which format lies at a place: by a prefix (`dcp:PATH`), or by what is there."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +25,18 @@ from holdfast.store.obstacles import obstacle
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What there is to know of a foreign format."""
+    """A foreign format: how it is recognised, opened, and its steps listed."""
 
     is_there: Callable[[Store], bool]
-    """Whether a folder is one beyond doubt: asked where nobody has said what it is."""
+    """True if a folder is one beyond doubt: asked where nobody has said what it is."""
     open: Callable[[Store, int | None], Checkpoint]
-    """Step None: the newest.  NotFound if there is no such step."""
+    """Open a step; None for the newest.  NotFound if there is no such step."""
     steps: Callable[[Store], list[int]]
-    """Ascending."""
+    """Return the steps, ascending."""
     if_named: Callable[[Store], bool] | None = None
-    """Whether it may be one, where a prefix says so; None: as `is_there`."""
+    """True if it may be one: asked where a prefix says so.  None if `is_there` alone decides."""
     of_files: bool = False
-    """Whether a file by itself can be one."""
+    """True if a file by itself can be one."""
 
 
 def _of(module: str, function: str) -> Callable[..., Any]:
@@ -68,7 +69,7 @@ FORMATS = {
         of_files=True,
     ),
 }
-"""By prefix, in the order in which they are looked for."""
+"""Foreign formats by prefix, in the order in which they are looked for."""
 
 
 def detect(url: str | os.PathLike[str]) -> str | None:
@@ -85,7 +86,8 @@ def detect(url: str | os.PathLike[str]) -> str | None:
     found = next((name for name in FORMATS if _is(name, store)), None)
     if isinstance(store, OneFile):
         if found is None:
-            raise NotFound(f"{store.url} is a file of no format that holdfast knows")
+            what = f"{store.url} is a file of no format that holdfast knows"
+            raise NotFound(what, hint=near_path(path))
         return found
     return None if found is None or committed(store) else found
 
@@ -101,7 +103,7 @@ def _may_be(name: str, store: Store) -> bool:
 
 
 def _instead(path: str, store: Store) -> str | None:
-    """What the user may have meant: another format, or another path."""
+    """Say what the user may have meant: another format, or another path."""
     found = [name for name in FORMATS if _may_be(name, store)]
     if found:
         return f"what is there looks like {' or '.join(found)}"
@@ -111,20 +113,37 @@ def _instead(path: str, store: Store) -> str | None:
 
 
 def near_path(path: str) -> str | None:
-    """Near misses of a path that does not exist."""
+    """Say what may have been meant by a path where there is nothing to open: a near miss, or the root that
+    it leads into."""
     store = open_place(path)
-    if not isinstance(store, LocalStore) or os.path.exists(store.root):
+    folder = store.inner if isinstance(store, OneFile) else store
+    if not isinstance(folder, LocalStore):
         return None
-    in_the_way = obstacle(store.root, folder=True)
+    place = os.path.join(folder.root, store.name) if isinstance(store, OneFile) else folder.root
+    if os.path.exists(place):
+        return _root_above(place)
+    in_the_way = obstacle(place, folder=True)
     if in_the_way is not None:
         return in_the_way[0]
-    folder, name = os.path.split(store.root)
+    above, name = os.path.split(place)
     try:
-        beside = os.listdir(folder)
+        beside = os.listdir(above)
     except OSError:
-        return f"there is no {folder}"
+        return f"there is no {above}"
+    root, at, step = name.rpartition("@")
+    if at and step.isdecimal() and root in beside:
+        return f"there is no {place}; for step {step} of {root!r} give the step by itself"
     hint = near(name, [n for n in beside if not n.startswith(".")])
-    return f"there is no {store.root}" + (f"; {hint}" if hint else "")
+    return f"there is no {place}" + (f"; {hint}" if hint else "")
+
+
+def _root_above(place: str) -> str | None:
+    """Name the root that a path leads into, and which of its steps; None if there is none."""
+    found = re.fullmatch(r"(.+)/steps(?:/(\d{10})(?:/.*)?)?", place)
+    if found is None or not committed(LocalStore(found[1])):
+        return None
+    of_step = f", and step {int(found[2])} by itself" if found[2] else ""
+    return f"it lies in a root: give {found[1]}{of_step}"
 
 
 def open_as(name: str, url: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
@@ -152,7 +171,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def _colon(prefix: str, rest: str, text: str) -> str:
-    """What a text before a colon may mean, if it is no format."""
+    """Say what a text before a colon may mean, if it is no format."""
     found = [f"for a path, write {os.path.join('.', text)!r}"]
     if prefix in SCHEMES and rest.startswith("/"):
         found = [f"for a URL, write '{prefix}://{rest.lstrip('/')}'", *found]

@@ -1,4 +1,4 @@
-"""What lies at the top of a store, and a store of which one file is meant.
+"""Lists the top of a store, and makes a store of which one file is meant.
 
 Formats are found by the names of files, and a path may name a file itself (`weights/model.safetensors`).
 Then the store is its directory, and `top` shows that file alone.
@@ -22,7 +22,7 @@ SUFFIXES = (
     ".bin",
     ".ckpt",
 )
-"""Of files that can be checkpoints by themselves."""
+"""Ends of the names of files that can be checkpoints by themselves."""
 
 
 class OneFile:
@@ -34,19 +34,19 @@ class OneFile:
         self.url = f"{store.url}/{name}"
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
-        """As `Store.read`."""
+        """See `Store.read`."""
         self.inner.read(key, offset, into)
 
     def open(self, key: str) -> Reader:
-        """As `Store.open`."""
+        """See `Store.open`."""
         return self.inner.open(key)
 
     def size(self, key: str) -> int:
-        """As `Store.size`."""
+        """See `Store.size`."""
         return self.inner.size(key)
 
     def get(self, key: str) -> bytes:
-        """As `Store.get`."""
+        """See `Store.get`."""
         return self.inner.get(key)
 
     def list(self, prefix: str = "") -> list[str]:
@@ -56,15 +56,15 @@ class OneFile:
     def put(
         self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
     ) -> None:
-        """As `Store.put`."""
+        """See `Store.put`."""
         self.inner.put(key, data, if_absent=if_absent, replacing=replacing)
 
     def create(self, key: str, size: int) -> Writer:
-        """As `Store.create`."""
+        """See `Store.create`."""
         return self.inner.create(key, size)
 
     def delete(self, key: str) -> None:
-        """As `Store.delete`."""
+        """See `Store.delete`."""
         self.inner.delete(key)
 
 

@@ -84,16 +84,16 @@ class Foreign:
 
 
 class Listed(Placement):
-    """Where listed fragments lie: each at the start of its own file."""
+    """Placement of listed fragments: each lies at the start of its own file."""
 
     def fresh(self) -> Listed:
-        """Itself: what it caches is bounded."""
+        """Return itself: what it caches is bounded."""
         return self
 
     def __init__(self, mesh: Mesh, table: Table, parts: Sequence[Sequence[_Held]]) -> None:
         super().__init__(mesh, table)
         self._parts = parts
-        """By tensor."""
+        """Parts of each tensor, by its number."""
         self._bounds = lru_cache(1024)(self._bounds_of)
 
     def _bounds_of(self, tensor: int) -> tuple[Ints, Ints]:
@@ -108,7 +108,7 @@ class Listed(Placement):
         return start, stop
 
     def locate(self, tensor: Ints, start: Ints, stop: Ints) -> Located:
-        """As `Placement.locate`."""
+        """See `Placement.locate`."""
         want, held, columns = [], [], []
         for row, number in enumerate(tensor.tolist()):
             low, high = self._bounds(number)

@@ -37,7 +37,7 @@ _OURS = "holdfast."
 
 
 def is_huggingface(store: Store) -> bool:
-    """Whether a folder has weights under the names that Hugging Face's libraries give them, or is a
+    """True if a folder has weights under the names that Hugging Face's libraries give them, or is a
     safetensors file itself."""
     if isinstance(store, OneFile):
         return store.name.endswith((SUFFIX, INDEX))
@@ -45,7 +45,7 @@ def is_huggingface(store: Store) -> bool:
 
 
 def holds_safetensors(store: Store) -> bool:
-    """Whether a folder holds any safetensors file."""
+    """True if a folder holds any safetensors file."""
     return any(name.endswith((SUFFIX, INDEX)) for name in top(store))
 
 
@@ -104,7 +104,7 @@ def _choose(store: Store) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """Which file holds each tensor."""
+    """An index of shards: the file that holds each tensor, by the tensor's name."""
 
     key: str
     files: dict[str, str]
@@ -172,7 +172,7 @@ def header_of(store: Store, file: str) -> Header:
 
 
 def _check_index(index: Index, headers: dict[str, Header]) -> None:
-    """Every tensor lies where the index says, and nowhere else."""
+    """Check that every tensor lies where the index says, and nowhere else."""
     where: dict[str, str] = {}
     for file, header in headers.items():
         for entry in header.entries:
@@ -212,7 +212,7 @@ def _place(file: str, start: int) -> Place:
 
 
 def _metadata(headers: dict[str, Header], index: Index | None) -> dict[str, Any]:
-    """What the files say of themselves: once if they agree, else by file."""
+    """Return the files' own metadata, once if they agree, else by file; the index's as `index`."""
     found = {file: h.metadata for file, h in headers.items() if h.metadata}
     same = len({tuple(sorted(m.items())) for m in found.values()}) == 1
     out: dict[str, Any] = dict(next(iter(found.values()))) if same else dict(found)

@@ -69,7 +69,7 @@ TABLE: dict[tuple[str, str], Any] = {
 
 
 def plain(value: Any) -> Any:
-    """What a Record of `TABLE` stands for.  FormatError for any other."""
+    """Return the value that a Record of `TABLE` stands for.  FormatError for anything else."""
     if isinstance(value, Record) and value.name == "Namespace":
         return dict(value.fields)
     if isinstance(value, Record) and value.name in ("scalar", "ndarray", "dtype"):
@@ -93,7 +93,7 @@ def _numpy(value: Record) -> Any:
 
 
 def _dtype(value: Any) -> np.dtype[Any]:
-    """Numbers alone: what else a dtype can be made from is not data."""
+    """Return a dtype of numbers.  FormatError for any other, which is not data."""
     order = value["state"][1]
     found = np.dtype(text(value.args[0]))
     if found.kind not in "biufc" or order not in "<>|=":

@@ -42,7 +42,7 @@ class Tensor:
 
     @property
     def of_each(self) -> bool:
-        """Whether each rank saved a whole one, and nothing says that they are replicas."""
+        """True if each rank saved a whole tensor, and nothing says that they are replicas."""
         return len(self.whole) > 1
 
 
@@ -77,7 +77,7 @@ def merged(trees: Sequence[Any], files: Sequence[str], path: str = "") -> Any:
 
 
 def _json(value: Any) -> Any:
-    """A plain value so that equal ones compare equal: NaN, arrays."""
+    """Return a plain value encoded so that equal ones compare equal, also NaN and arrays."""
     return extras.encode(value, lambda other, where: _json(plain(other)))
 
 
@@ -107,7 +107,7 @@ def _parts(tensor: TensorRef, box: Box | None, path: str) -> tuple[Part, ...]:
 
 
 def _sets(leaves: Sequence[Shards], path: str) -> tuple[tuple[Part, ...], ...]:
-    """The parts of all ranks; as many further sets as every box has holders."""
+    """Return sets of parts that each make up the tensor: as many as every box has holders."""
     _check_ranks(leaves, path)
     holders: dict[Box, list[tuple[Part, ...]]] = {}
     for leaf in leaves:
@@ -118,7 +118,7 @@ def _sets(leaves: Sequence[Shards], path: str) -> tuple[tuple[Part, ...], ...]:
 
 
 def _check_ranks(leaves: Sequence[Shards], path: str) -> None:
-    """The files are those of ranks 0, 1, ..., and of all of them."""
+    """Check that the files are those of ranks 0, 1, ..., and of all of them."""
     hint = "open the folder that holds the file of every rank, and no other files"
     if len(leaves) == 1 and any(box != whole(leaves[0].shape) for box, _ in leaves[0].held):
         raise FormatError(f"{path!r}: this file holds one rank's part of it", hint=hint)

@@ -66,7 +66,7 @@ Source = Callable[[], Place | Strided]
 
 
 def place_of(source: Source) -> Place:
-    """Where a storage begins that must be row-major.  FormatError if it is not."""
+    """Return where a storage begins that must be row-major.  FormatError if it is not."""
     place = source()
     if isinstance(place, Strided):
         raise FormatError(f"strides {place.strides}: not row-major", key=place.path)
@@ -75,7 +75,7 @@ def place_of(source: Source) -> Place:
 
 @dataclass(frozen=True)
 class Section:
-    """Bytes of a storage that begin `skip` after its start; computed where there are several or a scale."""
+    """Bytes of a storage from `skip` after its start; computed if there are several sources or a scale."""
 
     sources: tuple[Source, ...]
     skip: int
@@ -100,7 +100,7 @@ class Sections(ViewStore):
         self._last: tuple[str, NDArray[np.uint8]] | None = None
 
     def open(self, key: str) -> Reader:
-        """As `Store.open`."""
+        """See `Store.open`."""
         section = self._sections[key]
         places = [source() for source in section.sources]
         if isinstance(places[0], Strided):
@@ -118,11 +118,11 @@ class Sections(ViewStore):
         return _ComputedReader(readers, numpy_dtype(section.dtype), section.scale)
 
     def size(self, key: str) -> int:
-        """As `Store.size`."""
+        """See `Store.size`."""
         return self._sections[key].bytes
 
     def places(self, key: str) -> list[Place]:
-        """Where a section begins; more than one place if it is their mean.  May read headers of files."""
+        """Return where a section begins; several places if it is their mean.  May read files' headers."""
         section, found = self._sections[key], []
         for place in (source() for source in section.sources):
             path, start = (place.path, place.start) if isinstance(place, Strided) else place
@@ -137,7 +137,7 @@ class Sections(ViewStore):
             return self._last[1]
 
     def list(self, prefix: str = "") -> list[str]:
-        """As `Store.list`."""
+        """See `Store.list`."""
         return sorted(key for key in self._sections if key.startswith(prefix))
 
 
@@ -150,12 +150,12 @@ class _StridedReader:
         self._strided = strided
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
+        """See `Reader.read`."""
         found = self._sections.in_rows(self._key, self._strided)
         into[:] = memoryview(found)[offset : offset + len(into)]  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """As `Reader.close`."""
+        """See `Reader.close`."""
 
 
 class _ComputedReader:
@@ -167,7 +167,7 @@ class _ComputedReader:
         self._scale = scale
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
+        """See `Reader.read`."""
         self._inner[0].read(offset, into)
         values = np.frombuffer(into, self._dtype)
         other = bytearray(len(into) if len(self._inner) > 1 else 0)
@@ -180,6 +180,6 @@ class _ComputedReader:
             values *= self._dtype.type(self._scale)
 
     def close(self) -> None:
-        """As `Reader.close`."""
+        """See `Reader.close`."""
         for reader in self._inner:
             reader.close()

@@ -20,7 +20,7 @@ from holdfast.layout import Box, chunk, whole
 
 @dataclass(frozen=True)
 class Shards:
-    """What one rank holds of a tensor of `shape`; `rank` and `world` where the file states them."""
+    """Parts of a tensor of `shape` that one rank holds; `rank`, `world` if the file states them."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -27,11 +27,11 @@ from holdfast.layout import Box, Fragment, whole
 from holdfast.store import Reader
 
 More = MutableMapping[tuple[str, str], Any]
-"""What a file may name besides what all do; it goes first."""
+"""Globals that a file may name besides those that all may; they are looked up first."""
 
 MAX_TREE_BYTES = 1 << 30
 MAX_PARTS = 1 << 12
-"""Into which an expanded tensor is divided."""
+"""Most parts into which an expanded tensor is divided."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TensorRef:
     path: str
     offset: int
     content: tuple[int, int, int] | None = None
-    """Of its storage the CRC-32 and the bytes, and where it begins there; None if the file has no sums."""
+    """(CRC-32 of its storage, bytes of that, byte there where it begins); None if the file has no sums."""
 
     @property
     def contiguous(self) -> bool:
@@ -56,7 +56,7 @@ class TensorRef:
         return True
 
     def parts(self, box: Box | None = None) -> tuple[Part, ...]:
-        """Where the elements lie; `box`: of what larger tensor this is which part.
+        """Return where the elements lie; `box`: the part of a larger tensor that this is.
 
         A dim of stride 0 (`expand`) holds the same elements again and again: a part for each.
         """
@@ -85,7 +85,7 @@ def _place(path: str, start: int) -> Place:
 
 
 def _one_of(box: Box, at: tuple[int, ...], again: list[Any]) -> Box:
-    """Of the dims that repeat, one index."""
+    """Return `box` at one index of the dims that repeat."""
     start = tuple(a + i for a, i in zip(box.start, at))
     stops = zip(start, box.stop, again)
     return Box(start, tuple(a + 1 if len(r) > 1 else b for a, b, r in stops))
@@ -101,7 +101,7 @@ class _Storage:
 
 
 def kind_of(value: Any) -> str:
-    """What to call a value that is not what it should be."""
+    """Describe, for a message, a value that is not what it should be."""
     known = isinstance(value, TensorRef)
     return f"{value.dtype} of shape {value.shape}" if known else f"a {type(value).__name__}"
 
@@ -175,18 +175,18 @@ class Archive:
 
     @property
     def has_crc(self) -> bool:
-        """Whether torch wrote checksums (`torch.serialization.set_crc32_options`); 0 stands for none."""
+        """True if torch wrote checksums (`torch.serialization.set_crc32_options`); 0 stands for none."""
         return any(m.crc for m in self.members.values())
 
 
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-"""How files of torch before 1.6 begin."""
+"""First bytes of files of torch before 1.6."""
 RESOLVE = "save tensor.resolve_conj().resolve_neg()"
 RESAVE = "convert it where it can be trusted: torch.save(torch.load(old), new)"
 
 
 def read_archive(section: Section, path: str) -> Archive:
-    """What lies in a torch.save file.  Corrupt if it is not whole; FormatError if it is of another kind."""
+    """Return the members of a torch.save file.  Corrupt if not whole; FormatError if of another kind."""
     section.seek(0)
     head = section.read(len(LEGACY))
     if head == LEGACY:
@@ -234,7 +234,7 @@ def _member(section: Section, info: zipfile.ZipInfo, top: str, path: str) -> Mem
 
 
 def start_of(section: Section, member: Member, path: str) -> int:
-    """Where a member's bytes begin, from the start of the file that the section is of."""
+    """Return where a member's bytes begin, counted from the start of the file of the section."""
     section.seek(member.header)
     head = section.read(30)
     if len(head) < 30 or head[:4] != b"PK\x03\x04":
@@ -247,7 +247,7 @@ def start_of(section: Section, member: Member, path: str) -> int:
 
 
 def read_tree(section: Section, path: str, more: More | None = None) -> Any:
-    """What torch.save was given, tensors as `TensorRef`s.  FormatError or Corrupt if it is unsound."""
+    """Return what torch.save was given, tensors as `TensorRef`s.  FormatError or Corrupt if unsound."""
     archive = read_archive(section, path)
     data = _read_member(section, archive, "data.pkl", path)
     if "byteorder" in archive.members:

@@ -1,4 +1,4 @@
-"""Which files of torch.save make a checkpoint, and their trees.
+"""Finds which files of torch.save make a checkpoint, and reads their trees.
 
 One file (`model.pt`); shards of Hugging Face with their index (`pytorch_model.bin.index.json`); or one file
 of each rank (`rank0.pt`, `rank1.pt`, ...; `model_world_size_2_rank_0.pt`), perhaps several such sets.
@@ -27,7 +27,7 @@ _KNOWN = plaindata.TABLE | torchdist.TABLE
 
 
 def is_torch(store: Store) -> bool:
-    """Whether a folder holds torch.save's files under names that tell, or is such a file itself."""
+    """True if a folder holds torch.save's files under names that tell, or is such a file itself."""
     if isinstance(store, OneFile):
         return store.name.endswith((*SUFFIXES, INDEX))
     names = top(store)
@@ -36,13 +36,13 @@ def is_torch(store: Store) -> bool:
 
 
 def holds_torch(store: Store) -> bool:
-    """Whether a folder holds any file that torch.save may have written."""
+    """True if a folder holds any file that torch.save may have written, or is one file."""
     return any(n.endswith((*SUFFIXES, INDEX)) for n in top(store)) or isinstance(store, OneFile)
 
 
 def trees_of(store: Store) -> list[Any]:
-    """The trees of a checkpoint's files, the ranks' made one; more than one if a set holds the model and
-    another the optimizer."""
+    """Return the trees of a checkpoint's files, those of a set of ranks merged into one; more than one if
+    a set holds the model and another the optimizer."""
     names = top(store)
     if isinstance(store, OneFile):
         name = store.name
@@ -94,7 +94,7 @@ RESAVE_PLAIN = "save state_dict()s, not objects; or " + RESAVE
 
 
 def _rank_files(names: list[str]) -> dict[tuple[str, str], dict[int, str]]:
-    """Files of ranks, by what is before and after the number."""
+    """Files by rank number, in sets that have the same text before and after the number."""
     found: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
         match = _RANK.fullmatch(name)

@@ -1,4 +1,4 @@
-"""What torch.save has written as a checkpoint: state dicts, training checkpoints, one file of each rank.
+"""Opens what torch.save has written as a checkpoint: state dicts, training checkpoints, ranks' files.
 
     {"model_state_dict": {...}, "optimizer_state_dict": {...}, "epoch": 3}
         -> model.<name>, optim.<parameter>.<state>, extras epoch
@@ -74,7 +74,7 @@ def _step(values: dict[str, Any]) -> int:
 
 
 def is_state_dict(value: Any) -> bool:
-    """Whether a value is what `Module.state_dict()` gives: tensors by name, and extra states."""
+    """True if a value is what `Module.state_dict()` gives: tensors by name, and extra states."""
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         return False
     tensors = [k for k, v in value.items() if isinstance(v, Tensor)]
@@ -84,7 +84,7 @@ def is_state_dict(value: Any) -> bool:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether a value is what `Optimizer.state_dict()` gives."""
+    """True if a value is what `Optimizer.state_dict()` gives."""
     if not isinstance(value, dict) or value.keys() < {"state", "param_groups"}:
         return False
     state, groups = value.get("state"), value.get("param_groups")
@@ -121,7 +121,7 @@ def _one_section(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _renamed(tree: dict[Any, Any]) -> dict[Any, str]:
-    """The key of the model and that of the optimizer, if they have other names than ours."""
+    """Our name for each key that has another: `model`, `optim`, others without `_state_dict`."""
     out: dict[Any, str] = {}
     for ours, names, fits in (("model", MODEL, _has_tensors), ("optim", OPTIM, is_optimizer)):
         found = [k for k in names if k in tree and fits(tree[k])]
@@ -144,7 +144,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def clean_names(names: list[str]) -> dict[str, str]:
-    """By name in the file, the module's own: without what compiling and wrapping puts into it."""
+    """Map names in a file to the module's own, without what compiling and wrapping put in."""
     found = {n: ".".join(p for p in n.split(".") if p not in WRAPPERS) for n in names}
     if found and all(n.startswith("module.") for n in found.values()):  # DistributedDataParallel
         found = {k: n.removeprefix("module.") for k, n in found.items()}
@@ -153,7 +153,7 @@ def clean_names(names: list[str]) -> dict[str, str]:
 
 @dataclass
 class _Found:
-    """What has been found in a file: tensors by our names, and extras."""
+    """Tensors by our names, and extras, that have been found in a file."""
 
     store: Store
     tensors: list[Foreign] = field(default_factory=list)
@@ -161,7 +161,7 @@ class _Found:
     model: list[tuple[str, Tensor]] = field(default_factory=list)
     """The model's tensors in order."""
     steps: dict[str, Any] = field(default_factory=dict)
-    """What may be the step, by key."""
+    """Values that may be the step, by key."""
 
     def add(self, key: str, value: Any) -> None:
         if key == "model" and is_state_dict(value):
@@ -235,7 +235,7 @@ class _Found:
     # -- optimizers -------------------------------------------------------------------------------
 
     def _add_optimizer(self, key: str, value: dict[str, Any]) -> None:
-        """State by parameter name; where names cannot be known, `state.<number>`."""
+        """Add state by parameter name; where names cannot be known, by `state.<number>`."""
         names = self._names(value)
         rest: dict[str, dict[str, Any]] = {}
         for param, states in value["state"].items():
@@ -258,7 +258,7 @@ class _Found:
         self.extras[key] = {"$optimizer": {"groups": groups, "state": rest}}
 
     def _names(self, value: dict[str, Any]) -> Callable[[Any], str]:
-        """What names a parameter of an optimizer."""
+        """Return the function that names an optimizer's parameter, given its number or name."""
         groups = value["param_groups"]
         numbers = [p for g in groups for p in g["params"]]
         if all(isinstance(p, str) for p in [*numbers, *value["state"]]):
@@ -282,7 +282,7 @@ class _Found:
 
 
 def _may_differ(name: str, value: Any, model: dict[str, Any]) -> bool:
-    """Whether each rank may have its own: of what is known to be a buffer."""
+    """True if each rank may have a value of its own: if it is known to be a buffer."""
     return isinstance(value, Tensor) and is_buffer(name, value.dtype, model)
 
 
@@ -295,6 +295,6 @@ def _hyper(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(model: list[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...]]]:
-    """What of a state dict can be parameters, each once."""
+    """Return names and shapes of what can be parameters in a state dict, tied ones once."""
     once = {t.same if t.same is not None else n: (n, t) for n, t in reversed(model)}
     return parameters([(n, t.dtype, t.shape) for n, t in reversed(once.values())])

@@ -1,4 +1,4 @@
-"""What a pickle may have put in a place is checked before it is hashed, compared or shown.
+"""Checks of values from a pickle, made before these are hashed, compared or shown.
 
 All three take exponential time for tuples of shared tuples, which a few bytes of a pickle can make.
 """
@@ -11,14 +11,14 @@ from holdfast.errors import FormatError
 
 
 def text(value: Any) -> str:
-    """A name.  FormatError for anything else."""
+    """Return `value` if it is text, as names are.  FormatError for anything else."""
     if not isinstance(value, str):
         raise FormatError(f"malformed pickle: a {type(value).__name__} where a name should be")
     return value
 
 
 def ints(values: Any) -> tuple[int, ...]:
-    """A shape, or a place in one.  FormatError for anything but numbers."""
+    """Return a shape, or a place in one, as a tuple.  FormatError for anything but integers."""
     found = tuple(values)
     if not all(isinstance(n, int) for n in found):
         raise FormatError("malformed pickle: a shape or a place of something else than numbers")

@@ -22,9 +22,9 @@ Table = Mapping[tuple[str, str], Any]
 
 MAX_STACK = 1 << 24
 MAX_NODES = 1 << 24
-"""Of a value, counting shared parts as often as they are met."""
+"""Most parts that a value may have, counting shared ones as often as they are met."""
 MAX_KEY = 1 << 10
-"""Parts of a tuple that is a key."""
+"""Most parts that a tuple may have that is a key."""
 COST_PER_BYTE, PART_COST = 64, 16
 """A byte of a pickle may make functions look at four parts, or at 64 characters of text."""
 
@@ -47,7 +47,7 @@ class Record:
 
 
 def record(name: str) -> Callable[..., Record]:
-    """For a table: a class whose instances become Records."""
+    """Return a table's entry for a class whose instances become Records."""
     return lambda *args: Record(name, args)
 
 
@@ -199,7 +199,7 @@ class _Machine:
 
 
 def _value(x: Any) -> Any:
-    """What a global stands for where it is used as a value."""
+    """Return what a global stands for where it is used as a value; other values as they are."""
     if x is _MARK:
         raise _Refuse("a mark where a value should be")
     if isinstance(x, Global):
@@ -222,7 +222,7 @@ def check_size(value: Any, most: int | None = None) -> None:
 
 
 def _parts(value: Any) -> Collection[Any]:
-    """What a plain container holds."""
+    """Return what a plain container holds, a dict's keys and values; nothing for other values."""
     if isinstance(value, dict):
         return (*value.keys(), *value.values())
     return value if isinstance(value, _CONTAINERS) else ()
@@ -266,7 +266,7 @@ def _add_items(m: _Machine) -> None:
 
 
 def _keys(items: list[Any]) -> list[Any]:
-    """To be hashed, which takes exponential time for tuples of shared tuples."""
+    """Return `items` if safe to hash; refuse nested tuples, which can take exponential time."""
     for item in items:
         parts = item if isinstance(item, tuple) else ()
         if len(parts) > MAX_KEY:

@@ -29,7 +29,7 @@ ARCHIVES = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass
 class ForeignReport:
-    """What verifying found.  `bytes` were read; of `num_archives` archives `num_with_crc` have sums."""
+    """Result of verifying.  `bytes` were read; of `num_archives` archives `num_with_crc` have sums."""
 
     step: int
     format: str
@@ -101,7 +101,7 @@ class _Verification:
     # -- parts ------------------------------------------------------------------------------------
 
     def _part(self, key: str) -> None:
-        """Every byte of one part; its last one alone if that is to be quick."""
+        """Read every byte of one part, or its last one alone if that is to be quick."""
         size = self.sections.size(key)
         block = memoryview(bytearray(min(BLOCK_BYTES, size)))
         try:

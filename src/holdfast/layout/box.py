@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
+from operator import sub
 
 import msgspec
 
@@ -27,12 +28,12 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     def __and__(self, other: Box) -> Box | None:
         """The common part, None if there is none."""
@@ -103,12 +104,12 @@ def _cut_dims(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[int]:
 
 
 def num_corners(boxes: Sequence[Box], shape: tuple[int, ...]) -> int:
-    """What `tiles` has to count."""
+    """Number of corners that `tiles` has to count."""
     return len(boxes) << len(_cut_dims(boxes, shape))
 
 
 def tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes inside `shape` hold every element exactly once.
+    """True if boxes inside `shape` hold every element exactly once.
 
     A box's indicator is determined by its corners, each signed by the number of its stops (its mixed
     difference).  So boxes sum to the whole if and only if their signed corners do: no pairs are tried.

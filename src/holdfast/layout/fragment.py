@@ -57,7 +57,7 @@ class Fragment:
 
     @staticmethod
     def dense(box: Box, offset: int = 0) -> Fragment:
-        """Contiguous and row-major."""
+        """A contiguous, row-major fragment."""
         return Fragment(box, offset, row_major(box.shape))
 
     @property

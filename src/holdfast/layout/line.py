@@ -24,7 +24,7 @@ class Run(NamedTuple):
     step: int = 1
 
     def clipped(self, start: int, stop: int) -> Run | None:
-        """What lies at positions `start..stop`."""
+        """The part of the run at positions `start..stop`; None if there is none."""
         first = max(0, -(-(start - self.stored) // self.step))
         last = min(self.length, -(-(stop - self.stored) // self.step))
         if first >= last:
@@ -33,7 +33,7 @@ class Run(NamedTuple):
         return Run(self.stored + first * self.step, self.logical + first, last - first, step)
 
     def continued(self, other: Run) -> Run | None:
-        """Both as one, if `other` goes on where this ends."""
+        """Both as one run, if `other` goes on where this ends; else None."""
         if other.logical != self.logical + self.length:
             return None
         step = self.step if self.length > 1 else other.stored - self.stored
@@ -71,7 +71,7 @@ class Line:
         return Line(dim, length, (Run(0, 0, length),) if length else ())
 
     def moved(self, moves: Iterable[Move], length: int) -> Line:
-        """What the moves take, where they put it; all else is left out."""
+        """Put what the moves take where they say; all else is left out."""
         runs = []
         for start, to, count, step in moves:
             for run in self.between(start, start + count):
@@ -80,7 +80,7 @@ class Line:
         return Line(self.dim, length, _joined(runs))
 
     def kept(self, ranges: Sequence[tuple[int, int]]) -> Line:
-        """Ranges of positions, one after the other."""
+        """Keep ranges of positions, one after the other."""
         moves, at = [], 0
         for start, stop in ranges:
             moves.append(Move(start, at, stop - start))
@@ -96,7 +96,7 @@ class Line:
 
 
 def _joined(runs: list[Run]) -> tuple[Run, ...]:
-    """By logical index, neighbours made one."""
+    """Sort runs by logical index, neighbours made one."""
     found: list[Run] = []
     for run in sorted(runs, key=lambda r: r.logical):
         both = found[-1].continued(run) if found else None

@@ -31,7 +31,7 @@ class Mesh:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far apart in rank two neighbours along an axis are."""
+        """Distance in rank between two neighbours along an axis, by axis."""
         sizes = [n for _, n in self.axes]
         return {name: prod(sizes[i + 1 :]) for i, (name, _) in enumerate(self.axes)}
 

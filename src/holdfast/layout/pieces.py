@@ -1,4 +1,4 @@
-"""Who writes which bytes, and where they then lie: in closed form, for one rank at a time.
+"""Placement: who writes which bytes and where they then lie, in closed form, one rank at a time.
 
 Tensors with one sharding and one dtype size form a *class*.  Ranks with the same coordinates on the
 cut axes hold the same part of every tensor of the class; they are its replicas and share the work:
@@ -34,7 +34,7 @@ from holdfast.layout.sharding import Sharding, part_of, parts_of
 Ints = NDArray[np.int64]
 
 KEPT_ROWS = 1 << 21
-"""Of cached cells, one per tensor of a part: about 100 bytes each."""
+"""Most rows of cached cells, one per tensor of a part: about 100 bytes each."""
 
 SMALL_BYTES = 1 << 20
 """Tensors whose part is smaller are written by one replica, whole; shares are not made smaller."""
@@ -42,7 +42,7 @@ SMALL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Table:
-    """The tensors of a checkpoint as arrays: shape padded to one rank, item size, class."""
+    """A checkpoint's tensors as arrays: shapes padded to as many dims, item sizes, shardings."""
 
     names: tuple[str, ...]
     ndim: Ints
@@ -53,7 +53,7 @@ class Table:
 
     @staticmethod
     def of(rows: Iterable[tuple[str, tuple[int, ...], int, Sharding]]) -> Table:
-        """From (name, shape, item size in bytes, sharding) per tensor."""
+        """Build a table from (name, shape, item size in bytes, sharding) per tensor."""
         rows = list(rows)
         shardings = tuple(dict.fromkeys(r[3] for r in rows))
         index = {s: i for i, s in enumerate(shardings)}
@@ -106,7 +106,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Located:
-    """Where wanted boxes lie; row i: which want, whose image, the piece, the common box."""
+    """Places of wanted boxes; row i: which want, whose image, the piece, the common box."""
 
     want: Ints
     rank: Ints
@@ -116,7 +116,7 @@ class Located:
     start: Ints
     stop: Ints
     stored: Sequence[Stored | None] | None = None
-    """By row, how a piece that is not dense lies; None where all are."""
+    """Layouts of pieces that are not dense, by row; None where all are dense."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Class:
 
 @dataclass(frozen=True)
 class _Cells:
-    """What the replicas at one place of the cut axes hold of a class, and how they divide it."""
+    """Part of a class that replicas at one place of the cut axes hold, and how they divide it."""
 
     start: Ints
     stop: Ints
@@ -176,7 +176,7 @@ class Placement:
     # -- one rank's image ---------------------------------------------------------------------
 
     def pieces(self, rank: int) -> Pieces:
-        """What `rank` writes, in image order."""
+        """The pieces that `rank` writes, in image order."""
         parts = [self._pieces_of(number, rank) for number in range(len(self._classes))]
         columns = [np.concatenate(c) for c in zip(*(p for p in parts if p is not None))]
         if not columns:
@@ -286,7 +286,7 @@ class Placement:
     # -- reading --------------------------------------------------------------------------------
 
     def locate(self, tensor: Ints, start: Ints, stop: Ints) -> Located:
-        """Where box `start[i]..stop[i]` (padded with 0..1) of tensor `tensor[i]` lies, for all i.
+        """Locate box `start[i]..stop[i]` (padded with 0..1) of tensor `tensor[i]`, for all i.
 
         Empty boxes yield no rows.  Offsets count from the first piece of the image of `rank`.
         """
@@ -341,7 +341,7 @@ class Placement:
     def _within_cells(
         self, number: int, part: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
     ) -> tuple[Ints, ...]:
-        """Which replicas wrote the wanted rows of one part, and at what offset."""
+        """Find which replicas wrote the wanted rows of one part, and at what offset."""
         cells = self._at(number, part)
         index = self._index[tensor]
         dim = cells.row_dim[index]
@@ -390,7 +390,7 @@ class Placement:
         return tuple(np.concatenate(c) for c in zip(*out))
 
     def _base(self, rank: int, number: int) -> int:
-        """Where class `number` begins in a rank's image."""
+        """Byte at which class `number` begins, from the first piece of a rank's image."""
         bases = self._bases.get(rank)
         if bases is None:
             bases, at = {}, 0

@@ -40,7 +40,7 @@ class Sharding:
     held: tuple[tuple[int, Box], ...] | None = None
 
     def box(self, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Box | None:
-        """What a rank holds of a regular sharding; None if the rank has no part in the tensor."""
+        """The box of a rank in a regular sharding; None if the rank has no part in the tensor."""
         assert self.held is None
         if any(mesh.coordinate(rank, axis) not in coords for axis, coords in self.on):
             return None
@@ -68,12 +68,12 @@ def chunk(box: Box, dim: int, part: int, parts: int) -> Box:
 
 
 def parts_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """How many parts a cut over `axes` makes."""
+    """Number of parts that a cut over `axes` makes."""
     return prod(mesh.sizes[a] for a in axes)
 
 
 def part_of(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
-    """Which part of a cut over `axes` a rank holds."""
+    """Number of the part that a rank holds of a cut over `axes`."""
     part = 0
     for axis in axes:
         part = part * mesh.sizes[axis] + mesh.coordinate(rank, axis)

@@ -28,7 +28,7 @@ from holdfast.layout.fragment import Fragment
 from holdfast.layout.line import Line, Move, Run
 
 MAX_RUNS = 1 << 20
-"""Of a dim."""
+"""Most runs of a dim."""
 
 Widths = Sequence[Sequence[int]]
 
@@ -87,7 +87,7 @@ class View:
         return self._cut(dim, line, widths)
 
     def balanced(self, dim: int, part: int, parts: int) -> View:
-        """As `shard`, but parts differ by 1 at most: the first ones are the longer (numpy.array_split)."""
+        """Like `shard`, but parts differ by 1 at most, the longer first (numpy.array_split)."""
         _check_part(part, parts)
         line = self._line(dim)
         ends = []
@@ -97,7 +97,7 @@ class View:
         return self._cut(dim, line, ends)
 
     def split(self, dim: int, part: int, widths: Widths) -> View:
-        """As `shard`, the widths of all parts stated: a list for each fused part, or one for the whole."""
+        """Like `shard`, with widths of all parts: a list per fused part, or one for the whole."""
         line = self._line(dim)
         lengths = line.parts or (line.length,)
         if len(widths) != len(lengths):
@@ -128,13 +128,13 @@ class View:
         return self.shard(dim, part, parts, even=True)
 
     def absent(self) -> View:
-        """What a rank holds that has no part in the tensor (another stage, another's expert): nothing."""
+        """Nothing, for a rank that has no part in the tensor (another stage, another's expert)."""
         return replace(self, is_here=False)
 
     def flat(self, start: int, stop: int) -> View:
         """Elements `start..stop` of what is stored, flattened; what lies beyond its end is padding.
 
-        So a range of ZeRO's flat buffers.  At most `2 * ndim - 1` fragments where there was one.
+        For a range of ZeRO's flat buffers.  At most `2 * ndim - 1` fragments where there was one.
         """
         if not 0 <= start <= stop:
             raise LayoutError(f"{start}:{stop} is no range")
@@ -223,7 +223,7 @@ class View:
     # -- where it lies ----------------------------------------------------------------------------
 
     def fragments(self, base: int = 0) -> list[Fragment]:
-        """Where each element lies in the rank's storage, which begins at element `base` of some file."""
+        """Locate each element in a rank's storage, which begins at element `base` of some file."""
         if not self.is_here:
             return []
         lengths = tuple(line.length for line in self.lines)

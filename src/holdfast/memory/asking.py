@@ -1,7 +1,7 @@
-"""What the agents of all nodes hold, told among the ranks of a restart.
+"""The ranks of a restart tell each other what the agents of all nodes hold.
 
-Agents know the same manifests, which are large: each goes to each rank once, and is known by its digest in
-what else is told.
+Agents know the same manifests, which are large: each manifest goes to each rank once, and everything else
+that is told names it by its digest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from holdfast.memory.node.holdings import ELSEWHERE_S, ELSEWHERE_THREADS, elsewh
 from holdfast.threads import in_threads
 
 Manifests = dict[bytes, bytes]
-"""By digest."""
+"""Encoded manifests, by the digest of their bytes."""
 
 
 def tell_all(group: Group, job: str, mine: w.Held | None) -> list[w.Held]:
-    """What all agents hold, also of nodes that the job no longer runs on, if they still answer.
+    """Return what all agents hold, also those of nodes that the job no longer runs on, if they
+    still answer.
 
-    `mine`: what this node's holds, on one of its ranks.  Collective.
+    `mine`: what this node's agent holds, given on one of its ranks.  Collective.
     """
     own = manifests_of([mine] if mine is not None else [])
     told = group.share(w.encode(_brief(mine)) if mine is not None else b"")
@@ -54,7 +55,7 @@ def tell_finished(job: str, run: int, cards: Iterable[w.Card]) -> None:
 
 
 def _others(group: Group, job: str, here: list[w.Held], known: Manifests) -> list[w.Held]:
-    """Rank 0 asks them."""
+    """Return what agents that are not among `here` hold; rank 0 asks them."""
 
     def ask() -> bytes:
         found = elsewhere(job, here)
@@ -75,7 +76,7 @@ def _digest(manifest: bytes) -> bytes:
 
 
 def _brief(held: w.Held) -> w.Held:
-    """With the digests of manifests in their place."""
+    """Return the same, with the digests of manifests in their place."""
     return msgspec.structs.replace(held, manifests=tuple(map(_digest, held.manifests)))
 
 

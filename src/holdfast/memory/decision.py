@@ -1,4 +1,5 @@
-"""What ranks say to each other of a snapshot, and what rank 0 makes of it."""
+"""Messages by which ranks agree on a snapshot: what each hands in, and what rank 0 decides from
+that."""
 
 from __future__ import annotations
 
@@ -9,46 +10,47 @@ from holdfast.memory.node import words as w
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank hands in: what goes into the manifest, and how its agent is reached."""
+    """The message that a rank hands in: what goes into the manifest, and how its agent is
+    reached."""
 
     written: bytes
     card: w.Card
     holding: str
-    """What it holds of all tensors: the same for ranks that hold the same."""
+    """Digest of which parts of all tensors it holds: the same for ranks that hold the same."""
     size: int
-    """Of its image, in bytes; 0: it saves nothing."""
+    """Bytes of its image; 0: it saves nothing."""
     budget: int
-    """Of this job on its node, in bytes."""
+    """Bytes of memory that this job may take on its node."""
     refusal: str = ""
     """Why its image is not in its agent's memory."""
     exactness: Exactness | None = None
-    """If its image was copied from a replica."""
+    """Exactness of its image, if it was copied from a replica; else None."""
     memory: int = 0
     """Bytes that its image takes on its node, whether it saves anything or not."""
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's: what became of a snapshot."""
+    """Rank 0's decision: what became of a snapshot."""
 
     errors: dict[int, str]
     manifest: bytes = b""
     cards: tuple[w.Card, ...] = ()
     card_of: tuple[int, ...] = ()
-    """By rank: which of the cards is its agent's."""
+    """Index in `cards` of each rank's agent, by rank."""
     class_of: tuple[int, ...] = ()
-    """By rank: a number that ranks share which hold the same."""
+    """A number for each rank, by rank: the same for ranks that hold the same."""
     sizes: tuple[int, ...] = ()
-    """By rank: bytes of its image; 0: it saves nothing."""
+    """Bytes of each rank's image, by rank; 0: it saves nothing."""
     memory: tuple[int, ...] = ()
-    """By rank: bytes that its image takes on its node."""
+    """Bytes that each rank's image takes on its node, by rank."""
     budgets: tuple[int, ...] = ()
-    """Of this job on the nodes, as `cards`."""
+    """Bytes of memory that this job may take on each node, in the order of `cards`."""
     directly: str = ""
     """Why the save must get to storage without the agents."""
 
 
 def decided(filled: list[Filled], manifest: bytes = b"") -> Decision:
-    """What follows from what all ranks have handed in."""
+    """Return the decision that follows from what all ranks have handed in."""
     cards = {card: number for number, card in enumerate(dict.fromkeys(f.card for f in filled))}
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(f.holding for f in filled))}
     budgets = {f.card: f.budget for f in filled}

@@ -49,7 +49,8 @@ from holdfast.state.snapshot import Moment, raw_array
 from holdfast.state.wrapped import ELEMENTWISE, Seen, is_zero1
 
 MOST_DRIFT = 1e-3
-"""By one step, of a tensor's largest element: more is no rounding, on whatever device."""
+"""Largest difference, as a share of a tensor's largest element, that the first comparison after
+learning may find: more is no rounding, on whatever device."""
 Where = dict[tuple[str, Box], tuple[int, int]]
 """Offset and bytes in this rank's image of a part of a tensor."""
 Named = tuple[str, Any, list[tuple[str, torch.Tensor]]]
@@ -62,20 +63,22 @@ class Fed:
 
     part: Part
     name: str
-    """Of the weight."""
+    """Name of the weight."""
     prefix: str
-    """Of the states."""
+    """Prefix of the states' names."""
     box: Box
     optimizer: Any
-    """That has the states; which tensors they are may change."""
+    """The optimizer that has the states; which tensors they are may change."""
     scalars: frozenset[str]
-    """States of another shape than the weight's."""
+    """Names of the states of another shape than the weight's."""
     states: dict[str, torch.dtype]
-    """The others."""
+    """Dtypes of the states of the weight's shape, by name."""
     aside: dict[str, torch.Tensor] = field(default_factory=dict)
-    """As they were at the mark from which is learned: scalars, and what is not in this rank's image."""
+    """States as they were at the mark from which is learned, by name: the scalars, and all states
+    of a part that is not all in this rank's image."""
     weight: torch.Tensor | None = None
-    """The same of the weight, where that is not in the image with its states."""
+    """The weight at the mark from which is learned, where it is not in the image with its
+    states."""
 
 
 class Feed:
@@ -97,17 +100,19 @@ class Feed:
         self._durable = 0
         """Durable saves so far: the same on all ranks."""
         self._owes_proof = False
-        """Whether durable saves are of the live state until the replica was compared."""
+        """True if durable saves are to be of the live state until the replica was compared with
+        one."""
         self._proves = False
-        """Whether the durable save that comes is."""
+        """True if the durable save that comes is of the live state, to prove the replica."""
         self._compared = 0
-        """The step at which it was, last."""
+        """The step at which the replica was last compared with the live state."""
         self._fed: list[list[Fed]] = []
-        """By twin."""
+        """The parts in each twin, in the order of the twins."""
         self._named: list[Named] = []
-        """As found on the training thread: to name what is sharded, it must not be gathered."""
+        """Each optimizer's parameters by name, as found on the training thread: to name what is
+        sharded, it must not be gathered."""
         self._made_of: list[Named] = []
-        """As they were when the twins were made."""
+        """Each optimizer's parameters by name, as they were when the twins were made."""
         self._made_for: Plan | None = None
         self._names: list[str] = []
         self._trained: set[str] = set()
@@ -117,24 +122,25 @@ class Feed:
         """Optimizers and parameters of theirs that are in the replica, at least in part."""
         self._written = Seen([])
         self._seen: dict[str, tuple[int, int]] = {}
-        """Of steady tensors that are not in the replica: which they were at the last snapshot, and how
-        often they had been written."""
+        """The id of its source and its count of writes at the last snapshot, for each steady tensor
+        that is not in the replica, by name."""
         self._moving: set[str] = set()
-        """Those of them that change, such as an average of the weights."""
+        """Names of steady tensors that are not in the replica and change, such as an average of the
+        weights."""
         self._on_device = False
         self._proved = False
-        """Whether the replica has been compared since it last learned."""
+        """True if the replica has passed a comparison with the live state since it last learned."""
 
     # -- training thread --------------------------------------------------------------------------
 
     def mark(self, number: int) -> None:
-        """What comes next is after the snapshot of that number."""
+        """Mark the point in the training at which the snapshot of that number is taken."""
         self.twins.mark(number, self._set_aside)
 
     def arranged(self, live: Live) -> Live:
-        """The same, with what belongs together side by side, and such that what the replica has not and
-        changes is copied at the call: when the replica has come to that step, the training may have gone
-        on."""
+        """Return the same state, with what belongs together side by side, and such that what
+        changes and is not in the replica is copied at the call: when the replica has come to that
+        step, the training may have gone on."""
         self._named = named_params(self._state())
         live, trained = together(live, self._named), self._trained
         if self._made_for is not None and _params(self._named) != _params(self._made_of):
@@ -153,15 +159,15 @@ class Feed:
         return replace(live, tensors=tensors)
 
     def count_durable(self, *, must_prove: bool) -> None:
-        """A durable save comes.  What it is of is decided here: a proof by an earlier one may end at any
-        moment."""
+        """Count a durable save that comes, and decide here whether it is of the live state: a proof
+        by an earlier one may end at any moment."""
         self._durable += 1
         if must_prove or self._durable % self._prove_every == 0:
             self._owes_proof = True
         self._proves = self._owes_proof
 
     def follows(self, live: Live, *, durable: bool) -> bool:
-        """Whether a snapshot of this state can be taken from the replica."""
+        """True if a snapshot of this state can be taken from the replica."""
         if not self.twins.current or (durable and self._proves):
             return False
         if list(live.tensors) != self._names:
@@ -169,7 +175,7 @@ class Feed:
         return self.twins.current and self._proved
 
     def _set_aside(self) -> None:
-        """What cannot be learned from the image."""
+        """Copy aside what cannot be learned from the image."""
         self._written = self._writes()
         with torch.no_grad():
             for some in self._fed:  # a snapshot may still be copying from the twins
@@ -182,12 +188,13 @@ class Feed:
                     fed.aside = {k: v.detach().cpu().clone() for k, v in states.items()}
 
     def _is_saved(self, fed: Fed) -> bool:
-        """Whether all of a part is in this rank's image."""
+        """True if all of a part, its weight and states, is in this rank's image."""
         names = [fed.name, *(fed.prefix + s for s in fed.states)]
         return all((name, fed.box) in self._where for name in names)
 
     def _written_elsewhere(self) -> str:
-        """Called before each step and mark; the steps themselves write, too."""
+        """Return why the replica cannot follow, if something but a step wrote to weights or states;
+        else empty.  Called before each step and mark; the steps themselves write, too."""
         if self._writes() != self._written:
             return "weights or states were written outside optimizer.step()"
         return ""
@@ -196,14 +203,15 @@ class Feed:
         self._written = self._writes()
 
     def _writes(self) -> Seen:
-        """Another one after every write to weights and states, or when one is another tensor."""
+        """Return the weights and states as seen now: it equals what is seen later only if none of
+        them was written since or is another tensor."""
         values: list[Any] = [p for _, p in self._watched]
         for optimizer, p in self._watched:
             values += optimizer.state.get(p, {}).values()
         return Seen(values)
 
     def restart(self) -> None:
-        """The state will be another."""
+        """Drop the twins: the state will be another."""
         self.twins.restart()
         self._made_for = None
 
@@ -230,7 +238,8 @@ class Feed:
     # -- memory thread ----------------------------------------------------------------------------
 
     def filled(self, job: Job, image: Image | None) -> None:
-        """A snapshot's image is complete.  That it is does not depend on the replica."""
+        """Make use of a snapshot's complete image.  That it is complete does not depend on the
+        replica: an error here ends the replica alone."""
         try:
             if image is not None and not job.follows and not self.twins.closed:
                 self._look_at(job, image)
@@ -239,7 +248,7 @@ class Feed:
         self.twins.go_on(job.number)
 
     def _look_at(self, job: Job, image: Image) -> None:
-        """Make, learn or compare, by an image of the live state."""
+        """Make the replica, let it learn, or compare it, by an image of the live state."""
         assert job.plan is not None and job.buffer is not None
         if job.plan is not self._made_for:
             self._make(job, job.plan, image)
@@ -249,7 +258,7 @@ class Feed:
             self._learn(job, job.buffer.view)
 
     def _make(self, job: Job, plan: Plan, image: Image) -> None:
-        """Twins for what this rank saves by a plan; they learn from the snapshot after."""
+        """Make twins for what this rank saves by a plan; they learn from the snapshot after."""
         self.restart()
         named = self._made_of = self._named
         _check_apart(_params(named))
@@ -314,7 +323,7 @@ class Feed:
             self._tensors, self._proved = dict(self._saved()), False
 
     def _state_of(self, fed: Fed, mine: torch.Tensor, view: memoryview) -> dict[str, torch.Tensor]:
-        """The states of a part as they were in an image; its weight is put in place."""
+        """Return the states of a part as they were in an image, and put its weight in place."""
         found = dict(fed.aside)
         if self._is_saved(fed):
             with torch.no_grad():
@@ -333,7 +342,7 @@ class Feed:
         return torch.frombuffer(view[at : at + size], dtype=like.dtype).view(like.shape)
 
     def _saved(self) -> Iterator[tuple[str, LiveTensor]]:
-        """What this rank saves of it, by name."""
+        """Yield what this rank saves of the replica: (name, tensor)."""
         found: dict[str, list[tuple[Box, torch.Tensor, str, tuple[int, ...]]]] = {}
         for twin, some in zip(self.twins.all, self._fed):
             for mine, states, fed in zip(twin.weights, twin.states(), some):
@@ -353,7 +362,7 @@ class Feed:
             )
 
     def _compare(self, job: Job, view: memoryview) -> None:
-        """Whether the replica is as the live state was."""
+        """Compare the replica with the live state in an image: it is proved, or learns anew."""
         if not self.twins.at(job.number, self._deadline_s):
             return
         self._compared = job.step
@@ -385,18 +394,18 @@ class Feed:
 
     @property
     def exactness(self) -> Exactness:
-        """Of the snapshots from this replica."""
+        """Exactness of the snapshots from this replica."""
         is_exact = not self._on_device and self.drift is None
         return Exactness(is_exact, self.drift or 0.0, self._compared)
 
 
 def _first(box: Box) -> Box:
-    """Its first element."""
+    """Return the box of the first element of a box."""
     return Box(box.start, tuple(a + 1 for a in box.start))
 
 
 def optimizers(state: State) -> dict[str, Any]:
-    """By key."""
+    """Return the optimizers of a state, by key."""
     return {key: value for key, value in state.items() if is_optimizer(value)}
 
 
@@ -428,7 +437,7 @@ def check_feedable(state: State) -> None:
 
 
 def _params(named: list[Named]) -> list[tuple[str, set[int]]]:
-    """Of each optimizer, by id."""
+    """Return (key, ids of the parameters) of each optimizer."""
     return [(key, {id(p) for _, p in pairs}) for key, _, pairs in named]
 
 
@@ -443,7 +452,8 @@ def _check_apart(params: list[tuple[str, set[int]]]) -> None:
 
 
 def named_params(state: State) -> list[Named]:
-    """Of each optimizer; on the training thread, between two steps."""
+    """Return (key, optimizer, parameters by name) of each optimizer; on the training thread,
+    between two steps."""
     found = []
     for key, optimizer in optimizers(state).items():
         groups = [(g, g["params"]) for g in optimizer.param_groups]
@@ -453,7 +463,8 @@ def named_params(state: State) -> list[Named]:
 
 
 def together(live: Live, named: list[Named]) -> Live:
-    """The same, with each weight's states behind it, so that a rank saves most of them together."""
+    """Return the same state, with each weight's states behind it, so that a rank saves most of them
+    together."""
     states: dict[int, list[str]] = {}
     for key, optimizer, pairs in named:
         for name, p in pairs:

@@ -1,6 +1,6 @@
-"""Which scheme protects the snapshots of a job, in which groups, and whether nodes have memory for it.
+"""The choice of the scheme that protects a job's snapshots, and of its groups, as far as nodes have memory.
 
-All ranks follow the same from what rank 0 told them (`Decision`): the agents of ranks are their nodes.
+All ranks come to the same choice by what rank 0 told them (`Decision`); a rank's agent stands for its node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.policy.survival import Scheme, none
 from holdfast.sizes import size_text
 
 SNAPSHOTS = 2
-"""Of each rank: the newest complete one, and the one that is being filled."""
+"""Number of snapshots of each rank in memory: the newest complete one, and the one being filled."""
 
 Groups = list[tuple[int, ...]]
 
@@ -43,8 +43,8 @@ class Grouping:
         self._told: tuple[Scheme, str] | None = None
 
     def find(self, decision: Decision) -> Chosen:
-        """Events: `memory.redundancy` when it is another than before, `memory.weaker` if that is weaker
-        than what was asked for."""
+        """Return the choice for a snapshot.  Events: `memory.redundancy` when it is another than
+        before, `memory.weaker` if that is weaker than what was asked for."""
         chosen = chosen_for(self._redundancy, decision)
         if self._told != (chosen.scheme, chosen.why):
             self._told = chosen.scheme, chosen.why
@@ -70,7 +70,7 @@ def _weaker(chosen: Chosen) -> str:
 
 
 def chosen_for(redundancy: str, decision: Decision) -> Chosen:
-    """What is asked for; if it cannot be had, the strongest that can."""
+    """Return the scheme that is asked for; if it cannot be had, the strongest that can."""
     nodes = [decision.cards[i].agent for i in decision.card_of]
     asked, count = parse(redundancy), len(set(nodes))
     wanted = asked or choose(count)
@@ -104,7 +104,8 @@ def _reason(asked: Scheme | None, scheme: Scheme, num_nodes: int) -> str:
 
 
 def kept_bytes(decision: Decision, scheme: Scheme, group: tuple[int, ...]) -> int:
-    """What each member keeps for its group of one snapshot.  Those that save nothing are no members."""
+    """Return how many bytes each member keeps for its group of one snapshot.  Ranks that save
+    nothing are no members."""
     lengths = tuple(n for n in (decision.sizes[r] for r in group) if n)
     if not scheme.losses or len(lengths) <= scheme.losses:
         return 0
@@ -112,7 +113,8 @@ def kept_bytes(decision: Decision, scheme: Scheme, group: tuple[int, ...]) -> in
 
 
 def lack(decision: Decision, scheme: Scheme, found: Groups) -> str:
-    """Which node's budget does not hold the snapshots of its ranks, with the numbers; empty: none."""
+    """Return a text that names a node whose budget does not hold the snapshots of its ranks, with
+    the numbers; empty if there is none."""
     ranks = len(decision.card_of)
     own, kept, num_ranks = ([0] * len(decision.cards) for _ in range(3))
     for group in found:

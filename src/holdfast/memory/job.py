@@ -1,4 +1,4 @@
-"""Which job a root belongs to: what is in memory is known by it."""
+"""The job that a root belongs to: what is in memory is known by that job's identity."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def last_run(client: Client, job: str) -> int:
 
 
 def is_anothers(client: Client, job: str, store: Store) -> bool:
-    """Whether this node's agent knows a job by another root, which is still there: then this one is a copy,
-    on a file system that gives the same numbers, as the topmost directories of volumes have.
-    """
+    """True if this node's agent knows a job by another root, which is still there: then this root
+    is a copy, on a file system that gives the same inode numbers, as the topmost directories of
+    volumes have."""
     with suppress(HoldfastError):
         known = {one.job: one.root for one in client.ask(w.Status(), w.Report).jobs}
         root = known.get(job, "?")
@@ -81,5 +81,6 @@ def _read_job(store: Store) -> JobFile:
 
 
 def _identity(store: Store) -> str:
-    """What tells a root from its copies: the number of its directory, which all hosts see alike."""
+    """Return what tells a root from its copies: the inode number of its directory, which all hosts
+    see alike; the URL of a root that is no directory."""
     return str(os.stat(store.root).st_ino) if isinstance(store, LocalStore) else store.url

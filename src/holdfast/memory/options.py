@@ -1,4 +1,4 @@
-"""What a user says of the memory tier."""
+"""The settings of the memory tier that a user gives."""
 
 from __future__ import annotations
 
@@ -64,22 +64,22 @@ class Memory:
 
     @property
     def recomputes(self) -> bool:
-        """Whether optimizer states are to be redone where they are protected."""
+        """True if optimizer states are to be redone, from gradients, where they are protected."""
         return self.redundancy == RECOMPUTE
 
     @property
     def budget_bytes(self) -> int:
-        """0: by default."""
+        """`budget` in bytes; 0: the default."""
         return self._bytes("budget")
 
     @property
     def bytes_per_s(self) -> int:
-        """0: no cap."""
+        """`bandwidth` in bytes per second; 0: no cap."""
         return self._bytes("bandwidth")
 
     @property
     def carry_bytes(self) -> int:
-        """0: nothing is carried over."""
+        """`carry` in bytes; 0: nothing is carried over."""
         return self._bytes("carry")
 
     def _bytes(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""How ranks protect each other's snapshots: who with whom, from a replica or by exchange."""
+"""The protection of snapshots by other ranks: who protects whom, from a replica or by exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Agreed:
-    """How the group of this rank was protected last: by which plan and scheme, and its images."""
+    """The last protection of the group of this rank: its plan and scheme, and the images."""
 
     plan: str
     scheme: Scheme
@@ -38,17 +38,18 @@ class Agreed:
 
 
 def _shape(file: FileEntry) -> tuple[int, ...]:
-    """How an image is laid out."""
+    """Return the layout of an image: its rank, where its sections begin, and its bytes."""
     return file.rank, file.data, file.extras, file.table, file.bytes
 
 
 @dataclass(frozen=True)
 class Making:
-    """What this rank keeps for its group of one snapshot, to be made in the window (`Beside`)."""
+    """The guard of one snapshot, which is what this rank keeps for its group, still to be made in
+    the window (`Beside`)."""
 
     protector: Protector
     number: int
-    """Of the job."""
+    """Number of the job."""
     guard: ReplicaGuard
     view: memoryview
     shadow: Shadow | None
@@ -62,16 +63,17 @@ class Making:
 
 
 class Protector:
-    """What one rank does for its group, from snapshot to snapshot."""
+    """The work of one rank for its group, from snapshot to snapshot."""
 
     def __init__(self, tier: MemoryTier, shadow: Shadow | None) -> None:
         self._tier = tier
         self.shadow = shadow
-        """The states of others that are made here, too."""
+        """The optimizer states of other ranks that are redone here, if any are."""
         self._rank = tier.group.rank
         self._agreed: Agreed | None = None
         self._begun: dict[int, tuple[tuple[FileEntry, ...], w.Lease | None]] = {}
-        """By number of a job: the files as they were when its guard was begun in the window."""
+        """The files as they were when the guard of a job was begun in the window, and the lease of
+        its memory, by number of the job."""
         self._guard: ReplicaGuard | None = None
         self._guard_key: object = None
         self._guard_mark: object = None
@@ -86,7 +88,8 @@ class Protector:
     # -- capture thread ---------------------------------------------------------------------------
 
     def begin(self, job: Job) -> Making | None:
-        """How to make what this rank keeps for its group from its own replica; None if it holds none."""
+        """Return what makes, from this rank's own replica, what it keeps for its group; None if it
+        holds no replica, or cannot make that now."""
         agreed, plan = self._agreed, job.plan
         if agreed is None or plan is None or agreed.plan != plan.digest:
             return None
@@ -111,7 +114,8 @@ class Protector:
         return Making(self, job.number, guard, view, shadow)
 
     def fill(self, making: Making, *how: Any) -> None:
-        """Make it, when what is redone here has come so far; not at all if it will not."""
+        """Make it, once the states that are redone here have come to that snapshot; not at all if
+        they will not."""
         number, shadow = making.number, making.shadow
         if shadow is not None and not shadow.twins.at(number, self._tier.deadline_s):
             self._begun.pop(number, None)
@@ -123,7 +127,7 @@ class Protector:
     # -- memory thread ----------------------------------------------------------------------------
 
     def holding(self, job: Job) -> str:
-        """A digest of what this rank holds of all tensors."""
+        """Return a digest of which parts of all tensors this rank holds."""
         if job.plan is not None and self._holding[0] != job.plan.digest:
             held = [
                 (name, part.box.start, part.box.stop)
@@ -134,11 +138,11 @@ class Protector:
         return self._holding[1]
 
     def reserve(self, job: Job, decision: Decision) -> None:
-        """Have memory for two snapshots of this rank and for what it keeps of its group's; the newest of
-        the life before is one of the two.
+        """Get memory for two snapshots of this rank and for what it keeps of its group's; the
+        newest snapshot of before the restart is one of the two.
 
-        OutOfSpace, on all ranks, if some node's budget does not hold that; on this one, if its agent has
-        not as much left.
+        OutOfSpace, on all ranks, if some node's budget does not hold that; on this one, if its
+        agent has not as much left.
         """
         chosen = self._grouping.find(decision)
         check_room(decision, chosen)
@@ -158,7 +162,8 @@ class Protector:
                     raise
 
     def _has(self, held: w.Held, kind: str, size: int) -> bool:
-        """Whether the newest snapshot is there, in memory that serves for the one after the next."""
+        """True if the newest snapshot is there, in memory that serves for the one after the
+        next."""
         return any(
             (i.kind, i.rank, i.attempt) == (kind, self._rank, held.newest)
             and w.fits(i.capacity, size)
@@ -192,13 +197,14 @@ class Protector:
         self._tier.agree("protected", job, error, judge)
 
     def _source(self, job: Job) -> str:
-        """Where what this rank keeps comes from."""
+        """Return the source of what this rank keeps: `peers`, `recomputed` or `replica`."""
         if job.number not in self._begun:
             return "peers"
         return "recomputed" if self._redone() is not None else "replica"
 
     def _redone(self) -> Shadow | None:
-        """States of others, if they are made here and current."""
+        """Return the shadow that redoes states of other ranks, if there is one and it is
+        current."""
         return self.shadow if self.shadow is not None and self.shadow.twins.current else None
 
     def _ask(self, job: Job, decision: Decision, scheme: Scheme, group: tuple[int, ...]) -> None:
@@ -233,8 +239,8 @@ class Protector:
         here: tuple[FileEntry, ...],
         lease: w.Lease,
     ) -> bool:
-        """Have the agent finish what this rank made from its own replica; False if that is not what the
-        others have saved."""
+        """Have the agent finish what this rank made from its own replica; False if that is not what
+        the others have saved, or could not be checked."""
         if [_shape(f) for f in begun] != [_shape(f) for f in here] or self._guard is None:
             return False
         own = msgspec.structs.replace(
@@ -261,7 +267,8 @@ class Protector:
     def _learn(
         self, job: Job, here: tuple[FileEntry, ...], stripes: Stripes, lease: w.Lease
     ) -> None:
-        """From the copy of another rank's image that the agent has just fetched."""
+        """Let the shadow learn from the copy of another rank's image that the agent has just
+        fetched."""
         if self.shadow is None or stripes.num_data > 1:
             return
         assert job.plan is not None

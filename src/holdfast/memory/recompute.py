@@ -29,27 +29,29 @@ from holdfast.state.placed import place, torch_dtype
 from holdfast.state.wrapped import is_zero1
 
 MOST_STRIKES = 3
-"""Snapshots in a row of which the twin's part was not the other rank's."""
+"""Number of snapshots in a row with another result than the other rank's at which the twin gives
+up."""
 
 
 class Shadow:
-    """What this rank redoes of another one's states."""
+    """The optimizer states of another rank that this rank redoes."""
 
     def __init__(self, optimizers: dict[str, Any], names: Callable[[Any], dict[int, str]]) -> None:
         """`optimizers` by key; `names` of an optimizer's parameters, by id."""
         self.twins = Twins()
         self.tensors: dict[str, LiveTensor] = {}
-        """By full name; another dict each time that they have been learned."""
+        """The redone states by full name; another dict each time that they have been learned."""
         self._optimizers = optimizers
         self._names = names
         self._strikes = 0
 
     def mark(self, number: int) -> None:
-        """What comes next is after the snapshot of that number; on the training thread."""
+        """Mark the point in the training at which the snapshot of that number is taken; on the
+        training thread."""
         self.twins.mark(number, self._copy_weights)
 
     def restart(self) -> None:
-        """The state will be another."""
+        """Drop the twins: the state will be another."""
         self.twins.restart()
 
     def _copy_weights(self) -> None:
@@ -59,7 +61,8 @@ class Shadow:
     def learn(
         self, number: int, plan: Plan, file: FileEntry, live: Live, image: memoryview
     ) -> None:
-        """From the image of the other rank, as it was at that mark."""
+        """Learn the states from the image of the other rank, as it was at that mark; make the twins
+        anew if they are of other parameters."""
         wanted: dict[str, tuple[TensorEntry, int, int]] = {}
         layout = image_of(plan, file)
         for entry, box, at, size in pieces_of(plan, layout, file.rank) if layout else ():
@@ -91,7 +94,8 @@ class Shadow:
             }
 
     def _parts(self, prefixes: set[str]) -> list[tuple[Any, list[Part]]]:
-        """By optimizer, the parameters whose states' names begin so."""
+        """Return (optimizer, parts): each optimizer's parameters whose states' names begin with one
+        of `prefixes`."""
         found = []
         for key, optimizer in self._optimizers.items():
             groups = [(g, g["params"]) for g in optimizer.param_groups]
@@ -103,7 +107,7 @@ class Shadow:
         return found
 
     def differed(self) -> None:
-        """What was redone was not what the other rank had."""
+        """Note that what was redone was not what the other rank had: learn anew, or give up."""
         self._strikes += 1
         if self._strikes < MOST_STRIKES:
             self.twins.forget("it differed")
@@ -111,12 +115,13 @@ class Shadow:
             self.twins.end(f"it differed {self._strikes} times in a row: another arithmetic")
 
     def agreed(self) -> None:
-        """It was."""
+        """Note that what was redone was what the other rank had."""
         self._strikes = 0
 
 
 def shadow_of(state: State) -> Shadow:
-    """For the optimizers whose states each lie on one rank, while all have the gradients.
+    """Return the shadow for the optimizers whose states each lie on one rank, while all have the
+    gradients.
 
     UsageError if there is none.
     """
@@ -131,6 +136,6 @@ def shadow_of(state: State) -> Shadow:
 
 
 def _read(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of its own."""
+    """Return a tensor with memory of its own."""
     raw = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
     return raw.view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""What a rank keeps for its group, made from its own device's replicas: nothing crosses the network.
+"""A rank makes what it keeps for its group from its own device's replicas: nothing crosses the network.
 
 Where state is replicated along the data-parallel axis, every member holds what the others save, at least of
 the tensors.  So it can lay out their images itself, byte for byte, and make its copies or parity of them in
@@ -34,7 +34,7 @@ from holdfast.state.live import Live, LiveTensor
 from holdfast.state.snapshot import first_device, on_stream, raw_array
 
 WINDOW_BYTES = 4 << 20
-"""Laid out at a time; what fits in a core's cache is not written to memory."""
+"""Bytes that are laid out at a time; what fits in a core's cache is not written to memory."""
 
 Flat = NDArray[np.uint8]
 
@@ -48,7 +48,7 @@ class _Read:
     at: int
     size: int
     is_live: bool
-    """Whether the training's next optimizer step changes it."""
+    """True if the training's next optimizer step changes it."""
 
     def into(self, window: Flat, source: torch.Tensor) -> None:
         """Copy from `source`, which is the tensor where it is now."""
@@ -75,7 +75,8 @@ class _Piece:
     is_live: bool = True
 
     def read(self, start: int, stop: int, at: int) -> _Read:
-        """Bytes `start..stop` of the piece: of its elements or rows, as few as have them."""
+        """Return the read of bytes `start..stop` of the piece, of as few elements or rows as have
+        them."""
         source, size = self.source, stop - start
         if source.is_contiguous():
             source = source.reshape(-1)
@@ -93,7 +94,7 @@ class ReplicaImage:
         self._starts = [p.start for p in self._pieces]
 
     def reads(self, start: int, stop: int) -> Iterator[_Read]:
-        """What makes up bytes start..stop."""
+        """Yield the reads that make up bytes `start..stop`."""
         at = start
         number = bisect_right(self._starts, at) - 1
         while at < stop:
@@ -123,7 +124,8 @@ def replica_image(
 
 
 def image_of(plan: Plan, file: FileEntry) -> Image | None:
-    """How the image of a rank is laid out by a plan; None if the file is laid out in another way."""
+    """Return the layout of the image of a rank by a plan; None if the file is laid out in another
+    way."""
     pieces = plan.placement.pieces(file.rank)
     image = plan_image(plan.agreement.tensors, pieces, extras_bytes=file.table - file.extras)
     laid_out = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
@@ -152,7 +154,8 @@ def _held(t: LiveTensor | None, box: Box) -> torch.Tensor | None:
 
 @dataclass
 class _Window:
-    """What goes to `at..stop` of what is kept: `size` bytes from `start` of a member's image on."""
+    """The source of bytes `at..stop` of what is kept: `size` bytes from `start` of a member's image
+    on."""
 
     of: Contribution
     at: int
@@ -163,7 +166,8 @@ class _Window:
 
 
 class ReplicaGuard:
-    """What this rank keeps, up to the others' extras; `fill` makes it, again for each snapshot."""
+    """The guard, which is what this rank keeps for its group, up to the others' extras; `fill`
+    makes it, again for each snapshot."""
 
     def __init__(
         self,
@@ -175,7 +179,8 @@ class ReplicaGuard:
     ) -> None:
         self.stripes = stripes
         self.seen: list[tuple[int, int, bytes]] = []
-        """Of the last time: member, first chunk, and digests of chunks as they are on this rank."""
+        """(member, first chunk, digests) of the chunks as they are on this rank, from the last
+        `fill`."""
         self.files = tuple(files)
         pinned = device is not None and device.type == "cuda"
         self._scratch = torch.empty(WINDOW_BYTES, dtype=torch.uint8, pin_memory=pinned).numpy()
@@ -183,7 +188,7 @@ class ReplicaGuard:
         self._stream = torch.Stream(device) if device is not None else None
         self._windows = list(self._planned(me, images))
         self.sources = [r.source for w in self._windows for r in w.reads if r.is_live]
-        """What is read of the training's own tensors, in the order in which it is."""
+        """The training's own tensors that are read, in the order in which they are."""
 
     def _planned(self, me: int, images: dict[int, ReplicaImage]) -> Iterator[_Window]:
         for c in self.stripes.contributions(me):

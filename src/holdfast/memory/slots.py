@@ -25,7 +25,8 @@ class _Mapped:
 class Slots:
     """Files of the agent, each mapped once.  Their pages are there: touching them cannot fail.
 
-    `forget`: is told of the view of a file that is no more, whose memory is free when nobody has that.
+    `forget`: is given the view of a file that is no more; its memory is free when nobody has that
+    view.
     """
 
     def __init__(self, directory: Path, forget: Callable[[memoryview], None]) -> None:
@@ -34,7 +35,7 @@ class Slots:
         self._mapped: dict[tuple[str, int], _Mapped] = {}
 
     def view(self, name: str, live: Live) -> memoryview:
-        """All of a file; the same object each time."""
+        """Return a view of all of a file; the same object each time."""
         fd = os.open(self._directory / name, os.O_RDWR)
         try:
             stat = os.fstat(fd)
@@ -55,14 +56,15 @@ class Slots:
             self._forget(one.view)
 
     def _is_there(self, name: str, number: int) -> bool:
-        """Another agent's files have the same names."""
+        """True if the file is the one that was mapped: another agent's files have the same
+        names."""
         try:
             return (self._directory / name).stat().st_ino == number
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Nothing may be copying into them."""
+        """Let go of all files; nothing may be copying into them."""
         for one in self._mapped.values():
             self._unlock(one)
         self._mapped.clear()
@@ -91,7 +93,7 @@ class SlotBuffer:
         self._spare = spare
 
     def reserve(self, size: int, live: Live) -> memoryview:
-        """As `Buffer.reserve`."""
+        """Return at least `size` bytes, like `Buffer.reserve`."""
         if self.lease is None or self.lease.capacity < size:
             try:
                 self.lease = self._ask(size)

@@ -27,23 +27,26 @@ if TYPE_CHECKING:
     from holdfast.memory.tier import MemoryTier
 
 LEFT = b"\0"
-"""What a rank says that has come to its end while its agent writes."""
+"""Answer of a rank that has come to its end while its agent writes."""
 
 
 class Storing:
-    """This rank's part in it, in a thread of its own: snapshots go on meanwhile."""
+    """This rank's part in taking snapshots on to storage, in a thread of its own: new snapshots go
+    on meanwhile."""
 
     def __init__(self, tier: MemoryTier) -> None:
         self._tier = tier
         self.thread = Worker("holdfast-storing")
         self.handed_over = threading.Event()
-        """No image waits for the agent to be told to write it; one that does must stay the newest."""
+        """Set while no image waits for the agent to be told to write it; one that does must stay
+        the newest."""
         self.handed_over.set()
         self.left_to_agents = False
-        """On rank 0: whether a step is for its agent to commit, when this process has left."""
+        """On rank 0: True if a step is for its agent to commit, when this process has left."""
 
     def begin(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
-        """Returns at once.  `file` is this rank's image, None if it has none."""
+        """Start to store a snapshot; returns at once.  `file` is this rank's image, None if it has
+        none."""
         self.handed_over.clear()
         store = lambda j, _: self._store(j, file, manifest)  # noqa: E731
         self.thread.submit(guarded, store, job, self._tier)
@@ -78,7 +81,7 @@ class Storing:
         tier.durable.tidy(job)
 
     def _judge(self, job: Job, answers: list[bytes], manifest: bytes) -> Decision:
-        """Rank 0: commit, if every rank's image is in storage."""
+        """Commit, on rank 0, if every rank's image is in storage."""
         left = {
             r: "it came to its end, the agents go on" for r, a in enumerate(answers) if a == LEFT
         }

@@ -34,6 +34,7 @@ from holdfast.here import started
 from holdfast.memory.asking import tell_all, tell_finished
 from holdfast.memory.decision import Decision, Filled, decided
 from holdfast.memory.feed import Feed
+from holdfast.memory.loading import load_snapshot
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.holdings import Holdings
@@ -46,10 +47,12 @@ from holdfast.patience import slowest
 from holdfast.state.live import Live, State
 from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Beside, Filling, Kept, Moment, PrivateBuffer
+from holdfast.state.targets import Options
 from holdfast.threads import Worker
 
 LEAVE_S = 5.0
-"""How long a process that ends early stays for a snapshot to be complete, or a save to reach the agents."""
+"""Seconds that a process that ends early stays for a snapshot to be complete, or a save to reach
+the agents."""
 
 
 class MemoryTier:
@@ -78,9 +81,9 @@ class MemoryTier:
         self.held_in = self.client.root / "jobs" / job
         self.slots = Slots(self.held_in, capture.planner.forget)
         self.news: list[str] = []
-        """What the user is to be warned of."""
+        """Texts that the user is to be warned with."""
         self._budget = 0
-        """Of this job on this node, in bytes."""
+        """Bytes of memory that this job may take on this node."""
         self._shadow = shadow_of(state()) if options.recomputes else None
         self._feed = None
         if options.feed == "gradient":
@@ -88,7 +91,8 @@ class MemoryTier:
         self._spare = PrivateBuffer()
         self._lock = threading.Lock()
         self._untold: w.Commit | None = None
-        """What the others know as committed and this node's agent does not yet."""
+        """The commit that the others know of and this node's agent does not yet; None if there is
+        none."""
         self._pending = 0
         self._closed = False
         self._last_save = 0, False
@@ -146,7 +150,7 @@ class MemoryTier:
         self.card: w.Card = card
 
     def held(self) -> w.Held:
-        """What the agent of this node has of this run."""
+        """Return what the agent of this node holds of this job."""
         held: w.Held = self.client.ask(w.Ask(self.job), w.Held)
         return held
 
@@ -180,7 +184,7 @@ class MemoryTier:
         return self.capture.begin(describe_live, step, self, busy=busy, durable=durable)
 
     def arranged(self, live: Live) -> Live:
-        """In the order in which it is to be shared among ranks."""
+        """Return the state in the order in which it is to be shared among ranks."""
         return live if self._feed is None else self._feed.arranged(live)
 
     def prepare(self, describe_live: Callable[[], Live]) -> Save:
@@ -197,15 +201,35 @@ class MemoryTier:
             for pool in (self._thread, self._storing.thread):
                 pool.settle(max(until - time.monotonic(), 0.1))
         except (FutureTimeout, TimeoutError):
+            awaited = self.group.awaited
             raise Deadline(
-                f"a snapshot was still under way after {limit_s:g} s", hint=slowest()
+                f"a snapshot was still under way after {limit_s:.3g} s"
+                + (f": {awaited}" * bool(awaited)),
+                hint=slowest(),
             ) from None
 
     def leave(self) -> None:
         """The training ends early: wait for nobody any more.  What agents were told to do, they do."""
+        self._settle_early()
+        self._hurry()
+
+    def leave_unclosed(self) -> None:
+        """Do as `leave` does, if something is still under way in the end: Python ends, and nobody
+        has closed this.  Else nobody waits any more, and the ranks may yet tell each other what
+        became of the last save."""
+        if not self._settle_early():
+            self._hurry()
+
+    def _settle_early(self) -> bool:
+        """True if nothing is under way, after waiting for a moment."""
         if not self._closed and (self.durable.busy or self._pending):
-            with suppress(Deadline):
+            try:
                 self.settle(LEAVE_S)
+            except Deadline:
+                return False
+        return True
+
+    def _hurry(self) -> None:
         self.client.hurry()
         self.group.hurry()
 
@@ -217,8 +241,7 @@ class MemoryTier:
             self.settle(self.deadline_s if timeout is None else timeout)
         except BaseException:
             finished = False  # what is under way is for the agents to end, as long as ranks hear each other
-            self.client.hurry()
-            self.group.hurry()
+            self._hurry()
             with suppress(Deadline):
                 self.settle(LEAVE_S)
             raise
@@ -239,7 +262,8 @@ class MemoryTier:
                 self._say_bye(finished and not self._storing.left_to_agents)
 
     def _say_bye(self, finished: bool) -> None:
-        """To the successor of an agent that has died, if there is something to be freed."""
+        """Say bye to the agent; if it has died, to its successor, if there is something to be
+        freed."""
         try:
             self._leave_agents(finished)
         except AgentUnreachable:
@@ -258,20 +282,20 @@ class MemoryTier:
     # -- restoring --------------------------------------------------------------------------------
 
     def survey(self) -> Holdings:
-        """What the agents of all nodes hold of this job.  Collective.
+        """Return what the agents of all nodes hold of this job.  Collective.
 
-        Also of nodes that this job no longer runs on, if they still answer.
+        Also those of nodes that this job no longer runs on, if they still answer.
         """
         for follower in self._followers:
             follower.restart()
         return Holdings(self.job, *self._asked())
 
     def survey_again(self, holdings: Holdings) -> None:
-        """The same, where an agent may have died since.  Collective."""
+        """Survey again, where an agent may have died since, and renew `holdings`.  Collective."""
         holdings.renew(*self._asked())
 
     def _asked(self) -> tuple[list[w.Held], str]:
-        """What every agent answers, and the name of this node's."""
+        """Return what every agent answers, and the name of this node's agent."""
         mine = None
         self.client.ask_again()
         with suppress(HoldfastError):
@@ -282,9 +306,28 @@ class MemoryTier:
         helds = tell_all(self.group, self.job, mine if self.group.rank == first else None)
         return helds, mine.card.agent if mine is not None else ""
 
+    def load(
+        self, holdings: Holdings, attempt: str, state: State, options: Options, *, verify: bool
+    ) -> Manifest:
+        """Read a snapshot into the live state; return its manifest.  Collective; see `load_snapshot`."""
+        manifest = holdings.find(attempt)
+        load_snapshot(
+            holdings,
+            manifest,
+            self.durable.store,
+            self.group,
+            state,
+            options,
+            self.survey_again,
+            verify=verify,
+        )
+        self.adopt(manifest, holdings.cards(attempt))
+        return manifest
+
     def adopt(self, manifest: Manifest, cards: tuple[w.Card, ...]) -> None:
-        """What was restored is the newest snapshot of this node, too: it must not be given out.  `cards`:
-        of the agents that hold it, with whom the next restart finds it."""
+        """Tell this node's agent that what was restored is the newest snapshot here, too: it must
+        not be given out.  `cards`: those of the agents that hold it, with whom the next restart
+        finds it."""
         self._untold = None
         with suppress(HoldfastError):
             decision = Decision({}, encode(manifest), cards)
@@ -296,7 +339,8 @@ class MemoryTier:
     # -- capture thread ---------------------------------------------------------------------------
 
     def take(self, job: Job) -> SlotBuffer:
-        """Wait for the snapshot before: every rank knows it as the newest before the next begins.
+        """Wait for the snapshot before, then return memory: every rank knows that one as the newest
+        before the next begins.
 
         Also until its image is on its way to storage, if that is where it goes.
         """
@@ -308,7 +352,7 @@ class MemoryTier:
         return SlotBuffer(self.slots, lambda size: self.lease(job, "share", size), spare)
 
     def release(self, job: Job) -> None:
-        """The next snapshot may begin."""
+        """Let the next snapshot begin."""
         with self._lock:
             self._pending -= not job.released
             job.released = True
@@ -319,7 +363,7 @@ class MemoryTier:
             self._free.set()
 
     def ended(self, job: Job, error: BaseException | None) -> None:
-        """The job is over."""
+        """Note that the job is over."""
         if job.durable:
             self.durable.let_go(job)
         if job.durable and not job.save.skipped:
@@ -329,7 +373,7 @@ class MemoryTier:
         return f"{self.run:04d}-{job.number:06d}"
 
     def lease(self, job: Job, kind: str, size: int) -> w.Lease:
-        """Memory of the agent; if there is no agent any more, of a new one."""
+        """Return a lease of memory of the agent; if there is no agent any more, of a new one."""
         message = w.Take(
             self.job, os.getpid(), kind, self.group.rank, self.attempt(job), job.step, size
         )
@@ -343,7 +387,8 @@ class MemoryTier:
         return lease
 
     def _greet(self, job: Job) -> None:
-        """Say hello, for the agent may be another one than before, and what it was not told."""
+        """Say hello, for the agent may be another one than before, and tell it the commit that it
+        was not told."""
         before = self.card
         self.hello()
         if before != self.card:
@@ -353,7 +398,8 @@ class MemoryTier:
         self._untold = None
 
     def warm(self, job: Job) -> None:
-        """The agent has made the memory real; have all that snapshots will need, and give it back."""
+        """Once the agent has made the memory real: have all that snapshots will need, and give it
+        back."""
         self._thread.submit(guarded, self._give_back, job, self)
 
     def _give_back(self, job: Job, _: object) -> None:
@@ -370,13 +416,14 @@ class MemoryTier:
 
     @staticmethod
     def _judge_room(_: Job, answers: list[bytes]) -> Decision:
-        """Rank 0: whether every rank could plan its image."""
+        """Decide, on rank 0, whether every rank could plan its image."""
         filled = [msgspec.msgpack.decode(a, type=Filled) for a in answers]
         errors = {r: f.refusal for r, f in enumerate(filled) if f.refusal}
         return Decision(errors) if errors else decided(filled)
 
     def beside(self, job: Job, image: Image, aside: Kept) -> Beside | None:
-        """What this rank keeps for its group is made in the window, where it can be."""
+        """Return what makes, in the window, what this rank keeps for its group; None where it
+        cannot be."""
         return None if job.follows else self._protector.begin(job)
 
     def follows(self, job: Job) -> bool:
@@ -445,8 +492,8 @@ class MemoryTier:
         )
 
     def _tell(self, commit: w.Commit) -> None:
-        """Others know it as committed: so must the agent here, another one if need be, before it gives out
-        memory again."""
+        """Tell the agent here of a commit that others know of, another agent if need be, before it
+        gives out memory again."""
         self._untold = commit
         try:
             self.client.ask(commit)
@@ -457,7 +504,8 @@ class MemoryTier:
         self._untold = None
 
     def _protected(self, job: Job, decision: Decision) -> Decision:
-        """The same, when all ranks have what they keep.  A save does not depend on that."""
+        """Return the decision, when all ranks have what they keep.  A save does not depend on that:
+        else it goes to storage without the agents."""
         try:
             self._protector.protect(job, decision)
         except RankErrors as error:  # the same on every rank
@@ -511,7 +559,7 @@ class MemoryTier:
         )  # fmt: skip
 
     def _decide(self, job: Job, answers: list[bytes]) -> Decision:
-        """Rank 0: the manifest, if every rank has its image."""
+        """Decide, on rank 0: the manifest, if every rank has its image."""
         filled = [msgspec.msgpack.decode(a, type=Filled) for a in answers]
         given = [msgspec.msgpack.decode(f.written, type=Written) for f in filled]
         errors = {r: g.error for r, g in enumerate(given) if g.error is not None}
@@ -528,7 +576,8 @@ class MemoryTier:
         return decided(filled, manifest)
 
     def _drop(self, job: Job) -> None:
-        """Best effort: an agent that is gone has nothing to drop."""
+        """Free the memory of a snapshot that failed.  Best effort: an agent that is gone has
+        nothing to drop."""
         with suppress(HoldfastError):
             self.client.ask(w.Drop(self.job, self.attempt(job)), timeout_s=10.0)
 
@@ -542,4 +591,4 @@ def _at_exit(tier: weakref.ref[MemoryTier], pid: int) -> None:
     would wait for ranks that are dead.  A forked child that ends leaves its parent's calls alone."""
     one = tier()
     if one is not None and os.getpid() == pid:
-        one.leave()
+        one.leave_unclosed()

@@ -2,8 +2,8 @@
 
 A `Twin` has parts of an optimizer's parameters.  When the training's optimizer begins a step, its
 gradients are final: those parts are copied to the host, and a thread makes the step with them, while the
-training goes on (LowDiff+'s layer-wise replica, REFT's asynchronous optimizer recomputation).  In which
-order, `twins.py` says.
+training goes on (LowDiff+'s layer-wise replica, REFT's asynchronous optimizer recomputation).  The order
+of the steps is in `twins.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from holdfast.state.optimizers import hyper
 from holdfast.state.wrapped import stepping
 
 MOST_AHEAD = 8
-"""Gradients that wait to be applied, at most."""
+"""Number of gradients that wait to be applied, at most."""
 
 AT_FIRST = 2
-"""Memory for so many is made at once, off the training thread: new pages cost ten times a copy."""
+"""Number of gradients for which memory is made at once, off the training thread: new pages cost ten
+times a copy."""
 
 States = Mapping[str, torch.Tensor]
 
@@ -35,10 +36,10 @@ class Part:
     """A part of a parameter."""
 
     name: str
-    """Whatever tells it from others."""
+    """Name that tells it from others."""
     param: torch.Tensor
     at: tuple[slice, ...] | None = None
-    """Of this rank's local tensor; None: all of it."""
+    """Slices of this rank's local tensor; None: all of it."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same part of a tensor that lies as the parameter does; shares memory."""
@@ -50,7 +51,7 @@ class Part:
 
 @dataclass
 class Gradient:
-    """What a step of an optimizer used, of the parts that a twin has."""
+    """The gradients and settings that a step of an optimizer used, of the parts that a twin has."""
 
     twin: Twin
     values: list[torch.Tensor]
@@ -72,7 +73,8 @@ class Twin:
         self._made = AT_FIRST
 
     def regroup(self) -> None:
-        """Its parts are in the groups that their parameters are in now; it has no states until `put`."""
+        """Put its parts in the groups that their parameters are in now; it has no states until
+        `put`."""
         of: dict[int, list[torch.Tensor]] = {}
         for part, mine in zip(self.parts, self.weights):
             of.setdefault(id(part.param), []).append(mine)
@@ -85,16 +87,17 @@ class Twin:
         self._blockwise = Blockwise(self._inner)
 
     def is_regrouped(self) -> bool:
-        """Whether a parameter has come to another group since, or to none."""
+        """True if a parameter has come to another group since, or to none."""
         return self._grouped != self._groups()
 
     def _groups(self) -> list[list[int]]:
-        """Of each of the training's, the parameters of which there are parts here, by id."""
+        """Return, for each of the training's groups, the ids of the parameters of which there are
+        parts here."""
         mine = {id(part.param) for part in self.parts}
         return [[id(p) for p in g["params"] if id(p) in mine] for g in self.outer.param_groups]
 
     def copy_weights(self) -> None:
-        """As the training's are now; on the training thread."""
+        """Copy the training's weights as they are now; on the training thread."""
         with torch.no_grad():
             for mine, part in zip(self.weights, self.parts):
                 mine.copy_(part.of(part.param))
@@ -114,7 +117,8 @@ class Twin:
         return ""
 
     def take(self) -> Gradient | None:
-        """The gradients of the step that begins, on the training thread; None if too many wait."""
+        """Return the gradients of the step that begins, on the training thread; None if too many
+        wait."""
         if not self._spare:
             if self._made == MOST_AHEAD:
                 return None
@@ -153,14 +157,14 @@ class Twin:
             unhooked(self._inner)(self._inner)  # hooks are for the training's steps
 
     def put(self, states: Sequence[States]) -> None:
-        """The states of each part, from now on the twin's own."""
+        """Take over the states of each part, which are from now on the twin's own."""
         self._inner.state.clear()
         for mine, found in zip(self.weights, states):
             if found:
                 self._inner.state[mine] = dict(found)
 
     def states(self) -> list[dict[str, torch.Tensor]]:
-        """The states of each part; the tensors that the next steps change."""
+        """Return the states of each part; the tensors that the next steps change."""
         found = [self._inner.state.get(mine, {}) for mine in self.weights]
         return [{k: v for k, v in s.items() if isinstance(v, torch.Tensor)} for s in found]
 
@@ -172,7 +176,8 @@ def _host(like: torch.Tensor) -> torch.Tensor:
 
 
 def _events(parts: Sequence[Part]) -> list[torch.Event]:
-    """After all that the training thread's streams have been given, one for each device but the CPU."""
+    """Return events after all that the training thread's streams have been given, one for each
+    device but the CPU."""
     found = []
     for device in dict.fromkeys(part.param.device for part in parts):
         if device.type != "cpu":
@@ -182,7 +187,8 @@ def _events(parts: Sequence[Part]) -> list[torch.Event]:
 
 
 def _defaults(optimizer: Any) -> dict[str, Any]:
-    """Arguments to make one of its kind; what they say of groups is said by each group."""
+    """Return arguments to make an optimizer of its kind; what they say of groups is said by each
+    group."""
     if stepping(optimizer) is not optimizer:
         return dict(optimizer._optim_defaults)
     return {"lr": optimizer.defaults["lr"]} if "lr" in optimizer.defaults else {}

@@ -23,7 +23,8 @@ from holdfast.state.wrapped import is_followed_by_ours, is_ours
 
 
 def _ours_last(hooks: OrderedDict[int, Any]) -> None:
-    """Nobody else's hook comes after one of holdfast's, which keep their order."""
+    """Move holdfast's hooks behind everybody else's: this module's first, then the others, each
+    kind in its order."""
     ours = [(n, hook.__module__ != __name__) for n, hook in hooks.items() if is_ours(hook)]
     for number, _ in sorted(ours, key=lambda one: one[1]):  # records want to be the very last
         hooks.move_to_end(number)
@@ -31,15 +32,17 @@ def _ours_last(hooks: OrderedDict[int, Any]) -> None:
 
 @dataclass
 class Twins:
-    """The twins of a process, and how far they have come.  Made current by `learned`."""
+    """The twins of a process, and how far they have come.  Made current by `learn`."""
 
     current: bool = False
-    """Whether they are as the training's optimizers were at some mark, and have made all steps since."""
+    """True if they were as the training's optimizers at some mark, and all steps since are made or
+    queued."""
     all: list[Twin] = field(default_factory=list)
     closed: bool = False
     low_priority: bool = False
     check: Callable[[], str] = lambda: ""
-    """Called on the training thread before a step or mark: why they cannot follow; empty if they can."""
+    """Called on the training thread before a step or mark: returns why they cannot follow; empty if
+    they can."""
     after_step: Callable[[], None] = lambda: None
     """Called on the training thread after each step."""
     _queue: deque[Gradient | int] = field(default_factory=deque)
@@ -50,13 +53,14 @@ class Twins:
     _stopped_at: int = 0
     _applying: bool = False
     _hooked: list[Twin] = field(default_factory=list)
-    """Those whose optimizers have the hooks."""
+    """The twins whose optimizers have the hooks."""
     _hooks: list[tuple[Any, Any]] = field(default_factory=list)
     """Optimizers, and handles to their hooks."""
     _stepping: Any = None
     """The optimizer whose step has begun and not ended."""
     _pid: int = field(default_factory=os.getpid)
-    """A forked child that trains is nobody's twin: it has neither this thread nor a say."""
+    """Process that the twins belong to: a forked child that trains has neither this thread nor a
+    say."""
     _change: threading.Condition = field(
         default_factory=lambda: threading.Condition(threading.RLock())
     )
@@ -65,7 +69,7 @@ class Twins:
     # -- training thread --------------------------------------------------------------------------
 
     def mark(self, number: int, learning: Callable[[], None] = lambda: None) -> None:
-        """What comes next is after the snapshot of that number.
+        """Mark the point in the training at which the snapshot of that number is taken.
 
         `learning` is called if they are not current and could learn from that snapshot.
         """
@@ -92,7 +96,8 @@ class Twins:
             self._change.notify_all()
 
     def _hook(self) -> None:
-        """On the optimizers of all twins, and no others; torch cannot bear that hooks change in a step."""
+        """Put hooks on the optimizers of all twins, and no others; torch cannot bear that hooks
+        change in a step."""
         self._unhook()
         for number, twin in enumerate(self.all):
             before = twin.outer.register_step_pre_hook(self._before(number))
@@ -110,16 +115,17 @@ class Twins:
         self._hooked = []
 
     def _are_last(self) -> bool:
-        """Whether nothing changes gradients behind the hooks."""
+        """True if nothing changes gradients behind the hooks."""
         return all(is_followed_by_ours(optimizer, hook.id) for optimizer, hook in self._hooks)
 
     def _unfinished(self) -> str:
-        """Why they are ahead of the training: a step was given to them that it did not make."""
+        """Return why they are ahead of the training: a step was given to them that it did not make;
+        else empty."""
         begun, self._stepping = self._stepping, None
         return "" if begun is None else "a step of the optimizer did not end"
 
     def _before(self, number: int) -> Callable[..., None]:
-        """The hook of the twin of that number; it must not keep the twin itself."""
+        """Return the hook of the twin of that number; it must not keep the twin itself."""
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if os.getpid() != self._pid:
@@ -155,7 +161,7 @@ class Twins:
             self.after_step()
 
     def close(self, limit_s: float) -> None:
-        """No twins any more, nor what served them."""
+        """End the twins for good, and what served them."""
         self.end()
         self._unhook()
         if self._thread is not None:
@@ -166,9 +172,9 @@ class Twins:
     def make(
         self, wanted: Sequence[tuple[Any, Sequence[Part]]], then: Callable[[], None] = lambda: None
     ) -> None:
-        """Other twins than before: for each optimizer, parts of its parameters.
+        """Make other twins than before: for each optimizer, parts of its parameters.
 
-        `then`: what has to change with them.
+        `then`: is called to change what has to change with them.
         """
         made = [Twin(optimizer, parts) for optimizer, parts in wanted]
         with self._change:
@@ -193,7 +199,7 @@ class Twins:
             return self.current and self._stopped_at == number
 
     def go_on(self, number: int) -> None:
-        """The snapshot of that number needs them no more."""
+        """Let the twins go on: the snapshot of that number needs them no more."""
         with self._change:
             self._needed.discard(number)
             if self._learning == number:
@@ -201,7 +207,8 @@ class Twins:
             self._change.notify_all()
 
     def learn(self, number: int, states: Callable[[], list[list[dict[str, torch.Tensor]]]]) -> bool:
-        """They were so at that mark: by twin and part.  False if nobody waits for that."""
+        """Give the twins the states that they had at that mark, by twin and part, and make them
+        current; False if nobody waits for that."""
         with self._change:
             if self._learning != number:
                 return False
@@ -217,18 +224,18 @@ class Twins:
     # -- any thread -------------------------------------------------------------------------------
 
     def forget(self, why: str) -> None:
-        """They are not what they should be, and learn anew."""
+        """Let the twins learn anew: they are not what they should be."""
         with self._change:
             self._forget(why)
 
     def restart(self) -> None:
-        """The state is another now: no twins, until some are made."""
+        """Drop the twins, for the state is another now: there are none, until some are made."""
         with self._change:
             self._forget("")
             self.all = []
 
     def end(self, why: str = "") -> None:
-        """No twins any more."""
+        """End the twins for good."""
         if why:
             emit("twins.ended", why=why)
         self.restart()

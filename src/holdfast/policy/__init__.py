@@ -1,1 +1,1 @@
-"""What to protect, how, and how often.  Pure."""
+"""Choices of what to protect, how, and how often.  Pure."""

@@ -28,10 +28,11 @@ def choose_frequencies(
     rarest: int,
     most_batch: int = MAX_BATCH,
 ) -> Frequencies | None:
-    """Which of these tiers, how often; None if not even a durable save every `rarest` steps is allowed.
+    """The best of these tiers, and how often; None if not even a durable save every `rarest` steps
+    is allowed.
 
-    `tiers`: of `memory` and `delta`; they are used if that wastes less.  The durable tier always is.
-    `most_batch`: as many records as memory holds.
+    `tiers`: of `memory` and `delta`; they are used if that wastes less.  The durable tier always
+    is.  `most_batch`: the number of records that memory holds.
     """
     best, least = None, np.inf
     for memory in (False, True)[: 1 + ("memory" in tiers)]:
@@ -59,7 +60,8 @@ def _steps(seconds: float, step_s: float) -> int:
 def _with(
     c: Costs, rates: Rates, memory: bool, delta: bool, overhead: float, rarest: int, most_batch: int
 ) -> Iterator[tuple[float, Frequencies]]:
-    """The best with just these tiers, if there is any: one or none."""
+    """Total waste and frequencies that are best with just these tiers; nothing if none are
+    allowed."""
     least_d, least_m, least_b = floors(c)
     periods = _grid(least_m, max(least_m, rarest)) if memory else np.array([np.nan])
     batches = (
@@ -105,7 +107,7 @@ def _with(
 
 
 def _grid(least: int, most: int) -> _Grid:
-    """Whole numbers from `least` to `most`."""
+    """Whole numbers from `least` to `most`: all up to 16, then 10 % apart."""
     if least > most:
         return np.array([])
     far = 17 * 1.1 ** np.arange(0, max(0, ceil(np.log(max(most, 17) / 17) / np.log(1.1))) + 1)

@@ -23,28 +23,28 @@ class Cluster:
     devices: int
     devices_per_node: int = 8
     device_mtbf_hours: float = 50_000.0
-    """Of one device; the job fails when any does."""
+    """Mean time between failures of one device; the job fails when any does."""
     node_share: float = 0.5
-    """Of the failures, those that take a node's memory along."""
+    """Share of the failures that take a node's memory along."""
     step_s: float = 5.0
     state_bytes: float = 2e9
     record_bytes: float = 2e7
     """1 % of the state: gradients as TopK 1 % leaves them."""
     node_storage_bytes_per_s: float = 2e9
     storage_bytes_per_s: float = 5e11
-    """All nodes together have no more."""
+    """Limit on what all nodes together have."""
     host_bytes_per_s: float = 5e9
     """From a device to the memory of its host."""
     network_bytes_per_s: float = 2e9
-    """Of one device, from host to host."""
+    """Bandwidth of one device, from host to host."""
     stall_s: float = 0.05
-    """A save or snapshot that is copied beside the next step."""
+    """Stall by a save or snapshot that is copied beside the next step."""
     record_stall: float = 0.01
-    """Of a step, to keep its record."""
+    """Share of a step by which keeping its record holds it up."""
     replay: float = 0.2
-    """Of a step, to replay it."""
+    """Share of a step's time that it takes to replay it."""
     commit_s: float = 0.1
-    """What a batch of records takes beside its bytes."""
+    """Seconds that a batch of records takes beside its bytes."""
     restart_s: float = 180.0
     """From a failure until state is loaded."""
     repair_s: float = 600.0
@@ -71,7 +71,7 @@ class Cluster:
 
     @property
     def mtbf_s(self) -> float:
-        """Of the job."""
+        """Mean time between failures of the job, in seconds."""
         return self.device_mtbf_hours * HOUR_S / self.devices
 
     @property

@@ -1,4 +1,4 @@
-"""When a simulated job fails: at random, or as a trace says.
+"""The times at which a simulated job fails: at random, or as a trace says.
 
 A job of many devices fails when any of them does.  Times between its failures are exponential, or Weibull
 with the same mean: shape < 1 makes them come in bursts, as they do on real machines.  What fails, processes
@@ -19,12 +19,13 @@ from holdfast.near import near
 
 KINDS = ("process", "node")
 MOST = 1_000_000
-"""Failures of one run: more are not simulated."""
+"""Most failures of one run: more are not simulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """At a time of the job, in seconds; `node` is the one that is lost, None if processes only."""
+    """A failure at a time of the job, in seconds; `node` is the one that is lost, None if processes
+    only."""
 
     time_s: float
     node: int | None = None

@@ -1,4 +1,5 @@
-"""What a redundancy scheme costs and bears on given nodes: for `holdfast plan`."""
+"""The costs of a redundancy scheme on given nodes, and the losses that it bears: for `holdfast
+plan`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from holdfast.policy.redundancy import groups
 from holdfast.policy.survival import Scheme, exponential, fatal_sets, loss, time_to_loss
 
 SNAPSHOTS = 2
-"""Of each rank: the newest complete one, and the one that is being filled."""
+"""Snapshots of each rank in memory: the newest complete one, and the one that is being filled."""
 
 
 @dataclass(frozen=True)
@@ -18,17 +19,17 @@ class Protection:
 
     scheme: Scheme
     nodes: tuple[str, ...]
-    """By rank."""
+    """Name of each rank's node, by rank."""
     groups: tuple[tuple[int, ...], ...]
-    """Ranks."""
+    """Ranks of each group."""
     share_bytes: int
-    """The largest image of a rank."""
+    """Bytes of the largest image of a rank."""
     kept_bytes: int
-    """What a rank keeps for its group, per snapshot, at most."""
+    """Bytes that a rank keeps for its group, per snapshot, at most."""
     node_bytes: int
-    """Both snapshots of the node that holds most."""
+    """Bytes of both snapshots on the node that holds most."""
     bears: int
-    """Any so many nodes may be lost."""
+    """Number of nodes that may be lost, whichever they are."""
     fatal: tuple[frozenset[str], ...]
     """The smallest sets of nodes whose loss is not borne."""
     loss: float
@@ -73,6 +74,6 @@ def protection(
 
 
 def _bears(scheme: Scheme, on_nodes: list[tuple[int, ...]]) -> int:
-    """How many nodes may be lost, whichever they are."""
+    """Number of nodes that may be lost, whichever they are."""
     apart = all(len(set(group)) == len(group) for group in on_nodes)
     return scheme.losses if apart else 0

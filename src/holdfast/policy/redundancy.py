@@ -1,4 +1,4 @@
-"""Which ranks protect each other's snapshots, and how: a pure choice.
+"""The choice of which ranks protect each other's snapshots, and how.  Pure.
 
 A *group* is a set of ranks on different nodes; the loss of a node takes one member from each of its groups.
 """
@@ -37,7 +37,8 @@ def parse(text: str) -> Scheme | None:
 
 
 def choose(num_nodes: int) -> Scheme:
-    """What `auto` means: parity where there are three nodes or more, a copy with two, nothing with one."""
+    """The scheme that `auto` means: parity with three nodes or more, a copy with two, nothing with
+    one."""
     if num_nodes < 2:
         return none()
     return copy(2) if num_nodes == 2 else rs(1)
@@ -128,7 +129,7 @@ def _dealt(nodes: Sequence[str], least: int, most: int) -> list[tuple[int, ...]]
 
 
 def _apart(row: list[int], nodes: Sequence[str]) -> bool:
-    """Whether ranks are all on different nodes."""
+    """True if ranks are all on different nodes."""
     return len({nodes[rank] for rank in row}) == len(row)
 
 

@@ -25,7 +25,7 @@ RAREST_HOURS = 24.0
 
 
 class Policy(Protocol):
-    """What decides how often; told of a failure as soon as the job runs again."""
+    """The one that decides how often; told of a failure as soon as the job runs again."""
 
     @property
     def frequencies(self) -> Frequencies: ...
@@ -35,7 +35,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The same for ever."""
+    """The same frequencies for ever."""
 
     frequencies: Frequencies
 
@@ -72,7 +72,8 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a job is protected: what that costs, who decides, and how many nodes protect one another."""
+    """A way to protect a job: its costs, the policy that decides, and how many nodes protect one
+    another."""
 
     name: str
     costs: Costs
@@ -107,7 +108,7 @@ def _fixed(costs: Costs, rates: Rates, tiers: tuple[str, ...]) -> Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job.  Its time is training, saving, lost and recovering."""
+    """The result of a simulated job.  Its time is training, saving, lost and recovering."""
 
     wall_s: float
     training_s: float
@@ -133,7 +134,7 @@ class Outcome:
 def simulate(
     strategy: Strategy, cluster: Cluster, failures: Iterable[Failure], until_s: float
 ) -> Outcome:
-    """One job of that length."""
+    """Simulate one job of `until_s` seconds."""
     job = _Job(strategy, cluster)
     for failure in failures:
         if failure.time_s >= until_s:
@@ -159,14 +160,14 @@ class _Run:
         ]
 
     def done_s(self, step: int) -> float:
-        """When a step is complete: the stalls of those before it have been."""
+        """Time at which a step is complete, with the stalls of those before it."""
         done_s = self.start_s + (step - self.first) * self._each_s
         for period, stall_s in self._stalls:
             done_s += max(0, (step - 1) // period - self.first // period) * stall_s
         return done_s
 
     def at(self, time_s: float) -> int:
-        """The last step that is complete."""
+        """The last step that is complete at a time."""
         mean_s = self._each_s + sum(stall_s / period for period, stall_s in self._stalls)
         apart = 2 + int(2 * sum(stall_s for _, stall_s in self._stalls) / self._each_s)
         about = self.first + int(max(0.0, time_s - self.start_s) / mean_s)
@@ -191,15 +192,15 @@ class _Job:
     strategy: Strategy
     cluster: Cluster
     step: int = 0
-    """Where training goes on, at `resume_s`."""
+    """The last complete step, from which training goes on at `resume_s`."""
     resume_s: float = 0.0
     durable: int = 0
     memory: int | None = None
     """The newest bases.  Step 0 can always be made again."""
     log: tuple[int, int] = (0, 0)
-    """There is a record of each step after the one, up to the other."""
+    """(since, to): there is a record of each step after `since`, up to `to`."""
     lost_nodes: dict[int, float] = field(default_factory=dict)
-    """When each was, if ever."""
+    """Seconds at which each node was last lost; only nodes that were."""
     saving_s: float = 0.0
     lost_s: float = 0.0
     recovering_s: float = 0.0
@@ -209,7 +210,7 @@ class _Job:
     from_storage: int = 0
 
     def train(self, until_s: float) -> _Run:
-        """Until then nothing fails; then something does, or the simulation ends."""
+        """Train until something fails, or the simulation ends; nothing fails before."""
         run = _Run(self.resume_s, self.step, self.strategy.costs, self.strategy.policy.frequencies)
         if until_s <= self.resume_s:
             self.recovering_s -= self.resume_s - until_s  # it begins anew
@@ -224,7 +225,8 @@ class _Job:
         return run
 
     def fail(self, failure: Failure) -> None:
-        """What is lost, loaded and replayed, and when training goes on."""
+        """Count what a failure costs in lost, loaded and replayed steps, and set when training goes
+        on."""
         c, run = self.strategy.costs, self.train(failure.time_s)
         self._cut_log(run, failure)
         if not self._borne(failure):
@@ -248,7 +250,8 @@ class _Job:
         self.strategy.policy.after(failure, step, trained, trained * c.step_s)
 
     def _cut_log(self, run: _Run, failure: Failure) -> None:
-        """What the log holds: all that was recorded, or what was written of it."""
+        """Cut the log to what is left of it: all that was recorded, or where a node is lost, what
+        was written."""
         since, to = self.log
         if run.f.batch is None:
             self.log = (since, min(to, run.first))
@@ -267,7 +270,7 @@ class _Job:
         return to if since <= base < to else base
 
     def _borne(self, failure: Failure) -> bool:
-        """Whether snapshots in memory survive: no other node of the group is down."""
+        """True if snapshots in memory survive: no other node of the group is down."""
         if failure.node is None:
             return True
         nodes = self.cluster.num_nodes

@@ -1,4 +1,4 @@
-"""How likely a snapshot in host memory survives the loss of nodes.
+"""The probability that a snapshot in host memory survives the loss of nodes.
 
 A snapshot is lost when some group's shares cannot be rebuilt from what the nodes left hold; that processes
 fail does no harm, because an agent holds the memory.  p = 1 - q is the probability that a node outlives the
@@ -33,7 +33,8 @@ MOST_SETS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """How long a node lives: Weibull, S(t) = exp(-(t / scale_s)^shape); shape 1 is exponential."""
+    """Distribution of a node's lifetime: Weibull, S(t) = exp(-(t / scale_s)^shape); shape 1 is
+    exponential."""
 
     scale_s: float
     shape: float = 1.0
@@ -84,7 +85,7 @@ class Scheme:
         return num_members - self.losses, self.losses
 
     def survives(self, lost: Sequence[bool]) -> bool:
-        """Whether a group survives the loss of these of its members, in the order of the ring."""
+        """True if a group survives the loss of these of its members, in the order of the ring."""
         self.check(len(lost))
         if self.kind == "rs":
             return sum(lost) <= self.losses
@@ -165,7 +166,7 @@ def _line_loss(failures: Sequence[float], losses: int, joined: int) -> float:
 
 
 def survives(scheme: Scheme, groups: Collection[Group], lost: Collection[int]) -> bool:
-    """Whether every group survives the loss of these nodes."""
+    """True if every group survives the loss of these nodes."""
     return all(scheme.survives([node in lost for node in group]) for group in groups)
 
 

@@ -26,15 +26,15 @@ from holdfast.policy.wasted import Costs, Frequencies, Rates, Waste, changed, wa
 Kind = Literal["process", "node"]
 
 START = Frequencies(durable=100, memory=10, delta=1, batch=10)
-"""Until costs are known."""
+"""Frequencies until costs are known."""
 KNOBS = ("durable", "memory", "delta", "batch")
 LOOK_EVERY = 100
 """Steps between two looks: a look takes a few milliseconds."""
 RECENT = 16
 PRIOR_HOURS = 24.0
-"""Between failures, before any was seen.  It weighs as much as one failure."""
+"""Hours assumed between failures, before any was seen.  It weighs as much as one failure."""
 REPLAY = 0.2
-"""Of a step's time, to replay it, until it is measured."""
+"""Share of a step's time that it takes to replay it, until it is measured."""
 
 _COSTS = tuple(f.name[:-2] for f in fields(Costs) if f.name != "step_s")
 
@@ -86,13 +86,14 @@ class Retuned:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a run knows of its failures; to be kept with its checkpoints."""
+    """The failures of a run so far, and the time it trained; to be kept with its checkpoints."""
 
     trained_s: float = 0.0
     failures: Mapping[Kind, int] = field(default_factory=lambda: {"process": 0, "node": 0})
 
     def rates(self, auto: Auto, beyond: float) -> Rates:
-        """Per second.  With a prior of Gamma(1, 1 / p), n failures in T make it (1 + n) / (1 / p + T)."""
+        """Failures per second.  With a prior of Gamma(1, 1 / p), n failures in T make it
+        (1 + n) / (1 / p + T)."""
         share = {"process": 1 - auto.node_share, "node": auto.node_share}
         if auto.mtbf_hours is not None:
             found = {kind: part / (auto.mtbf_hours * 3600) for kind, part in share.items()}
@@ -133,7 +134,7 @@ class Tuner:
         self.history = history or History()
         self.frequencies = _used(start, self.tiers)
         self.most_batch = MAX_BATCH
-        """As many records as memory holds at a time."""
+        """Most records of a batch: as many as memory holds at a time."""
         self._known = {what: s for what, s in (known or {}).items() if what in _COSTS}
         self.beyond = beyond
         self._look_every = look_every
@@ -145,18 +146,19 @@ class Tuner:
     # -- what is told ------------------------------------------------------------------------------
 
     def ran(self, num_steps: int, seconds: float) -> None:
-        """So many steps took so long, saves and records left out."""
+        """Note that so many steps took so long, saves and records left out."""
         self._step_s.append((num_steps, seconds))
         self.history = replace(self.history, trained_s=self.history.trained_s + seconds)
 
     def measured(self, what: str, seconds: float) -> None:
-        """A cost, once it is known: a field of `Costs` without its `_s`, other than `step`."""
+        """Note a cost, once it is known: a field of `Costs` without its `_s`, other than `step`."""
         if what not in _COSTS:
             raise UsageError(f"{what!r} is no cost", hint=near(what, _COSTS))
         self._recent.setdefault(what, deque(maxlen=RECENT)).append(seconds)
 
     def failed(self, kind: Kind, count: int = 1) -> None:
-        """Failures of a kind since the last call; fewer, if some prove to be of another kind."""
+        """Note failures of a kind since the last call; a negative `count` if some prove to be of
+        another kind."""
         failures = {
             **self.history.failures,
             kind: max(self.history.failures[kind] + count, 0),
@@ -200,7 +202,7 @@ class Tuner:
         return self.history.rates(self.auto, self.beyond)
 
     def predicted(self) -> Waste | None:
-        """What the frequencies in force waste, as far as costs are known."""
+        """The waste of the frequencies in force; None while costs are unknown."""
         costs = self.costs
         return None if costs is None else wasted(costs, self.rates, self.frequencies)
 
@@ -255,7 +257,8 @@ class Tuner:
         return Frequencies(durable=rarest), why + f"more than the {self.auto.overhead:.2%} allowed"
 
     def _first_towards(self, target: Frequencies, costs: Costs) -> str:
-        """What saves most overhead comes first, so that it is never above what is allowed on the way."""
+        """The knob to turn first: the one that saves most overhead, so that it is never above what
+        is allowed on the way; where none saves any, the one that wastes least."""
         ways = {
             knob: way
             for knob in KNOBS
@@ -276,7 +279,8 @@ class Tuner:
 
 
 def _used(start: Frequencies, tiers: Collection[str]) -> Frequencies:
-    """Of these tiers alone; a batch is not longer than the time between two bases."""
+    """The frequencies of these tiers alone; a batch is not longer than the time between two
+    bases."""
     memory = start.memory if "memory" in tiers else None
     if "delta" not in tiers or start.batch is None:
         return Frequencies(start.durable, memory)
@@ -285,5 +289,5 @@ def _used(start: Frequencies, tiers: Collection[str]) -> Frequencies:
 
 
 def _mean(recent: list[float]) -> float:
-    """Without the first: it touched its memory for the first time."""
+    """The mean without the first, which touched its memory for the first time."""
     return sum(recent[1:]) / len(recent[1:])

@@ -52,7 +52,8 @@ class Frequencies:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What things take, in seconds.  A stall holds up training, the rest is in the background."""
+    """The time that things take, in seconds.  A stall holds up training, the rest is in the
+    background."""
 
     step_s: float
     """A training step by itself."""
@@ -68,12 +69,12 @@ class Costs:
     record_s: float = 0.0
     """A record's share of the write of its batch: bytes by bandwidth."""
     batch_s: float = 0.0
-    """What a batch takes beyond that: opening, fsync."""
+    """Seconds that a batch takes beyond its records' shares: opening, fsync."""
     batch_stall_s: float = 0.0
     replay_s: float = 0.0
     """To replay one step."""
     open_s: float = 0.0
-    """To open and read a batch, beyond that."""
+    """To open and read a batch, beyond replaying its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ class Waste:
 
 
 def recoveries(rates: Rates, in_memory: bool) -> tuple[Recovery, Recovery, Recovery]:
-    """Processes die; a node is lost and borne; a node is lost and not borne."""
+    """The recoveries after each case: processes die; a node is lost and memory bears it; or does
+    not bear it."""
     return (
         Recovery(rates.process, in_memory, False),
         Recovery(rates.node * (1 - rates.beyond), in_memory, True),
@@ -121,7 +123,8 @@ def recoveries(rates: Rates, in_memory: bool) -> tuple[Recovery, Recovery, Recov
 
 
 def wasted(costs: Costs, rates: Rates, f: Frequencies) -> Waste:
-    """What these frequencies waste.  Without a durable period (inf) every loss beyond is for ever."""
+    """The waste of these frequencies.  Without a durable period (inf) losses that memory does not
+    bear are infinite."""
     assert f.valid, f
     return Waste(*map(float, terms(costs, rates, f.durable or inf, f.memory, f.batch)))
 
@@ -179,7 +182,7 @@ def one_base_optimum(*, mtbf_s: float, save_s: float, batch_s: float) -> tuple[f
 
 
 def changed(f: Frequencies, knob: str, to: Frequencies) -> Frequencies:
-    """One knob as in `to`.  Records and their batches come and go together."""
+    """`f` with one knob as in `to`.  Records and their batches come and go together."""
     if knob in ("delta", "batch") and f.delta != to.delta:
         return replace(f, delta=to.delta, batch=to.batch)
     return replace(f, **{knob: getattr(to, knob)})

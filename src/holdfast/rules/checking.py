@@ -43,7 +43,7 @@ def check_covered(rules: Sequence[Rule]) -> None:
 def problems_of_names(
     rules: Sequence[Rule], names: Sequence[str], match: Callable[[str], object]
 ) -> list[str]:
-    """What is wrong between names and rules, at most `MAX_PROBLEMS` of each kind."""
+    """Describe what is wrong between names and rules, at most `MAX_PROBLEMS` of each kind."""
     used: dict[Rule, None] = {}
     taken: dict[Rule, tuple[str, Rule]] = {}
     unmatched: list[str] = []

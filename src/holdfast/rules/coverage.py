@@ -1,4 +1,4 @@
-"""Where boxes of several holders leave a hole in a tensor, or overlap."""
+"""Holes that boxes of several holders leave in a tensor, and their overlaps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from holdfast.layout import Box, num_corners, tiles, whole
 
 MAX_CORNERS = 1 << 22
 MAX_BOXES = 1 << 11
-"""That are looked at one against the other, once it is known that something is wrong."""
+"""Most boxes that are looked at one against the other, once it is known that something is wrong."""
 
 Held = Sequence[tuple[str, Sequence[Box]]]
 
 
 def gap_or_overlap(shape: tuple[int, ...], held: Held) -> str | None:
-    """What is wrong, with the region; None if every element is held exactly once."""
+    """Describe what is wrong, with the region; None if every element is held exactly once."""
     boxes = [box for _, some in held for box in some if box.size]
     if num_corners(boxes, shape) > MAX_CORNERS:
         return f"{len(boxes):,} fragments are too many to check"
@@ -55,7 +55,7 @@ def _hole(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
 
 
 def _without(box: Box, other: Box) -> list[Box]:
-    """What `other` leaves of a box, as boxes."""
+    """Return what `other` leaves of a box, as boxes."""
     common = box & other
     if common is None:
         return [box]

@@ -44,7 +44,7 @@ Shape = tuple[int, ...]
 
 AFFINE_VERSION = 1
 _SPECIAL = re.compile(r"[*{}\s#/]")
-"""Of patterns."""
+"""Characters that have a meaning of their own in patterns."""
 SUB_PARAMS = "parameter_with_sub_params"
 UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 WIDTHS = "sub_param_shard_widths"
@@ -81,20 +81,20 @@ class Slices:
         return Mesh((("tp", self.tp),))
 
     def shape(self, name: str) -> Shape:
-        """Of the whole parameter."""
+        """Return the shape of the whole parameter."""
         with _understood():
             entry = self._categories.affine(name)
             return tuple(entry["logical_shape"]) if entry is not None else self._logical[name]
 
     def replica(self, name: str) -> Replica:
-        """How copies are to be taken.  A map knows no averages."""
+        """Tell how copies are to be taken.  A map knows no averages."""
         if self._categories.affine(name) is None:
             return self.rules.match(name).rule.replica
         views = [self.view(name, rank) for rank in range(self.tp)]
         return "unique" if self.tp == 1 or len(set(views)) > 1 else "replicated"
 
     def view(self, name: str, rank: int, *, state: str = "param") -> View:
-        """How the slice of a rank relates to the whole parameter."""
+        """Return the view that relates the slice of a rank to the whole parameter."""
         entry = self._categories.affine(name)
         if entry is not None:
             with _understood():
@@ -109,7 +109,8 @@ class Slices:
         return view
 
     def check(self) -> None:
-        """That slices make up each parameter exactly once, copies aside.  RuleError names what does not.
+        """Check that slices make up each parameter exactly once, copies aside.
+        RuleError names what does not.
 
         By a map, ranks may share rows (keys and values of few heads): there nothing may be left out.
         """
@@ -138,7 +139,7 @@ class Slices:
             return None
 
     def _ruled(self, name: str, shapes: list[Shape]) -> tuple[str, Shape]:
-        """What stands behind the name in its rule; the shape of the whole."""
+        """Return what stands behind the name in its rule, and the shape of the whole."""
         known = self._categories
         vocabulary = known.pattern("vocabulary_parameter_patterns", name) is not None
         if known.pattern("tp_replicated_parameter_patterns", name) is not None:
@@ -208,7 +209,7 @@ class Slices:
     def _widths(
         self, name: str, shapes: list[Shape], sizes: Any, at: int, pattern: str
     ) -> list[list[int]]:
-        """Of each sub-parameter, by rank."""
+        """Return the widths of each sub-parameter's parts, by rank."""
         if self._categories.version >= 0.4:
             widths = self._info.get(WIDTHS, {}).get(pattern)
             if widths is None:
@@ -252,7 +253,7 @@ class Slices:
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """What is not of the types that DeepSpeed writes is a RuleError."""
+    """Raise RuleError, in this block, for what is not of the types that DeepSpeed writes."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -263,7 +264,7 @@ def _understood() -> Iterator[None]:
 
 
 class _Categories:
-    """Which pattern of each list matches a name."""
+    """The lists of patterns, and which one of each matches a name."""
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         self._info = info
@@ -274,7 +275,7 @@ class _Categories:
         self._maps: Mapping[str, Any] = maps.get("params") or {}
 
     def pattern(self, key: str, name: str) -> str | None:
-        """Of a list.  RuleError if several match."""
+        """Return the pattern of list `key` that matches a name.  RuleError if several match."""
         return _only(key, self._info.get(key) or [], name)
 
     def sub_params(self, name: str) -> tuple[Mapping[str, Any] | None, str]:
@@ -297,7 +298,7 @@ def _only(key: str, patterns: Sequence[str], name: str) -> str | None:
 
 
 def _starts(pattern: str, name: str) -> bool:
-    """`re.match`, but for expressions that may take for ever."""
+    """True if `re.match` finds the pattern.  Expressions that may take for ever are refused."""
     literal = re.fullmatch(r"\^((?:[\w ]|\\.)*)\$", pattern)
     if literal:  # re.escape of a name, as AutoTP writes it
         return re.sub(r"\\(.)", r"\1", literal[1]) == name
@@ -319,7 +320,7 @@ def _joined(name: str, shapes: list[Shape], dim: int) -> Shape:
 
 
 def _is_chunked(widths: Sequence[int]) -> bool:
-    """Whether they are those of torch.chunk."""
+    """True if the widths are those of torch.chunk."""
     total, parts = sum(widths), len(widths)
     step = -(-total // parts)
     return list(widths) == [max(0, min(step, total - r * step)) for r in range(parts)]

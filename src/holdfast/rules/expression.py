@@ -40,7 +40,7 @@ Item = Fraction | Named | Operator
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Postfix."""
+    """An expression of numbers, kept as postfix."""
 
     items: tuple[Item, ...]
     span: Span
@@ -49,7 +49,7 @@ class Expression:
         return [item for item in self.items if isinstance(item, Named)]
 
     def value(self, numbers: Numbers) -> Fraction:
-        """RuleError if it has none."""
+        """Its value.  RuleError if it has none."""
         stack: list[Fraction] = []
         for item in self.items:
             if isinstance(item, Operator):

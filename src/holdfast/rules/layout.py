@@ -19,7 +19,7 @@ from holdfast.rules.source import Span
 from holdfast.rules.statements import Replica, Rule
 
 POWERS = {"param": 1, "exp_avg": -1, "exp_avg_sq": -2}
-"""Of a scale, by state: where parameters are stored times s, gradients are those times 1 / s."""
+"""Power of a scale, by state: parameters stored times s have gradients that are times 1 / s."""
 
 
 class Unfit(LayoutError):
@@ -89,7 +89,7 @@ class Shape:
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """As cuts over axes, if it has that form."""
+        """The layout as cuts over axes; None if it does not have that form."""
         cuts: list[Cut] = []
         on: dict[str, tuple[int, ...]] = {}
         dims, fused, place = list(range(len(self.shape))), set[int](), self._place({})
@@ -139,7 +139,7 @@ class Shape:
         return (found, None) if found else None
 
     def _real(self, at: tuple[int, ...]) -> int:
-        """Elements stored there, without padding."""
+        """Number of elements stored there, without padding."""
         return sum(f.box.size for f in self.view(at).fragments())
 
 
@@ -152,7 +152,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the logical tensor."""
+        """The shape of the logical tensor."""
         return self.alike.shape
 
     @property
@@ -164,14 +164,14 @@ class Layout:
         return self.alike.rule.replica
 
     def view(self, rank: int) -> View:
-        """What a rank stores.  RuleError if the rule's steps do not fit the shape."""
+        """Return what a rank stores.  RuleError if the rule's steps do not fit the shape."""
         try:
             return self.alike.view(self.alike.at(rank))
         except Unfit as error:
             raise self._error(error.span, error.message, error.hint) from None
 
     def fragments(self, rank: int) -> list[Fragment]:
-        """Which box lies where in a rank's storage."""
+        """Return which box lies where in a rank's storage."""
         return self.view(rank).fragments()
 
     def sharding(self) -> Sharding | None:
@@ -183,7 +183,8 @@ class Layout:
         return self.alike.sharding
 
     def check(self) -> None:
-        """That ranks hold every element exactly once; RuleError names the region that they do not.
+        """Check that ranks hold every element exactly once.
+        RuleError names the region that they do not.
 
         Copies of what is replicated or averaged count once, and so do those along axes of copies.
         """

@@ -97,12 +97,12 @@ class _Parser:
     tokens: list[Token] = field(default_factory=list)
     at: int = 0
     axes: list[Named] = field(default_factory=list)
-    """Those that steps have named."""
+    """The axes that steps have named."""
 
     # -- words and tokens -------------------------------------------------------------------------
 
     def words(self) -> list[Token]:
-        """Separated by blanks; a regular expression is one."""
+        """Return the words, separated by blanks; a regular expression is one."""
         return [
             Token(m[0], Span(self.source, number, m.start(), m.end() - m.start()))
             for number, text in self.lines
@@ -135,7 +135,7 @@ class _Parser:
         return token
 
     def accept(self, text: str) -> bool:
-        """Whether it is next; then it is taken."""
+        """True if `text` is the next token; then it is taken."""
         if self.next.text != text:
             return False
         self.at += 1
@@ -172,7 +172,7 @@ class _Parser:
     # -- statements -------------------------------------------------------------------------------
 
     def statement(self) -> Statement:
-        """Whatever the first word says; a rule if it is no keyword."""
+        """Parse the statement that the first word says; a rule if it is no keyword."""
         words = self.words()
         first = words[0]
         if first.text in ("include", "rename"):

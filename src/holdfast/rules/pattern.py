@@ -21,9 +21,9 @@ MAX_STARS = 12
 MAX_REPEATS = 4
 MAX_SAMPLES = 64
 OPAQUE = 0xE000
-"""Of private characters, each of which stands for what one `*` may match: no literal matches it."""
+"""First of the private characters for what one `*` may match, one each: no literal matches them."""
 DOTTED = 0xE100
-"""... for what one `**` may match: nothing but `**` matches it."""
+"""The first of those for what one `**` may match: nothing but `**` matches them."""
 PLAIN = f"[^.{chr(DOTTED)}-{chr(DOTTED + 0xFF)}]+"
 
 _PIECE = re.compile(r"(\*\*)|(\*)|\{([^{}]*)\}|([^*{}]+)|(.)", re.DOTALL)
@@ -46,7 +46,7 @@ class Pattern:
 
     @staticmethod
     def of(text: str, span: Span) -> Pattern:
-        """From its text.  RuleError if it is none."""
+        """Make a pattern from its text.  RuleError if it is none."""
         return _regex(text, span) if text.startswith("/") else _glob(text, span)
 
     @property
@@ -55,7 +55,7 @@ class Pattern:
 
     @property
     def has_anonymous(self) -> bool:
-        """Whether some wildcard has no name."""
+        """True if some wildcard has no name."""
         bare = re.sub(r"\{[A-Za-z_]\w*(:[^{}]*)?\}", "", self.text)
         return "*" in bare or "{" in bare
 
@@ -74,7 +74,7 @@ class Pattern:
         return None if found is None else found.groupdict()
 
     def covers(self, other: Pattern) -> bool:
-        """Whether each name that `other` matches is surely matched by this one, too."""
+        """True if each name that `other` matches is surely matched by this one, too."""
         return bool(other.samples) and all(self.match(s) is not None for s in other.samples)
 
 
@@ -148,7 +148,7 @@ def _regex(text: str, span: Span) -> Pattern:
 
 
 def _may_explode(regex: str) -> bool:
-    """Whether matching may take exponential time, or a polynomial of high degree: a coarse, safe answer."""
+    """True if matching may take exponential time, or a polynomial of high degree: a coarse, safe answer."""
     plain = re.sub(r"\[\^?\]?(?:\\.|[^\]\\])*\]", "a", re.sub(r"\\.", "a", regex, flags=re.DOTALL))
     if len(re.findall(r"[*+]|\{\d*,\d*\}", plain)) > MAX_REPEATS:
         return True

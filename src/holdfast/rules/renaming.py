@@ -62,7 +62,7 @@ def renamed_back(renames: Sequence[Rename], names: Sequence[str], path: str) -> 
 
 
 def _back(renames: Sequence[Rename], name: str, path: str) -> str:
-    """By the first rename that can have made the name; a later one that can must be more general."""
+    """Undo the first rename that can have made the name; later ones that can must be more general."""
     olds: dict[str, Rename] = {}
     for rename in renames:
         captures = rename.new.match(name)

@@ -67,12 +67,12 @@ class RuleSet:
     def parse(
         text: str, path: str = "<rules>", *, let: Mapping[str, int | Fraction] | None = None
     ) -> RuleSet:
-        """From text; `let` gives values to variables, before the text does."""
+        """Make a rule set from text; `let` gives values to variables, before the text does."""
         return RuleSet(statements_of(Source(path, text)), path, let or {})
 
     @staticmethod
     def load(what: str, *, let: Mapping[str, int | Fraction] | None = None) -> RuleSet:
-        """A preset by its name, or a file."""
+        """Load a preset by its name, or a file."""
         source = source_of(what, Path())
         return RuleSet(statements_of(source), source.path, let or {})
 
@@ -108,7 +108,7 @@ class RuleSet:
     def layout(
         self, name: str, shape: Iterable[int], mesh: Mesh, *, state: str = "param"
     ) -> Layout:
-        """How a tensor lies over a mesh by its rule.  `shape` is that of the logical tensor.
+        """Return how a tensor lies over a mesh by its rule.  `shape` is that of the logical tensor.
 
         An axis that the mesh lacks has one rank.  `state` matters where values are scaled.
         """
@@ -128,7 +128,7 @@ class RuleSet:
         return Shape(shape, rule, mesh, numbers, state, self.copies)
 
     def _numbers_of(self, mesh: Mesh) -> dict[str, Fraction]:
-        """What names stand for: axes are their sizes, variables their values."""
+        """Return the numbers that names stand for: axes are their sizes, variables their values."""
         for axis, size in mesh.axes:
             if size > 1 and axis not in self.axes + self.copies:
                 known = self.axes + self.copies
@@ -143,7 +143,7 @@ class RuleSet:
         return numbers
 
     def check(self, shapes: Mapping[str, Iterable[int]], mesh: Mesh) -> None:
-        """That each name has one rule, each rule a name, and ranks hold every element exactly once.
+        """Check that names have one rule, rules a name, and ranks hold every element exactly once.
 
         Copies on the axes of `copies`, and of what is replicated or averaged, aside.  RuleError with
         all that is wrong.
@@ -163,7 +163,7 @@ class RuleSet:
             raise RuleError("\n\n".join(dict.fromkeys(problems)))
 
     def _check_given(self, statements: list[Statement]) -> None:
-        """What the call gives a value is a variable of the text."""
+        """Check that whatever the call gives a value is a variable of the text."""
         declared = _declared(statements)
         for rule in self.rules:
             declared |= {n.name for e in rule.expressions for n in e.names()}
@@ -173,7 +173,7 @@ class RuleSet:
                 raise RuleError(f"{self.path}: {name!r} is none of its variables", hint=hint)
 
     def _check_names(self, statements: list[Statement]) -> None:
-        """All names that expressions and steps use are known; what is needed has a value."""
+        """Check that names used in expressions and steps are known; what is needed has a value."""
         known = {*self.axes, *self.copies, *self._given}
         self._check_given(statements)
         lets = {let.name: let for let in self._lets}
@@ -230,7 +230,7 @@ def _axes(statements: list[Statement], *, copies: bool) -> list[str]:
 
 
 def _lets(statements: list[Statement], given: Mapping[str, Fraction]) -> tuple[Let, ...]:
-    """The first of each name, but for names that are given.
+    """Return the first `let` of each name, but for names that are given.
 
     What is included may have defaults; other than that a name has one value.
     """

@@ -1,4 +1,4 @@
-"""Where in a text something stands, and errors that show it.
+"""Places in a text, and errors that show them.
 
 gpt.rules:3: there is no axis 'tpp'
   **.linear_qkv.weight  unique, shard 0 over tpp
@@ -14,7 +14,7 @@ from holdfast.errors import RuleError
 from holdfast.near import near
 
 MAX_SHOWN = 160
-"""Columns of a quoted line."""
+"""Most columns of a quoted line that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Span:
 
 
 def unknown(what: str, name: str, known: Iterable[str], span: Span) -> RuleError:
-    """There is no such name; near misses, or what there is."""
+    """Make the error for a name that is not there; it names near misses, or what there is."""
     names = sorted(set(known))
     some = f"there are {', '.join(names[:12])}" if names else "there are none"
     return span.error(f"there is no {what} {name!r}", near(name, names) or some)

@@ -1,4 +1,4 @@
-"""What a text of rules says, statement by statement, with nothing resolved."""
+"""The statements of a text of rules, with nothing resolved."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Rule:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All that its steps name, once."""
+        """All axes that its steps name, each once."""
         return tuple(dict.fromkeys(a for step in self.steps for a in step.axes))
 
     @property
     def expressions(self) -> list[Expression]:
-        """Of all steps."""
+        """The expressions of all steps."""
         return [e for step in self.steps for e in step.expressions]
 
 

@@ -30,7 +30,7 @@ class Place:
         return prod(self.sizes.get(a, 1) for a in axes)
 
     def part(self, axes: Axes) -> int:
-        """Of several axes as one, outermost first."""
+        """Return the coordinate on several axes taken as one, outermost first."""
         part = 0
         for axis in axes:
             part = part * self.sizes.get(axis, 1) + self.coordinates.get(axis, 0)
@@ -43,7 +43,7 @@ class Place:
 
 
 class Step(Protocol):
-    """What all steps have."""
+    """The attributes and methods that all steps have."""
 
     @property
     def span(self) -> Span: ...
@@ -57,7 +57,7 @@ class Step(Protocol):
 
 
 def length(view: View, dim: int) -> int:
-    """Of a dim as a step finds it; 0 where there is none, which the view itself will refuse."""
+    """Return a dim's length as a step finds it; 0 if there is none, which the view will refuse."""
     return view.lines[dim].length if dim < len(view.lines) else 0
 
 
@@ -211,7 +211,7 @@ class On:
         return self.coordinates
 
     def allowed(self, place: Place) -> tuple[int, ...]:
-        """Ascending.  RuleError for a coordinate that the axis does not have."""
+        """Return the coordinates, ascending.  RuleError for one that the axis does not have."""
         size, found = place.parts(self.axes), set()
         for expression in self.coordinates:
             at = place.number(expression)

@@ -29,17 +29,17 @@ def regex(pattern: str) -> str:
 
 
 def unique_params(pattern: str) -> str:
-    """In exactly one rank's file."""
+    """Rule for parameters that are in exactly one rank's file."""
     return f"{pattern}  unique"
 
 
 def replicated_params(pattern: str) -> str:
-    """The same on every rank."""
+    """Rule for parameters that are the same on every rank."""
     return f"{pattern}  replicated"
 
 
 def params_to_average(pattern: str) -> str:
-    """Updated apart on every rank; the mean is taken."""
+    """Rule for parameters that are updated apart on every rank; the mean is taken."""
     return f"{pattern}  averaged"
 
 
@@ -52,7 +52,7 @@ def fragment_params(
     widths: Sequence[Sequence[int]] = (),
     padded: tuple[int, int] | None = None,
 ) -> str:
-    """Cut along `dim` over `axis`.
+    """Rule for parameters that are cut along `dim` over `axis`.
 
     The sub-patterns: `parts` are lengths of sub-parameters, each of which is cut by itself; `widths` says
     for each of them (or for the whole) how wide each rank's part is, where parts are uneven; `padded` is

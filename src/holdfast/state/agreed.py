@@ -1,4 +1,4 @@
-"""What all ranks hold together: from each rank's description to one manifest.
+"""Merging each rank's description of what it holds into one manifest.
 
 A rank describes its tensors by constructor (name, dtype, shape, cuts over axes), never by what follows
 from it, so ranks of one kind give byte-identical descriptions: they are exchanged by digest, and only
@@ -9,6 +9,7 @@ which tensor, and the few irregular tensors that must be listed rank by rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,7 @@ from holdfast.layout import Axis, Box, Cut, Mesh, Sharding, common_mesh, tiles
 from holdfast.state.live import Live
 
 
-class Described(msgspec.Struct, frozen=True, array_like=True):
+class Described(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor: `cuts` as (dim, stride, size, axis name), or the rank's `boxes` if irregular."""
 
     name: str
@@ -37,7 +38,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """What all ranks hold together: the parts of a manifest that do not change from save to save."""
+    """The parts of a manifest that all ranks hold together, and that stay the same at each save."""
 
     mesh: tuple[tuple[str, int], ...]
     shardings: tuple[ShardingEntry, ...]
@@ -50,11 +51,12 @@ def describe(live: Live) -> bytes:
     rows = []
     for t in live.tensors.values():
         p = t.placed
-        cuts = None
-        parts = t.parts if p.cuts is None else ()
-        boxes = tuple((part.box.start, part.box.stop) for part in parts)
-        if p.cuts is not None:
-            cuts = tuple((d, a.stride, a.size, a.name) for d, a in p.cuts if a.size > 1)
+        cuts: Any = p.cuts
+        boxes: Any = ()
+        if cuts is None:
+            boxes = tuple((part.box.start, part.box.stop) for part in t.parts)
+        elif cuts:
+            cuts = tuple((d, a.stride, a.size, a.name) for d, a in cuts if a.size > 1)
         rows.append(Described(t.name, p.dtype, p.shape, t.state, cuts, boxes))
     return msgspec.msgpack.encode(Description(tuple(rows), live.aliases))
 
@@ -122,11 +124,20 @@ class _Shardings:
         self.where = where
         self.ranks = ranks
         self.index: dict[Sharding, int] = {}
+        self._alike: dict[tuple[Any, ...], int] = {}
+        """Numbers of regular shardings, by all that tells them apart."""
         self._on: dict[tuple[int, ...], tuple[tuple[str, tuple[int, ...]], ...] | None] = {}
 
     def of(self, given: list[tuple[int, Described]]) -> int:
-        sharding = self._of_first(given) or self._regular(given) or self._listed(given)
-        return self.index.setdefault(sharding, len(self.index))
+        alike = tuple([(i, t.cuts, t.state == "buffer") for i, t in given])
+        number = self._alike.get(alike)
+        if number is None:
+            regular = self._of_first(given) or self._regular(given)
+            sharding = regular or self._listed(given)
+            number = self.index.setdefault(sharding, len(self.index))
+            if regular is not None:
+                self._alike[alike] = number
+        return number
 
     def _of_first(self, given: list[tuple[int, Described]]) -> Sharding | None:
         """Whole buffers are the first holder's alone: replicas of them may differ, and DDP sends those of

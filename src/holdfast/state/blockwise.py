@@ -26,13 +26,14 @@ from holdfast.state.placed import local_of
 from holdfast.state.wrapped import ELEMENTWISE
 
 BLOCK_BYTES = 1 << 19
-"""Of each tensor.  Larger ones leave the caches, and their intermediate results are new pages each time."""
+"""Size of a block in each tensor.  Larger blocks leave the caches, and their intermediate results are new
+pages each time."""
 
 TRIED = 203
-"""Elements: not a multiple of any vector register."""
+"""Number of elements in a trial: not a multiple of any vector register."""
 
 FEW = 3
-"""Fewer elements than fill a vector register."""
+"""Number of elements in a block of a trial: fewer than fill a vector register."""
 
 IN_PHASES = frozenset(["ASGD", "RAdam"])
 """Optimizers that take other ways from some step on, which a trial now would not see."""
@@ -60,7 +61,7 @@ class Block:
         return mine if self.is_all else mine.view(-1)[self.start : self.stop]
 
     def states(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of these elements; one number that serves them all advances with the last block."""
+        """States of these elements; a number that serves them all advances with the last block."""
         shape = local_of(self.param).shape
         found = {}
         for name, value in states.items():
@@ -80,7 +81,8 @@ class Blockwise:
         self._is_exact: dict[tuple[Any, ...], bool] = {}
 
     def is_possible(self) -> bool:
-        """Whether the step that gradients and states call for now can be made so, and is worth it."""
+        """True if the step that gradients and states call for now can be made in blocks, and is worth
+        it."""
         groups = self._optimizer.param_groups
         given = [p for group in groups for p in group["params"] if p.grad is not None]
         return (
@@ -99,14 +101,15 @@ class Blockwise:
         return local_of(p).numel() * p.itemsize > self._block_bytes
 
     def _can_cut(self, group: dict[str, Any]) -> bool:
-        """Whether cuts change no element of its large parameters."""
+        """True if cuts into blocks change no element of the group's large parameters."""
         if any(group.get(name) for name in ("fused", "capturable", "differentiable")):
             return False
         large = [p for p in group["params"] if p.grad is not None and self._is_large(p)]
         return all(self._try(group, p) for p in {p.dtype: p for p in large}.values())
 
     def _try(self, group: dict[str, Any], p: torch.Tensor) -> bool:
-        """Once for all groups that take the same ways through the optimizer."""
+        """True if cuts change nothing; tried once for all groups that take the same ways through
+        the optimizer."""
         kind = (p.dtype, *((k, _way(v)) for k, v in sorted(group.items()) if k != "params"))
         if kind not in self._is_exact:
             self._is_exact[kind] = changes_nothing(self._optimizer, group, p)
@@ -152,14 +155,14 @@ class Blockwise:
 
 
 def unhooked(optimizer: Optimizer) -> Any:
-    """The function that makes its steps, without its hooks."""
+    """The function that makes an optimizer's steps, without its hooks."""
     step = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own, and nobody has put something else in the place of its step; a
-    scheduler has something that only calls it."""
+    """True if an optimizer is one of torch's own that treat each element by itself, and nobody has
+    put something else in the place of its step; a scheduler has something that only calls it."""
     kind = type(optimizer)
     step: Any = kind.step
     own = [getattr(f, "__globals__", {}) for f in (step, unhooked(optimizer))]
@@ -174,7 +177,7 @@ def steps_by_itself(optimizer: Optimizer) -> bool:
 
 
 def _way(value: Any) -> Any:
-    """What may decide which way an optimizer takes, of one of a group's entries."""
+    """The part of a group's entry that may decide which way an optimizer takes."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_way, value))
     if value is None or isinstance(value, (bool, str)):
@@ -185,14 +188,14 @@ def _way(value: Any) -> Any:
 
 
 def _alike(optimizer: Optimizer) -> Optimizer:
-    """Another one of its kind, to be given groups and states of its own."""
+    """Another optimizer of the same kind, to be given groups and states of its own."""
     one: Optimizer = object.__new__(type(optimizer))
     vars(one).update(vars(optimizer))
     return one
 
 
 def _lies_flat(p: torch.Tensor, states: dict[str, Any]) -> bool:
-    """Whether a parameter, its gradient and its states can be cut alike; not before it has states."""
+    """True if a parameter, its gradient and its states can be cut alike; False without states."""
     mine, grad = local_of(p), p.grad
     assert grad is not None
     if mine.device.type != "cpu" or mine.dtype not in (torch.float32, torch.float64) or not states:
@@ -208,7 +211,7 @@ def _lies_flat(p: torch.Tensor, states: dict[str, Any]) -> bool:
 
 
 def _lie_alike(one: torch.Tensor, p: torch.Tensor) -> bool:
-    """Whether it has the elements that a parameter has, and no more to it than a tensor has."""
+    """True if a tensor has the elements that `p` has, and no more to it than a plain tensor."""
     if isinstance(one, DTensor) and isinstance(p, DTensor) and one.placements != p.placements:
         return False
     inner = one._local_tensor if isinstance(one, DTensor) else one
@@ -217,7 +220,7 @@ def _lie_alike(one: torch.Tensor, p: torch.Tensor) -> bool:
 
 
 def _overlap(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether some of these contiguous tensors share memory."""
+    """True if some of these contiguous tensors share memory."""
     found = sorted(
         (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize)
         for t in map(local_of, tensors)
@@ -227,9 +230,9 @@ def _overlap(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def changes_nothing(optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> bool:
-    """Whether a few steps on a few elements come out alike in one piece and in many.
+    """True if a few steps on a few elements come out alike in one piece and in many.
 
-    `like`: a parameter of the group, with states; the elements have such, of other values.
+    `like`: a parameter of the group, with states; the elements have such states, of other values.
     """
     shape, results = local_of(like).shape, []
     for in_blocks in (False, True):
@@ -260,7 +263,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _draws(dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The same each time; not negative, as the second moments of gradients are."""
+    """Random tensors, the same each time; not negative, as the second moments of gradients are."""
     generator = torch.Generator().manual_seed(0)
     while True:
         yield torch.rand(TRIED, dtype=dtype, generator=generator)

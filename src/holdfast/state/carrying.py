@@ -24,7 +24,7 @@ class Room:
         self._memory: dict[torch.device, torch.Tensor] = {}
 
     def make(self, devices: Iterable[torch.device]) -> None:
-        """Have it, once; off the training thread, which new pages would hold up for ten times a copy.
+        """Get it, once; off the training thread, which new pages would hold up for ten times a copy.
 
         Where it cannot be had nothing is carried over, from then on.
         """
@@ -38,7 +38,7 @@ class Room:
             emit("window.not_carried", error=str(error))
 
     def views(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for all of them, which have `size` bytes in all at most; aligned to 16 bytes."""
+        """Room for each source, aligned to 16 bytes; they have `size` bytes in all at most."""
         used: dict[torch.device, int] = {}
         found = []
         for source in sources:
@@ -60,7 +60,7 @@ class Carried:
         self._room = room
         room.make(s.device for s in sources)
         self._sound = sound
-        """Whether nothing was written since the snapshot's moment."""
+        """Returns True if nothing was written since the snapshot's moment."""
         self._sizes = [-(-s.numel() * s.element_size() // 16) * 16 for s in sources]
         self._left = sum(self._sizes)
         self._next = 0
@@ -85,13 +85,14 @@ class Carried:
         return source
 
     def done(self) -> None:
-        """All copies that were taken are made."""
+        """Note that all copies that were taken are made."""
         with self._changed:
             self._busy = 0
             self._changed.notify_all()
 
     def close(self) -> bool:
-        """The copier is at its end, however; whether something was carried, and was sound then."""
+        """Note that the copier has ended, however it did.  True if something was carried, and was
+        sound then."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -129,7 +130,7 @@ class Carried:
             event.record(torch.accelerator.current_stream(device))
 
     def _may_carry(self) -> bool:
-        """Whether the copier has to let the training thread at the rest, when a batch is done."""
+        """True if the copier has to let the training thread at the rest, when a batch is done."""
         return self._wanted and self._left <= self._room.size
 
     def _fits(self) -> bool:

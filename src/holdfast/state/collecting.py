@@ -1,14 +1,19 @@
-"""All of a live state, named and placed."""
+"""Collecting all of a live state, named and placed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.state.customised import add_made, add_own, customised
+from holdfast.errors import HoldfastWarning
+from holdfast.state.comm_hooks import tell_hooks
+from holdfast.state.customised import add_made, add_own, customised, refuse_own
+from holdfast.state.in_backward import check_in_backward
 from holdfast.state.live import (
     Live,
     LiveTensor,
@@ -22,6 +27,7 @@ from holdfast.state.live import (
     is_loader,
     is_optimizer,
     is_stateful,
+    kind_of,
     stages,
     unwrap,
 )
@@ -30,9 +36,11 @@ from holdfast.state.optimizers import (
     add_optimizer,
     all_param_names,
     own_params,
+    refuse_common,
 )
 from holdfast.state.own_errors import naming
-from holdfast.state.several import as_seen, check_in_backward, parts_of
+from holdfast.state.several import as_seen, parts_of
+from holdfast.state.shared_states import tell_shared
 from holdfast.state.wrapped import check_own_state
 from holdfast.state.wrappers import check_names
 
@@ -53,22 +61,32 @@ def collect(
     live = Live(keys=set(state), before=before or {})
     given, state = state, as_seen(state)
     if not before:
-        check_in_backward(state)
+        check_in_backward(given, state)
+        tell_hooks(state)
     engines = engines_in(state)
     for key, value in state.items():
+        if value is not None and not (isinstance(value, (list, tuple, dict)) and not value):
+            live.kinds[key] = kind_of(value), type(given[key]).__qualname__
         modules = stages(value)
         if modules is not None:
+            size = _size(live)
             for module in modules:
                 if not before:
                     check_names(key, unwrap(module))
                 engine = engines.get(id(module))
+                if engine is not None and not before:
+                    refuse_own(key, module, first=True)
                 own = [] if engine is not None else customised(key, module, first=not before)
-                add_module(live, key, module, engine)
+                add_module(live, key, module, engine, on_resize)
                 add_own(live, key, own)
-                add_made(live, key, own)
+                add_made(live, key, own, on_resize)
+            if not before and _size(live) == size:
+                _tell_empty(key, modules)
         elif is_optimizer(value):
             zero = engines.get(id(value))
             if zero is not None:
+                if not before:
+                    refuse_common(key, zero)
                 scheduler = has_scheduler(zero, state)
                 tree = encode(live, f"{key}.engine", zero.extras(scheduler), inline=True)
                 live.extras[f"{key}.engine"] = tree
@@ -80,14 +98,33 @@ def collect(
                 add_common(live, key, value, on_resize)
                 if not before:
                     _check_own_states(key, given[key], value)
+                    tell_shared(key, value, names)
         else:
             add_plain(live, key, value, on_resize)
     live.before = {}
     return live
 
 
+def _size(live: Live) -> int:
+    return len(live.tensors) + len(live.aliases) + len(live.extras)
+
+
+def _tell_empty(key: str, modules: Iterable[nn.Module]) -> None:
+    """HoldfastWarning for a module that was handed over, and of which nothing is saved; torch's own that
+    have no parameters have nothing to lose."""
+    for module in modules:
+        if not all(type(part).__module__.startswith("torch.nn.") for part in module.modules()):
+            warnings.warn(
+                f"{key!r}: nothing is saved of this {type(module).__qualname__}, for its state_dict() is "
+                "empty: what it keeps must be parameters, persistent buffers or get_extra_state() (metrics "
+                "of torchmetrics: metric.persistent(True))",
+                HoldfastWarning,
+                stacklevel=2,
+            )
+
+
 def _check_own_states(key: str, given: Any, saved: Any) -> None:
-    """Of what was handed over, and of the optimizers that are saved in its place."""
+    """Check the states of what was handed over, and of the optimizers saved in its place."""
     for label, part in parts_of(saved).items():
         check_own_state(key + label, part, part)
     if isinstance(given, Optimizer) and given is not saved:
@@ -97,7 +134,7 @@ def _check_own_states(key: str, given: Any, saved: Any) -> None:
 
 
 def add_plain(live: Live, key: str, value: Any, on_resize: dict[str, str] | None) -> None:
-    """What is no module and no optimizer."""
+    """Add a value that is neither a module nor an optimizer."""
     if is_stateful(value):
         rule = (on_resize or {}).get(key) or getattr(value, "on_resize", None)
         if rule or is_loader(value):

@@ -38,25 +38,28 @@ class Problems:
 
 
 def compare(checkpoint: Checkpoint, live: Live, state: State, options: Options) -> Problems:
-    """What of this rank's live tensors does not match the checkpoint."""
+    """Find what of this rank's live tensors does not match the checkpoint."""
     found = Problems()
+    find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
     for name, t in live.tensors.items():
-        index = checkpoint.manifest.find(name)
+        index = find(name)
         if index is None:
             found.missing.append(name)
             continue
-        entry = checkpoint.manifest.tensors[index]
-        if not _fits(entry.shape, t.placed.shape, name in live.padded):
-            found.lines.append(f"{name}: saved with shape {entry.shape}, here {t.placed.shape}")
-        elif entry.dtype != t.placed.dtype and not options.cast:
+        entry, placed = entries[index], t.placed
+        rows_differ = name in live.padded and _differ_in_rows(entry.shape, placed.shape)
+        if entry.shape != placed.shape and not rows_differ:
+            found.lines.append(f"{name}: saved with shape {entry.shape}, here {placed.shape}")
+        elif entry.dtype != placed.dtype and not options.cast:
             found.lines.append(
-                f"{name}: saved as {entry.dtype}, here {t.placed.dtype} (cast=True converts)"
+                f"{name}: saved as {entry.dtype}, here {placed.dtype} (cast=True converts)"
             )
     return found
 
 
-def _fits(saved: tuple[int, ...], here: tuple[int, ...], padded: bool) -> bool:
-    return saved == here or (padded and len(saved) == len(here) and saved[1:] == here[1:])
+def _differ_in_rows(saved: tuple[int, ...], here: tuple[int, ...]) -> bool:
+    """True if shapes are alike but for the length of dim 0."""
+    return len(saved) == len(here) and saved[1:] == here[1:]
 
 
 class _Compared(msgspec.Struct, frozen=True, array_like=True):
@@ -152,17 +155,15 @@ def tell_untouched(checkpoint: Checkpoint, lines: list[str], group: Group) -> No
 
 
 def _refused(checkpoint: Checkpoint, live: Live) -> str:
-    """Why the checkpoint does not offer what the state asks for."""
+    """The reasons why the checkpoint does not offer what the state asks for."""
     return "; ".join(why for key, why in checkpoint.refused.items() if key in live.keys)
 
 
 def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
     """One bit per saved tensor: this rank has a place for it."""
     bits = np.zeros(len(checkpoint.manifest.tensors), bool)
-    for name in [*live.tensors, *live.aliases, *live.owned]:
-        index = checkpoint.manifest.find(name)
-        if index is not None:
-            bits[index] = True
+    found = map(checkpoint.manifest.find, (*live.tensors, *live.aliases, *live.owned))
+    bits[[index for index in found if index is not None]] = True
     return np.packbits(bits).tobytes()
 
 
@@ -208,21 +209,21 @@ def _unexpected(
     bits = np.zeros(-(-len(checkpoint.manifest.tensors) // 8), np.uint8)
     for f in found:
         bits |= np.frombuffer(f.claimed, np.uint8)
-    claimed = np.unpackbits(bits)
-    keys = live.keys
+    tensors = checkpoint.manifest.tensors
     out: list[str] = []
-    for i, t in enumerate(checkpoint.manifest.tensors):
-        mine = t.name.split(".", 1)[0] in keys and options.wanted(t.name)
-        if mine and not claimed[i] and t.name not in live.owned:
-            hint = _near(t.name, live.tensors) if len(out) < MAX_HINTS else ""
-            out.append(f"unexpected in the checkpoint: {t.name}{hint}")
+    for i in np.flatnonzero(np.unpackbits(bits, count=len(tensors)) == 0).tolist():
+        name = tensors[i].name
+        mine = name.split(".", 1)[0] in live.keys and options.wanted(name)
+        if mine and name not in live.owned:
+            hint = _near(name, live.tensors) if len(out) < MAX_HINTS else ""
+            out.append(f"unexpected in the checkpoint: {name}{hint}")
     return out
 
 
 def _unexpected_extras(
     checkpoint: Checkpoint, found: list[_Compared], live: Live, options: Options
 ) -> list[str]:
-    """What modules had besides their tensors, for which no rank has such a module."""
+    """Saved extras: what modules had besides their tensors, for which no rank has such a module."""
     if options.only is not None:
         return []
     taken = {name for f in found for name in f.taken}
@@ -238,8 +239,10 @@ def _unexpected_extras(
 
 
 def _matching_nothing(checkpoint: Checkpoint, live: Live, options: Options) -> list[str]:
+    if not options.only:
+        return []
     loaded = [n for n in (*live.tensors, *live.aliases, *live.owned) if is_known(checkpoint, n)]
-    return matching_nothing(options.only or (), loaded)
+    return matching_nothing(options.only, loaded)
 
 
 def _idle_patterns(
@@ -263,7 +266,7 @@ def _resized(
     size: int,
     known: Mesh | None,
 ) -> bool:
-    """Whether the ranks are arranged in another way than when the step was saved."""
+    """True if the ranks are arranged in another way than when the step was saved."""
     named = [Axis(known.strides[name], n, name) for name, n in known.axes] if known else []
     try:
         mesh = common_mesh([*(Axis(*a) for a in axes), *named], size)[0]

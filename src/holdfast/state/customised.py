@@ -1,18 +1,21 @@
-"""What the `state_dict()` of a module has beyond parameters, buffers and `get_extra_state`.
+"""Entries that the `state_dict()` of a module has beyond parameters, buffers and `get_extra_state`.
 
 A module may say more of itself: it overrides `_save_to_state_dict` or `state_dict`, or it has state-dict
 hooks.  bitsandbytes keeps the scales of quantised weights that way, torch's dynamic quantisation the
-weights themselves.  Only such modules are asked, each for its own entries.  Names do not matter, for hooks
-rename things: what lies in the memory of a parameter or buffer is saved already.
+weights themselves.  Only such modules are asked (`state.asking`).  Names do not matter, for hooks rename
+things: what lies in the memory of a parameter or buffer is saved already (`state.held`).
 
 Of the rest there are two kinds.  *Live* tensors are attributes of the module: two calls give the same
 memory.  They are saved and restored in place, as buffers are.  *Made* values (a packed weight that is
 unpacked, a number as a tensor, a dtype) are new at each call.  They go into one extra of the module,
-`<module>._own_extra_state`, by name; a restore puts them back through the module's own loading hooks, and
-then asks again whether they have arrived:
+`<module>._own_extra_state`, by name; a restore puts them back through the module's own loading hooks
+(`state.made`).
 
     saved:     {"0.weight": param, "0.SCB": live, "0.weight_format": made}
     restored:  0.weight and 0.SCB in place   ->  load hooks, given all three  ->  0.weight_format compared
+
+So a made value must be the same when it is asked for twice: one that is not (a time, a counter of calls)
+could never be found again after a restore, and the first save refuses it.
 
 Nothing here communicates: FSDP's hooks, which may gather, are not called, and each module is asked with its
 variables (`keep_vars`), which copies nothing.
@@ -20,41 +23,40 @@ variables (`keep_vars`), which copies nothing.
 
 from __future__ import annotations
 
-import inspect
+import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from holdfast.errors import HoldfastError, StateMismatch, UsageError
-from holdfast.state.bitsandbytes import put_quant_states
+from holdfast.errors import HoldfastError, HoldfastWarning, UsageError
+from holdfast.state.asking import asked, asks_whole, entries_of
+from holdfast.state.held import Held, is_same, memory_of
 from holdfast.state.ignoring import Ignored
-from holdfast.state.live import Live, encode, has_extra_state, parts_of, unwrap
-from holdfast.state.wrappers import parts
+from holdfast.state.live import Live, encode, unwrap
+from holdfast.state.wrappers import Names, parts
 
 OWN = "_own_extra_state"
 """The last part of the name of the extra that holds the made values of a module."""
 
-HARMLESS = ("torch.distributed.", "torch.nn.utils.", "holdfast.")
-"""Modules of Python whose state-dict hooks add no content, and may communicate."""
-
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+SHOWN = 3
+"""Names in a message, at most."""
 
 _live_names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """Entries of modules that were seen to be live tensors: from then on modules are asked only once."""
 
+_answers: ContextVar[dict[int, list[Own]] | None] = ContextVar("_answers", default=None)
+"""Own entries of modules, by id of the module, in a block of `asked_once`."""
+
 
 @dataclass(slots=True)
 class Own:
-    """What one submodule has beyond parameters, buffers and `_extra_state`.
+    """Entries that one submodule has beyond parameters, buffers and `_extra_state`.
 
     `path` is its name in the module that was handed over; entries are by their names within it.
     """
@@ -69,35 +71,114 @@ class Own:
         return f"{self.path}.{entry}" if self.path else entry
 
 
-def clean(entry: str) -> str:
-    """An entry that a module named itself, without the components that wrappers inside it add."""
-    return ".".join(part for part in entry.split(".") if part not in _WRAPPERS)
-
-
 # -- asking -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Asking:
+    """One walk over a module.  `key`: of the state.  `first`: also check what the module says."""
+
+    key: str
+    ignored: Ignored | None
+    first: bool
+    found: list[Own] = field(default_factory=list)
+    """Submodules that have something of their own, the inner ones first."""
+    names: list[str] = field(default_factory=list)
+    """Names of all that modules have of their own, ignored ones too."""
+
+    def ask(self, path: str, part: nn.Module) -> None:
+        """Find what a module has beyond what is saved anyway."""
+        own = Own(path, part)
+        entries = self._entries(own)
+        if entries is None:
+            return
+        held = _held(own, self.found)
+        rest = _not_held(self.key, own, entries, held)
+        self.names += map(own.name, rest)
+        if self.ignored is not None:
+            rest = {e: v for e, v in rest.items() if not self.ignored.has(own.name(e))}
+        tensors = {
+            e: v for e, v in rest.items() if isinstance(v, torch.Tensor) and not v.is_quantized
+        }
+        live = _live(part, tensors)
+        own.tensors = {e: tensors[e] for e in tensors if e in live}
+        own.made = {e: v for e, v in rest.items() if e not in live}
+        if own.tensors or own.made:
+            self.found.append(own)
+        if self.first and own.made:
+            _check_steady(self.key, own)
+            _tell_copies(self.key, own, held)
+
+    def _entries(self, own: Own) -> Mapping[str, Any] | None:
+        """Entries of a module's state_dict(); None if that fails, and its failure is ignored."""
+        try:
+            return entries_of(own.part)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            self.names.append(own.name("*"))
+            if self.ignored is not None and self.ignored.has(self.names[-1]):
+                return None
+            raise UsageError(
+                f"{self.key}.{own.path}: what this {type(own.part).__name__} keeps besides its parameters "
+                f"and buffers cannot be known, for its state_dict() fails: {type(error).__name__}: {error}",
+                hint=f"holdfast.ignore({self.key}, {own.name('*')!r}) saves its parameters and buffers "
+                "alone",
+            ) from error
 
 
 def customised(key: str, module: nn.Module, *, first: bool = False) -> list[Own]:
     """Each submodule that has something of its own, the inner ones first.  `key`: of the state.
 
-    `first`: patterns of `ignore` that match nothing are an error.  UsageError for a module that cannot say
-    what it has.
+    UsageError for a module that cannot say what it has.  `first`: also for one that says something else
+    when it is asked again, and for patterns of `ignore` that match nothing.
     """
-    root = unwrap(module)
-    ignored = ignored_of(module)
-    found: list[Own] = []
-    seen: list[str] = []
-    for path, part in reversed(list(_asked(root))):
-        own = _own(key, path, part, found, ignored, seen)
-        if own is not None and (own.tensors or own.made):
-            found.append(own)
-    if ignored is not None and first:
-        ignored.check(key, seen)
-    return found
+    answers = _answers.get()
+    if answers is None or first:
+        return _ask(key, module, first)
+    if id(module) not in answers:
+        answers[id(module)] = _ask(key, module, first)
+    return answers[id(module)]
+
+
+@contextmanager
+def asked_once() -> Iterator[None]:
+    """A block of one moment, in which nothing changes modules: each is asked once on this thread."""
+    token = _answers.set({})
+    try:
+        yield
+    finally:
+        _answers.reset(token)
+
+
+def _ask(key: str, module: nn.Module, first: bool) -> list[Own]:
+    asking = _Asking(key, ignored_of(module), first)
+    for prefix, part in reversed(list(asked(unwrap(module)))):
+        asking.ask(prefix.removesuffix("."), part)
+    if asking.ignored is not None and first:
+        asking.ignored.check(key, asking.names)
+    return asking.found
+
+
+def refuse_own(key: str, engine: nn.Module, *, first: bool = False) -> None:
+    """UsageError for what modules inside an engine (of DeepSpeed or Megatron) have of their own: what of it
+    belongs to which rank is not known."""
+    names = [
+        f"{key}.{own.name(entry)}"
+        for own in customised(key, engine, first=first)
+        for entry in (*own.tensors, *own.made)
+    ]
+    if names:
+        raise UsageError(
+            f"{_few(names)}: in the state_dict() of a module inside an engine ({type(engine).__name__}), "
+            "of which parameters, buffers and get_extra_state() are saved",
+            hint="keep it as a buffer or in get_extra_state(), or do without it: "
+            f"holdfast.ignore({key}, {names[0].removeprefix(key + '.')!r})",
+        )
 
 
 def ignored_of(module: nn.Module) -> Ignored | None:
-    """What was declared of a module and those in it that need not be saved; None if nothing ever was."""
+    """Patterns of `ignore` for a module and those in it; None if nothing was ever declared."""
     if not Ignored.any():
         return None
     root = unwrap(module)
@@ -105,200 +186,136 @@ def ignored_of(module: nn.Module) -> Ignored | None:
     return Ignored([("", module), *inside])
 
 
-def _asked(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Submodules whose state_dict() may have something of its own."""
-    if all(map(_is_plain_one, parts_of(root))):
-        return
-    seen: set[int] = set()
-    for prefix, part in parts(root):
-        if id(part) not in seen and (_asks_whole(part) or _adds_itself(part)):
-            seen.add(id(part))
-            yield prefix.rstrip("."), part
+def named_entries(part: nn.Module) -> dict[str, Any]:
+    """Entries of a module's state_dict(), by names without what wrappers inside it add to them."""
+    names = Names(part)
+    return {names.plain(entry): value for entry, value in entries_of(part).items()}
 
 
-def _is_plain_one(part: nn.Module) -> bool:
-    """Whether a module says nothing beyond what nn.Module has it say."""
-    if part._state_dict_hooks or part._state_dict_pre_hooks:
-        return False
-    own, kind = part.__dict__, cast("Any", type(part))
-    return _is_plain(kind) and "state_dict" not in own and "_save_to_state_dict" not in own
+def _held(own: Own, inner: list[Own]) -> Held:
+    """All that is saved anyway.  `inner`: what submodules, and what it wraps, have of their own."""
+    whole = asks_whole(own.part)
+    start = f"{own.path}." if own.path else ""
+    below = [one for one in inner if one.path == own.path or one.path.startswith(start)]
+    named = [one for one in below if whole or one.path != own.path]
+    return Held(
+        own.part,
+        whole=whole,
+        names=[one.name(e)[len(start) :] for one in named for e in (*one.tensors, *one.made)],
+        tensors=[tensor for one in below for tensor in one.tensors.values()],
+    )
 
 
-@cache
-def _is_plain(kind: type[nn.Module]) -> bool:
-    """Whether modules of a class have nn.Module's own way to save."""
-    ways = (kind.state_dict, kind._save_to_state_dict)
-    return ways == (nn.Module.state_dict, nn.Module._save_to_state_dict)
+def _not_held(key: str, own: Own, entries: Mapping[str, Any], held: Held) -> dict[str, Any]:
+    """Entries that nothing else in the module holds.  UsageError for two that are one without wrappers."""
+    names = Names(own.part)
+    rest: dict[str, Any] = {}
+    as_said: dict[str, str] = {}
+    for entry, value in entries.items():
+        if held.is_one(value):
+            continue
+        name = names.plain(entry)
+        if as_said.setdefault(name, entry) != entry:
+            raise _twice(f"{key}.{own.name(name)}", (as_said[name], entry))
+        if name not in held.names and not held.has(value):
+            rest[name] = value
+    return rest
 
 
-def _adds_itself(part: nn.Module) -> bool:
-    """Whether it has a `_save_to_state_dict` of its own, which says what this module alone has."""
-    own = type(part)._save_to_state_dict is not nn.Module._save_to_state_dict
-    return own or "_save_to_state_dict" in part.__dict__
-
-
-def _asks_whole(part: nn.Module) -> bool:
-    """Whether its whole state_dict() is needed: hooks and an overridden one see those of submodules."""
-    if type(part).state_dict is not nn.Module.state_dict or "state_dict" in part.__dict__:
-        return True
-    hooks = (*part._state_dict_hooks.values(), *part._state_dict_pre_hooks.values())
-    return any(not _origin(hook).startswith(HARMLESS) for hook in hooks)
-
-
-def _origin(hook: Any) -> str:
-    return getattr(hook, "__module__", None) or ""
-
-
-def _entries(part: nn.Module) -> Mapping[str, Any]:
-    """What a module says it has, with its variables; its submodules' too where these may be changed."""
-    if _asks_whole(part):
-        try:
-            inspect.signature(part.state_dict).bind(keep_vars=True)
-        except TypeError:
-            return part.state_dict()
-        return part.state_dict(keep_vars=True)
-    found: OrderedDict[str, Any] = OrderedDict()
-    found._metadata = OrderedDict()  # type: ignore[attr-defined]
-    part._save_to_state_dict(found, "", True)
-    return found
-
-
-def _own(
-    key: str,
-    path: str,
-    part: nn.Module,
-    inner: list[Own],
-    ignored: Ignored | None,
-    seen: list[str],
-) -> Own | None:
-    """What a module has beyond what is saved anyway; None if it is not asked.  `seen` gets the names."""
-    own = Own(path, part)
-    try:
-        entries = _entries(part)
-    except HoldfastError:
-        raise
-    except Exception as error:
-        seen.append(own.name("*"))
-        if ignored is not None and ignored.has(seen[-1]):
-            return None
-        raise UsageError(
-            f"{key}.{path}: what this {type(part).__name__} keeps besides its parameters and buffers "
-            f"cannot be known, for its state_dict() fails: {type(error).__name__}: {error}",
-            hint=f"holdfast.ignore({key}, {own.name('*')!r}) saves its parameters and buffers alone",
-        ) from error
-    rest = _not_held(own, entries, inner)
-    names = {entry: own.name(entry) for entry in rest}
-    seen += names.values()
-    if ignored is not None:
-        rest = {e: v for e, v in rest.items() if not ignored.has(names[e])}
-    tensors = {e: v for e, v in rest.items() if isinstance(v, torch.Tensor) and not v.is_quantized}
-    live = _live(part, tensors)
-    for entry, value in rest.items():
-        if entry in live:
-            own.tensors[entry] = value
-        else:
-            own.made[entry] = value
-    return own
+def _twice(name: str, which: Iterable[str]) -> UsageError:
+    return UsageError(
+        f"{' and '.join(which)} would both be called {name}: what wraps a module does not show in names",
+        hint="give one of them another name: what a wrapper itself has must not be called as something "
+        "inside it is",
+    )
 
 
 def _live(part: nn.Module, tensors: dict[str, torch.Tensor]) -> set[str]:
-    """Which of these entries are tensors that the module holds: in the same memory when asked again."""
+    """Names of the given tensors that the module itself holds: in the same memory when asked again."""
     known = _live_names.get(part, frozenset())
     if not tensors.keys() <= known:
-        again = _entries(part)
-        same = {e for e, t in tensors.items() if _is_same(t, again.get(e))}
+        again = named_entries(part)
+        same = {e for e, t in tensors.items() if is_same(t, again.get(e))}
         known = _live_names[part] = frozenset(same)
     return set(known & tensors.keys())
 
 
-def _is_same(tensor: torch.Tensor, other: Any) -> bool:
-    if tensor is other:
-        return True
-    return isinstance(other, torch.Tensor) and _memory(tensor) == _memory(other) is not None
+# -- checking what is made --------------------------------------------------------------------------
 
 
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Where a tensor lies, to be compared; None if it has no memory of its own."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if isinstance(local, UninitializedTensorMixin):
-        return None
-    try:
-        at = local.untyped_storage().data_ptr() + local.storage_offset() * local.element_size()
-    except (RuntimeError, NotImplementedError):  # a subclass around several tensors
-        return None
-    if not local.untyped_storage().nbytes():
-        return None
-    return local.device, at, local.dtype, tuple(local.shape), local.stride()
+def form(name: str, value: Any) -> Any:
+    """A value as it would be saved under a name, large tensors by digest."""
+    live = Live()
+    tree = encode(live, name, [value], inline=True)
+    tensors = [(n, t.placed.dtype, t.placed.shape) for n, t in live.tensors.items()]
+    return tree, live.contents, tensors
 
 
-class _Held:
-    """Tensors that are saved in any case, to be asked for by name, identity and memory."""
-
-    def __init__(self, own: Own) -> None:
-        self.names: set[str] = set()
-        self._ids: set[int] = set()
-        self._spans: dict[tuple[Any, int], list[tuple[int, int]]] = {}
-        self._own = own
-        whole = _asks_whole(own.part)
-        for path, part in (
-            own.part.named_modules(remove_duplicate=False) if whole else [("", own.part)]
-        ):
-            start = f"{path}." if path else ""
-            for name, tensor in part._parameters.items():
-                self._add(start + name, tensor)
-            for name, tensor in part._buffers.items():
-                if name not in part._non_persistent_buffers_set:
-                    self._add(start + name, tensor)
-            if has_extra_state(type(part)):
-                self.names.add(clean(start + "_extra_state"))
-
-    def _add(self, name: str, tensor: torch.Tensor | None) -> None:
-        if tensor is not None:
-            self.names.add(clean(name))
-            self.add_memory(tensor)
-
-    def add_memory(self, tensor: torch.Tensor) -> None:
-        self._ids.add(id(tensor))
-        if (span := _span(tensor)) is not None:
-            storage, start, stop = span
-            self._spans.setdefault(storage, []).append((start, stop))
-
-    def has(self, name: str, value: Any) -> bool:
-        """Whether an entry is a parameter or buffer, or a view of one; under whatever name."""
-        if clean(name) in self.names or id(value) in self._ids:
-            return True
-        span = _span(value) if isinstance(value, torch.Tensor) else None
-        if span is None:
-            return False
-        storage, start, stop = span
-        return any(a <= start and stop <= b for a, b in self._spans.get(storage, ()))
+def _check_steady(key: str, own: Own) -> None:
+    """UsageError for values that are others when the module is asked again."""
+    again = named_entries(own.part)
+    changed = []
+    for entry, value in own.made.items():
+        name = f"{key}.{own.name(entry)}"
+        with suppress(UsageError):  # what cannot be saved is told with its name when it is to be
+            if entry not in again or form(name, value) != form(name, again[entry]):
+                changed.append(entry)
+    if changed:
+        raise UsageError(
+            f"{_few([f'{key}.{own.name(e)}' for e in changed])}: the state_dict() of this "
+            f"{type(own.part).__name__} has another value at each call, which no restore can bring back",
+            hint=f"holdfast.ignore({key}, {own.name(changed[0])!r}) does without it",
+        )
 
 
-def _span(tensor: torch.Tensor) -> tuple[tuple[Any, int], int, int] | None:
-    """The storage in which a tensor lies, and the bytes that it reaches over there."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if _memory(local) is None or not local.numel():
-        return None
-    size = local.element_size()
-    start = local.storage_offset() * size
-    reach = sum((n - 1) * step for n, step in zip(local.shape, local.stride()))
-    return (local.device, local.untyped_storage().data_ptr()), start, start + (reach + 1) * size
+def _tell_copies(key: str, own: Own, held: Held) -> None:
+    """HoldfastWarning for made values that are copies of parameters or buffers, under other names."""
+    made = {e: v for e, v in own.made.items() if _is_plain(v) and _varies(v)}
+    by_kind: dict[Any, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in held.named() if made else ():
+        if _is_plain(tensor):
+            by_kind.setdefault(_kind(tensor), []).append((name, tensor))
+    copies = {
+        entry: name
+        for entry, value in made.items()
+        for name, tensor in by_kind.get(_kind(value), ())
+        if torch.equal(_elements(value), _elements(tensor))
+    }
+    if copies:
+        few = [f"{key}.{own.name(e)} (as {key}.{own.name(n)})" for e, n in copies.items()]
+        warnings.warn(
+            f"the state_dict() of {type(own.part).__name__} has copies of parameters or buffers under "
+            f"other names, which are saved a second time: {_few(few)}; "
+            f"holdfast.ignore({key}, {own.name(next(iter(copies)))!r}) leaves one out",
+            HoldfastWarning,
+            stacklevel=2,
+        )
 
 
-def _not_held(own: Own, entries: Mapping[str, Any], inner: list[Own]) -> dict[str, Any]:
-    """Entries that nothing else in the module holds.  `inner`: what its submodules have of their own."""
-    held = _Held(own)
-    start = f"{own.path}." if own.path else ""
-    for one in inner:
-        if one.path.startswith(start):
-            held.names |= {one.name(e)[len(start) :] for e in (*one.tensors, *one.made)}
-            for tensor in one.tensors.values():
-                held.add_memory(tensor)
-    rest = {}
-    for entry, value in entries.items():
-        if not held.has(entry, value):
-            rest[clean(entry)] = value
-    return rest
+def _kind(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tensor.shape, tensor.device
+
+
+def _is_plain(value: Any) -> bool:
+    """True if a value is a tensor with all its values in memory of its own."""
+    if type(value) not in (torch.Tensor, nn.Parameter) or value.is_quantized or value.is_nested:
+        return False
+    return value.layout is torch.strided and not value.is_meta and memory_of(value) is not None
+
+
+def _varies(tensor: torch.Tensor) -> bool:
+    """True if a tensor has several values: one that is all zero or all one equals many others."""
+    return tensor.numel() > 1 and bool((_elements(tensor) != _elements(tensor)[0]).any())
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, a row for each: some dtypes cannot be compared."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1, 1).view(torch.uint8)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
 
 
 # -- saving -----------------------------------------------------------------------------------------
@@ -311,7 +328,7 @@ def own_tensors(found: Iterable[Own]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def add_own(live: Live, key: str, found: Iterable[Own], *, steady: bool = False) -> None:
-    """Live tensors, under the names that state_dict() gives them.  What is shared is saved once."""
+    """Add live tensors, by the names that state_dict() gives them.  Shared ones are saved once."""
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in own_tensors(found):
         full = f"{key}.{name}"
@@ -320,26 +337,35 @@ def add_own(live: Live, key: str, found: Iterable[Own], *, steady: bool = False)
                 f"{full}: on the meta device, and only its module knows what it is",
                 hint="build the module on its real device",
             )
-        known = first.setdefault(_memory(tensor) or (id(tensor),), full)
+        known = first.setdefault(memory_of(tensor) or (id(tensor),), full)
         if known != full:
             live.aliases[full] = known
         else:
             live.add(full, "buffer", tensor, steady=steady)
 
 
-def add_made(live: Live, key: str, found: Iterable[Own]) -> None:
-    """Made values, as an extra of each module."""
+def add_made(
+    live: Live, key: str, found: Iterable[Own], on_resize: Mapping[str, str] | None = None
+) -> None:
+    """Add made values, as an extra per module; a wrapper and what it wraps have one together."""
     for own in found:
-        if own.made:
-            name = f"{key}.{own.name(OWN)}"
-            live.extras[name] = {e: _encoded(live, key, own, e, name) for e in own.made}
+        if not own.made:
+            continue
+        extra = f"{key}.{own.name(OWN)}"
+        if on_resize and extra in on_resize:
+            live.rules[extra] = on_resize[extra]
+        entries = live.extras.setdefault(extra, {})
+        for entry in own.made:
+            if entry in entries:
+                raise _twice(f"{key}.{own.name(entry)}", ("an entry of a wrapper", "one inside it"))
+            entries[entry] = _encoded(live, key, own, entry, extra)
 
 
 def _encoded(live: Live, key: str, own: Own, entry: str, extra: str) -> Any:
-    """A made value for the extra of its module, which then goes by what is in its large tensors, too."""
+    """Encode a made value for its module's extra; digests of its large tensors go there, too."""
     full = f"{key}.{own.name(entry)}"
     try:
-        tree = encode(live, full, own.made[entry], inline=True)
+        tree = encode(live, full, own.made[entry], inline=True, rule=live.rules.get(extra))
     except UsageError as error:
         way = f"holdfast.ignore({key}, {own.name(entry)!r}) does without it"
         error.hint = f"let the module's state_dict() have it as plain values or tensors; {way}"
@@ -347,85 +373,3 @@ def _encoded(live: Live, key: str, own: Own, entry: str, extra: str) -> Any:
     if digests := live.contents.pop(full, []):
         live.contents.setdefault(extra, []).extend(digests)
     return tree
-
-
-# -- putting back -----------------------------------------------------------------------------------
-
-
-def put_own(key: str, own: Own, saved: Mapping[str, Any]) -> None:
-    """Put made values back by the module's own ways to load, and see that they are there.
-
-    Live tensors have been filled.  StateMismatch if the module has not taken a value.
-    """
-    error = _load(own, saved) if _loads_itself(own.part) else None
-    lost = _differing(own, saved)
-    if lost and put_quant_states(own.part, _with(_entries(own.part), saved)):
-        lost = _differing(own, saved)
-    if lost:
-        few = ", ".join(f"{key}.{own.name(e)}" for e in lost[:3]) + ", ..." * (len(lost) > 3)
-        raise StateMismatch(
-            f"{few}: saved with a value that this {type(own.part).__name__} has not, and its ways to load "
-            f"do not take it{'' if error is None else f' ({error})'}",
-            tuple(f"{key}.{own.name(e)}" for e in lost),
-            hint="build it from the same weights with the same settings, give it a _load_from_state_dict() "
-            f"that takes the value, or do without: holdfast.ignore({key}, {own.name(lost[0])!r})",
-        )
-
-
-def _with(entries: Mapping[str, Any], saved: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Entries with the saved values in place of those that are there.  The tensors are variables."""
-    names = {clean(e): e for e in entries}
-    found = OrderedDict({**entries, **{names.get(e, e): v for e, v in saved.items()}})
-    if hasattr(entries, "_metadata"):  # the versions of the modules
-        found._metadata = entries._metadata  # type: ignore[attr-defined]
-    return found
-
-
-def _loads_itself(part: nn.Module) -> bool:
-    kind = type(part)
-    ways = (kind.load_state_dict, kind._load_from_state_dict)
-    own = ways != (nn.Module.load_state_dict, nn.Module._load_from_state_dict)
-    here = "_load_from_state_dict" in part.__dict__ or "load_state_dict" in part.__dict__
-    return own or here or bool(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks)
-
-
-def _load(own: Own, saved: Mapping[str, Any]) -> str | None:
-    """Hand a module its own entries, of which the tensors are its own, filled already, and the made values
-    those that were saved.  What it says against them, which may be about what is there already."""
-    part = own.part
-    entries = _with(_entries(part), saved)
-    errors: list[str] = []
-    try:
-        with torch.no_grad():
-            if _asks_whole(part):
-                part.load_state_dict(entries, strict=False)
-            else:
-                metadata = {"version": part._version}
-                part._load_from_state_dict(entries, "", metadata, True, [], [], errors)
-                for hook in part._load_state_dict_post_hooks.values():
-                    hook(part, _IncompatibleKeys([], []))
-    except HoldfastError:
-        raise
-    except Exception as error:
-        errors.append(f"{type(error).__name__}: {error}")
-    return errors[0] if errors else None
-
-
-def _differing(own: Own, saved: Mapping[str, Any]) -> list[str]:
-    """Entries that the module does not say with the value that they were saved with, or not any more in the
-    memory that was filled."""
-    entries = {clean(e): v for e, v in _entries(own.part).items()}
-    lost = [e for e, v in saved.items() if e not in entries or _form(v) != _form(entries[e])]
-    for entry, tensor in own.tensors.items():
-        now = entries.get(entry)
-        if not _is_same(tensor, now) and _form(tensor) != _form(now):
-            lost.append(entry)
-    return lost
-
-
-def _form(value: Any) -> Any:
-    """A value as it would be saved, large tensors by digest."""
-    live = Live()
-    tree = encode(live, "value", [value], inline=True)
-    tensors = [(n, t.placed.dtype, t.placed.shape) for n, t in live.tensors.items()]
-    return tree, live.contents, tensors

@@ -1,4 +1,4 @@
-"""Which states an optimizer will look for in its next step, and whether those that were saved are such.
+"""States that an optimizer will look for in its next step, and whether those that were saved are such.
 
 An optimizer makes its states when a parameter has none; where it finds some, it takes them for its own.
 Another one's, put there, are a KeyError in the step after the restore, or are never looked at.
@@ -54,7 +54,7 @@ something of its own with a parameter's states."""
 
 
 class Only(Protocol):
-    """Of the options of a load, whether it is of some names alone."""
+    """Options of a load that tell whether it is of some names alone."""
 
     @property
     def only(self) -> tuple[str, ...] | None: ...
@@ -65,11 +65,11 @@ class Expected:
     """Names of the states of one parameter."""
 
     needed: frozenset[str]
-    """What a step reads, unless there is none at all."""
+    """States that a step reads, unless the parameter has none at all."""
     known: frozenset[str]
-    """What it may have, with other hyper-parameters."""
+    """The needed states, and those that it may have with other hyper-parameters."""
     begins_empty: bool
-    """Whether a step makes them where there are none."""
+    """True if a step makes the states where there are none."""
 
 
 @dataclass
@@ -78,16 +78,16 @@ class Fitting:
 
     key: str
     hypers: list[dict[str, Any]]
-    """Of each group, as they will be."""
+    """Hyper-parameters of each group, as they will be."""
     plain: dict[str, dict[str, Any]]
-    """By parameter, the saved states that are no tensors."""
+    """Saved states that are no tensors, by parameter."""
     is_partial: bool
-    """Whether states that are not loaded stay."""
+    """True if states that are not loaded stay."""
     _of_kind: dict[tuple[Any, ...], Expected | None] = field(default_factory=dict)
     _misfits: dict[str, list[str]] = field(default_factory=dict)
-    """By what is wrong, the parameters."""
+    """Parameters whose saved states do not fit, by what is wrong."""
     _idle: dict[str, list[str]] = field(default_factory=dict)
-    """By what will not be looked at, the parameters."""
+    """Parameters whose saved states will not be looked at, by the text that names these."""
 
     @staticmethod
     def of(
@@ -114,8 +114,8 @@ class Fitting:
         saved: Iterable[str],
         live: dict[str, Any],
     ) -> bool:
-        """Whether the optimizer of a parameter, which is in this group, can go on with the states that were
-        saved of it.  `live`: those that it has now."""
+        """True if the optimizer of a parameter, which is in this group, can go on with the states that
+        were saved of it.  `live`: those that it has now."""
         others = self.plain.get(name, {})
         new = frozenset(saved).union(s for s, v in others.items() if v is not None)
         old = frozenset(s for s, v in live.items() if v is not None)
@@ -139,11 +139,11 @@ class Fitting:
         return is_right
 
     def problems(self) -> list[str]:
-        """What the optimizer cannot go on with, one line for all parameters with which it is the same."""
+        """Lines on what the optimizer cannot go on with, one for all parameters alike in this."""
         return self._lines(self._misfits)
 
     def idle(self) -> list[str]:
-        """What is put back, though the optimizer itself has no use for any of it."""
+        """Lines on what is put back, though the optimizer itself has no use for any of it."""
         return self._lines(self._idle)
 
     def _lines(self, found: dict[str, list[str]]) -> list[str]:
@@ -173,7 +173,7 @@ def _is_right(expected: Expected, new: frozenset[str], after: frozenset[str]) ->
 
 
 def is_asked(kind: type) -> bool:
-    """Whether a class is known to say which states it has."""
+    """True if a class is one of torch's in `ASKED`: a step of it tells which states it has."""
     return kind.__module__.startswith("torch.optim.") and kind.__name__ in ASKED
 
 

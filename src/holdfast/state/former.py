@@ -49,7 +49,7 @@ def under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
 
 
 def are_former(state: State, names: Iterable[str]) -> bool:
-    """Whether tensors of modules, or optimizers' parameters, had these names, with their keys."""
+    """True if tensors of modules, or optimizers' parameters, had one of these names, with a key."""
     pairs = [pair for v in state.values() for m in stages(v) or () for pair in _pairs(m, True)]
     former = {old for new, old, _ in pairs if old != new}
     rest = [name.partition(".")[2] for name in names]
@@ -57,7 +57,7 @@ def are_former(state: State, names: Iterable[str]) -> bool:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Where names began."""
+    """The module at which names formerly began."""
     while True:
         known = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
         if known or is_engine(module) or is_wrapped(module):
@@ -85,8 +85,8 @@ def _pairs(module: nn.Module, of_fabric: bool) -> Iterator[Pair]:
 
 
 def _under_fabric(name: str) -> Iterator[str]:
-    """What a name was under Fabric, around this or any module above, which the live one may be without:
-    with one rank and with several."""
+    """Names of a tensor under Fabric, around this or any module above, which the live one may be
+    without: with one rank and with several."""
     components = name.split(".")
     for i in range(len(components)):
         for wrapper in (SECOND, "_forward_module", "_forward_module.module"):
@@ -94,16 +94,16 @@ def _under_fabric(name: str) -> Iterator[str]:
 
 
 class _Names:
-    """What a checkpoint's names are to be; of a name that stays nothing is said."""
+    """New names of what a checkpoint has; names that stay are not listed."""
 
     def __init__(self, checkpoint: Checkpoint, pairs: dict[str, list[Pair]], state: State) -> None:
         manifest = checkpoint.manifest
         known = {*checkpoint.names(), *manifest.extras, *manifest.per_rank}
         found = {key: _of_module(key, known, pairs[key]) for key in state}
         self.of_module = {key: names for key, names in found.items() if names}
-        """By key, new names by former ones, without the key."""
+        """New names by former ones, for each key of modules; without the key."""
         self.of_optimizer: dict[str, dict[str, str]] = {}
-        """By an optimizer's key, new names of parameters by former ones."""
+        """New names of parameters by former ones, for each key of an optimizer."""
         engines: Mapping[int, Any] | None = None
         for key, value in state.items():
             if is_optimizer(value):
@@ -171,7 +171,7 @@ def _parameters(manifest: Manifest, key: str) -> set[str]:
 
 
 class _Renamed(Checkpoint):
-    """A checkpoint under other names.  What lies where is as it was."""
+    """A checkpoint under other names.  Its data lie where they did."""
 
     def __init__(self, checkpoint: Checkpoint, names: _Names) -> None:
         self.store, self.files = checkpoint.store, checkpoint.files
@@ -220,7 +220,7 @@ class _Renamed(Checkpoint):
         return found
 
     def _tree(self, tree: Any) -> Any:
-        """With references to tensors by their new names."""
+        """A tree of extras, with references to tensors by their new names."""
         if isinstance(tree, dict):
             if len(tree) == 1 and isinstance(tree.get("$at"), str):
                 return {"$at": self._tensors.get(tree["$at"], tree["$at"])}

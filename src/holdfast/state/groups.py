@@ -14,10 +14,10 @@ from holdfast.state.live import outline_tensor
 from holdfast.state.zero import Group
 
 HOW = ("foreach", "fused", "capturable", "differentiable")
-"""How an optimizer computes is this process's own: other hardware and layouts need other ways."""
+"""Options of how an optimizer computes, a process's own: other hardware or layouts need others."""
 
 Pairs = list[list[tuple[str, torch.Tensor]]]
-"""Of each group, names and parameters."""
+"""Names and parameters of each group."""
 
 
 def match_groups(key: str, tree: Any, pairs: Pairs) -> list[int | None]:
@@ -67,7 +67,7 @@ def _tensor(tag: str, body: Any) -> Any:
 
 
 def memory_orders(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, list[int]]]:
-    """By parameter name and state, the order of dims in memory where it was not the usual one."""
+    """Order of dims in memory where it was not the usual one, by parameter name and state."""
     tree = checkpoint.manifest.extras.get(key)
     if not isinstance(tree, dict) or "$optimizer" not in tree:
         return {}
@@ -76,7 +76,7 @@ def memory_orders(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, list[
 
 
 def plain_states(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, Any]] | None:
-    """By parameter name what an optimizer kept of it beside tensors; None if that is not known."""
+    """States that an optimizer kept beside tensors, by parameter name; None if not known."""
     tree = checkpoint.manifest.extras.get(key)
     if not isinstance(tree, dict) or "$optimizer" not in tree:
         return None

@@ -1,4 +1,4 @@
-"""What a user has declared need not be saved: `holdfast.ignore`.
+"""Declarations of the user that something need not be saved: `holdfast.ignore`.
 
 A save holds all that the `state_dict()` of a module or an optimizer has, or fails with the names of what
 it cannot hold.  Such names may be given up, one by one or by pattern.  The mark is on the object itself,
@@ -48,24 +48,30 @@ class Ignored:
     begin with."""
 
     def __init__(self, objects: Iterable[tuple[str, Any]]) -> None:
-        self._patterns = [(at, p) for at, obj in objects for p in _marks.get(obj, ())]
-        self._used: set[tuple[str, str]] = set()
+        self._patterns = [(at, id(obj), p) for at, obj in objects for p in _marks.get(obj, ())]
+        self._used: set[tuple[int, str]] = set()
+        """Patterns that have matched, by object: it may be there under several names, of which
+        one is asked for."""
 
     @staticmethod
     def any() -> bool:
-        """Whether anything was declared of any object."""
+        """True if anything was declared of any object."""
         return bool(_marks)
 
     def has(self, name: str) -> bool:
-        """Whether a name is given up."""
-        start = [(at, p) for at, p in self._patterns if not at or name.startswith(f"{at}.")]
-        hits = {(at, p) for at, p in start if fnmatchcase(name[len(at) + 1 if at else 0 :], p)}
+        """True if a name is given up; notes which patterns have matched."""
+        hits = {
+            (obj, pattern)
+            for at, obj, pattern in self._patterns
+            if (not at or name.startswith(f"{at}."))
+            and fnmatchcase(name[len(at) + 1 if at else 0 :], pattern)
+        }
         self._used |= hits
         return bool(hits)
 
     def check(self, what: str, names: Iterable[str]) -> None:
         """UsageError for patterns that have matched none of `names`."""
-        unused = [(at, p) for at, p in self._patterns if (at, p) not in self._used]
+        unused = [(at, p) for at, obj, p in self._patterns if (obj, p) not in self._used]
         if not unused:
             return
         at, pattern = unused[0]

@@ -30,7 +30,7 @@ from holdfast.format.dtypes import DTYPES
 FSDP1_MARKS = ("_fsdp_flattened", "_is_flat_param")
 """Attributes of parameters that torch's FullyShardedDataParallel has flattened, and of the flat ones."""
 FSDP1_CHILD = "_fsdp_wrapped_module"
-"""What the one submodule of a FullyShardedDataParallel is called."""
+"""Name of the one submodule of a FullyShardedDataParallel."""
 ZERO3_MARK = "ds_id"
 """Attribute of parameters that DeepSpeed's ZeRO-3 has partitioned."""
 MEGATRON_MARK = "tensor_model_parallel"
@@ -50,7 +50,7 @@ _HINTS = {
     "NestedTensor": "keep its values() and offsets(), or make it dense (to_padded_tensor())",
     "ShardedTensor": "make it a DTensor, which says which part of the whole tensor it is",
 }
-"""What to do with a tensor of a class of that name; by the nearest of its bases."""
+"""Hints on what to do with a tensor, by the name of its class or of the nearest of its bases."""
 _HINT = "keep its values in plain tensors (what its dequantize() or full_tensor() gives, say)"
 
 
@@ -84,7 +84,7 @@ def writing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 @lru_cache(1024)
 def is_plain_type(kind: Any) -> bool:
-    """Whether tensors of a class have their values in their own memory."""
+    """True if tensors of a class have their values in their own memory."""
     own_dispatch = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return not (
         own_dispatch
@@ -99,7 +99,7 @@ def _storable() -> frozenset[torch.dtype]:
 
 
 def _refusal(tensor: torch.Tensor, name: str) -> HoldfastError:
-    """Why a tensor's memory does not say its values."""
+    """The error for a tensor whose memory does not say its values."""
     kind = type(tensor)
     if issubclass(kind, UninitializedTensorMixin):
         return UsageError(
@@ -182,7 +182,7 @@ def _fsdp1(what: str) -> LayoutError:
 
 
 def _may_be_cut() -> bool:
-    """Whether tensor parallelism is of more than one rank, as far as is known."""
+    """True if tensor parallelism is of more than one rank, as far as is known."""
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
         return int(state.get_tensor_model_parallel_world_size()) > 1

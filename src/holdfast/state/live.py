@@ -56,11 +56,12 @@ class LiveTensor(msgspec.Struct, frozen=True, eq=False):
     placed: Placed
     steady: bool
     source: torch.Tensor
-    """What the run itself writes to: a DTensor counts its writes, its local tensor does not."""
+    """The tensor that the run writes to: a DTensor counts its writes, its local tensor does not."""
     rest: tuple[Placed, ...] = ()
     """This rank's other parts, if it has several (ZeRO); all lie in one tensor."""
-    origin: tuple[Any, ...] | None = None
-    """Of one that may be taken over as it is (`Live.before`): `origin_of` its source when it was placed."""
+    origin: tuple[torch.Tensor, Any, int] | None = None
+    """Identity of `source` when it was placed (`origin_of`); lets the next save reuse this entry
+    (`Live.before`).  None if it must be placed anew."""
 
     @property
     def parts(self) -> tuple[Placed, ...]:
@@ -81,20 +82,26 @@ class LiveTensor(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_still_there(self) -> bool:
-        """Whether the source lies where it did when it was placed, which takes a tenth of placing it."""
+        """True if the source lies where it did when placed; to see that takes a tenth of placing it."""
         then = self.origin
         if then is None:
             return False
-        now = origin_of(self.source)
-        return now[0] is then[0] and now[1] is then[1] and now[2:] == then[2:]
+        memory, placements, address = origin_of(self.source)
+        if memory is not then[0] or placements is not then[1] or address != then[2]:
+            return False
+        return _lies(memory) == _lies(self.placed.local)
 
 
-def origin_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Memory and placements of a tensor or DTensor, to be compared by identity; how that memory lies."""
-    is_cut = isinstance(tensor, DTensor)
-    memory, placements = (tensor._local_tensor, tensor.placements) if is_cut else (tensor, None)
-    lies = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
-    return memory, placements, *lies, memory.is_conj(), memory.is_neg()
+def origin_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int]:
+    """Memory and placements of a tensor or DTensor, to be compared by identity; the memory's address."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor, tensor.placements, tensor._local_tensor.data_ptr()
+    return tensor, None, tensor.data_ptr()
+
+
+def _lies(memory: torch.Tensor) -> tuple[Any, ...]:
+    """Layout of the elements behind the address; a detached tensor keeps it as it was then."""
+    return memory.dtype, memory.shape, memory.stride(), memory.is_conj(), memory.is_neg()
 
 
 @dataclass
@@ -105,6 +112,8 @@ class Live:
     aliases: dict[str, str] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
+    kinds: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The kind that a value is saved as (`kind_of`), and the name of its type, by key."""
     owned: set[str] = field(default_factory=set)
     """In a restore: saved tensors that have a place, but none of their own in `tensors`: those of the
     state_dict of objects, and numbers that ZeRO keeps once for many parameters."""
@@ -115,13 +124,13 @@ class Live:
     engines: dict[int, Engine] = field(default_factory=dict)
     """In a restore: by id of module and of optimizer, the framework that knows them."""
     modules: dict[str, list[nn.Module]] = field(default_factory=dict)
-    """By key, as they were handed over."""
+    """Modules as they were handed over, by key."""
     padded: set[str] = field(default_factory=set)
     """Tensors whose dim 0 is padded for this layout: more or fewer rows may have been saved."""
     contents: dict[str, list[str]] = field(default_factory=dict)
-    """By key, digests of the tensors that an object's state refers to by name."""
+    """Digests of the tensors that an object's state refers to by name, by key."""
     inline_bytes: float = INLINE_BYTES
-    """How large tensors in the state_dict of an object may be to go into the extras."""
+    """Largest size of tensors in the state_dict of an object that go into the extras, in bytes."""
     rules: dict[str, str] = field(default_factory=dict)
     """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
     problems: list[str] = field(default_factory=list)
@@ -131,10 +140,10 @@ class Live:
     unfit: set[int] = field(default_factory=set)
     """In a restore that is not strict: by id, parameters whose saved states are left out for that."""
     before: Mapping[str, LiveTensor] = field(default_factory=dict)
-    """What was found the last time: of it, what still lies where it did is not placed again."""
+    """Tensors found the last time, by name; those that lie where they did are not placed again."""
 
     def _take_over(self, name: str, state: str, tensor: torch.Tensor, steady: bool) -> bool:
-        """Add a tensor as it was found the last time; whether it lies where it did."""
+        """Add a tensor as it was found the last time, if it still lies where it did; True if so."""
         known = self.before.get(name)
         if known is None or known.source is not tensor or name in self.tensors:
             return False
@@ -144,7 +153,7 @@ class Live:
         return True
 
     def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
-        if self._take_over(name, state, tensor, steady):
+        if self.before and self._take_over(name, state, tensor, steady):
             return
         if name in self.tensors:
             if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():
@@ -153,9 +162,10 @@ class Live:
         if not name.isascii():
             extras.encode(name, path=name, utf8=True)
         placed = place(tensor, name)
-        origin = origin_of(tensor)
+        local = placed.local
         # conjugated and negated values are nowhere in memory; writes to inference tensors are not counted
-        lazy = origin[-2] or origin[-1] or tensor.is_inference()
+        lazy = local.is_conj() or local.is_neg() or tensor.is_inference()
+        origin = origin_of(tensor)
         self.tensors[name] = LiveTensor(
             name, state, placed, steady and not lazy, tensor, (), origin
         )
@@ -185,7 +195,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def is_loader(value: Any) -> bool:
-    """Whether an object yields data: then its position means nothing on other ranks."""
+    """True if an object yields data: then its position means nothing on other ranks."""
     return hasattr(value, "__iter__") and hasattr(value, "state_dict")
 
 
@@ -197,6 +207,15 @@ def stages(value: Any) -> list[nn.Module] | None:
         if all(isinstance(v, nn.Module) for v in value):
             return list(value)
     return None
+
+
+def kind_of(value: Any) -> str:
+    """Kind that a value of the state is saved as: of a key, ranks may differ in values, not in kinds."""
+    if stages(value) is not None:
+        return "module"
+    if is_optimizer(value):
+        return "optimizer"
+    return "tensor" if isinstance(value, torch.Tensor) else "values"
 
 
 def is_optimizer(value: Any) -> bool:
@@ -212,7 +231,7 @@ def engines_in(state: State) -> dict[int, Engine]:
 
 
 def has_scheduler(engine: Engine, state: State) -> bool:
-    """Whether the engine has a scheduler of its own that the state does not name."""
+    """True if the engine has a scheduler of its own that the state does not name."""
     return isinstance(engine, Zero) and not is_in(state, engine.engine.lr_scheduler)
 
 
@@ -266,7 +285,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def reshard(module: nn.Module) -> None:
-    """FSDP2: have the parts of parameters in their places, and not what was gathered of them."""
+    """Put the parts of FSDP2's parameters in their places, instead of what was gathered of them."""
     for part in module.modules():
         kind = type(part)  # which answers ten times sooner than a module that has no such name
         if hasattr(kind, "reshard") and hasattr(kind, "unshard"):
@@ -282,7 +301,8 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         check_unit(part, module)
         for name, p in part._parameters.items():
             if p is not None:
-                yield from ((own, p) for own in names.get(id(p), [prefix + name]))
+                for own in names.get(id(p)) or [prefix + name]:
+                    yield own, p
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -308,7 +328,7 @@ def parts_of(root: nn.Module) -> dict[nn.Module, None]:
 
 
 def has_extra_state(kind: type[nn.Module]) -> bool:
-    """Whether modules of a class have state of their own."""
+    """True if modules of a class have state of their own."""
     return kind.get_extra_state is not nn.Module.get_extra_state
 
 
@@ -326,7 +346,13 @@ def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield names.get(own, own), part
 
 
-def add_module(live: Live, key: str, module: nn.Module, zero: Engine | None) -> None:
+def add_module(
+    live: Live,
+    key: str,
+    module: nn.Module,
+    zero: Engine | None,
+    on_resize: Mapping[str, str] | None = None,
+) -> None:
     live.modules.setdefault(key, []).append(module)
     first: dict[int, str] = {}
     for kind, pairs in (("param", named_parameters(module)), ("buffer", named_buffers(module))):
@@ -335,15 +361,19 @@ def add_module(live: Live, key: str, module: nn.Module, zero: Engine | None) -> 
             known = first.setdefault(id(tensor), full)
             if known != full:
                 live.aliases[full] = known
-            elif not is_copy(zero, tensor):
+            elif zero is None or not is_copy(zero, tensor):
                 add_tensor(live, full, kind, tensor, zero, steady=kind == "param")
-    add_extra_states(live, key, module)
+    add_extra_states(live, key, module, on_resize)
 
 
-def add_extra_states(live: Live, key: str, module: nn.Module) -> None:
-    """What modules keep besides tensors."""
+def add_extra_states(
+    live: Live, key: str, module: nn.Module, on_resize: Mapping[str, str] | None = None
+) -> None:
+    """Add what modules keep besides tensors."""
     for name, part in extra_states(module):
         full = f"{key}.{name}"
+        if on_resize and full in on_resize:
+            live.rules[full] = on_resize[full]
         with naming(full, part, "get_extra_state"):
             saved = part.get_extra_state()
         live.extras[full] = encode(live, full, saved, inline=True)
@@ -363,16 +393,19 @@ def add_tensor(
 
 
 def is_copy(zero: Engine | None, p: torch.Tensor) -> bool:
-    """Whether this rank's values are saved by another one."""
+    """True if this rank's values of a parameter or buffer are saved by another one."""
     return isinstance(zero, Megatron) and zero.is_copy(p)
 
 
 # -- the rest -------------------------------------------------------------------------------------
 
 
-def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
-    """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline."""
+def encode(live: Live, key: str, value: Any, *, inline: bool, rule: str | None = None) -> Any:
+    """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline.
 
+    `rule`: of the extra that it goes into, if that is not called `key`.
+    """
+    each_rank = (rule or live.rules.get(key)) in PER_RANK
     objects: list[tuple[str, Any, dict[str, Any]]] = []
     """Path, object, and where its state goes: asked for in one order on all ranks (`in_order`)."""
 
@@ -388,7 +421,7 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
                 live.add(name, "tensor", leaf, steady=False)
                 return {"$at": name}
             small = leaf.numel() * leaf.element_size() <= live.inline_bytes
-            if inline and (small or live.rules.get(key) in PER_RANK):
+            if inline and (small or each_rank):
                 return inline_tensor(leaf)
             if inline:
                 live.contents.setdefault(key, []).append(content_digest(leaf))
@@ -420,7 +453,7 @@ def encode(live: Live, key: str, value: Any, *, inline: bool) -> Any:
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold different parts of it."""
+    """True if ranks hold different parts of a tensor."""
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 

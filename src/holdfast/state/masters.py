@@ -1,4 +1,4 @@
-"""Where a restore puts the states of a DeepSpeed engine's optimizer.
+"""Places where a restore puts the states of a DeepSpeed engine's optimizer.
 
 The checkpoint has them by parameter; ZeRO has them by master, the flat tensor of many parameters.  So a
 state is one tensor that is laid out as the master, and each parameter's part of it is a view.  A number
@@ -33,17 +33,17 @@ PLAIN = (int, float, str, type(None), torch.Tensor)
 
 @dataclass
 class MasterChange:
-    """What becomes of the inner optimizer's state of one master."""
+    """The change that a restore makes to the inner optimizer's state of one master."""
 
     zero: Zero
     key: str
     number: int
-    """Of the parameter group."""
+    """Number of the parameter group."""
     group: dict[str, Any]
     params: list[tuple[str, torch.Tensor]]
     made: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, list[str]] = field(default_factory=dict)
-    """By state, the saved tensors of which all must be one number."""
+    """Names of saved tensors, by state, which must all be one number."""
     drop: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -113,7 +113,7 @@ def _fits(
     states: dict[str, list[str]],
     options: Options,
 ) -> bool:
-    """Whether the inner optimizer can go on with the states that were saved of a master's parameters."""
+    """True if the inner optimizer can go on with the saved states of a master's parameters."""
     if fitting is None or change.zero.inner is None:
         return True
     name = change.params[0][0]
@@ -211,7 +211,7 @@ def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
-    """States that are no tensors; they must agree as numbers must."""
+    """Set states that are no tensors; they must agree as numbers must."""
     tree = checkpoint.manifest.extras.get(change.key)
     body = (
         tree.get("$optimizer") if isinstance(tree, dict) else None

@@ -25,7 +25,8 @@ Group = tuple[dict[str, Any], list[torch.Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Where an optimizer keeps a weight: its master in a torch optimizer; `start..stop` of a flat one."""
+    """The place where an optimizer keeps a weight: its master in a torch optimizer; a flat master has
+    elements `start..stop` of the weight."""
 
     inner: Optimizer
     master: torch.Tensor
@@ -38,21 +39,21 @@ class Megatron:
     """The models and the optimizer of a state, as holdfast sees them at one moment."""
 
     shards: dict[int, Shard]
-    """By id of a parameter or buffer of the models."""
+    """Shards of the models' parameters and buffers, by id."""
     optimizers: list[Any] = field(default_factory=list)
     """Megatron's, those of a chain one by one."""
     groups: list[Group] = field(default_factory=list)
     held: dict[int, Held] = field(default_factory=dict)
-    """By id of a parameter; of the distributed optimizer, those that this rank has a part of."""
+    """Masters by parameter id; of the distributed optimizer, those that this rank has a part of."""
     distributed: frozenset[int] = frozenset()
     """Parameters whose masters are flat parts, on this rank or another."""
 
     def parts(self, p: torch.Tensor, name: str) -> tuple[Placed, ...]:
-        """What this rank keeps of a weight, in the highest precision that there is."""
+        """Parts that this rank keeps of a weight, in the highest precision that there is."""
         return self._parts(p, self.source(p), name)
 
     def shard(self, p: torch.Tensor) -> Shard:
-        """How it lies in the whole model."""
+        """The shard that tells how a parameter or buffer lies in the whole model."""
         found = self.shards.get(id(p))
         if found is None:
             raise UsageError(
@@ -66,7 +67,7 @@ class Megatron:
         return self.held[id(p)].master if id(p) in self.held else p
 
     def states(self, p: torch.Tensor) -> dict[str, Any]:
-        """What its optimizer keeps of a weight here."""
+        """States that its optimizer keeps of a weight here."""
         held = self.held.get(id(p))
         return {} if held is None else dict(held.inner.state.get(held.master, {}))
 
@@ -94,7 +95,7 @@ class Megatron:
         return shard.parts(value)
 
     def is_copy(self, p: torch.Tensor) -> bool:
-        """Whether this rank leaves saving it to others, whose flat parts may be other ones."""
+        """True if this rank leaves saving `p` to others, whose flat parts may be other ones."""
         shard = self.shard(p)
         return shard.stage_copy or (shard.rank_copy and id(p) in self.distributed)
 
@@ -145,7 +146,7 @@ class Megatron:
 
 
 def is_megatron_optimizer(value: Any) -> bool:
-    """Whether it is what `get_megatron_optimizer` returns."""
+    """True if a value is what `get_megatron_optimizer` returns."""
     module = sys.modules.get("megatron.core.optimizer.optimizer")
     return module is not None and isinstance(value, module.MegatronOptimizer)
 
@@ -160,7 +161,7 @@ def _is_distributed(optimizer: Any) -> bool:
 def megatrons(
     modules: dict[str, list[nn.Module]], state: dict[str, Any], unwrap: Callable[[Any], nn.Module]
 ) -> dict[int, Megatron]:
-    """By id of each module and of each optimizer of Megatron's in a state; one for all of them."""
+    """One `Megatron` for all of Megatron's modules and optimizers in a state, by id of each."""
     models = [m for some in modules.values() for m in some if is_model(unwrap(m))]
     optimizers = [value for value in state.values() if is_megatron_optimizer(value)]
     if not models and not optimizers:
@@ -181,7 +182,7 @@ def megatrons(
 
 
 def _with(known: Megatron, optimizer: Any) -> Megatron:
-    """With one more of Megatron's optimizers."""
+    """`known` with one more of Megatron's optimizers."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return Megatron(known.shards, [*known.optimizers, optimizer], known.groups, known.held,
                         known.distributed)  # fmt: skip

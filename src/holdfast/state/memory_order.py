@@ -1,4 +1,4 @@
-"""In which order the dims of an optimizer's state lie in memory, where that is not the usual one.
+"""Order in which the dims of an optimizer's state lie in memory, where that is not the usual one.
 
 The values of a matrix and of its transposed copy are the same, but a product with it may be computed in
 another order, and differ in its last bit.  An optimizer that keeps a basis as `torch.linalg.eigh` or a

@@ -50,12 +50,12 @@ class Nested:
                 slot.live.load_state_dict(decode(slot.tree))
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of that name is in an object's state."""
+        """True if the tensor `name` is in an object's state."""
         return any(name.startswith(f"{slot.path}.") for slot in self.slots)
 
 
 def is_object(value: Any) -> bool:
-    """Whether it is saved by its own state_dict() where a list or a dict has it."""
+    """True if `value`, where a list or a dict has it, is saved by its own state_dict()."""
     return is_stateful(value) and not isinstance(value, (nn.Module, Optimizer))
 
 
@@ -100,7 +100,7 @@ def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
 
 
 def _may_be_a_state(tree: Any) -> bool:
-    """Whether a saved value that is not marked so may be an object's: a dict, of others' checkpoints."""
+    """True if a saved value without the mark may be an object's state: a dict, from others' checkpoints."""
     tags = [name for name in tree if name[:1] == "$"] if isinstance(tree, dict) else [""]
     return tags in ([], ["$dict"], ["$ordered"])
 
@@ -127,7 +127,7 @@ def _rebuilt(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
 
 
 def _children(live: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What a live list or dict holds, by path."""
+    """Yield (path, value) of what a live list or dict holds."""
     if isinstance(live, Mapping):
         yield from ((_below(path, name), one) for name, one in live.items())
     elif isinstance(live, (list, tuple, deque)):
@@ -146,5 +146,5 @@ def _below(path: str, name: Any) -> str:
 
 
 def _item(path: str, number: int) -> str:
-    """As the names of tensors have it: `s.[0].x` in the list `s`, `s.a[0].x` in a list of the dict `s`."""
+    """Path of a list's item as in names of tensors: `s.[0].x` in list `s`, `s.a[0].x` in the list `s.a`."""
     return f"{path}[{number}]" if "." in path else f"{path}.[{number}]"

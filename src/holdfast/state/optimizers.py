@@ -47,7 +47,7 @@ def param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, 
 
 
 def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, list[str]]:
-    """As `param_names`, with every name of a tied parameter.
+    """Like `param_names`, but with every name of a tied parameter.
 
     A name carries its module's key only where two modules that the optimizer serves share a
     parameter name; what other modules the state has makes no difference.
@@ -67,7 +67,7 @@ def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[i
 def served_modules(
     state: State, optimizer: Any, zero: Engine | None
 ) -> dict[str, list[tuple[str, torch.Tensor]]]:
-    """By key of the state, the parameters of each module of which the optimizer has some."""
+    """(name, parameter) pairs of each module that the optimizer serves, by key of the state."""
     served = {id(p) for _, params in groups_of(optimizer, zero) for p in params}
     found: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for key, value in in_order(state).items():
@@ -89,7 +89,7 @@ def own_params(
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value of the state is tensors, lists and dicts."""
+    """True if a value is plain (tensors, lists, dicts): no module, optimizer or stateful object."""
     return stages(value) is None and not is_stateful(value) and not is_optimizer(value)
 
 
@@ -116,7 +116,7 @@ def named_groups(
 
 
 NO_HYPER = ("params", "param_names", "is_expert_parallel")
-"""Of a group: what is not how it is trained, but whom it has, and how Megatron's ranks lie."""
+"""Keys of a group that do not say how it is trained: whom it has, how Megatron's ranks lie."""
 
 
 def hyper(group: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def add_optimizer(
 
 
 KINDS = ("param", "buffer", "tensor")
-"""What tensors count as that are no state of an optimizer."""
+"""Values of a saved tensor's `state` that say that it is no state of an optimizer."""
 
 
 def _check_state(name: str, state: Any) -> None:
@@ -180,9 +180,9 @@ def _check_state(name: str, state: Any) -> None:
 def add_common(
     live: Live, key: str, optimizer: Any, on_resize: dict[str, str] | None = None
 ) -> None:
-    """State of an optimizer that belongs to no parameter, such as a counter in `state["k"]`.
+    """Add an optimizer's state that belongs to no parameter, such as a counter in `state["k"]`.
 
-    Torch's own have none; of others it is saved also that there is none.
+    Torch's own optimizers have none; for others it is saved, too, that there is none.
     """
     if not isinstance(optimizer, Optimizer):
         return
@@ -210,7 +210,7 @@ def add_common(
 
 
 def _check_no_common(key: str, several: Several) -> None:
-    """UsageError for state of a part that belongs to no parameter: its name would not say which part's."""
+    """UsageError if a part has state that belongs to no parameter: its name would not say which part's."""
     for label, part in several.parts.items():
         names = [k for k in stepping(part).state if not isinstance(k, torch.Tensor)]
         if names:
@@ -221,13 +221,30 @@ def _check_no_common(key: str, several: Several) -> None:
             )
 
 
+def refuse_common(key: str, engine: Engine) -> None:
+    """UsageError for state that belongs to no parameter of an optimizer inside a framework's."""
+    if isinstance(engine, Megatron):
+        inner = {id(held.inner): held.inner for held in engine.held.values()}
+    else:
+        inner = {id(engine.inner): engine.inner} if engine.inner is not None else {}
+    for one in inner.values():
+        names = [k for k in one.state if not isinstance(k, torch.Tensor)]
+        if names:
+            raise UsageError(
+                f"{key}: the {type(one).__name__} inside has state that belongs to no parameter "
+                f"({names[0]!r}), which is not saved of a framework's optimizer",
+                hint="keep it in the parameter groups, or in an object with state_dict() and "
+                "load_state_dict() that is a value of the state",
+            )
+
+
 def common_name(key: str) -> str:
-    """Of the extra that holds an optimizer's state that belongs to no parameter."""
+    """Name of the extra that holds the state of optimizer `key` that belongs to no parameter."""
     return f"{key}.common"
 
 
 def states_of(optimizer: Any, p: torch.Tensor, zero: Engine | None) -> Mapping[str, Any]:
-    """What this rank saves of a parameter's optimizer state."""
+    """The optimizer states of a parameter that this rank saves, by name; empty if it saves none."""
     if zero is None:
         inner = holder(optimizer, p)
         return inner.state.get(p, {}) if inner is not None else {}
@@ -244,7 +261,7 @@ def add_state(
     *,
     steady: bool = True,
 ) -> None:
-    """One tensor of a parameter's optimizer state."""
+    """Add one tensor of a parameter's optimizer state."""
     name = f"{prefix}.{state}"
     if zero is None and not lies_as_its_parameter(p, value):
         live.add(name, state, value, steady=steady)
@@ -262,8 +279,8 @@ def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
 
 
 def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
-    """Of a tensor that `lies_as_its_parameter`: like `place`, but beside a sharded parameter one of the
-    shape of its local part is that part."""
+    """Like `place`, for a tensor that `lies_as_its_parameter`: beside a sharded parameter, one of the shape
+    of its local part is that part."""
     like = place(p, name)
     if like.box.shape == like.shape:
         return place(value, name)
@@ -278,5 +295,5 @@ def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
 
 
 def lies_as_its_parameter(p: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether only the parameter tells where an optimizer's plain tensor lies."""
+    """True if only the parameter, a DTensor, tells where an optimizer's plain tensor lies."""
     return isinstance(p, DTensor) and not isinstance(value, DTensor) and value.ndim > 0

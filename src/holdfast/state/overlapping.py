@@ -30,7 +30,7 @@ MOST_COUNTED = 1 << 26
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor lie at one place in memory."""
+    """True if two elements share a place in memory, or may and are too many to count."""
     if tensor.is_contiguous():
         return False
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1)
@@ -47,7 +47,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _share_a_place(tensor: torch.Tensor) -> bool:
-    """Counted, for strides that interleave."""
+    """True if two elements lie at one place; counted, for strides that interleave."""
     places = np.zeros(1, np.int64)
     for stride, size in zip(tensor.stride(), tensor.shape):
         places = (places[:, None] + np.arange(size) * stride).reshape(-1)
@@ -64,7 +64,7 @@ class Aside:
 
     @staticmethod
     def of(name: str, shared: torch.Tensor) -> Aside:
-        """Not filled yet; on the CPU."""
+        """An `Aside` on the CPU that is not filled yet."""
         return Aside(name, shared, torch.empty(shared.shape, dtype=shared.dtype))
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a live tensor lies: from a torch tensor or DTensor to a box and cuts.
+"""The place where a live tensor lies: from a torch tensor or DTensor to a box and cuts.
 
 A DTensor says by placements how its mesh's dims cut it.  Mesh dims become `Axis`es (ranks a stride apart),
 because each rank sees only its own slice of a sub-mesh; the common mesh is found when all ranks plan
@@ -63,8 +63,8 @@ def place(tensor: torch.Tensor, name: str) -> Placed:
     if isinstance(tensor, DTensor):
         return _place_dtensor(tensor, name)
     check_kind(tensor, name)
-    shape = tuple(tensor.shape)
-    return Placed(tensor.detach(), shape, whole(shape))
+    box = whole(tensor.shape)  # tensors of one shape share it
+    return Placed(tensor.detach(), box.stop, box)
 
 
 def _place_dtensor(tensor: DTensor, name: str) -> Placed:
@@ -147,7 +147,7 @@ def mesh_axes(mesh: Any) -> list[Axis] | None:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What has this rank's part of a plain tensor or a DTensor, be it plain or not."""
+    """The tensor that has this rank's part of a plain tensor or a DTensor, be it plain or not."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -157,8 +157,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
-    """Tensor parallelism leaves the last reduction of some gradients (of norms, say) to whoever computes
-    with them: what an optimizer would do as its first thing is done now.  Collective where that is so."""
+    """Reduce gradients whose last reduction tensor parallelism leaves to whoever computes with them (of
+    norms, say); an optimizer would do it as its first thing.  Collective where there are such."""
     for p in params:
         grad = p.grad
         if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:

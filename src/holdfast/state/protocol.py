@@ -1,4 +1,4 @@
-"""What ranks say to each other in a save, and what rank 0 makes of it.
+"""The messages of ranks to each other in a save, and what rank 0 makes of them.
 
 Before: each rank says which step it saves, the digest of its description and of each of its extras
 (`Ready`); rank 0 answers whether to go on, who must describe, and whose extras are whose (`Verdict`).
@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import RuleError
+from holdfast.errors import RuleError, UsageError
 from holdfast.format.manifest import FileEntry
 from holdfast.state.live import PER_RANK
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says before a save."""
+    """A rank's message to rank 0 before a save."""
 
     step: int
     busy: bool
@@ -28,10 +28,14 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     """key: (digest, rule)"""
     error: str | None = None
     """Why this rank cannot save."""
+    large: list[str] = []
+    """Keys of extras that refer to tensors of the checkpoint, which all ranks have in common."""
+    kinds: dict[str, tuple[str, str]] = {}
+    """(what this rank's value is saved as, name of its type), by key of the state."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 answers."""
+    """The answer of rank 0 to all ranks' `Ready`."""
 
     go: bool
     describe: list[int]
@@ -43,7 +47,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says after a save."""
+    """A rank's message to rank 0 after its part of a save: its file or its error."""
 
     error: str | None
     file: FileEntry | None
@@ -51,15 +55,30 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What becomes of it."""
+    """The answer of rank 0 to all `Written`: errors by rank, none if the save is committed."""
 
     errors: dict[int, str]
+
+
+def check_kinds(ready: list[Ready]) -> None:
+    """UsageError for a key whose values are of one kind on one rank and of another on another, of which
+    nothing could be restored.  A rank that has nothing (None, an empty list) is of no kind."""
+    first: dict[str, tuple[int, tuple[str, str]]] = {}
+    for rank, r in enumerate(ready):
+        for key, kind in r.kinds.items():
+            other, known = first.setdefault(key, (rank, kind))
+            if kind[0] != known[0]:
+                raise UsageError(
+                    f"{key!r} is of type {known[1]} on rank {other} and {kind[1]} on rank {rank}: what has "
+                    "one key is a tensor, a module, an optimizer, or other values, on all ranks alike",
+                    hint="give them keys of their own, which need not be on all ranks",
+                )
 
 
 def sort_extras(
     ready: list[Ready],
 ) -> tuple[dict[str, str | None], dict[str, list[int]]]:
-    """Which extras each rank keeps for itself (with the rule), and which ranks send common ones."""
+    """Return which extras each rank keeps for itself (with the rule), and who sends common ones."""
     per_rank: dict[str, str | None] = {}
     send: dict[str, list[int]] = {}
     for key in dict.fromkeys(k for r in ready for k in r.extras):
@@ -90,7 +109,7 @@ def _optimizer_like(key: str, ready: list[Ready]) -> bool:
 
 
 def merge_extras(key: str, versions_: list[Any]) -> Any:
-    """One from the versions of several ranks: parameter groups and states of pipeline stages."""
+    """Merge several ranks' versions of an extra: parameter groups and states of pipeline stages."""
     if len(versions_) == 1:
         return versions_[0]
     groups: list[Any] = []

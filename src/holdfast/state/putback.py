@@ -23,7 +23,7 @@ from holdfast.format import extras
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
-from holdfast.state.customised import OWN, Own, customised, put_own
+from holdfast.state.customised import OWN, Own, customised
 from holdfast.state.groups import HOW, match_groups
 from holdfast.state.live import (
     Engine,
@@ -37,6 +37,7 @@ from holdfast.state.live import (
     outline_tensor,
     stages,
 )
+from holdfast.state.made import put_own, unloadable
 from holdfast.state.megatron import Megatron
 from holdfast.state.nested import LIVE, OBJECT, Nested, Slot, nested
 from holdfast.state.optimizers import (
@@ -70,18 +71,18 @@ class Extras:
         self.options = options
         self.resized = False
         self.is_whole = True
-        """Whether optimizers' states are in it; in a record they are not."""
+        """True if optimizers' states are in the checkpoint; in a record they are not."""
         self.problems: list[str] = []
         self.missing: list[str] = []
-        """What the checkpoint lacks, by name."""
+        """Names that the checkpoint lacks."""
         self.unexpected: list[str] = []
-        """What it has of a module that this module has not."""
+        """Names that the checkpoint has of a module and the live module has not."""
         self.wants: list[Want] = []
         self._loaded: dict[str, torch.Tensor] = {}
         self._params: dict[str, dict[str, torch.Tensor]] = {}
-        """Of each optimizer that was looked at, by what the names of their states begin with."""
+        """Parameters by what names of their states begin with, by key of optimizers looked at."""
         self._nested: dict[str, Nested] = {}
-        """By key, the objects inside lists and dicts."""
+        """Objects inside lists and dicts, by key of the state."""
         self._live = live
         self._engines = live.engines
         self._owns: dict[int, list[Own]] = live.own
@@ -102,9 +103,8 @@ class Extras:
             if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
                 found = self._nested[key] = nested(key, value, manifest.extras[key])
                 self.problems += found.missing + (found.homeless if self.options.strict else [])
-            common = manifest.extras.get(common_name(key))
-            if isinstance(value, Several) and isinstance(common, dict) and common.get("state"):
-                self.problems.append(_of_no_part(key, common["state"], value))
+            if is_optimizer(value) and not self._has_common(value):
+                self.problems += self._common_without_place(key, value)
             plain = stages(value) is None and not only_tensors(value)
             optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
@@ -116,8 +116,22 @@ class Extras:
                 elif not optional:
                     self.missing.append(key)
 
+    def _has_common(self, optimizer: Any) -> bool:
+        """True if an optimizer can have state that belongs to no parameter, and that is saved."""
+        plain = isinstance(optimizer, Optimizer) and not isinstance(optimizer, Several)
+        return plain and id(optimizer) not in self._engines
+
+    def _common_without_place(self, key: str, optimizer: Any) -> list[str]:
+        """A problem if state that belongs to no parameter was saved, by whichever rank."""
+        name, manifest = common_name(key), self.checkpoint.manifest
+        trees = [manifest.extras[name]] if name in manifest.extras else []
+        trees += self._of_all(name) if name in manifest.per_rank else []
+        found = [_checked(name, extras.decode(tree, lambda *_: None)) for tree in trees]
+        names = list(dict.fromkeys(repr(k) for common in found for k in common["state"]))
+        return [_of_no_part(key, names, optimizer)] if names else []
+
     def _saved_of(self, name: str) -> dict[str, Any]:
-        """The made values of a module, encoded."""
+        """Saved values that a module made for its state_dict(), encoded, from the extra `name`."""
         manifest = self.checkpoint.manifest
         if name in manifest.extras:
             tree = manifest.extras[name]
@@ -134,12 +148,29 @@ class Extras:
         for key, value in self.state.items():
             if self.options.only is None:
                 live.taken |= {name for name, _ in self._module_states(key, value)}
+            made: dict[str, set[str]] = {}  # by extra, which a wrapper and what it wraps share
             for name, own in self._made(key, value):
                 live.taken.add(name)
+                made.setdefault(name, set()).update(own.made)
                 tree = self._saved_of(name) if name in saved else {}
                 self.missing += [f"{key}.{own.name(e)}" for e in own.made if e not in tree]
-                more = [f"{key}.{own.name(e)}" for e in tree if e not in own.made]
+                if name in manifest.extras:
+                    self.problems += unloadable(key, own, self._readable(key, own, tree))
+            for name, entries in made.items():
+                tree = self._saved_of(name) if name in saved else {}
+                more = [name.removesuffix(OWN) + entry for entry in tree if entry not in entries]
                 self.unexpected += [n for n in more if n not in live.owned and options.wanted(n)]
+
+    def _readable(self, key: str, own: Own, tree: dict[str, Any]) -> dict[str, Any]:
+        """Saved values, decoded, that a module makes and that are wanted; without those with large tensors,
+        which are read when it is known that all fits."""
+        return {
+            entry: self._decode(value)
+            for entry, value in tree.items()
+            if entry in own.made
+            and self.options.wanted(f"{key}.{own.name(entry)}")
+            and not any(referred(value))
+        }
 
     def _plan_tensors(self, live: Live) -> None:
         """Tensors inside the state_dict of objects, and those that a user's dict lacks, get memory of
@@ -267,7 +298,8 @@ class Extras:
             self._put_engine(f"{key}.engine", self._engines.get(id(value)), own)
             common = common_name(key)
             if self.is_whole and (common in manifest.extras or common in manifest.per_rank):
-                put_common(value, self._common(common, own))
+                if self._has_common(value):
+                    put_common(value, self._common(common, own))
             if key in manifest.extras:
                 self._put_one(key, value, manifest.extras[key])
             elif key in manifest.per_rank:
@@ -285,7 +317,7 @@ class Extras:
             zero.put_extras(self._decode(tree), has_scheduler(zero, self.state))
 
     def _put_made(self, key: str, value: Any, own: dict[str, Any]) -> None:
-        """What modules make of themselves for their state_dict(), by their own ways to load."""
+        """Put back what modules make for their state_dict(), by their own ways to load."""
         for name, one in self._made(key, value):
             tree = self._tree(name, own)
             saved = {} if tree is None else self._decode(tree)
@@ -306,12 +338,7 @@ class Extras:
     def _common(self, name: str, own: dict[str, Any]) -> Any:
         """An optimizer's state that no parameter has, as `add_common` has it; None if there is none."""
         tree = self._tree(name, own)
-        found = None if tree is None else self._decode(tree)
-        if found is not None and not (
-            isinstance(found, dict) and {"state", "on_device"} <= set(found)
-        ):
-            raise FormatError(f"malformed extras: {name!r} is no state of an optimizer")
-        return found
+        return None if tree is None else _checked(name, self._decode(tree))
 
     def _own(self) -> dict[str, Any]:
         if not self.checkpoint.manifest.per_rank or self.resized:
@@ -335,7 +362,7 @@ class Extras:
                 value.redistribute(states, self.group.rank, self.group.size)
 
     def _of_all(self, key: str) -> Iterator[Any]:
-        """What each rank that had this key saved, in rank order."""
+        """Yield the saved value of each rank that had this key, in rank order."""
         for rank in sorted(self.checkpoint.manifest.file_of):
             own = self.checkpoint.rank_extras(rank)
             if key in own:
@@ -355,7 +382,7 @@ class Extras:
             self.state[key] = self._merge(key, value, tree)
 
     def _merge(self, key: str, live: Any, tree: Any) -> Any:
-        """Saved values into the user's own containers; tensors there are loaded, and objects stay."""
+        """Put saved values into the user's own containers; tensors there are loaded, and objects stay."""
         inside = nested(key, live, tree)
         if inside.missing:
             raise StateMismatch("; ".join(inside.missing))
@@ -418,7 +445,7 @@ def put_groups(
     decode: Callable[[Any], Any],
     unfit: Collection[int] = (),
 ) -> None:
-    """Each group's hyper-parameters from the saved group that its parameters were in.
+    """Set each group's hyper-parameters from the saved group that its parameters were in.
 
     Tensors are filled: a script or a captured graph may hold them.  `unfit`: by id, parameters whose states
     were another optimizer's, as then the hyper-parameters of their groups were.
@@ -434,8 +461,8 @@ def put_groups(
 
 
 def _fill(live: Any, value: Any, filled: dict[int, torch.Tensor]) -> bool:
-    """Whether `value` could be written to a tensor that is there.  `filled`: by id, what the others got,
-    for groups that share one may have been saved with different values."""
+    """Write `value` to a tensor that is there; False if that cannot be.  `filled`: values that tensors got
+    so far, by id, for groups that share one may have been saved with different values."""
     if not isinstance(live, torch.Tensor) or not isinstance(value, torch.Tensor):
         return False
     if (live.shape, live.dtype) != (value.shape, value.dtype):
@@ -447,20 +474,25 @@ def _fill(live: Any, value: Any, filled: dict[int, torch.Tensor]) -> bool:
     return True
 
 
-def _of_no_part(key: str, saved: dict[str, Any], several: Several) -> str:
-    return (
-        f"{key}: state that belongs to no parameter was saved ({', '.join(map(repr, saved))}); whose it "
-        f"is of the {len(several.parts)} optimizers here is not known: hand them over one by one"
-    )
+def _checked(name: str, common: Any) -> dict[str, Any]:
+    """Return `common` if it is what `add_common` saves; FormatError if it is something else."""
+    if not (isinstance(common, dict) and {"state", "on_device"} <= set(common)):
+        raise FormatError(f"malformed extras: {name!r} is no state of an optimizer")
+    return common
+
+
+def _of_no_part(key: str, names: list[str], live: Any) -> str:
+    """Text of a problem: no place for state of an optimizer that belongs to no parameter."""
+    why = f"a {type(live).__name__} has no place for it: load it into the plain optimizer that it is of"
+    if isinstance(live, Several):
+        number = len(live.parts)
+        why = f"whose it is of the {number} optimizers here is not known: hand them over one by one"
+    return f"{key}: state that belongs to no parameter was saved ({', '.join(names)}); {why}"
 
 
 def put_common(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
-    """State that belongs to no parameter: what was not saved is gone; tensors are filled where they are,
-    for a captured graph may hold them."""
-    if isinstance(optimizer, Several):
-        if saved is not None and saved["state"]:
-            raise StateMismatch(_of_no_part("optimizer", saved["state"], optimizer))
-        return
+    """Put back state that belongs to no parameter: what was not saved is deleted; tensors are filled where
+    they are, for a captured graph may hold them."""
     state: dict[Any, Any] = stepping(optimizer).state
     found, on_device = ({}, []) if saved is None else (saved["state"], saved["on_device"])
     for key in [k for k in state if not isinstance(k, torch.Tensor) and k not in found]:
@@ -482,7 +514,7 @@ def put_plain_states(
     decode: Callable[[Any], Any],
     unfit: Collection[int] = (),
 ) -> None:
-    """What an optimizer keeps of a parameter beside tensors.  `unfit`: parameters, by id, left out."""
+    """Put back what an optimizer keeps of a parameter beside tensors.  `unfit`: ids of those left out."""
     for params in pairs:
         for name, p in params:
             if id(p) in unfit:

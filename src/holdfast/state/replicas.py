@@ -43,24 +43,24 @@ MOST_NAMED = 20
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says first."""
+    """A rank's first message to rank 0."""
 
     digests: dict[Class, int]
     is_complete: bool
-    """Whether it has looked at its tensors."""
+    """True if this rank has looked at its tensors."""
     error: str | None = None
 
 
 class _Asked(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 answers."""
+    """The answer of rank 0 to all ranks' `_Said`."""
 
     differing: list[Class]
     again: bool
-    """Some rank has not looked at its tensors."""
+    """True if some rank has not looked at its tensors."""
 
 
 class _Found(msgspec.Struct, frozen=True, array_like=True):
-    """By name of what differs, which ranks do."""
+    """Text that names two ranks that differ, by name of the tensor or buffer."""
 
     tensors: dict[str, str]
     buffers: dict[str, str]
@@ -68,13 +68,13 @@ class _Found(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class Replicas:
-    """Which replicas of a run were proved equal, or are not to be."""
+    """Names of the replicas of a run that were proved equal, and when to prove them (`mode`)."""
 
     mode: str
     """`once`, `verify` (at every save), or `trust` (never)."""
     proved: set[str] = field(default_factory=set)
     is_due: bool = True
-    """Whether there may be tensors that were not looked at yet."""
+    """True if there may be tensors that were not looked at yet."""
 
     def check(
         self,
@@ -86,10 +86,10 @@ class Replicas:
         limit_s: float,
         awaited: str,
     ) -> None:
-        """LayoutError on every rank if some replicas differ.  `name`: of the exchange; `live`: None if
-        this rank cannot look at its tensors now; `awaited`: what others say of a
-        rank that does not.  Collective; after a failure all have to plan anew, for `is_due` must be alike
-        on all ranks.
+        """LayoutError on every rank if some replicas differ.  `name`: the exchange's; `live`: None if
+        this rank cannot look at its tensors now; `awaited`: words for what a rank that does not answer
+        has not done.  Collective; after a failure all have to plan anew, for `is_due` must be alike on
+        all ranks.
         """
         always = self.mode == "verify"
         if self.mode == "trust" or group.size == 1 or not (always or self.is_due):
@@ -138,8 +138,8 @@ def _digests(
     *,
     apart: bool,
 ) -> dict[Class, list[Row]]:
-    """Digests of what this rank holds of those tensors that other ranks hold too.  `apart`: of buffers
-    for themselves."""
+    """Digests of what this rank holds of those tensors that other ranks hold too.  `apart`: mark buffers
+    as such, in classes of their own."""
     for device in {t.placed.local.device for t in wanted.values()}:
         if device.type != "cpu":  # what the training has given it may still be under way
             torch.accelerator.synchronize(device)
@@ -173,7 +173,7 @@ def _shared_part(placement: Placement, number: int, rank: int) -> int | None:
 
 
 def _differing(answers: list[bytes]) -> bytes:
-    """Rank 0: what has to be looked at one by one."""
+    """On rank 0: find the classes that differ, whose tensors have to be looked at one by one."""
     said = [msgspec.msgpack.decode(a, type=_Said) for a in answers]
     errors = {rank: one.error for rank, one in enumerate(said) if one.error is not None}
     if errors:
@@ -189,7 +189,7 @@ def _differing(answers: list[bytes]) -> bytes:
 
 
 def _compare(answers: list[bytes], names: tuple[str, ...]) -> bytes:
-    """Rank 0: which tensors differ, and on which ranks."""
+    """On rank 0: find which tensors differ, and on which ranks."""
     first: dict[tuple[int, int], tuple[int, int]] = {}
     found = _Found({}, {})
     for rank, answer in enumerate(answers):
@@ -231,7 +231,7 @@ def _tell_buffers(live: Live, differ: dict[str, str]) -> None:
 
 
 def _are_sent(modules: Iterable[nn.Module]) -> bool:
-    """Whether DDP sends rank 0's buffers to the other ranks before each forward pass."""
+    """True if DDP sends rank 0's buffers to the other ranks before each forward pass."""
     return any(
         isinstance(part, nn.parallel.DistributedDataParallel) and part.broadcast_buffers
         for module in modules

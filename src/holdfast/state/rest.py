@@ -1,4 +1,4 @@
-"""What a step changes besides parameters and optimizer states: the small part of a record."""
+"""The small part of a record: what a step changes besides parameters and optimizer states."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def collect_rest(
         modules = stages(value)
         if modules is not None:
             for module in modules:
-                add_extra_states(live, key, module)
-                add_made(live, key, customised(key, module))
+                add_extra_states(live, key, module, on_resize)
+                add_made(live, key, customised(key, module), on_resize)
         elif is_optimizer(value):
             saved = [
                 {"params": list(names), "hyper": encoded_hyper(key, group)}

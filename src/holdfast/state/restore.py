@@ -21,7 +21,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import agree
 from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
-from holdfast.errors import HoldfastWarning
+from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
 from holdfast.events import span
 from holdfast.garbage import uncollected
 from holdfast.group import Group
@@ -35,8 +35,8 @@ from holdfast.state.overlapping import Aside, set_aside
 from holdfast.state.placed import Placed
 from holdfast.state.putback import Extras
 from holdfast.state.several import as_seen
-from holdfast.state.snapshot import wait_for_copies
 from holdfast.state.targets import Change, Options, materialise, target_of, targets
+from holdfast.state.window import wait_for_copies
 from holdfast.state.zero import is_engine
 
 
@@ -45,6 +45,7 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options
 
     StateMismatch, RuleError and UsageError leave the live tensors untouched.  Corrupt or a store's
     error may come when some are already overwritten; then what was to be loaded is poisoned with NaN.
+    After a Deadline of storage a read may still be under way into it: its hint says so.
     """
     check_keys(state)
     wait_for_copies()
@@ -59,16 +60,28 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options
         with alike(group, checkpoint.step):
             for zero in dict.fromkeys(prepared.live.engines.values()):
                 zero.refresh()
-    except Exception:
+    except Exception as error:
         poison(prepared.live)
+        _tell_left_behind(error)
         raise
     finally:
         count_writes(prepared.live)
 
 
+def _tell_left_behind(error: Exception) -> None:
+    """Say in a Deadline's hint that a read which storage has not answered may still write into the memory
+    that it was given: nobody can take that back from the kernel."""
+    if isinstance(error, HoldfastError) and isinstance(error.__cause__ or error, Deadline):
+        late = (
+            "throw the live state away: a read that was given up may still write into it, over the NaN "
+            "that are in it now"
+        )
+        error.hint = f"{error.hint}; {late}" if error.hint else late
+
+
 @contextmanager
 def alike(group: Group, step: int) -> Iterator[None]:
-    """What fails in this block on one rank fails on all.  Collective."""
+    """Make what fails in this block on one rank fail on all.  Collective."""
     error: Exception | None = None
     try:
         yield
@@ -81,16 +94,14 @@ def alike(group: Group, step: int) -> Iterator[None]:
 
 
 def count_writes(live: Live) -> None:
-    """For those who go by version counters: to fill a tensor's memory counts nothing."""
-    for t in live.tensors.values():
-        memory = t.source._local_tensor if isinstance(t.source, DTensor) else t.source
-        for tensor in (memory,) if memory is t.source else (memory, t.source):
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+    """Raise version counters, for those who go by them: filling a tensor's memory does not."""
+    sources = [t.source for t in live.tensors.values()]
+    written = sources + [s._local_tensor for s in sources if isinstance(s, DTensor)]
+    torch.autograd.graph.increment_version([w for w in written if not w.is_inference()])
 
 
 def poison(live: Live) -> None:
-    """A half-loaded state must not be mistaken for a good one."""
+    """Fill float tensors with NaN: a half-loaded state must not be mistaken for a good one."""
     for t in live.tensors.values():
         if t.placed.local.is_floating_point() and t.placed.local.element_size() > 1:
             for part in t.parts:
@@ -151,11 +162,12 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
             change.apply()
         for master in masters:
             master.apply()
+    find = checkpoint.manifest.find
     with uncollected():
         wants = [
             want
             for name, t in live.tensors.items()
-            if (index := checkpoint.manifest.find(name)) is not None
+            if (index := find(name)) is not None
             for part in t.parts
             if part.box.size
             for want in _wants(checkpoint, index, part, asides)
@@ -165,8 +177,8 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
 
 
 def _tell_unfit(problems: Problems, live: Live, options: Options) -> None:
-    """States with which an optimizer cannot go on, which are left out if the load is not strict; and those
-    that it will have and not look at."""
+    """Tell of states with which an optimizer cannot go on, which are left out if the load is not strict,
+    and of those that it will have and not look at."""
     if options.strict:
         problems.lines += live.problems
     for lines, what in (
@@ -187,7 +199,7 @@ def _put_extras(plan: Extras, seen: State, given: State) -> None:
 def _wants(
     checkpoint: Checkpoint, index: int, part: Placed, asides: dict[int, Aside]
 ) -> list[Want]:
-    """What is saved of a part of tensor number `index`.  Rows of padding that are not are zero."""
+    """Reads of what is saved of a part of tensor `index`.  Rows of padding not saved are zeroed."""
     entry = checkpoint.manifest.tensors[index]
     if entry.shape == part.shape:
         local = asides[id(part)].values if id(part) in asides else part.local

@@ -16,17 +16,22 @@ only part itself.
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
 from holdfast.state.wrapped import is_zero1, stepping
 
 State = dict[str, Any]
+MAX_DEPTH = 100
+"""Depth of lists in lists to which optimizers are looked for, at most."""
 SHOWN = 4
 """Names in a message, at most."""
 
@@ -39,7 +44,7 @@ class Several(Optimizer):
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
         self.parts = dict(parts)
-        """By what is written behind the key to get at each: `[0]`, `.optimizers[1]`."""
+        """The optimizers, by what is written after the key for each: `[0]`, `.optimizers[1]`."""
         self._part_of = {
             id(p): part
             for part in self.parts.values()
@@ -114,15 +119,17 @@ def _seen(key: str, value: Any, state: State) -> Any:
 
 
 def _leads_with_optimizer(value: Any) -> bool:
-    """Whether the first that a list or dict holds is an optimizer.  One further down is refused, as any
+    """True if the first that a list or dict holds is an optimizer.  One further down is refused, as any
     object is that cannot be saved."""
-    while isinstance(value, (list, tuple, dict)) and value:
+    for _ in range(MAX_DEPTH):  # a list may hold itself
+        if not isinstance(value, (list, tuple, dict)) or not value:
+            break
         value = next(iter(value.values() if isinstance(value, dict) else value))
     return isinstance(value, Optimizer)
 
 
 def _leaves(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
-    """What nested lists and dicts hold, with what is written to get at it."""
+    """Yield (what is written to get at it, value) of what nested lists and dicts hold."""
     if isinstance(value, dict):
         for number, (name, one) in enumerate(value.items()):
             yield from _leaves(
@@ -201,20 +208,28 @@ def inner_optimizers(optimizer: Any) -> dict[str, Any]:
     """Other optimizers that one has as attributes, or in lists and dicts that are; by what is written to
     get at each."""
     found: dict[str, Any] = {}
+    met = {id(optimizer)}
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults"):
             continue
-        if isinstance(value, Optimizer) or _leads_with_optimizer(value):
-            for label, one in _leaves(value, f".{name}"):
-                again = one is optimizer or any(one is known for known in found.values())
-                if isinstance(one, Optimizer) and not again:
-                    found[label] = one
+        for label, one in optimizers_in(value, f".{name}"):
+            if id(one) not in met:
+                met.add(id(one))
+                found[label] = one
     return found
+
+
+def optimizers_in(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
+    """An optimizer, or those in lists and dicts that begin with one; with what is written to get at
+    each."""
+    if isinstance(value, Optimizer) or _leads_with_optimizer(value):
+        yield from (pair for pair in _leaves(value, label) if isinstance(pair[1], Optimizer))
 
 
 def _why_not(optimizer: Any, inner: dict[str, Any]) -> str:
     """Why the optimizers inside one are not all of it; empty if they are."""
-    if any(v if isinstance(v, dict) else True for v in optimizer.state.values()):
+    states = optimizer.state.values()
+    if any(v if isinstance(v, dict) else True for v in states) or _keeps_states(type(optimizer)):
         return "it has states of its own, too"
     groups = [group for one in inner.values() for group in one.param_groups]
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -230,6 +245,26 @@ def _why_not(optimizer: Any, inner: dict[str, Any]) -> str:
     return ""
 
 
+def _keeps_states(kind: type) -> bool:
+    """True if a method of the class, or of one between it and torch's `Optimizer`, uses `self.state`.
+
+    SAM has its first states after its first step; it is refused before, as it would be then.
+    """
+    own = (one for one in kind.__mro__ if one not in Optimizer.__mro__)
+    methods = (inspect.unwrap(m) for one in own for m in vars(one).values() if callable(m))
+    return any(_uses_state(m.__code__) for m in methods if inspect.isfunction(m))
+
+
+def _uses_state(code: CodeType) -> bool:
+    """True if `self.state` is in a function, or in one that is inside it."""
+    for before, then in pairwise(dis.get_instructions(code)):
+        # one instruction may load two names, the last of which is on top
+        names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+        if names[-1:] == ("self",) and then.argval == "state" and then.opname.endswith("_ATTR"):
+            return True
+    return any(_uses_state(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
 def _refused(where: str, optimizer: Any, lost: dict[str, Any], why: str) -> UsageError:
     named = [f"a {type(one).__name__} ({name})" for name, one in list(lost.items())[:SHOWN]]
     more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
@@ -241,7 +276,7 @@ def _refused(where: str, optimizer: Any, lost: dict[str, Any], why: str) -> Usag
 
 
 def _apart(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
-    """How optimizers are handed over one by one."""
+    """Text for hints: the dict that hands optimizers over one by one."""
     plain = where.partition("[")[0].partition(".")[0]
     shown = "optimizer" if outer is not None else where
     rows = [f"{plain!r}: optimizer"] if outer is not None else []
@@ -253,7 +288,7 @@ def _apart(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
 
 
 def check_apart(state: State, what: str) -> None:
-    """UsageError for what follows optimizers one by one, if the state has several as one."""
+    """UsageError if the state has a container of optimizers: `what` has to follow each alone."""
     seen = as_seen(state)
     for key, value in state.items():
         if seen[key] is value:
@@ -270,40 +305,3 @@ def check_apart(state: State, what: str) -> None:
             f"{type(value).__name__}",
             hint=f"hand the optimizers over one by one: {_apart(key, parts)}",
         )
-
-
-# -- optimizers that step in backward -------------------------------------------------------------
-
-
-def check_in_backward(seen: State) -> None:
-    """UsageError for optimizers that torch lets step in backward and that are not in the state, where a
-    module with their parameters is.  They hang at the parameters and have moments as any other.
-    """
-    known = {
-        id(one)
-        for value in seen.values()
-        if isinstance(value, Optimizer)
-        for one in parts_of(value).values()
-    }
-    for key, value in seen.items():
-        modules = [value] if isinstance(value, nn.Module) else value
-        for module in modules if isinstance(modules, (list, tuple)) else ():
-            lost = _lost_in_backward(module, known) if isinstance(module, nn.Module) else []
-            if lost:
-                names = ", ".join(f"{type(one).__name__} of {name}" for name, one in lost[:SHOWN])
-                more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
-                raise UsageError(
-                    f"{key!r} is trained in backward by optimizers that are not in the state, and whose "
-                    f"states would be lost: {names}{more}",
-                    hint="hand them over in a list: {'optim': [o for p in model.parameters() for o in "
-                    "p._in_backward_optimizers]}; for the weights alone hand over model.state_dict()",
-                )
-
-
-def _lost_in_backward(module: nn.Module, known: set[int]) -> list[tuple[str, Any]]:
-    return [
-        (name, one)
-        for name, p in module.named_parameters()
-        for one in getattr(p, "_in_backward_optimizers", ())
-        if id(one) not in known
-    ]

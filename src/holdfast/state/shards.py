@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from holdfast.errors import LayoutError, UsageError
-from holdfast.interop.megatron.names import template, unfused
 from holdfast.layout import Box, flat_range, whole
 from holdfast.state.placed import Placed
 
@@ -39,18 +38,18 @@ class Shard:
     local: tuple[int, ...]
     pieces: tuple[tuple[Box, tuple[int, ...]], ...]
     padded: bool = False
-    """Whether dim 0 of the whole tensor is padded (a vocabulary), by how much being a matter of layout."""
+    """True if dim 0 of the whole tensor is padded (a vocabulary); by how much is a matter of layout."""
     stage_copy: bool = False
-    """Whether it is another pipeline stage's weight (a tied embedding)."""
+    """True if the tensor is another pipeline stage's weight (a tied embedding)."""
     rank_copy: bool = False
-    """Whether another tensor-parallel rank has the same part."""
+    """True if another tensor-parallel rank has the same part."""
 
     def parts(self, like: torch.Tensor) -> tuple[Placed, ...]:
-        """What `like`, which is laid out as the rank's tensor, has of the whole one."""
+        """Parts of the whole tensor that `like`, which is laid out as the rank's tensor, has."""
         return tuple(self._within(whole(self.local), like.detach().view(self.local)))
 
     def flat_parts(self, flat: torch.Tensor, start: int, stop: int) -> tuple[Placed, ...]:
-        """What `flat`, elements `start..stop` of the rank's tensor, has of the whole one."""
+        """Parts of the whole tensor in `flat`, elements `start..stop` of the rank's tensor."""
         found: list[Placed] = []
         at = 0
         for box in flat_range(self.local, start, stop):
@@ -78,13 +77,13 @@ def _of_megatron(value: Any) -> bool:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether it is a wrapper of Megatron's around a model (data parallelism, half precision)."""
+    """True if it is a wrapper of Megatron's around a model (data parallelism, half precision)."""
     inside = getattr(module, "module", None)
     return isinstance(inside, nn.Module) and _of_megatron(module)
 
 
 def is_model(module: nn.Module) -> bool:
-    """Whether it is a model of Megatron-Core, unwrapped."""
+    """True if it is a model of Megatron-Core, unwrapped."""
     return _of_megatron(module) and callable(getattr(module, "sharded_state_dict", None))
 
 
@@ -92,7 +91,7 @@ def is_model(module: nn.Module) -> bool:
 
 
 def shards_of(model: nn.Module) -> dict[int, Shard]:
-    """By id of a parameter or buffer, how it lies in the whole model."""
+    """The shard that tells how a parameter or buffer lies in the whole model, by its id."""
     found: dict[int, Shard] = {}
     for entry in _leaves(model.sharded_state_dict(metadata=dict(BY_LAYER))):
         if _is_tensor(entry):
@@ -103,7 +102,11 @@ def shards_of(model: nn.Module) -> dict[int, Shard]:
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
     """Names in the whole model, by id of a parameter or buffer; none of what is not Megatron's."""
-    shards = shards_of(model) if is_model(model) else {}
+    if not is_model(model):
+        return {}
+    from holdfast.interop.megatron.names import unfused
+
+    shards = shards_of(model)
     return {i: [shard.name, *unfused([shard.name])] for i, shard in shards.items()}
 
 
@@ -111,6 +114,8 @@ def extra_names(model: nn.Module) -> dict[str, str]:
     """Names of modules' extra states in the whole model, by their names here."""
     if not is_model(model):
         return {}
+    from holdfast.interop.megatron.names import template
+
     tree = model.sharded_state_dict(metadata=dict(BY_LAYER))
     return {
         name: template(entry.key)[0].format(*_first(entry.global_offset, template(entry.key)[1]))
@@ -120,7 +125,7 @@ def extra_names(model: nn.Module) -> dict[str, str]:
 
 
 def _is_tensor(entry: Any) -> bool:
-    """Whether it is a weight or a buffer, and no extra state, which may be a tensor too."""
+    """True if `entry` is a weight or a buffer, and no extra state, which may be a tensor too."""
     return hasattr(entry, "build") or hasattr(entry, "local_shape")
 
 
@@ -137,7 +142,9 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _shard(entry: Any, tensors: list[Any]) -> Shard:
-    """From one ShardedTensor, or those that a factory makes of a weight."""
+    """The shard of one ShardedTensor, or of those that a factory makes of a weight."""
+    from holdfast.interop.megatron.names import template
+
     first, data = tensors[0], entry.data
     name, axes = template(first.key)
     at = first.global_offset[:axes]
@@ -160,7 +167,7 @@ def _shard(entry: Any, tensors: list[Any]) -> Shard:
 
 
 def _view_of(part: torch.Tensor, data: torch.Tensor) -> Box:
-    """Which elements of `data` a slice of it is."""
+    """Box of `data` that `part`, a slice of it, covers."""
     left = part.storage_offset() - data.storage_offset()
     same = part.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
     if not same or left < 0 or part.stride() != data.stride():

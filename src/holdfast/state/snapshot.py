@@ -1,11 +1,10 @@
 """The snapshot: from live tensors into the image, inside the window between two optimizer steps.
 
 Parameters and optimizer state change only inside `optimizer.step()`.  So after step t their copy may go
-on in the background until step t + 1's optimizer step begins; `Window` is that time: a hook on every
-torch optimizer waits for what is not copied yet.  What the forward pass changes (buffers) is set aside at
-once.  A script that edits weights outside the optimizer is found by the tensors' version counters: then
-the copy is taken again, whole, until nothing changed while it ran; of several ranks, some may have been
-done before the edit, so there the save fails aloud instead.
+on in the background until step t + 1's optimizer step begins (`window`).  What the forward pass changes
+(buffers) is set aside at once.  A script that edits weights outside the optimizer is found by the tensors'
+version counters: then the copy is taken again, whole, while the training thread is at rest; of several
+ranks, some may have been done before the edit, so there the save fails aloud instead.
 
 The writer follows the copier through the image (`Filling`), so that storage is busy from the start.
 
@@ -15,9 +14,8 @@ The image's memory and the list of copies are made once and used again while sha
 from __future__ import annotations
 
 import mmap
-import os
 import threading
-import weakref
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +23,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.errors import HoldfastError
 from holdfast.events import emit, span
@@ -34,12 +31,19 @@ from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box
 from holdfast.state.carrying import Carried, Room
 from holdfast.state.live import Live
+from holdfast.state.window import Window
 
 MAX_RETAKES = 100
 MARK_BYTES = 4 << 20
 TOUCH_PAGES = 1 << 12
 BATCH_BYTES = 64 << 20
-"""Given to a device's stream at a time, where the rest may have to be carried over."""
+"""Bytes given to a device's stream at a time, where the rest may have to be carried over."""
+PAUSE_S = 0.25
+"""Least pause after a copy, in seconds, before the counters are read again where nothing else tells that
+nothing is being written."""
+PAUSE_COPIES = 16.0
+"""Least such pause (`PAUSE_S`) in times that the copy of the largest tensor takes: filling one with random
+numbers takes so long."""
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _NATIVE = {
     torch.bool: np.dtype(np.bool_),
@@ -125,23 +129,29 @@ def _address(view: memoryview) -> int:
 
 def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """A CPU tensor's elements as a numpy array of the same shape and element size; shares memory."""
+    array = array_of(tensor)
+    native = _NATIVE.get(tensor.dtype)
+    return array if native is None else array.view(native)
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A CPU tensor as a numpy array of its own dtype, or of one as large where numpy has none such."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj():
         plain = plain.resolve_conj()
     if plain.is_neg():
         plain = plain.resolve_neg()
-    native = _NATIVE.get(plain.dtype)
-    if native is not None:  # numpy makes a view in a fifth of the time
-        return plain.numpy().view(native)
+    if plain.dtype in _NATIVE:  # numpy makes a view in a fifth of the time
+        return plain.numpy()
     return plain.view(_RAW[plain.element_size()]).numpy()
 
 
 class Beside(Protocol):
-    """What reads the same tensors at the same moment, for somebody else."""
+    """A reader of the same tensors at the same moment, for somebody else."""
 
     @property
     def sources(self) -> list[torch.Tensor]:
-        """What it reads of them, in the order in which it does."""
+        """The tensors that it reads, in the order in which it does."""
 
     def run(self, carried: Carried | None, first: int, ready: torch.Event | None) -> None:
         """Read them, not before `ready`; `carried` has them from number `first` on."""
@@ -152,7 +162,7 @@ class Refilled(Exception):
 
 
 class Filling:
-    """How far an image is filled: the copier advances, the writer waits.  Thread-safe.
+    """Tells how far an image is filled: the copier advances, the writer waits.  Thread-safe.
 
     The waits need no deadline of their own: a copier completes or fails, whatever becomes of it.
     """
@@ -165,7 +175,7 @@ class Filling:
         self.turn = 0
 
     def restart(self) -> None:
-        """What was filled is stale."""
+        """Begin another turn: what was filled is stale."""
         self._set(turn=self.turn + 1, _upto=0)
 
     def advance(self, upto: int) -> None:
@@ -186,15 +196,16 @@ class Filling:
             self._changed.notify_all()
 
     def wait(self, upto: int, turn: int) -> None:
-        """Until bytes before `upto` are filled.  Refilled if `turn` is over; the copier's error."""
+        """Wait until bytes before `upto` are filled.  Raises Refilled if `turn` is over, or the
+        copier's error."""
         self._until(lambda: self._upto >= upto, turn)
 
     def settle(self, turn: int) -> None:
-        """Until it is known that the filling of `turn` stays."""
+        """Wait until it is known that the filling of `turn` stays."""
         self._until(lambda: self._complete, turn)
 
     def conclude(self) -> None:
-        """Until it is known how it ends; the copier's error if it fails."""
+        """Wait until it is known how it ends; the copier's error if it fails."""
         with self._changed:
             self._changed.wait_for(lambda: self._complete or self._error)
         if self._error is not None:
@@ -209,73 +220,8 @@ class Filling:
                 raise Refilled
 
 
-class Window:
-    """From a snapshot's call to the next optimizer step, which waits for the copy.
-
-    However a capture ends, it ends the wait, and everything that a capture waits for has a deadline.
-    A forked child waits for nothing: the copy is of its parent's memory.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self._pid = os.getpid()
-        self._carried: Carried | None = None
-        self._begun = threading.Event()
-        self._copied = threading.Event()
-        _windows.add(self)
-
-    def wait(self) -> None:
-        """On the training thread: until the copy is complete or given up, or its rest is carried over."""
-        if self._copied.is_set() or os.getpid() != self._pid:
-            return
-        with span("window.wait", step=self.step) as fields:
-            self._begun.wait()
-            fields["carried"] = self._carried is not None and self._carried.carry()
-            if not fields["carried"]:
-                self._copied.wait()
-
-    def begin(self, carried: Carried | None) -> None:
-        """The copy begins; what can be carried over of it."""
-        self._carried = carried
-        self._begun.set()
-
-    def done(self) -> None:
-        """The copy is complete, or will not be."""
-        self._copied.set()
-        self._begun.set()
-
-
-_windows: weakref.WeakSet[Window] = weakref.WeakSet()
-
-
-def wait_for_copies() -> None:
-    """On the training thread, before it writes to tensors otherwise than by an optimizer's step."""
-    for window in list(_windows):
-        window.wait()
-
-
-class Gate:
-    """A hook before every torch optimizer's step, at which the open window is waited for.
-
-    One hook for as long as there are saves: torch cannot bear one that removes itself.
-    """
-
-    def __init__(self) -> None:
-        self.window: Window | None = None
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
-
-    def _before_step(self, *_: Any) -> None:
-        if self.window is not None:
-            self.window.wait()
-
-    def close(self) -> None:
-        """Let every later step pass; on the training thread."""
-        self.window = None
-        self._hook.remove()
-
-
 Kept = dict[tuple[str, int], torch.Tensor]
-"""By name and number of the part, what was copied at the call."""
+"""Tensors that were copied at the call, by name and number of the part."""
 
 
 @torch.inference_mode(False)  # type: ignore[untyped-decorator]  # torch refuses such copies outside
@@ -299,7 +245,7 @@ def versions(live: Live) -> list[int]:
 
 
 def fingerprint(live: Live) -> list[tuple[int, ...]]:
-    """What must not change for a list of copies to be used again: addresses and strides."""
+    """Addresses and strides, which must not change if a list of copies is to be used again."""
     return [
         (part.local.data_ptr(), *part.local.stride())
         for t in live.tensors.values()
@@ -327,35 +273,36 @@ class Copies:
         """One copy per piece; the header is written now."""
         memory[: image.data_start] = image.header
         copies = Copies([], [])
-        p = image.pieces
+        p, begin = image.pieces, image.data_start
         columns = (p.tensor, p.start, p.stop, p.offset, p.bytes)
         for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
             entry = entries[index]
             t = live.tensors[entry.name]
             n = len(entry.shape)
-            at = image.data_start + offset
+            at = begin + offset
             box = Box(tuple(start[:n]), tuple(stop[:n]))
-            number = t.holder(box)
+            number = t.holder(box) if t.rest else 0
             part = t.parts[number] if number else t.placed
             source = part.local if t.steady else kept[entry.name, number]
             if box != part.box:
                 source = source[box.within(part.box.start)]
-            copies._add(memory[at : at + size], source, at + size)
+            copies._add(memory, at, source, at + size)
         return copies
 
-    def _add(self, into: memoryview, part: torch.Tensor, stop: int) -> None:
-        if part.device.type == "cpu":
-            raw = raw_array(part)
-            self.host.append((np.frombuffer(into, raw.dtype).reshape(raw.shape), raw, stop))
+    def _add(self, memory: memoryview, start: int, part: torch.Tensor, stop: int) -> None:
+        if part.is_cpu:
+            values = array_of(part)
+            into = np.frombuffer(memory, values.dtype, values.size, start)
+            self.host.append((into.reshape(values.shape), values, stop))
         else:
-            flat = torch.frombuffer(into, dtype=torch.uint8).view(part.dtype)
+            flat = torch.frombuffer(memory[start:stop], dtype=torch.uint8).view(part.dtype)
             self.device.append((flat.view(part.shape), part.detach()))
 
     @property
     def sources(self) -> list[torch.Tensor]:
-        """What is copied, in the order in which it is."""
+        """The tensors that are copied, in the order in which they are."""
         return [source for _, source in self.device] + [
-            torch.from_numpy(raw) for _, raw, _ in self.host
+            torch.from_numpy(values) for _, values, _ in self.host
         ]
 
     def run(
@@ -380,7 +327,7 @@ class Copies:
                 marked = stop
 
     def _run_device(self, ready: torch.Event | None, carried: Carried | None) -> None:
-        """In batches, if the rest may have to be carried over: what was given to a stream cannot be."""
+        """Copy in batches if the rest may have to be carried over: what a stream was given cannot be."""
         streams = {}
         for device in dict.fromkeys(source.device for _, source in self.device):
             stream = torch.cuda.Stream(device) if device.type == "cuda" else torch.Stream(device)
@@ -412,8 +359,10 @@ def on_stream(stream: torch.Stream) -> Any:
 
 def first_device(live: Live) -> torch.device | None:
     """The device of the first tensor that is not on the CPU."""
-    devices = (t.placed.local.device for t in live.tensors.values())
-    return next((d for d in devices if d.type != "cpu"), None)
+    for t in live.tensors.values():
+        if not t.placed.local.is_cpu:
+            return t.placed.local.device
+    return None
 
 
 def device_event(live: Live) -> torch.Event | None:
@@ -443,57 +392,84 @@ class Moment:
         return Moment(live, versions(live), device_event(live))
 
 
+@dataclass(frozen=True)
+class Shot:
+    """The copies of one snapshot into its image, and what else is read of the same moment."""
+
+    copies: Copies
+    moment: Moment
+    filling: Filling
+    stop: int
+    """End of the part of the image that the copies fill, in bytes."""
+    step: int
+    beside: Beside | None
+
+    def carried(self, room: Room) -> Carried:
+        """All that is read; with `room`, what is left when the window ends is carried over."""
+        beside = self.beside.sources if self.beside is not None else []
+        return Carried(
+            self.copies.sources + beside, room, partial(self.unchanged, self.moment.versions)
+        )
+
+    def take(self, ready: torch.Event | None, carried: Carried | None = None) -> float:
+        """Read it once.  Returns the seconds that it took."""
+        began = time.perf_counter()
+        with span("snapshot.copy", step=self.step):
+            self.copies.run(self.filling, ready, carried)
+            if self.beside is not None:
+                first = len(self.copies.device) + len(self.copies.host)
+                self.beside.run(carried, first, ready)
+        self.filling.advance(self.stop)
+        return time.perf_counter() - began
+
+    def unchanged(self, before: list[int]) -> bool:
+        """True if nothing was written since the counters were at `before`."""
+        return versions(self.moment.live) == before
+
+    def pause_s(self, took_s: float) -> float:
+        """Seconds in which any write ends that was under way when a copy of `took_s` seconds did."""
+        live, copied = self.moment.live, max(self.stop, 1)
+        sizes = (part.local.nbytes for t in live.tensors.values() for part in t.parts)
+        return max(PAUSE_S, PAUSE_COPIES * took_s * max(sizes, default=0) / copied)
+
+
 def copy_steadily(
-    copies: Copies,
-    moment: Moment,
-    filling: Filling,
-    *,
-    step: int,
-    retakes: int,
-    beside: Beside | None = None,
-    window: Window | None = None,
-    room: Room | None = None,
+    shot: Shot, window: Window, *, room: Room | None, retakes: int, rest_s: float
 ) -> None:
     """Copy until nothing changed meanwhile, at most `retakes` times more.
 
-    With `room`, what neither is copied nor read `beside` when the window ends is carried over in it.
+    With `room`, what neither is copied nor read beside when the window ends is carried over in it.
+    A retake begins when the training thread is at rest, for which it waits `rest_s` seconds.
     HoldfastError if tensors changed to the last.
     """
-    live, before = moment.live, moment.versions
-    for attempt in range(retakes + 1):
-        carried, ready = None, moment.ready if attempt == 0 else None
-        if room is not None and room.size:
-            sources = copies.sources + (beside.sources if beside is not None else [])
-            carried = Carried(sources, room, partial(_unchanged, live, before))
-        if window is not None:
-            window.begin(carried)
+    live, before = shot.moment.live, shot.moment.versions
+    carried = shot.carried(room) if room is not None and room.size else None
+    try:
+        window.begin(carried)
         try:
-            with span("snapshot.copy", step=step):
-                copies.run(filling, ready, carried)
-                if beside is not None:
-                    beside.run(carried, len(copies.device) + len(copies.host), ready)
+            took_s = shot.take(shot.moment.ready, carried)
         finally:  # the training thread may be waiting to carry
-            done = carried is not None and carried.close()
-        if done:
+            is_carried = carried is not None and carried.close()
+        if is_carried:
             return
-        after = versions(live)
-        if after == before:
-            return
-        names = changed(live, before, after)
-        if attempt < retakes:
-            emit("snapshot.retaken", step=step, attempt=attempt, changed=names)
-            filling.restart()
-            before = after
+        for attempt in range(retakes + 1):
+            if window.is_sound(partial(shot.unchanged, before), shot.pause_s(took_s)):
+                return
+            names = changed(live, before, versions(live))
+            if attempt == retakes or not window.may_retake(rest_s):
+                break
+            emit("snapshot.retaken", step=shot.step, attempt=attempt, changed=names)
+            before = versions(live)
+            shot.filling.restart()
+            took_s = shot.take(None)
+    finally:
+        window.done()
     raise HoldfastError(
         f"weights were written outside optimizer.step() while they were copied: {names}",
-        step=step,
-        hint="make such changes before you call step() or save(), not between it and the next "
-        "optimizer step",
+        step=shot.step,
+        hint="make such changes before you call step() or save(), or after wait(), not between a save "
+        "and the next optimizer step",
     )
-
-
-def _unchanged(live: Live, before: list[int]) -> bool:
-    return versions(live) == before
 
 
 def touch(memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Where a restore puts tensors: live memory, made where it is missing.
+"""The places to which a restore puts tensors: live memory, made where it is missing.
 
 Tensors on the meta device are materialised; optimizers get the state tensors that were saved, cut like
 their parameters.  Nothing is read here.
@@ -20,7 +20,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
-from holdfast.state.customised import OWN, add_own, customised, ignored_of
+from holdfast.state.customised import OWN, add_own, customised, ignored_of, refuse_own
 from holdfast.state.expected import Fitting
 from holdfast.state.groups import memory_orders, plain_states
 from holdfast.state.kinds import writing
@@ -32,6 +32,7 @@ from holdfast.state.live import (
     is_stateful,
     named_buffers,
     named_parameters,
+    parts_of,
     stages,
     unwrap,
 )
@@ -49,13 +50,16 @@ from holdfast.state.optimizers import (
 )
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.several import holder
-from holdfast.state.snapshot import raw_array
+from holdfast.state.snapshot import array_of
 from holdfast.state.wrappers import check_names
+
+OFFLOADED = "_hf_hook"
+"""Attribute of modules around whose forward pass accelerate moves weights."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What may differ between checkpoint and live state."""
+    """Options of a restore: what may differ between checkpoint and live state."""
 
     only: tuple[str, ...] | None = None
     cast: bool = False
@@ -87,13 +91,9 @@ class TorchTarget:
 def target_of(local: torch.Tensor, dtype: str) -> Target:
     """The memory of a live local tensor, for values of the saved dtype."""
     saved = torch_dtype(dtype)
-    if (
-        local.device.type == "cpu"
-        and local.dtype == saved
-        and not (local.is_conj() or local.is_neg())
-    ):
-        raw = raw_array(local)
-        return ArrayTarget(raw.view(RAW[raw.dtype.itemsize]))
+    if local.is_cpu and local.dtype == saved and not (local.is_conj() or local.is_neg()):
+        array = array_of(local)
+        return ArrayTarget(array.view(RAW[array.itemsize]))
     return TorchTarget(local.detach(), saved)
 
 
@@ -104,6 +104,8 @@ def is_known(checkpoint: Checkpoint, name: str) -> bool:
 def materialise(module: nn.Module) -> None:
     """Give tensors on the meta device real memory, uninitialised; ties stay tied."""
     root = unwrap(module)
+    if not any(map(_has_meta, parts_of(root))):
+        return
     metas = [p for p in root.parameters() if p.is_meta]
     kept = {id(b): b for _, b in named_buffers(root)}
     metas += [b for b in kept.values() if b.is_meta]
@@ -115,6 +117,7 @@ def materialise(module: nn.Module) -> None:
         )
     if not metas:
         return
+    _check_not_offloaded(root)
     ties: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in root.modules():
         for name, p in part._parameters.items():
@@ -126,6 +129,27 @@ def materialise(module: nn.Module) -> None:
         first = places[0][0]._parameters[places[0][1]]
         for part, name in places[1:]:
             part._parameters[name] = first
+
+
+def _check_not_offloaded(root: nn.Module) -> None:
+    """UsageError where the weights are on the meta device because a hook of accelerate keeps them elsewhere
+    (`cpu_offload`, `disk_offload`, `device_map=`): its next forward pass would put those in place of what
+    was loaded."""
+    for path, part in root.named_modules():
+        own = (*part._parameters.items(), *part._buffers.items())
+        metas = [name for name, t in own if t is not None and t.is_meta]
+        if metas and OFFLOADED in vars(part):
+            raise UsageError(
+                f"{f'{path}.{metas[0]}'.strip('.')!r}: its values are offloaded by accelerate, which would "
+                "put its own in place of what is loaded",
+                hint="load before the model is offloaded or dispatched, or take the hooks away first: "
+                "accelerate.hooks.remove_hook_from_submodules(model)",
+            )
+
+
+def _has_meta(part: nn.Module) -> bool:
+    own = (*part._parameters.values(), *part._buffers.values())
+    return any(t.is_meta for t in own if t is not None)
 
 
 def _device_for(tensor: torch.Tensor) -> torch.device:
@@ -148,8 +172,12 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
     changes: list[Change] = []
     for key, value in state.items():
         for module in stages(value) or ():
-            if id(module) not in live.engines:
-                _add_own(checkpoint, live, key, module, options)
+            engine = live.engines.get(id(module))
+            if engine is not None:
+                refuse_own(key, module)
+            else:
+                _add_own(live, key, module, options)
+            _leave_ignored(checkpoint, live, key, module)
             seen: dict[int, str] = {}
             check_names(key, unwrap(module))
             for kind, pairs in (
@@ -162,8 +190,7 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
                     if first != full:
                         live.aliases[full] = first
                     elif options.wanted(full):
-                        zero = live.engines.get(id(module))
-                        add_tensor(live, full, kind, tensor, zero, steady=True)
+                        add_tensor(live, full, kind, tensor, engine, steady=True)
         engine = live.engines.get(id(value))
         megatron = engine if isinstance(engine, Megatron) and stages(value) is None else None
         if megatron or (isinstance(value, Optimizer) and engine is None):
@@ -181,16 +208,18 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
     return live, changes
 
 
-def _add_own(
-    checkpoint: Checkpoint, live: Live, key: str, module: nn.Module, options: Options
-) -> None:
-    """What modules have of their own is found before the rest, which some of them move when asked."""
+def _add_own(live: Live, key: str, module: nn.Module, options: Options) -> None:
+    """Add what modules have of their own, before the rest, which some of them move when asked."""
     found = customised(key, module)
     mine = Live()
     add_own(mine, key, found, steady=True)
     live.tensors |= {n: t for n, t in mine.tensors.items() if options.wanted(n)}
     live.aliases |= mine.aliases
     live.own[id(module)] = found
+
+
+def _leave_ignored(checkpoint: Checkpoint, live: Live, key: str, module: nn.Module) -> None:
+    """Mark what was saved under names that are ignored now, so that it is not looked for."""
     if (ignored := ignored_of(module)) is not None:
         start = f"{key}."
         names = [n for n in checkpoint.names() if n.startswith(start)]
@@ -205,7 +234,7 @@ def _add_own(
 
 
 def only_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, or a dict or list of nothing else: its names say all of it."""
+    """True if a value is a tensor, or a dict or list of nothing else: its names say all of it."""
     if isinstance(value, dict):
         return bool(value) and all(map(only_tensors, value.values()))
     if isinstance(value, (list, tuple)):
@@ -214,7 +243,7 @@ def only_tensors(value: Any) -> bool:
 
 
 def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
-    """By parameter name, tied ones under each, the states saved of it under an optimizer's key."""
+    """States saved under an optimizer's key, by name of the parameter, each name if it is tied."""
     found: dict[str, list[str]] = {}
     for name in checkpoint.names():
         state = checkpoint.manifest.tensors[checkpoint.index(name)].state
@@ -224,7 +253,7 @@ def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Of the saved parameters, by their names in their modules, and with those of the modules."""
+    """Dtypes of the saved parameters, by name, both without and with the module's key in front."""
     params = [t for t in checkpoint.manifest.tensors if t.state == "param"]
     inside = {t.name.partition(".")[2]: t.dtype for t in params}
     return inside | {t.name: t.dtype for t in params}
@@ -232,7 +261,7 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of an optimizer's state of one parameter, once the checkpoint is known to fit."""
+    """A change to an optimizer's state of one parameter, made once the checkpoint is known to fit."""
 
     optimizer: Optimizer
     param: torch.Tensor
@@ -258,7 +287,7 @@ def _optimizer_targets(
     all_names: dict[int, list[str]],
     options: Options,
 ) -> list[Change]:
-    """Places for an optimizer's states in `live`; the optimizer itself is as it was."""
+    """Add places for an optimizer's states to `live`; the changes returned are not made yet."""
     states = saved_states(checkpoint, key)
     names = {i: found[0] for i, found in all_names.items()}
     was = _dtypes(checkpoint) if options.cast else {}
@@ -316,8 +345,8 @@ def _new_state(
     was: str | None,
     order: list[int] | None,
 ) -> torch.Tensor:
-    """Memory for a saved state: cut like its parameter if it has its shape, else on every rank.  Of that
-    one's dtype, too, if it had the one that the parameter `was` of; with dims in that `order`."""
+    """Memory for a saved state: cut like its parameter if it has its shape, else on every rank.  It gets
+    the parameter's dtype if it was saved in the saved parameter's (`was`); its dims lie in that `order`."""
     info = checkpoint.info(name)
     dtype = torch_dtype(info.dtype)
     if info.dtype == was and info.shape == tuple(p.shape) != ():

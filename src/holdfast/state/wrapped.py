@@ -81,7 +81,7 @@ class Seen:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What nested lists and dicts hold."""
+    """Yield what nested lists and dicts hold."""
     if isinstance(value, (dict, list, tuple)):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _leaves(one)
@@ -90,19 +90,20 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def is_ours(hook: Any) -> bool:
-    """Whether a hook of an optimizer is holdfast's, and so changes neither gradients nor weights."""
+    """True if a hook of an optimizer is holdfast's, and so changes neither gradients nor weights."""
     return (getattr(hook, "__module__", "") or "").startswith("holdfast.")
 
 
 def is_followed_by_ours(optimizer: Any, number: int) -> bool:
-    """Whether after a hook before an optimizer's step come holdfast's alone, of any checkpointer."""
+    """True if only holdfast's hooks, of any checkpointer, come after hook `number` before an optimizer's
+    step; also if there is no such hook."""
     hooks = optimizer._optimizer_step_pre_hooks
     behind = takewhile(lambda item: item[0] != number, reversed(hooks.items()))
     return number not in hooks or all(is_ours(hook) for _, hook in behind)
 
 
 def is_zero1(optimizer: Any) -> bool:
-    """Whether it is torch's ZeroRedundancyOptimizer."""
+    """True if `optimizer` is torch's ZeroRedundancyOptimizer."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
@@ -160,7 +161,7 @@ def check_own_state(key: str, optimizer: Any, saved: Any) -> None:
 
 
 def _has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Whether its state_dict() may say more than torch's: by its class, on itself or by hooks."""
+    """True if state_dict() may say more than torch's: by its class, by itself or by hooks."""
     method = getattr(optimizer, "state_dict", None)
     if getattr(method, "__func__", None) is not Optimizer.state_dict:
         return True
@@ -197,7 +198,7 @@ def _more_than_states(optimizer: Optimizer, saved: Optimizer) -> list[str]:
 
 
 def _is_held(tree: Any, held: dict[str, list[Any]], name: str = "") -> bool:
-    """Whether every leaf of a tree is a value that is saved under the name that it has there."""
+    """True if every leaf of a tree is a value that is saved under the name that it has there."""
     if name in ("params", "param_names"):
         return True
     known = held.get(name, ())

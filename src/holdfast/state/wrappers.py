@@ -43,7 +43,7 @@ _ELSEWHERE = (
 SECOND = "_original_module"
 """A further child of Fabric's wrapper: the very module that its first one leads to."""
 TAKEN_OUT = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""What torch's wrappers call what they wrap; earlier versions took these out of names by their text."""
+"""Torch's wrappers' names for what they wrap; earlier versions took these out of names by their text."""
 MAX_DEPTH = 1000
 
 
@@ -75,7 +75,7 @@ class Wrappers:
         return ()
 
     def wrapped(self, module: nn.Module) -> nn.Module | None:
-        """What a module wraps that is a wrapper and nothing else; None of any other, and of FSDP1's."""
+        """The module inside one that is a wrapper and nothing else; None for any other, and for FSDP1's."""
         children = self.inner(module)
         child = self._known[type(module)]
         if child is None or child == "_fsdp_wrapped_module":
@@ -85,7 +85,7 @@ class Wrappers:
 
 
 def has_wrappers(root: nn.Module) -> bool:
-    """Whether any module of a tree wraps another, or is called as what a wrapper wraps."""
+    """True if any module of a tree wraps another, or has a name from `TAKEN_OUT`."""
     wrappers = Wrappers()
     stack, seen = [root], {id(root)}
     while stack:
@@ -110,8 +110,8 @@ def parts(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def paths(root: nn.Module, *, second: bool = False) -> Iterator[tuple[str, str, nn.Module]]:
-    """As `parts`, with what names begin with where wrappers are left in them.  `second`: Fabric's modules
-    by both paths that lead to them."""
+    """Yield (prefix, path, module): as `parts`, and what names begin with where wrappers are left in them.
+    `second`: Fabric's modules by both paths that lead to them."""
     wrappers = Wrappers()
     stack = [("", "", root, 0)]
     while stack:
@@ -128,6 +128,41 @@ def paths(root: nn.Module, *, second: bool = False) -> Iterator[tuple[str, str, 
             if child is not None and (second or name != SECOND or name not in inner)
         ]
         stack += reversed(below)
+
+
+class Names:
+    """Names of entries that a module gives itself in its state_dict(), without what wrappers in it add.
+
+    Some wrappers show in these names (`torch.compile`, DDP) and some take themselves out of them
+    (activation checkpointing, Fabric).  So a name is followed through the tree of modules: a component that
+    is no child of a wrapper belongs to what that wraps.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._wrappers = Wrappers()
+
+    def plain(self, entry: str) -> str:
+        """The name of an entry as it is in a checkpoint, beginning at the module."""
+        parts, module = entry.split("."), self._root
+        kept: list[str] = []
+        for number, part in enumerate(parts):
+            while part not in module._modules and (inside := self._inside(module)) is not None:
+                module = inside
+            below = module._modules.get(part)
+            if below is None:
+                return ".".join(kept + parts[number:])
+            if part not in self._wrappers.inner(module):
+                kept.append(part)
+            module = below
+        return ".".join(kept)
+
+    def _inside(self, module: nn.Module) -> nn.Module | None:
+        """The module in a wrapper; of Fabric's two, the one whose names its state_dict() has."""
+        inner = self._wrappers.inner(module)
+        if not inner:
+            return None
+        return module._modules.get(SECOND if SECOND in inner else next(iter(inner)))
 
 
 def check_names(key: str, root: nn.Module) -> None:

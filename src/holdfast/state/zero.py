@@ -35,7 +35,7 @@ from holdfast.state.placed import Placed, place
 FORM = "{'model': engine, 'optim': engine.optimizer}"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a loss scaler learns in a run; its window and limits are the configuration's."""
+"""Attributes that a loss scaler learns in a run; its window and limits are the configuration's."""
 
 flat_boxes = lru_cache(1 << 16)(flat_range)
 
@@ -54,7 +54,7 @@ class Flat:
     stop: int
 
     def parts(self, like: torch.Tensor) -> tuple[Placed, ...]:
-        """What `like`, which is laid out as `tensor`, has of the parameter: views, none if empty."""
+        """Parts of the parameter that `like`, which is laid out as `tensor`, has: views, none if empty."""
         plain, at, found = like.detach(), self.at, []
         for box in flat_boxes(self.shape, self.start, self.stop):
             local = plain.narrow(0, at, box.size).view(box.shape)
@@ -72,12 +72,13 @@ class Zero:
     """The torch optimizer inside; None without an optimizer."""
     groups: list[Group] = field(default_factory=list)
     flats: dict[int, Flat] = field(default_factory=dict)
-    """By id of a parameter of the module; others are as they seem."""
+    """This rank's piece of a flattened parameter of the module, by its id; others are not
+    flattened."""
     masters: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By id of a parameter of the module, a master of the same shape: `FP16_UnfusedOptimizer`."""
+    """A master of the same shape, by id of a parameter of the module: `FP16_UnfusedOptimizer`."""
 
     def parts(self, p: torch.Tensor, name: str) -> tuple[Placed, ...]:
-        """What this rank keeps of a parameter, in the highest precision that there is."""
+        """The parts of a parameter that this rank keeps, in the highest precision that there is."""
         if id(p) in self.flats:
             flat = self.flats[id(p)]
             return flat.parts(flat.tensor)
@@ -88,7 +89,7 @@ class Zero:
         return self.flats[id(p)].tensor if id(p) in self.flats else self.masters.get(id(p), p)
 
     def states(self, p: torch.Tensor) -> dict[str, Any]:
-        """What the inner optimizer keeps of a parameter (or of all that share its master).
+        """States, by name, that the inner optimizer has of a parameter (or of all with its master).
 
         DeepSpeed's own optimizers count steps in plain numbers, torch's in tensors: here always tensors.
         """
@@ -199,19 +200,19 @@ class Zero:
 
 
 def is_engine(value: Any) -> bool:
-    """Whether it is what `deepspeed.initialize` returns first."""
+    """True if `value` is an engine, which `deepspeed.initialize` returns first."""
     module = sys.modules.get("deepspeed.runtime.engine")
     return module is not None and isinstance(value, module.DeepSpeedEngine)
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether it is what an engine has in place of a torch optimizer."""
+    """True if `value` is what an engine has in place of a torch optimizer."""
     module = sys.modules.get("deepspeed.runtime.base_optimizer")
     return module is not None and isinstance(value, module.DeepSpeedOptimizer)
 
 
 def zeros(modules: dict[str, list[nn.Module]], state: dict[str, Any]) -> dict[int, Zero]:
-    """By id of each engine, and of each engine's optimizer, in a state.
+    """The `Zero` of each engine in a state, by id of the engine and by that of its optimizer.
 
     `modules` are those of the state by key.  UsageError for an engine that is not supported, and
     where part of one was handed over and another part would be lost.
@@ -239,7 +240,7 @@ def zeros(modules: dict[str, list[nn.Module]], state: dict[str, Any]) -> dict[in
 
 
 def _check_free(module: nn.Module, key: str) -> None:
-    """A module whose weights are an engine's copies: writing to them would be lost."""
+    """UsageError if a module's weights are an engine's copies: writing to them would be lost."""
     if "deepspeed" in sys.modules:
         marks = ("ds_id", "_hp_mapping")
         if any(getattr(p, m, None) is not None for p in module.parameters() for m in marks):
@@ -295,7 +296,7 @@ def _kind(wrapper: Any) -> str:
 
 
 def _refuse(engine: Any) -> None:
-    """What lies elsewhere than `zero_of` looks, or differs between ranks under one name."""
+    """UsageError for what `zero_of` would not find, or what ranks differ in under one name."""
     wrapper = engine.optimizer
     shapes = {
         "experts that differ between ranks (MoE)": engine.has_moe_layers,
@@ -347,7 +348,7 @@ def _flattened(
 
 
 def _position(p: torch.Tensor, flat: torch.Tensor) -> int:
-    """Where a parameter begins in the flat tensor of which it is a view."""
+    """Offset, in elements, at which a parameter begins in the flat tensor of which it is a view."""
     if p.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
         raise LayoutError(
             f"a parameter of shape {tuple(p.shape)} no longer lies in DeepSpeed's flat weights",

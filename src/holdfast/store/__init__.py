@@ -1,4 +1,4 @@
-"""Where checkpoints live: `Store` is what holdfast asks of storage, the rest are answers to it.
+"""Stores hold checkpoints: `Store` is what holdfast asks of storage, the rest are answers to it.
 
     open_store("/scratch/run")            a directory
     open_store("file:///scratch/run")     the same
@@ -34,7 +34,7 @@ __all__ = [
 
 _OBJECT_STORAGE = ("s3", "gs", "az")
 SCHEMES = ("file", "memory", *_OBJECT_STORAGE)
-"""What a URL can begin with, before `://`."""
+"""Schemes that a URL can begin with, before `://`."""
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
@@ -51,7 +51,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
 
 
 def be_patient(store: Store, limit_s: float | None) -> None:
-    """Let each operation of a store take so long (None: for ever); a store in memory answers at once."""
+    """Let each operation take up to `limit_s` (None: no limit); a store in memory answers at once."""
     if isinstance(store, LocalStore):
         store.patience.limit_s = limit_s
 

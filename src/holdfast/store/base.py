@@ -1,4 +1,4 @@
-"""What holdfast asks of storage: flat keys, immutable bytes.
+"""The interface that holdfast asks of storage: flat keys, immutable bytes.
 
 A key is a relative path of `/`-separated names (`steps/0000000010/manifest.json`).  An object is
 written once and never changed; it is either wholly there or not there at all.  Five questions make
@@ -56,7 +56,7 @@ class Reader(Protocol):
     """
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Store.read`.  Thread-safe."""
+        """Fill `into` with the bytes from `offset` on, as `Store.read`.  Thread-safe."""
 
     def close(self) -> None:
         """Let go of it.  Safe to call twice."""
@@ -67,7 +67,7 @@ class Store(Protocol):
     """Flat keys to immutable bytes."""
 
     url: str
-    """Where this is, for messages and for opening it again."""
+    """The store's address, for messages and for opening it again."""
 
     def put(
         self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
@@ -91,7 +91,7 @@ class Store(Protocol):
         """Fill `into` with the bytes from `offset` on.  `NotFound`; `Corrupt` if it ends before."""
 
     def open(self, key: str) -> Reader:
-        """For reading many ranges of one object.  `NotFound` if there is none, now or at a read."""
+        """Open an object to read many ranges.  `NotFound` if there is none, now or at a read."""
 
     def size(self, key: str) -> int:
         """Length of an object in bytes.  `NotFound` if there is none."""

@@ -25,7 +25,7 @@ HIDDEN = (".tmp-", ".nfs")
 
 MAX_KEY_CHARS = 1024
 MAX_BYTES = 1 << 60
-"""Of an object."""
+"""Most bytes of an object."""
 
 
 def check_key(key: str) -> None:
@@ -156,7 +156,7 @@ def past_end(key: str, start: int, stop: int, size: int) -> Corrupt:
 
 
 class Parts:
-    """Which bytes of an object under way have arrived.
+    """Record of which bytes of an object under way have arrived.
 
     Parts come in any order and from any thread; a part may come again (a retry).  Recording is one
     append and the only question, whether all is there, is asked once, so ranges are sorted then.

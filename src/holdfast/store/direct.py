@@ -10,11 +10,10 @@ import fcntl
 import mmap
 import os
 import threading
-from contextlib import suppress
 
-from holdfast.errors import UsageError
 from holdfast.patience import Patience, patient
 from holdfast.store.contract import BLOCK_BYTES, past_end, target_view
+from holdfast.store.descriptor import Descriptor
 from holdfast.store.oserrors import REFUSED, translated
 from holdfast.store.tempfiles import O_DIRECT, is_aligned, open_direct
 
@@ -42,7 +41,8 @@ class DirectReader:
         self.patience = patience
         self._key = key
         self._path = path
-        self._fd, self._direct = open_direct(path, os.O_RDONLY)
+        fd, self._direct = open_direct(path, os.O_RDONLY)
+        self._file = Descriptor(fd, key)
 
     def place_of(self, key: str = "") -> str:
         """The path."""
@@ -50,47 +50,42 @@ class DirectReader:
 
     @patient
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
-        if self._fd < 0:
-            raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
+        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         view, at = target_view(into, offset), offset
-        with translated("read", self._key, self._path):
+        with self._file.used() as fd, translated("read", self._key, self._path):
             while view:
-                got = self._piece(at, view)
+                got = self._piece(fd, at, view)
                 if not got:
                     break
                 view, at = view[got:], at + got
-            size = os.fstat(self._fd).st_size if view else 0
+            size = os.fstat(fd).st_size if view else 0
         if view:
             raise past_end(self._key, offset, at + len(view), size)
 
-    def _piece(self, at: int, view: memoryview) -> int:
-        """Read some bytes from `at` on into the head of `view`; how many, 0 at the file's end."""
+    def _piece(self, fd: int, at: int, view: memoryview) -> int:
+        """Read some bytes from `at` on into the head of `view`; return how many, 0 at the end."""
         if at % BLOCK_BYTES == 0 and len(view) >= BLOCK_BYTES and is_aligned(view):
-            return self._blocks(at, view[: len(view) // BLOCK_BYTES * BLOCK_BYTES])
+            return self._blocks(fd, at, view[: len(view) // BLOCK_BYTES * BLOCK_BYTES])
         before = at % BLOCK_BYTES
         stop = min(SPARE_BYTES, -(-(before + len(view)) // BLOCK_BYTES) * BLOCK_BYTES)
-        got = min(self._blocks(at - before, _spare.view[:stop]) - before, len(view))
+        got = min(self._blocks(fd, at - before, _spare.view[:stop]) - before, len(view))
         if got <= 0:
             return 0
         view[:got] = _spare.view[before : before + got]
         return got
 
-    def _blocks(self, at: int, into: memoryview) -> int:
+    def _blocks(self, fd: int, at: int, into: memoryview) -> int:
         direct = self._direct  # as it is now: several threads may be refused at once
         try:
-            return os.preadv(self._fd, [into], at)
+            return os.preadv(fd, [into], at)
         except OSError as error:
             if not direct or error.errno not in REFUSED:
                 raise
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~O_DIRECT)
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~O_DIRECT)
         self._direct = False
-        return os.preadv(self._fd, [into], at)
+        return os.preadv(fd, [into], at)
 
     def close(self) -> None:
-        """As `Reader.close`."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
+        """Close the file when no read is under way any more, as `Reader.close`."""
+        self._file.close()

@@ -112,7 +112,7 @@ def walk(
 
 
 def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
-    """Whether a link's target is gone, or is the link itself by a detour."""
+    """True if a link's target is gone, or is the link itself by a detour."""
     try:
         entry.stat()
     except OSError as error:

@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from holdfast.arguments import flag_of, path_of
 from holdfast.errors import UsageError
-from holdfast.patience import Patience, patient
+from holdfast.patience import Patience, patient, patient_or
 from holdfast.store.base import Bytes
 from holdfast.store.contract import (
     BLOCK_BYTES,
@@ -38,6 +38,7 @@ from holdfast.store.contract import (
     seen_view,
     target_view,
 )
+from holdfast.store.descriptor import Descriptor
 from holdfast.store.direct import DirectReader
 from holdfast.store.directories import (
     fsync_directories,
@@ -71,7 +72,7 @@ class LocalStore:
         self.durable = flag_of(durable, "LocalStore", "durable")
         self.url = "file://" + quote(os.fsencode(self.root))
         self.direct = True
-        """Whether to ask for O_DIRECT; turns False once the file system has refused it."""
+        """True to ask for O_DIRECT; turns False once the file system has refused it."""
 
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
@@ -109,7 +110,7 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 raise not_found(key, self.url) from None
 
-    @patient
+    @patient_or(lambda writer: writer.abort())
     def create(self, key: str, size: int) -> LocalWriter:
         """Begin a large object; `OutOfSpace` at once if the disk cannot hold it."""
         parts, path = Parts(key, size), self._path(key)
@@ -138,16 +139,16 @@ class LocalStore:
         finally:
             reader.close()
 
-    @patient
+    @patient_or(lambda reader: reader.close())
     def open(self, key: str) -> LocalReader:
-        """For many reads of one object.  It stays readable, and its space in use, until `close`."""
+        """Open an object for many reads.  It stays readable, its space in use, until `close`."""
         path = self._path(key)
         with translated("read", key, path):
             return LocalReader(key, path, os.open(path, os.O_RDONLY), self.patience)
 
-    @patient
+    @patient_or(lambda reader: reader.close())
     def open_once(self, key: str) -> DirectReader:
-        """As `open`, for what is read once: past the page cache."""
+        """Open an object that is read only once: past the page cache."""
         path = self._path(key)
         with translated("read", key, path):
             return DirectReader(key, path, self.patience)
@@ -231,7 +232,7 @@ class LocalReader:
         self.patience = patience
         self._key = key
         self._path = path
-        self._fd = fd
+        self._file = Descriptor(fd, key)
 
     def place_of(self, key: str = "") -> str:
         """The path."""
@@ -240,21 +241,16 @@ class LocalReader:
     @patient
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
-        if self._fd < 0:
-            raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
         view = target_view(into, offset)
-        with translated("read", self._key, self._path):
-            missing = _fill(self._fd, offset, view)
-            size = os.fstat(self._fd).st_size if missing else 0
+        with self._file.used() as fd, translated("read", self._key, self._path):
+            missing = _fill(fd, offset, view)
+            size = os.fstat(fd).st_size if missing else 0
         if missing:
             raise past_end(self._key, offset, offset + len(view), size)
 
     def close(self) -> None:
-        """Close the file."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
+        """Close the file, when no read is under way any more."""
+        self._file.close()
 
 
 class LocalWriter:
@@ -273,8 +269,9 @@ class LocalWriter:
         self._parts = parts
         self._temp = temp
         self._state = "open"
-        self._num_writes = 0
-        self._idle = threading.Condition()
+        self._num_users = 0
+        """Number of calls under way that have the file open."""
+        self._changed = threading.Condition()
 
     def place_of(self, key: str = "") -> str:
         """The final path."""
@@ -294,29 +291,37 @@ class LocalWriter:
         """Make the object appear with all its bytes, durable; `Exists` if the key is taken."""
         self._check_open()
         self._parts.check_complete()
-        self._end("failed")
-        with translated("finish", self._parts.key, self._final):
-            self._store.direct &= self._temp.direct
-            self._temp.truncate(self._parts.size)
-            self._temp.publish(self._final, self._store.root, replace=False)
-        self._state = "finished"
+        with self._changed:
+            self._state = "failed"
+            self._changed.wait_for(lambda: not self._num_users)
+            self._num_users += 1
+        try:
+            with translated("finish", self._parts.key, self._final):
+                self._store.direct &= self._temp.direct
+                self._temp.truncate(self._parts.size)
+                self._temp.publish(self._final, self._store.root, replace=False)
+            with self._changed:
+                self._state = "finished" if self._state == "failed" else self._state
+        finally:
+            self._let_go()
 
-    @patient
     def abort(self) -> None:
-        """Forget everything written; waits for writes under way in other threads."""
-        if self._state == "finished":
-            return
-        self._end("aborted")
+        """Forget everything written; waits for writes under way in other threads.  While storage does not
+        answer, nobody waits: all is forgotten when it does."""
+        with self._changed:
+            if self._state == "finished":
+                return
+            self._state = "aborted"
+        self.patience.tidy(self._forget, "abort", self._final)
+
+    def _forget(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_users)
         self._temp.discard()
-        if self._temp.is_at(self._final):  # finish failed between the name and its fsync
+        if self._temp.is_at(self._final):  # finish failed, or was given up, after the name was made
             with suppress(OSError):
                 os.unlink(self._final)
         remove_empty_directories(os.path.dirname(self._final), self._store.root)
-
-    def _end(self, state: str) -> None:
-        with self._idle:
-            self._state = state
-            self._idle.wait_for(lambda: not self._num_writes)
 
     def _check_open(self) -> None:
         if self._state != "open":
@@ -327,12 +332,15 @@ class LocalWriter:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Hold the file open: a descriptor closed in mid-write could by then be another file's."""
-        with self._idle:
+        with self._changed:
             self._check_open()
-            self._num_writes += 1
+            self._num_users += 1
         try:
             yield
         finally:
-            with self._idle:
-                self._num_writes -= 1
-                self._idle.notify_all()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        with self._changed:
+            self._num_users -= 1
+            self._changed.notify_all()

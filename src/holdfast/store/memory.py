@@ -72,7 +72,7 @@ class MemoryStore:
         self.open(key).read(offset, into)
 
     def open(self, key: str) -> MemoryReader:
-        """For many reads of one object."""
+        """Open an object for many reads."""
         return MemoryReader(key, self._object(key))
 
     def size(self, key: str) -> int:

@@ -1,4 +1,4 @@
-"""What stands in the way to a path, in words, from the top down.
+"""Obstacles on the way to a path, in words, from the top down.
 
     obstacle("/scratch/run/steps")        # "'/scratch/run' is a file, not a folder"
 
@@ -46,7 +46,7 @@ def obstacle(path: str, *, folder: bool = False) -> tuple[str, str] | None:
 
 
 def _of_link(path: str, code: int | None) -> tuple[str, str] | None:
-    """Why a link leads nowhere; None if there is no link."""
+    """Say why a link leads nowhere; None if there is no link."""
     if not os.path.islink(path):
         return None
     target = os.readlink(path)

@@ -12,7 +12,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.errors import Exists, NotFound, OutOfSpace, StoreError, Unavailable
+from holdfast.errors import Exists, HoldfastError, NotFound, OutOfSpace, StoreError, Unavailable
 from holdfast.store.obstacles import NESTED, obstacle
 
 MOST_SHOWN = 400
@@ -20,7 +20,7 @@ _ON_THE_WAY = (
     errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.EACCES, errno.EBUSY,
 )  # fmt: skip
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""How a file system says that it does not know a flag or a call."""
+"""Error numbers by which a file system says that it does not know a flag or a call."""
 
 _PASSING = (
     "EIO ESTALE ETIMEDOUT EAGAIN EINTR EBUSY ENOLCK ENOMEM EMFILE ENFILE EREMOTEIO ECONNRESET "
@@ -56,6 +56,8 @@ def translated(op: str, key: str, path: str) -> Iterator[None]:
     """The one border where an `OSError` becomes a `StoreError`."""
     try:
         yield
+    except HoldfastError:  # a Deadline is an OSError, too
+        raise
     except OSError as error:
         raise _store_error(op, key, path, error) from error
 

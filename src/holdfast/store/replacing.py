@@ -96,7 +96,7 @@ def _lock(fd: int, path: str, until: float) -> bool:
 
 
 def _is_at(fd: int, path: str) -> bool:
-    """Whether `path` still names the open file."""
+    """True if `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

@@ -49,7 +49,7 @@ _TEMP_NAME = re.compile(r"\.tmp-(?P<place>.+)-(?P<pid>\d{1,9})-[0-9a-f]{16}")
 
 
 def owner() -> str:
-    """Names where this process runs, for file names; `unknown` if that cannot be told apart."""
+    """Name of where this process runs, for file names; `unknown` if that cannot be told apart."""
     where = place()
     return "unknown" if where is None else hashlib.sha256(where.encode()).hexdigest()[:16]
 
@@ -201,7 +201,7 @@ class TempFile:
             fsync_directories(directory, root)
 
     def is_at(self, path: str) -> bool:
-        """Whether `path` names this file."""
+        """True if `path` names this file."""
         with suppress(OSError):
             return self._identity is not None and os.path.samestat(self._identity, os.stat(path))
         return False
@@ -262,7 +262,7 @@ class TempFile:
 
 
 def is_aligned(view: memoryview) -> bool:
-    """Whether memory starts at a block."""
+    """True if memory starts at a multiple of `BLOCK_BYTES`."""
     return np.frombuffer(view, np.uint8).ctypes.data % BLOCK_BYTES == 0
 
 

@@ -10,22 +10,22 @@ from holdfast.store.base import Bytes, Reader, Writer
 
 
 class ViewStore(ABC):
-    """A `Store` that is told by how its objects are opened; nothing can be written to it."""
+    """A `Store` that is defined by how its objects are opened; nothing can be written to it."""
 
     url: str
     shows: ClassVar[str]
-    """What it is, for who tries to write: `a foreign checkpoint`."""
+    """Words for the view, told to who tries to write: `a foreign checkpoint`."""
 
     @abstractmethod
     def open(self, key: str) -> Reader:
-        """As `Store.open`."""
+        """Open an object for reading, as `Store.open`."""
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """As `Store.size`."""
+        """Length of an object in bytes, as `Store.size`."""
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
-        """As `Store.read`."""
+        """Fill `into` with the bytes from `offset` on, as `Store.read`."""
         reader = self.open(key)
         try:
             reader.read(offset, into)
@@ -33,27 +33,27 @@ class ViewStore(ABC):
             reader.close()
 
     def get(self, key: str) -> bytes:
-        """As `Store.get`."""
+        """The whole of an object, as `Store.get`."""
         data = bytearray(self.size(key))
         self.read(key, 0, memoryview(data))
         return bytes(data)
 
     def list(self, prefix: str = "") -> list[str]:
-        """Nothing: who reads a view knows its keys."""
+        """Return no keys: who reads a view knows them."""
         return []
 
     def put(
         self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
     ) -> None:
-        """UsageError."""
+        """Raise UsageError: a view is only read."""
         raise self._refusal(key)
 
     def create(self, key: str, size: int) -> Writer:
-        """UsageError."""
+        """Raise UsageError: a view is only read."""
         raise self._refusal(key)
 
     def delete(self, key: str) -> None:
-        """UsageError."""
+        """Raise UsageError: a view is only read."""
         raise self._refusal(key)
 
     def _refusal(self, key: str) -> UsageError:
@@ -68,9 +68,9 @@ class PartReader:
         self._start = start
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
+        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         self._inner.read(self._start + offset, into)
 
     def close(self) -> None:
-        """As `Reader.close`."""
+        """Close the other reader, as `Reader.close`."""
         self._inner.close()

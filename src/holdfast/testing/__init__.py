@@ -1,4 +1,4 @@
-"""What holdfast tests itself with, for those who build on it.
+"""Tools that holdfast tests itself with, for those who build on it.
 
 class TestMyStore(StoreTests):         # is my store a right one?
     @pytest.fixture

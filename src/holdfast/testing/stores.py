@@ -58,7 +58,7 @@ def raised(kind: type[E], call: Callable[P, object], *args: P.args, **named: P.k
 
 
 def together(*calls: Callable[[], T]) -> list[T]:
-    """What the calls return, made at the same time from as many threads; raises the first error."""
+    """Make the calls at one time, a thread each; return their results or raise the first error."""
     start = threading.Barrier(len(calls))
 
     def begin(call: Callable[[], T]) -> T:

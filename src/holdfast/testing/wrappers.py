@@ -202,7 +202,7 @@ class Faulty(Wrapper):
 
     def __init__(self, inner: Store, fail: Callable[[str, str], Exception | None]) -> None:
         super().__init__(inner)
-        self.fail = function_of(fail, "Faulty", "fail", "that takes an operation and a key")
+        self.fail = function_of(fail, "Faulty", "fail", "that takes an operation and a key", 2)
 
     def around(self, operation: Operation, call: Callable[[], T]) -> T:
         """Ask `fail` first."""

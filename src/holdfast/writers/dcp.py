@@ -65,7 +65,7 @@ class _Files:
 
 
 def plan_dcp(source: Checkpoint, options: Options) -> Planned:
-    """All tensors and all extras but those that each rank had for itself."""
+    """Plan all tensors and all extras but those that each rank had for itself."""
     extras, left_out = keep_extras(source)
     files, entries = _Files(options.max_file_bytes), _Entries()
     paths = _paths(source, extras)
@@ -106,7 +106,7 @@ def _chunks(files: _Files, number: int, t: TensorEntry) -> Iterator[_Chunk]:
 
 
 def _paths(source: Checkpoint, extras: dict[str, Any]) -> dict[str, Path]:
-    """By name of a tensor or alias, where it stands in the dict of a dict that DCP flattens."""
+    """Return the path of each tensor or alias, by name, in the dict of dicts that DCP flattens."""
     optimizers = {k for k, v in extras.items() if isinstance(v, dict) and "$optimizer" in v}
     inside = {name: path for key, v in extras.items() for name, path in _referred(v, (key,))}
     states = {t.name: t.state for t in source.manifest.tensors}
@@ -171,7 +171,7 @@ def _flat(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 
 
 class _Entries:
-    """What `.metadata` lists."""
+    """The entries that `.metadata` lists."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from holdfast.writers.pickling import Call, Global, Instance
 from holdfast.writers.planned import Options, Planned, is_float
 
 VERSION = "0.16.0"
-"""Of DeepSpeed, if the source does not say; loaders refuse files that name none."""
+"""Version of DeepSpeed to name if the source does not say; loaders refuse files that name none."""
 SCHEDULERS = ("lr_scheduler", "scheduler", "sched", "opt_param_scheduler")
 STAGES = ("", "zero_pp_rank_0_")
 """Prefix of the file of model states that stages 1 and 2, and stage 3, look for."""
@@ -40,7 +40,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def plan_deepspeed(source: Checkpoint, options: Options) -> Planned:
-    """Weights, optimizer states, groups, counters and the scheduler."""
+    """Plan weights, optimizer states, groups, counters and the scheduler."""
     tag = f"global_step{source.step}_universal"
     extras, left_out = keep_extras(source)
     plain = {k: decode(v, partial(_tagged, source)) for k, v in extras.items()}
@@ -90,7 +90,7 @@ def _without_place(
 
 
 def _params(source: Checkpoint, key: str) -> dict[str, tuple[int, TensorEntry]]:
-    """By name, number and entry of what may be trained under a key."""
+    """Return number and entry of each tensor that may be trained under a key, by name."""
     return {
         t.name.removeprefix(f"{key}."): (i, t)
         for i, t in enumerate(source.manifest.tensors)
@@ -99,7 +99,7 @@ def _params(source: Checkpoint, key: str) -> dict[str, tuple[int, TensorEntry]]:
 
 
 def _tagged(source: Checkpoint, tag: str, body: Any) -> Any:
-    """As `plain_tensor`, but a tensor that an object refers to by name is taken from the source."""
+    """Do as `plain_tensor`, but take a tensor that an object refers to by name from the source."""
     if tag == "$object":
         return decode(body, partial(_tagged, source))
     if tag != "$at":
@@ -193,7 +193,7 @@ def _version(source: Checkpoint) -> str:
 def _model_states(
     source: Checkpoint, key: str, plain: dict[str, Any], optim: str | None
 ) -> dict[str, Any]:
-    """What is not sharded; weights stay out of it, buffers do not."""
+    """Return all that is not sharded; weights stay out of it, buffers do not."""
     params = _params(source, key)
     buffers = {
         t.name.removeprefix(f"{key}."): Tensor(t.dtype, t.shape, i)

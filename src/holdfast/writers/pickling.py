@@ -28,7 +28,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a function returns when the reader calls it."""
+    """The result of a function that the reader calls."""
 
     function: Global
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What every writer makes of a checkpoint: files to be written, and small ones that make them count.
+"""Plans that writers make of a checkpoint: files to be written, and small ones that make them count.
 
 A writer decides everything before anything is read: which tensors go where, under which names.  Then
 `holdfast.converting` writes the files, in any order, and the small ones last, in theirs.
@@ -23,13 +23,13 @@ Rename = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`dtype`: of weights in formats that hold weights alone.  `rename`: their new names."""
+    """`dtype`: that of weights in formats that hold weights alone.  `rename`: their new names."""
 
     max_file_bytes: int = 5_000_000_000
     dtype: str | None = None
     rename: Rename | None = None
     key: str = "model"
-    """Of the source's state, where weights are asked for."""
+    """Key of the source's state whose weights are asked for."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Weight:
     shape: tuple[int, ...]
     dtype: str
     also: tuple[str, ...] = field(default=())
-    """Further names of a tied one."""
+    """Further names of a tied tensor."""
 
     @property
     def bytes(self) -> int:
@@ -78,7 +78,10 @@ def weights(source: Checkpoint, options: Options) -> list[Weight]:
 
 
 def _renamed(name: str, options: Options) -> str:
-    new = name if options.rename is None else options.rename(name)
+    try:
+        new = name if options.rename is None else options.rename(name)
+    except Exception as error:
+        raise UsageError(f"rename({name!r}) raised {type(error).__name__}: {error}") from error
     if not isinstance(new, str) or not new:
         raise UsageError(f"rename({name!r}) returned {shown(new)}: must be a name")
     return new
@@ -116,7 +119,7 @@ def _check_names(new: dict[str, str]) -> None:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a dtype is a real floating one."""
+    """True if a dtype is a real floating one."""
     return dtype.startswith(("float", "bfloat"))
 
 

@@ -13,11 +13,13 @@ from holdfast.checkpoint.outfiles import Outfile
 from holdfast.errors import AgentError, HoldfastError
 
 DEADLINE_S = 3600.0
-"""How long a rank that has finished waits for the slowest."""
+"""Seconds that a rank that has finished waits for the slowest, if that one shows signs of life."""
+SILENT_S = 60.0
+"""Seconds for which a rank may show no sign of life."""
 MEET_S = 60.0
-"""How long a rank waits for the others to begin: all of a torchrun start at about the same time."""
+"""Seconds a rank waits for the others to begin: all of a torchrun start at about the same time."""
 TELL_S = 2.0
-"""When it says for whom."""
+"""Seconds after which a waiting rank says for whom it waits."""
 
 
 class Ranks:
@@ -82,10 +84,10 @@ def converting_ranks() -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
         yield Ranks()
         return
-    from holdfast.group import launched
+    from holdfast.group import launched, pulse
 
     try:
-        group = launched(DEADLINE_S, "convert()", MEET_S, TELL_S)
+        group = launched(SILENT_S, "convert()", MEET_S, TELL_S)
     except AgentError as error:
         error.hint = (
             "a conversion under torchrun is made by all ranks; for this process to make it alone, start it "
@@ -93,6 +95,7 @@ def converting_ranks() -> Iterator[Ranks]:
         )
         raise
     try:
-        yield Ranks(group)
+        with pulse(group, "convert()", SILENT_S):
+            yield Ranks(group)
     finally:
         group.close()

@@ -9,7 +9,7 @@ from holdfast.writers.planned import Options
 
 
 def attempt_name(identity: str) -> str:
-    """Who has written a step, by what the conversion is of."""
+    """Return the attempt name of a step, by the identity of the conversion that writes it."""
     return f"convert-{identity}"
 
 

@@ -1,4 +1,4 @@
-"""Experts: a rank numbers its own from 0, files and we those of all ranks."""
+"""Names of experts: a rank numbers its own from 0, files and holdfast number those of all ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9}
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is an expert's."""
+    """True if a parameter is an expert's."""
     return _EXPERT.fullmatch(name) is not None
 
 
 def globally(names: Iterable[str], rank: int) -> dict[str, str]:
-    """By an expert-parallel rank's own names those with the experts' numbers of all.
+    """Map an expert-parallel rank's own names to names with the experts' numbers among all ranks.
 
-    `names` are all of the rank's: every rank has as many experts of a layer.
+    `names` are all of the rank's: every rank has equally many experts of a layer.
     """
     matches = {name: _EXPERT.fullmatch(name) for name in names}
     local: dict[str, set[str]] = {}
@@ -29,7 +29,7 @@ def globally(names: Iterable[str], rank: int) -> dict[str, str]:
 
 
 def of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
-    """Of names with the experts' numbers of all, those of an expert-parallel rank's experts."""
+    """Return those of `names`, numbered among all ranks, that are of one rank's experts."""
     matches = [m for m in map(_EXPERT.fullmatch, names) if m]
     numbers: dict[str, set[int]] = {}
     for m in matches:

@@ -29,13 +29,13 @@ class Shard:
     tp: int
     tree: Tree
     module: dict[str, Any]
-    """The state_dict, of pipelines that of the layers."""
+    """The state_dict; in a pipeline that of the layers."""
     optim: Sequence[Tree]
     flats: Sequence[Flat]
 
     @property
     def trained(self) -> dict[str, Flat]:
-        """By parameter, the group that holds it."""
+        """The group that holds each parameter, by name."""
         return {name: flat for flat in self.flats for name in flat.shapes}
 
 
@@ -59,7 +59,7 @@ def shards(store: Store, files: Files) -> list[Shard]:
 
 
 def _trees(store: Store, files: Files) -> list[Tree]:
-    """The model files, one for each model-parallel rank; of ZeRO-3 that of its first rank."""
+    """The model files, one per model-parallel rank; under ZeRO-3 its first data-parallel rank's."""
     first = {mp: min(at for at in files.model if at[1] == mp) for _, mp in files.model}
     for mp in range(max(first) + 1):
         if mp not in first:
@@ -70,13 +70,13 @@ def _trees(store: Store, files: Files) -> list[Tree]:
 
 
 def _renamed(files: dict[tuple[int, int], str], what: str, number: int) -> str:
-    """What a missing file would be called, by another's name."""
+    """Name of a missing file, made from that of another one."""
     width = 2 if what == "mp_rank" else 1
     return re.sub(rf"{what}_\d+", f"{what}_{number:0{width}}", files[min(files)])
 
 
 def _tensor_ranks(tree: Tree, files: Files, ranks: int) -> int:
-    """How many tensor-parallel ranks a pipeline stage has."""
+    """Number of tensor-parallel ranks that a pipeline stage has."""
     said = tree.maybe("checkpoint_parallel_dimensions", dict)
     tp = said.get("tp_degree") if said else len({t for _, t in files.layers}) or ranks
     if (
@@ -105,7 +105,7 @@ def _layers(store: Store, files: Files, tp: int) -> dict[tuple[int, int], Tree]:
 
 
 def _experts(store: Store, files: Files, mp: int) -> dict[str, Any]:
-    """What the expert files of a model-parallel rank hold."""
+    """Return what the expert files of a model-parallel rank hold."""
     found: dict[str, Any] = {}
     for _, path in sorted((at, path) for at, path in files.experts.items() if at[2] == mp):
         found |= read(store, path).root
@@ -113,7 +113,7 @@ def _experts(store: Store, files: Files, mp: int) -> dict[str, Any]:
 
 
 def _named(tree: Tree, optim: Sequence[Tree]) -> dict[str, Shape | None]:
-    """What the files of a shard name: parameters with their shapes if they are told, and buffers."""
+    """Names in a shard's files: parameters, with their shapes if they are told, and buffers."""
     found: dict[str, Shape | None] = dict.fromkeys(model.buffers(tree))
     shapes = model.shapes(tree)
     for group in shapes or ():
@@ -126,7 +126,7 @@ def _named(tree: Tree, optim: Sequence[Tree]) -> dict[str, Shape | None]:
 def _modules(
     layers: dict[tuple[int, int], Tree], named: Sequence[dict[str, Shape | None]], tp: int
 ) -> list[dict[str, Any]]:
-    """By model-parallel rank its layers, under the names that its parameters and buffers have."""
+    """Layers of each model-parallel rank, under the names that its parameters and buffers have."""
     found: list[dict[str, Any]] = [{} for _ in named]
     for (layer, t), file in sorted(layers.items()):
         mp, prefix = _owner(layer, file, named, range(t, len(named), tp))
@@ -137,9 +137,9 @@ def _modules(
 def _owner(
     layer: int, file: Tree, named: Sequence[dict[str, Shape | None]], ranks: Sequence[int]
 ) -> tuple[int, str]:
-    """Whose a layer is, and what its names begin with: its number, or `tied_modules.<key>`.
+    """Rank that owns a layer, and what its names begin with: its number, or `tied_modules.<key>`.
 
-    One that no rank names (all of it frozen) counts as the first's.
+    A layer that no rank names (all of it frozen) counts as the first's.
     """
     for mp in ranks:
         if any(f"{layer}.{name}" in named[mp] for name in file.root):
@@ -206,7 +206,7 @@ def _ranks(store: Store, files: Files, mp: int) -> list[Tree]:
 
 
 def _partitions(tree: Tree) -> int:
-    """How many ranks the optimizer is cut over; the most, where groups differ."""
+    """Number of ranks that the optimizer is cut over; the largest, where groups differ."""
     said: Any = tree.get("partition_count", object)
     counts: list[int] = said if isinstance(said, list) else [said]
     if not counts or not all(type(n) is int and 0 < n < 1 << 24 for n in counts):
@@ -223,7 +223,7 @@ def _stage(tree: Tree) -> int:
 
 
 def _check_alike(found: Sequence[Shard]) -> None:
-    """That all files are of one save, as far as their counters and options tell."""
+    """Check that all files are of one save, as far as their counters and options tell."""
     first = found[0]
     for shard in found:
         if len(shard.trained) != sum(len(flat.shapes) for flat in shard.flats):

@@ -1,4 +1,4 @@
-"""How the parts of tensor-parallel ranks make a parameter.
+"""Tells how the parts of tensor-parallel ranks make a parameter.
 
 A model that is to be converted puts `universal_checkpoint_info` into its checkpoints: regular expressions
 over names.  `holdfast.rules.deepspeed` knows what they say.
@@ -31,11 +31,11 @@ class Layout:
     shape: Shape
     replica: Replica = "unique"
     slices: Slices | None = None
-    """None: it is whole."""
+    """Cut of the parameter over the tensor-parallel ranks; None if it is whole."""
     path: str = ""
 
     def views(self, state: str = "param") -> tuple[View, ...]:
-        """By rank.  The state matters where values are scaled."""
+        """Return what each rank stores, by rank.  The state matters where values are scaled."""
         if self.slices is None:
             return (View.whole(self.shape),)
         with _said_in(self.path):
@@ -43,7 +43,7 @@ class Layout:
 
 
 class Layouts:
-    """Of all parameters in `shapes`: by name those that the tensor-parallel ranks hold.
+    """Layouts of all parameters; `shapes` are those that the tensor-parallel ranks hold, by name.
 
     `info` is what the file `path` says of them.  FormatError, naming it, if that does not fit the shapes.
     """
@@ -69,7 +69,7 @@ class Layouts:
                 self._slices = Slices(info, shapes)
 
     def of(self, name: str) -> Layout:
-        """How one is made up."""
+        """Return the layout of one parameter."""
         if self._slices is None:
             return Layout(name, self._shapes[name][0])
         with _said_in(self._path):

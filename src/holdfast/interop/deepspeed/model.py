@@ -17,7 +17,7 @@ MAX_DIMS = 64
 
 
 def shapes(tree: Tree) -> list[dict[str, Shape]] | None:
-    """By group of the optimizer, its parameters in the order in which they were flattened."""
+    """Shapes of each optimizer group's parameters, in the order in which they were flattened."""
     groups = tree.maybe("param_shapes", list)
     return None if groups is None else [checked(tree, group) for group in groups]
 
@@ -34,7 +34,7 @@ def checked(tree: Tree, group: Any) -> dict[str, Shape]:
 
 
 def buffers(tree: Tree) -> set[str]:
-    """Names of what is no parameter."""
+    """Names of the buffers, which are no parameters."""
     return set(tree.maybe("buffer_names", list) or ())
 
 
@@ -49,7 +49,7 @@ def parameters(tree: Tree, module: dict[str, Any]) -> dict[str, TensorRef]:
 
 
 def tied(tree: Tree, module: dict[str, Any], trained: Iterable[str]) -> dict[str, str]:
-    """By name, the other name under which its values are kept."""
+    """Return, for each tied name, the other name under which its values are kept."""
     said = tree.maybe("shared_params", dict) or {}
     trained = list(trained)
     names = dict.fromkeys([*trained, *module])
@@ -67,7 +67,7 @@ def tied(tree: Tree, module: dict[str, Any], trained: Iterable[str]) -> dict[str
 
 
 def is_stage_3(tree: Tree) -> bool:
-    """Whether a model file is one of many, each of a rank's own."""
+    """True if a model file is one of many, each of a rank's own."""
     return tree.path.rpartition("/")[2].startswith("zero_pp_rank_")
 
 

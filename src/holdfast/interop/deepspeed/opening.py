@@ -54,7 +54,7 @@ def _folder(store: Store, step: int | None) -> str:
 
 
 def _step(store: Store, folder: str) -> int:
-    """By the tag's name, else by what its first model file says."""
+    """Return the step that the tag's name tells, else the one that its first model file says."""
     named = step_in(store, folder)
     if named is not None:
         return named
@@ -69,14 +69,14 @@ def _counted(tree: Tree) -> int:
 
 @dataclass
 class _Found:
-    """What the files have given so far."""
+    """Tensors, extras and other names that the files have given so far."""
 
     tensors: list[Foreign] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
     def add(self, tensors: Sequence[Foreign], values: dict[str, Any]) -> None:
-        """Tensors and extras; extras of one key are joined."""
+        """Add tensors and extras; extras of one key are joined."""
         self.tensors += tensors
         for key, value in values.items():
             self.extras[key] = {**self.extras[key], **value} if key in self.extras else value
@@ -124,7 +124,7 @@ def _open(store: Store, folder: str) -> Checkpoint:
 
 
 def _layouts(grid: Sequence[Shard], shapes: dict[str, list[Shape]]) -> Layouts:
-    """By what is said of tensor parallelism: by the user's model, or by DeepSpeed's own."""
+    """Return layouts by what the user's model, or DeepSpeed's own, says of tensor parallelism."""
     trees = [grid[0].tree, *grid[0].optim[:1]]
     for tree in trees:
         info = tree.maybe(INFO, dict)
@@ -136,7 +136,7 @@ def _layouts(grid: Sequence[Shard], shapes: dict[str, list[Shape]]) -> Layouts:
 def _columns(
     grid: Sequence[Shard], name: str, flats: Sequence[dict[str, Flat]]
 ) -> list[list[Flat]]:
-    """By stage that has a parameter, the groups that hold it on its tensor-parallel ranks."""
+    """For each stage that has a parameter, the groups that hold it on its tensor-parallel ranks."""
     stages: dict[int, list[Flat]] = {}
     for shard, held in zip(grid, flats):
         if name in held:
@@ -149,7 +149,7 @@ def _columns(
 
 
 def _add_trained(found: _Found, grid: Sequence[Shard]) -> set[str]:
-    """What ZeRO has cut over the ranks."""
+    """Add what ZeRO has cut over the ranks; return the parameters' names."""
     flats = [shard.trained for shard in grid]
     names = dict.fromkeys(name for held in flats for name in held)
     columns = {name: _columns(grid, name, flats) for name in names}
@@ -170,7 +170,7 @@ def _add_trained(found: _Found, grid: Sequence[Shard]) -> set[str]:
 def _add_universal(
     store: Store, folder: str, files: Files, grid: Sequence[Shard], found: _Found
 ) -> set[str]:
-    """What ds_to_universal has put together."""
+    """Add what ds_to_universal has put together; return the parameters' names."""
     said: list[dict[str, Shape]] = []
     for shard in grid:
         for g, group in enumerate(model.shapes(shard.tree) or ()):
@@ -185,7 +185,7 @@ def _add_universal(
 
 
 def _add_whole(store: Store, files: Files, grid: Sequence[Shard], found: _Found) -> set[str]:
-    """Without ZeRO the model file holds everything.  The parameters of which it has a master copy."""
+    """Add a model file that holds everything, without ZeRO; return parameters with a master copy."""
     tree = grid[0].tree
     if tree.maybe("optimizer", dict) is None:
         return set()
@@ -215,7 +215,7 @@ def _add_whole(store: Store, files: Files, grid: Sequence[Shard], found: _Found)
 
 
 def _add_frozen(store: Store, files: Files, grid: Sequence[Shard], found: _Found) -> set[str]:
-    """Frozen parameters of ZeRO-3, which are cut over the ranks."""
+    """Add frozen parameters of ZeRO-3, which are cut over the ranks; return their names."""
     tree = grid[0].tree
     shapes = tree.maybe("frozen_param_shapes", dict)
     if not shapes or not model.is_stage_3(tree):
@@ -228,7 +228,7 @@ def _add_frozen(store: Store, files: Files, grid: Sequence[Shard], found: _Found
 
 
 def _add_others(found: _Found, grid: Sequence[Shard], trained: set[str]) -> None:
-    """Buffers, frozen parameters and tied ones: what `module` has besides."""
+    """Add buffers, frozen parameters and tied ones: what `module` has besides."""
     done = set(trained)
     for first in (shard for shard in grid if shard.tp == 0):
         column = [shard for shard in grid if shard.pp == first.pp]

@@ -1,11 +1,11 @@
-"""What is no tensor of the model or of the optimizer, as extras by key.
+"""Reads all that is no tensor of the model or of the optimizer, as extras by key.
 
 optim       the optimizer's groups with their hyper-parameters, and states that are plain numbers
 scheduler   the learning-rate scheduler's state_dict
 scaler      the loss scaler's fields
 client      what the user gave to `save_checkpoint(client_state=...)`
 deepspeed   counters, configuration, version: everything else
-optim.engine  of these what a live engine goes on with, as one that is saved by holdfast has it
+optim.engine  the part of these that a live engine goes on with, in the form that holdfast saves
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def of_model(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
 
 
 def of_optimizer(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
-    """What an optimizer's state_dict says besides the parameters' states: `scaler` and `deepspeed`."""
+    """An optimizer's state_dict without the parameters' states, as extras `scaler` and `deepspeed`."""
     tensors: list[Foreign] = []
 
     def on_tensor(ref: TensorRef, path: str) -> Any:
@@ -98,14 +98,14 @@ def engine(extras: dict[str, Any]) -> dict[str, Any]:
 
 
 def signature(tree: Tree) -> Any:
-    """What every rank of one save says alike."""
+    """Hyper-parameters and extras of an optimizer, which every rank of one save states alike."""
     return [hyper(tree, group) for group in param_groups(tree)], of_optimizer(tree)[1]
 
 
 def groups(stages: Iterable[tuple[Tree, Sequence[Flat]]]) -> dict[str, Any]:
-    """The extra `optim`: by group its parameters and hyper-parameters, by parameter its plain states.
+    """The extra `optim`: each group's parameters and hyper-parameters, each parameter's plain states.
 
-    Groups of pipeline stages are one where they have the same number and hyper-parameters.
+    Groups of pipeline stages become one where they have the same number and hyper-parameters.
     """
     members: dict[tuple[int, str], list[str]] = {}
     options: dict[tuple[int, str], Any] = {}

@@ -29,7 +29,7 @@ Held = tuple[list[Foreign], dict[str, Any]]
 def optimizer(model: Tree, params: Mapping[str, TensorRef], expert_rank: int = 0) -> Held:
     """Tensors and extras of the optimizer in a file; `params` are the model's own, in order.
 
-    Of other expert-parallel ranks than the first only what they hold of experts, which are `params` then.
+    For expert-parallel ranks other than the first, only what they hold of experts.
     """
     tree = model.below("optimizer")
     if "optimizer_state_dict" not in tree.root:
@@ -142,7 +142,7 @@ def _known(
 
 
 def _flattened(tree: Tree, params: Mapping[str, TensorRef]) -> Held:
-    """Groups that were flattened: the model's tensors lie in their 16-bit twins as in them."""
+    """Tensors and extras of flattened groups; the model's tensors lie alike in 16-bit twins."""
     chains = _chains(params)
     tensors: list[Foreign] = []
     flats = []

@@ -1,4 +1,4 @@
-"""What files a DeepSpeed checkpoint consists of, by their names alone.
+"""Finds the files that a DeepSpeed checkpoint consists of, by their names alone.
 
 `save_checkpoint(DIR)` makes `DIR/<tag>/` and names the newest tag in `DIR/latest`:
 
@@ -44,13 +44,13 @@ class Files:
     model: dict[At, str] = field(default_factory=dict)
     optim: dict[At, str] = field(default_factory=dict)
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By (layer, tensor-parallel rank)."""
+    """Files of pipeline layers, by (layer, tensor-parallel rank)."""
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    """By (MoE layer, expert, model-parallel rank)."""
+    """Files of experts, by (MoE layer, expert, model-parallel rank)."""
     expert_optim: dict[At, str] = field(default_factory=dict)
-    """By (expert-parallel rank, model-parallel rank)."""
+    """Files of experts' optimizers, by (expert-parallel rank, model-parallel rank)."""
     universal: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By parameter, then state."""
+    """Files of the universal format, by parameter, then state."""
 
 
 def files_of(store: Store, folder: str) -> Files:
@@ -92,7 +92,7 @@ def _twice(one: str, other: str) -> FormatError:
 
 
 def is_deepspeed(store: Store) -> bool:
-    """Whether a directory is a DeepSpeed checkpoint, or the folder of one of its tags."""
+    """True if a directory is a DeepSpeed checkpoint, or the folder of one of its tags."""
     return _is_tag(store, "") or any(
         tag is not None and (_is_tag(store, f"{tag}/") or _STEP.fullmatch(tag))
         for tag in (_named(store, marker) for marker in LATEST)
@@ -100,7 +100,7 @@ def is_deepspeed(store: Store) -> bool:
 
 
 def may_be_deepspeed(store: Store) -> bool:
-    """As `is_deepspeed`, where a prefix says what it is: tags without a marker will do."""
+    """True if `is_deepspeed`, or if tags have no marker: enough where a prefix names the format."""
     return is_deepspeed(store) or bool(folders(store))
 
 

@@ -47,7 +47,7 @@ def cut(name: str, shape: Shape, cuts: Sequence[Cut], refs: Sequence[TensorRef])
 
 
 def named(name: str, state: str) -> str:
-    """The tensor of a parameter's state; its master copy is the parameter itself."""
+    """Name of the tensor of a parameter's state; the master copy is the parameter itself."""
     return f"model.{name}" if state == MASTER else f"optim.{name}.{state}"
 
 
@@ -99,7 +99,7 @@ def _parts(flat: Flat, name: str, state: str, where: Where) -> tuple[Part, ...]:
 def _joined(
     name: str, dtype: str, state: str, layout: Layout, sets: list[list[tuple[Part, ...]]]
 ) -> Foreign:
-    """What the ranks hold as one tensor: their parts together, copies of each other, or to be averaged."""
+    """Make one tensor of what the ranks hold: parts of it, copies of each other, or values to average."""
     if layout.replica == "unique":
         whole_sets = [tuple(part for parts in column for part in parts) for column in sets]
     elif layout.replica == "averaged":
@@ -111,7 +111,7 @@ def _joined(
 
 
 def _averaged(name: str, column: Sequence[tuple[Part, ...]]) -> tuple[Part, ...]:
-    """Parts that the mean of the ranks' is taken of."""
+    """Return parts that are the mean of the ranks' parts."""
     first = column[0]
     if any([p.fragment for p in parts] != [p.fragment for p in first] for parts in column):
         raise FormatError(f"{name!r} is to be averaged, but cut differently by each rank")

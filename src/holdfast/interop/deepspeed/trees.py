@@ -32,11 +32,11 @@ OURS = ("deepspeed.", "megatron.")
 """Packages whose classes are Records, whatever their names."""
 MAX_INLINE_BYTES = 1 << 20
 MALFORMED = (TypeError, ValueError, AttributeError, LookupError, OverflowError, RecursionError)
-"""What Python says of a tree that is not as DeepSpeed writes it."""
+"""Errors that Python raises for a tree that is not as DeepSpeed writes it."""
 
 
 class _Packages(dict[tuple[str, str], Any]):
-    """As a table: every class of the packages, as Records."""
+    """A table of every class of the packages `OURS`, as Records."""
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, tuple) and key[0].startswith(OURS)
@@ -97,7 +97,7 @@ class Tree:
         return found
 
     def maybe(self, key: str, kind: type[T]) -> T | None:
-        """As `get`, or None where it is missing or None."""
+        """Return the same as `get`, or None where the value is missing or None."""
         found = self.root.get(key)
         if found is None or isinstance(found, kind):
             return found
@@ -142,7 +142,7 @@ class Tree:
 
 
 def source(ref: TensorRef) -> Callable[[], Place]:
-    """Where a tensor of a file begins."""
+    """Return a source that gives where a tensor of a file begins."""
     return partial(_place, ref)
 
 
@@ -175,7 +175,7 @@ def read(store: Store, path: str, bare: str | None = None) -> Tree:
 
 
 def _plain(value: Record) -> Any:
-    """What a Record stands for, without its class."""
+    """Return what a Record stands for, without its class."""
     if value.name in ("scalar", "ndarray", "dtype", "Namespace"):
         return plaindata.plain(value)
     if value.fields:

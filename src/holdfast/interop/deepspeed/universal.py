@@ -1,7 +1,7 @@
 """DeepSpeed's universal format: `zero/<parameter>/<state>.pt`, one tensor each.
 
 A file holds `{"param": tensor}`, of ZeRO-3 the bare tensor, flattened.  The files of the states are opened
-when they are read; they are as their parameter's `fp32.pt`, and `step.pt` is one number for it.
+when they are read; they have dtype and shape of `fp32.pt`, and `step.pt` is one number for it.
 `optimizer_state.pt` has the groups, the model files beside it all that is not trained.
 """
 
@@ -28,7 +28,7 @@ STEP, PARAM = "step", "param"
 
 
 Files = Mapping[str, Mapping[str, str]]
-"""By parameter, then state, the file."""
+"""The file of each state, by parameter, then state."""
 
 
 def parameters(
@@ -61,7 +61,7 @@ def parameters(
 
 
 def _place(store: Store, path: str, like: TensorRef) -> Place:
-    """Where a state lies, which is asked when it is read."""
+    """Return where a state lies; called when it is read."""
     ref = _tensor(store, path)
     if (ref.dtype, ref.shape) != (like.dtype, like.shape):
         raise FormatError(

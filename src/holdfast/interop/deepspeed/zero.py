@@ -46,17 +46,17 @@ class Flat:
     shapes: dict[str, Shape]
     cuts: dict[str, list[Cut]]
     states: dict[str, list[TensorRef]]
-    """By state, `fp32` for the master copy: each rank's flat array."""
+    """Flat arrays of the ranks, by state; `fp32` is the master copy."""
     scalars: dict[str, Any]
     """States that are one number for the whole group: a 0-dim TensorRef, or plain."""
     opaque: dict[str, TensorRef]
-    """Tensors that no parameter can claim, as quantisation constants of a part."""
+    """Tensors that belong to no one parameter, such as quantisation constants of a part."""
     hyper: int
-    """Which of the optimizer's groups it is of."""
+    """Index of the optimizer's group that it is of."""
 
     @cached_property
     def sources(self) -> dict[str, list[Callable[[], Place]]]:
-        """By state, where each rank's flat array begins."""
+        """Sources that give where each rank's flat array begins, by state."""
         return {state: [source(ref) for ref in refs] for state, refs in self.states.items()}
 
 
@@ -153,7 +153,7 @@ def _end_to_end(shapes: dict[str, Shape], ranks: Sequence[Tree], g: int, groups:
 
 
 def _check_slices(flat: Flat, names: Sequence[str], ranks: Sequence[Tree], g: int) -> None:
-    """That the slices that each rank lists are the cuts."""
+    """Check that the slices that each rank lists are the cuts."""
     cuts = dict(zip(names, flat.cuts.values()))
     for rank, tree in enumerate(ranks):
         listed = tree.maybe("param_slice_mappings", list)
@@ -172,7 +172,7 @@ def _check_slices(flat: Flat, names: Sequence[str], ranks: Sequence[Tree], g: in
 
 
 def _check_parts(ranks: Sequence[Tree], refs: list[TensorRef], part: int, total: int) -> None:
-    """Equal parts but for the end, where padding may have been cut off."""
+    """Check that parts are equal but for the end, where padding may have been cut off."""
     for rank, (tree, ref) in enumerate(zip(ranks, refs)):
         lean = max(0, min(part, total - rank * part))
         if ref.shape[0] not in (lean, part) and not (part >= total and rank):
@@ -219,13 +219,13 @@ def _owners(tree: Tree, count: int) -> list[int]:
 
 
 def base(tree: Tree) -> Any:
-    """The state_dict of the optimizer that ZeRO wraps; a list of states of elastic checkpoints."""
+    """The state_dict of the optimizer that ZeRO wraps; in elastic checkpoints a list of states."""
     key = "base_optimizer_state" if "base_optimizer_state" in tree.root else "optimizer_state_dict"
     return tree.get(key, object)
 
 
 def param_groups(tree: Tree) -> list[dict[str, Any]]:
-    """The hyper-parameters of the wrapped optimizer's groups; none of an elastic checkpoint."""
+    """The hyper-parameters of the wrapped optimizer's groups; none in an elastic checkpoint."""
     found = tree.root if "param_groups" in tree.root else base(tree)
     groups = found.get("param_groups") if isinstance(found, dict) else []
     if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
@@ -234,7 +234,7 @@ def param_groups(tree: Tree) -> list[dict[str, Any]]:
 
 
 def state_of(tree: Tree, group: int) -> dict[str, Any]:
-    """What the wrapped optimizer keeps of one flat array."""
+    """Return the states that the wrapped optimizer keeps for one flat array, by name."""
     found = base(tree)
     states = found.get("state") if isinstance(found, dict) else dict(enumerate(found))
     state = states.get(group, {}) if isinstance(states, dict) else None
@@ -284,13 +284,13 @@ def sorted_group(
 
 
 def _fits(value: Any, lengths: set[int]) -> bool:
-    """Whether a state has an element for each of a part."""
+    """True if a state is a flat array that has an element for each element of a part."""
     flat = isinstance(value, TensorRef) and len(value.shape) == 1 and value.contiguous
     return flat and value.shape[0] in lengths
 
 
 def _agree(ranks: Sequence[Tree], group: int, name: str, values: list[Any]) -> bool:
-    """Whether a state is one number, the same on every rank.  Files of two steps differ in `step`."""
+    """True if a state is one number, the same on every rank.  FormatError if `step` differs."""
     if any(isinstance(v, TensorRef) and v.shape for v in values):
         return False
     if name == "step" and group:  # of one step, one file: the first group tells

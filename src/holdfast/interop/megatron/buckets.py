@@ -86,7 +86,7 @@ class Flat:
         return self._places[id(part)]
 
     def box_parts(self, start: int, box: Box) -> Iterator[Part]:
-        """`box` of another tensor, which lies here from `start` on, row-major."""
+        """Parts of `box` of another tensor, which lies here from `start` on, row-major."""
         for low, high, offset, part in self.pieces(start, start + box.size):
             for piece in flat_range(box.shape, low - start, high - start):
                 moved = Box(
@@ -103,10 +103,10 @@ class Bucket:
 
     rank: Rank
     buffer: int
-    """There is one for each model chunk and dtype."""
+    """Index of the buffer; there is one for each model chunk and dtype."""
     title: str
     dtype: str
-    """Of the parameters; states have their own."""
+    """Dtype of the parameters; states have their own."""
     states: dict[str, Flat] = field(default_factory=dict)
 
     @property
@@ -127,11 +127,11 @@ def writer(part: Part) -> list[int]:
 
 @dataclass
 class Stored:
-    """What a checkpoint holds of optimizers by bucket."""
+    """Optimizers that a checkpoint stores by bucket."""
 
     buckets: list[Bucket]
     saved: list[dict[str, Any]]
-    """Of each optimizer of a chain: its hyper-parameters and the loss scaler, as one group wrote them."""
+    """Each chained optimizer's hyper-parameters and loss scaler, as one data-parallel group wrote them."""
 
 
 def stored(store: Store, contents: Contents) -> Stored | None:
@@ -195,7 +195,7 @@ def _check(buckets: list[Bucket]) -> None:
 
 
 def _saved(objects: dict[str, dict[Rank, Any]]) -> list[dict[str, Any]]:
-    """Every group writes the same; the first one's is taken."""
+    """Return what each chained optimizer saved; all groups write the same, the first is taken."""
     found: dict[int, dict[str, Any]] = {}
     for what in ("optimizer", "grad_scaler"):
         for (chain, _), value in sorted(objects.get(what, {}).items(), key=lambda item: item[0]):

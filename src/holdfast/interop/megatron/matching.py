@@ -1,4 +1,4 @@
-"""Which parameters lie where in buckets that name none: found by value, and proved by value.
+"""Finds, by value, which parameters lie where in buckets that name none, and proves it by value.
 
 A bucket's fp32 master weights, rounded to the model's dtype, are the model's weights, which are stored
 under their names.  So every weight's shard is looked for in the buckets: its first and last elements are
@@ -49,21 +49,21 @@ NORMS = (
     "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight",
     "pre_cross_attn_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight",
 )  # fmt: skip
-"""Of a layer, in the order of its modules."""
+"""Norms of a layer, in the order of its modules."""
 LAST = "final_layernorm.weight"
-"""After all layers."""
+"""The norm that comes after all layers."""
 _LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
 
 Weights = Mapping[str, Foreign]
 
 
 class NotProved(Exception):
-    """Why buckets cannot be taken apart from the files alone."""
+    """Buckets cannot be taken apart from the files alone; the message says why."""
 
 
 @dataclass(eq=False)
 class Shard:
-    """What one rank has stored of a weight."""
+    """The part of a weight that one rank has stored."""
 
     name: str
     part: Part
@@ -82,7 +82,7 @@ class Shard:
 def states_of(
     store: Store, buckets: list[Bucket], weights: Weights
 ) -> dict[str, dict[str, Foreign]]:
-    """By state, the optimizer's tensors by weight, `param` being the fp32 master.
+    """Return the optimizer's tensors by state, then weight; the state `param` is the fp32 master.
 
     Weights that are in no bucket have no states (they are not trained).  NotProved if buckets are not made
     up of weights, or if it is in doubt of which.
@@ -124,7 +124,7 @@ def _states(
 
 
 class _Proof:
-    """That elements of a bucket are a weight's: looked at in full before the first of them is read."""
+    """Proof that elements of a bucket are a weight's: all are compared before the first is read."""
 
     def __init__(self, shard: Shard, bucket: Bucket, start: int) -> None:
         self._shard, self._bucket, self._start = shard, bucket, start
@@ -132,7 +132,7 @@ class _Proof:
         self._proved = False
 
     def before(self, part: Part) -> Callable[[], Place]:
-        """Where a part lies, once the proof is there."""
+        """Return a source that gives where a part lies, once the proof is there."""
 
         def place() -> Place:
             with self._lock:
@@ -150,7 +150,7 @@ class _Proof:
 
 
 def same(shard: Shard, bucket: Bucket, start: int) -> bool:
-    """Whether the masters from `start` on, rounded, are all of a shard."""
+    """True if the masters from `start` on, rounded, equal a shard, element by element."""
     return all(
         _equal(shard, bucket, start, a, min(a + _BLOCK, shard.size))
         for a in range(0, shard.size, _BLOCK)
@@ -193,7 +193,7 @@ class _Shards:
         self._by_head.setdefault((weight.dtype, n), {}).setdefault(head, []).append(shard)
 
     def at(self, bucket: Bucket, start: int) -> list[Shard]:
-        """Those whose ends are what lies at `start` of a bucket."""
+        """Return the shards whose first and last elements are what lies at `start` of a bucket."""
         left = min(bucket.size - start, ENDS)
         head = _rounded(bucket.states[MASTER].read(start, start + left), bucket.dtype)
         found = []
@@ -241,7 +241,7 @@ def _walk(bucket: Bucket, known: _Shards, used: set[int]) -> Iterator[_Slot]:
 
 
 def _next(bucket: Bucket, known: _Shards, used: set[int], at: int, bases: set[int]) -> _Slot | None:
-    """What comes next: after padding, or at once (a gated layer's second half; another bucket)."""
+    """Next slot: after padding, or at once (a gated layer's second half; another bucket)."""
     aligned = sorted(at + (base - at) % ALIGN for base in bases)
     for start in dict.fromkeys([*aligned, at]):
         if start < bucket.size:
@@ -260,7 +260,7 @@ def _next(bucket: Bucket, known: _Shards, used: set[int], at: int, bases: set[in
 
 
 def ordered(slots: list[_Slot]) -> list[Shard]:
-    """The shard of each slot of a buffer.
+    """Return the shard of each slot of a buffer.
 
     Equal ones are dealt out by Megatron's order: layers and the modules in them, the last one first.  There
     must be as many slots as the layers of this buffer, known by their other weights, have such shards.
@@ -300,7 +300,7 @@ def _layer(name: str) -> tuple[str, int] | None:
 
 
 def _order(names: list[str]) -> list[tuple[float, ...]] | None:
-    """Where weights come in the order of modules: norms, or the same weight of several layers."""
+    """Return places in the order of modules: of norms, or of one weight of several layers."""
     found = [_numbered(name) for name in names]
     if len({template for template, _ in found}) == 1:
         return [numbers for _, numbers in found]

@@ -35,12 +35,12 @@ Tensors = dict[str, Foreign]
 
 
 def is_megatron(store: Store) -> bool:
-    """Whether a directory is a root of Megatron's checkpoints, or the folder of one iteration."""
+    """True if a directory is a root of Megatron's checkpoints, or the folder of one iteration."""
     return _kind(store, "") is not None or _marked(store) is not None
 
 
 def _kind(store: Store, folder: str) -> str | None:
-    """What `metadata.json` says the tensors are stored as; None if there is none."""
+    """Return the format in which `metadata.json` says tensors are stored; None if it says none."""
     try:
         if not 0 < store.size(folder + KIND) < 1 << 16:
             return None
@@ -137,7 +137,7 @@ def _open(store: Store, folder: str, named: int | None) -> Checkpoint:
 def _state(
     store: Store, contents: Contents, common: dict[str, Any]
 ) -> tuple[Tensors, dict[str, Tensors], Any, str | None]:
-    """Weights, optimizer states, the optimizer's hyper-parameters; why there are no states."""
+    """Weights, optimizer states, the optimizer's hyper-parameters; the reason if no states."""
     weights, states = _tensors(contents)
     by_bucket = stored(store, contents)
     if by_bucket is None:
@@ -215,7 +215,7 @@ def _optimizer(
 
 
 def _objects(store: Store, contents: Contents, values: Values) -> dict[str, Any]:
-    """What ranks keep each for itself, by shard; and the extra states of modules, by name."""
+    """Return what each rank keeps for itself, by shard, and modules' extra states, by name."""
     found: dict[str, Any] = {}
     for name, info in contents.objects.items():
         if BY_BUCKET.match(name):

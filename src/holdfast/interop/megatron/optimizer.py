@@ -94,7 +94,7 @@ def _mark_of_param(
 
 
 def steps_of(saved: Any, groups: list[Group]) -> TensorRef | float | None:
-    """How many steps were taken: a tensor that is stored once, or a number in the groups."""
+    """Number of steps taken: a tensor that is stored once, or a number in the groups."""
     for one in _inner(saved):
         state = one.get("state")
         step = state.get("common_step") if isinstance(state, dict) else None
@@ -122,7 +122,7 @@ def extra_of(
 
 
 def _hyper(group: Group) -> Group:
-    """Experts are grouped apart where they are parallel: so lie ranks, it is not how they are trained."""
+    """Drop `is_expert_parallel`: it tells how experts lie on ranks, not how they are trained."""
     return {k: v for k, v in group.items() if k != "is_expert_parallel"}
 
 

@@ -1,4 +1,4 @@
-"""What is no weight: `common.pt`, objects that ranks keep, and how their values become extras.
+"""Reads what is no weight: `common.pt`, objects that ranks keep, and makes their values extras.
 
 Values come from pickles that name Megatron's own classes (enums in the arguments, mostly).  They are
 kept as text: nothing of Megatron is imported or called.
@@ -41,14 +41,14 @@ def _is_megatron(module: str) -> bool:
 
 
 def _member(owner: Any, name: Any) -> Record:
-    """`getattr`, as enums are pickled by Python 3.11: of Megatron's classes alone."""
+    """Stand-in for `getattr`, as which Python 3.11 pickles enums: for Megatron's classes alone."""
     if not (isinstance(owner, Record) and _is_megatron(owner.name) and isinstance(name, str)):
         raise FormatError("a pickle that takes an attribute of something")
     return Record(f"{owner.name}.{name}")
 
 
 def known() -> dict[tuple[str, str], Any]:
-    """What Megatron's pickles may name."""
+    """Return the globals that Megatron's pickles may name."""
     return _Known(
         TABLE
         | {
@@ -79,9 +79,9 @@ def read_common(store: Store, folder: str) -> dict[str, Any]:
 
 
 def extra_state(store: Store, info: Record) -> Any:
-    """What a module keeps beside its weights: bytes or a tensor of Transformer Engine's own, as they are.
+    """Return what a module keeps beside its weights: Transformer Engine's own bytes or tensor, as they are.
 
-    What names classes that are not known stays the archive that it is: `{"archive": bytes}`.
+    An archive that names classes that are not known is kept as it is: `{"archive": bytes}`.
     """
     try:
         return section_tree(store, info, known())
@@ -99,7 +99,7 @@ class Values:
 
     def __init__(self, store: Store) -> None:
         self.tensors: list[Foreign] = []
-        """Those that are not."""
+        """Tensors that are too large to be read."""
         self._store = store
 
     def encode(self, key: str, value: Any) -> Any:
@@ -130,7 +130,7 @@ class Values:
 
 
 def of_ref(name: str, t: TensorRef, state: str, box: Box) -> Foreign:
-    """A tensor of a torch.save file, of which `box` is all."""
+    """Return a tensor of a torch.save file; `box` is the whole of it."""
     parts = (Part.of(box, t.path, lambda: (t.path, t.offset)),) if box.size else ()
     return Foreign(name, t.dtype, t.shape, state, parts)
 

@@ -27,7 +27,7 @@ def by_name(tensors: Sequence[Foreign]) -> dict[str, Foreign]:
 
 
 def unflattened(t: Foreign, shape: tuple[int, ...]) -> Foreign:
-    """A state of the shape of its weight.
+    """Return a state in the shape of its weight, which is `shape`.
 
     Before 0.16 the distributed optimizer stored ranges of ranks' flattened tensors (`flattened_range`): of
     a weight that ranks cut into a grid (X, Y), a tensor of shape (X, Y, elements of one rank's part).
@@ -59,7 +59,7 @@ def _lines(part: Part, local: tuple[int, ...]) -> Iterator[Part]:
 
 
 def _unstacked(t: Foreign) -> Iterator[Foreign]:
-    """One tensor for each index along the first axes that the key leaves the numbers of out."""
+    """Yield one tensor for each index along the first axes, whose numbers the key leaves out."""
     name, axes = template(t.name)
     counts = t.shape[:axes]
     if len(counts) < axes or prod(counts) > MAX_STACKED:

@@ -47,7 +47,8 @@ log = logging.getLogger("holdfast.agent")
 
 TICK_S = 1.0
 THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4, "gone": 1}
-"""By what holds them up: a slow peer or a full disk must not keep others from their memory."""
+"""Number of threads, by what holds them up: a slow peer or a full disk must not keep others from
+their memory."""
 IDLE_S = 60.0
 """A connection of another node is closed after so long without a request; a node that vanishes closes
 none."""
@@ -70,11 +71,11 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._encodings: list[Encoding] = []
         self._paces: dict[tuple[str, int, int], Pace] = {}
-        """By job, rank and cap: one for all that is done for a rank."""
+        """Paces by job, rank and cap: one for all that is done for a rank."""
         self._noted: dict[str, JobNote] = {}
         self._peers: dict[str, tuple[w.Card, ...]] = {}
         self._freed: Counter[str] = Counter()
-        """How often each job was."""
+        """Number of times that each job was freed."""
 
     # -- deciding ---------------------------------------------------------------------------------
 
@@ -164,7 +165,8 @@ class Agent:
                 self.stopped.set()
 
     def _note_job(self, job: Job) -> None:
-        """For the next agent, if it is news; where there is no room, at the next occasion."""
+        """Write `job.json` for the next agent, if it is news; where there is no room, at the next
+        occasion."""
         note = job_note(job)
         if self._noted.get(job.name) == note and self.segments.path(job.name, "job.json").exists():
             return
@@ -175,18 +177,18 @@ class Agent:
             log.error("%s: %s", self.segments.path(job.name, "job.json"), error.strerror or error)
 
     def _keep_peers(self, job: str, cards: tuple[w.Card, ...]) -> None:
-        """If it is news: each rank of this node tells."""
+        """Write the peers' cards, if they are news: each rank of this node tells them."""
         if self._peers.get(job) != cards:
             self.segments.keep_peers(job, cards)
             self._peers[job] = cards
 
     def _is_needed(self, job: str, slot: Slot) -> bool:
-        """Whether somebody still waits for what a slot is being filled with.  From any thread."""
+        """True if somebody still waits for what a slot is being filled with.  From any thread."""
         known = self.state.jobs.get(job, Job(job)).slots.get(slot.name)
         return known is not None and known.owner != 0
 
     def _pace(self, job: str, rank: int) -> Pace:
-        """Of what protects and stores a rank's images, together."""
+        """The one pace of all that protects and stores a rank's images."""
         cap = self.state.jobs.get(job, Job(job)).bytes_per_s
         return self._paces.setdefault((job, rank, cap), Pace(cap))
 
@@ -204,7 +206,8 @@ class Agent:
         await self._in_thread("gone", self.segments.bury)
 
     async def _make(self, job: str, name: str, capacity: int) -> None:
-        """Not if the job is freed meanwhile; the next of that name may have memory of the same names."""
+        """Make a slot's file, unless the job is freed meanwhile: the next job of that name may have
+        memory of the same names."""
         life, error = self._freed[job], ""
         made = f".{name}.{life}"
         try:
@@ -220,7 +223,8 @@ class Agent:
             await self._bury()
 
     def _make_if_wanted(self, job: str, name: str, capacity: int, life: int) -> bool:
-        """Whether it is wanted, now that it is made."""
+        """Make a slot's file unless its job was freed; True if it is still wanted once it is
+        made."""
         if life == self._freed[job]:
             self.segments.make(job, name, capacity)
         return life == self._freed[job]
@@ -280,7 +284,8 @@ class Agent:
     # -- telling ----------------------------------------------------------------------------------
 
     def card_of(self, job: str) -> w.Card:
-        """As which it is known to a job's ranks: the token is drawn from a secret of this agent alone."""
+        """The card by which a job's ranks know this agent; its token is drawn from a secret of this
+        agent alone."""
         token = hmac.new(self._secret, job.encode(), "sha256").hexdigest()
         known = self.state.jobs.get(job, Job(job))
         port = self.card.address.rpartition(":")[2]
@@ -288,7 +293,7 @@ class Agent:
         return msgspec.structs.replace(self.card, address=address, token=token)
 
     def held(self, name: str) -> w.Held:
-        """What other nodes and restarted processes need to know of a job."""
+        """The facts about a job that other nodes and restarted processes need."""
         job = self.state.jobs.get(name, Job(name))
         images = tuple(
             w.HeldImage(
@@ -334,17 +339,17 @@ class Agent:
         )  # fmt: skip
 
     def _moved(self, name: str) -> dict[str, int]:
-        """How far the work for a job's ranks has come, by kind."""
+        """Bytes that were moved so far for a job's ranks, by kind of work."""
         return dict(sum((p.let for (job, *_), p in self._paces.items() if job == name), Counter()))
 
     async def is_sound(self, job: str, name: str) -> bool:
-        """Whether an image is what was written."""
+        """True if an image is what was written."""
         slot = self.state.jobs[job].slots[name]
         return bool(await self._in_thread("peers", self.segments.is_sound, job, slot))
 
 
 async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) -> None:
-    """Until told to stop, or no longer needed."""
+    """Run the agent until it is told to stop, or no longer needed."""
     agent = Agent(Segments(root), host, budget, stay=stay)
     runners = [
         web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=idle_s)
@@ -415,7 +420,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve_and_leave(root: Path, host: str, budget: int, *, stay: bool, tls: bool) -> None:
-    """Whatever threads still wait for: what they do is as good as undone, for a new agent begins anew."""
+    """Run the agent, then end the process, whatever its threads still wait for: what they do is as
+    good as undone, for a new agent begins anew."""
     await serve(root, host, budget, stay=stay, tls=tls)
     logging.shutdown()
     os._exit(0)

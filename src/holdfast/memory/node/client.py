@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import os
 import select
 import socket
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from holdfast import errors
-from holdfast.errors import AgentUnreachable, HoldfastError
+from holdfast.errors import AgentUnreachable, HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.here import fate
 from holdfast.memory.node import words as w
@@ -28,12 +29,14 @@ RESTART_S = 1.0
 """An agent that finds another one ends at once; if nobody answers after that time, so has the other."""
 HURRIED_S = 1.0
 LOOK_S, SILENT_S = 15.0, 5.0
-"""Who waits for an answer looks so often whether the agent still says anything, twice for so long each."""
+"""Seconds between checks that the agent still answers, while one waits for it, and seconds that
+each of a check's two looks may take."""
 AGAIN_S, MOST_AGAIN_S = 60.0, 900.0
-"""How long a silent agent is left alone, at first and at most."""
+"""Seconds for which a silent agent is left alone, at first and at most."""
 Found = Literal["there", "silent", "nobody"]
 LONG = (w.Persist, w.Protect)
-"""Orders that take as long as storage and other nodes do: limited is how long an agent gets no further."""
+"""Orders that take as long as storage and other nodes do: the limit is on the time without
+progress."""
 _T = TypeVar("_T")
 
 
@@ -66,9 +69,9 @@ class Client:
         self._lock = threading.Lock()
         self._open: set[_Connection] = set()
         self.leaving = False
-        """Whether this process comes to its end."""
+        """True once this process comes to its end."""
         self._silent_s = 0.0
-        """How long an agent that was silent is left alone; 0: it was not."""
+        """Seconds for which an agent that was silent is left alone; 0: it was not silent."""
         self._again_at = 0.0
 
     def hurry(self) -> None:
@@ -81,7 +84,8 @@ class Client:
     def ask(self, message: w.Message, kind: type[_T] | Any = Any, timeout_s: float = 0.0) -> Any:
         """The answer, as `kind`; the error that the agent answers with; AgentUnreachable.
 
-        At once if it was silent lately.  What is `LONG` is waited for as long as it gets on.
+        AgentUnreachable comes at once if the agent was silent lately.  An order that is `LONG` is
+        waited for as long as it makes progress.
         """
         limit = timeout_s or self.deadline_s
         if self._is_waiting():
@@ -132,7 +136,8 @@ class Client:
         return answer
 
     def _await_answer(self, message: w.Message, sock: socket.socket, limit: float) -> None:
-        """Until there is something to read.  TimeoutError; AgentUnreachable if the agent is silent."""
+        """Wait until there is something to read.  TimeoutError; AgentUnreachable if the agent is
+        silent."""
         poll, until = select.poll(), time.monotonic() + limit
         poll.register(sock, select.POLLIN)
         moved = self._moved(message) if isinstance(message, LONG) else 0
@@ -156,7 +161,7 @@ class Client:
         return 0
 
     def look(self) -> Found:
-        """Whether an agent answers."""
+        """Ask the agent for its status, to find out if one answers, is silent, or is not there."""
         try:
             self._ask(w.Status(), SILENT_S)
         except (TimeoutError, BlockingIOError):  # or so many wait already that it takes no more
@@ -166,11 +171,11 @@ class Client:
         return "there"
 
     def is_there(self) -> bool:
-        """Whether one answers."""
+        """True if an agent answers."""
         return self.look() == "there"
 
     def ask_again(self) -> None:
-        """That an agent was silent counts no more."""
+        """Forget that an agent was silent."""
         self._silent_s = self._again_at = 0.0
 
     def silence(self) -> AgentUnreachable:
@@ -187,7 +192,7 @@ class Client:
         return self.agent()[0]
 
     def is_running(self) -> bool:
-        """Whether its process runs, though it may answer no more."""
+        """True if the agent's process runs, though it may answer no more."""
         return fate(*self.agent()) == "runs"
 
     def agent(self) -> tuple[int, str]:
@@ -199,7 +204,7 @@ class Client:
             return 0, ""
 
     def _is_waiting(self) -> bool:
-        """Whether an agent that was silent is not to be asked yet."""
+        """True if an agent that was silent is not to be asked yet."""
         if time.monotonic() >= self._again_at:
             return False
         if fate(*self.agent()) == "gone":
@@ -207,7 +212,8 @@ class Client:
         return self._again_at > 0.0
 
     def _was_silent(self) -> AgentUnreachable:
-        """It is asked again after a while, twice as long each time: each look holds up the training."""
+        """Have a silent agent asked again only after a while, twice as long each time, for each
+        look holds up the training; return its error."""
         with self._lock:
             first = time.monotonic() >= self._again_at  # several threads may find out at once
             if first:
@@ -222,7 +228,8 @@ class Client:
     ) -> None:
         """Have an agent on this node.  Several processes may do so at once.
 
-        `stay`: one that is started now does not leave by itself; `tls`: it serves other nodes so.
+        `stay`: one that is started now does not leave by itself; `tls`: it serves other nodes by
+        TLS.
         """
         if self._is_waiting():
             raise self.silence()
@@ -232,6 +239,7 @@ class Client:
             return
         if found == "silent" and self._silent_s:
             raise self._was_silent()
+        check_can_serve()
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_home(self.root)
         command = [sys.executable, "-m", "holdfast.memory.node.agent", f"--host={host}"]
@@ -263,15 +271,25 @@ class Client:
             )  # fmt: skip
 
     def _last_words(self) -> str:
-        """The end of its log."""
+        """The last line of the agent's log; empty if there is none."""
         with suppress(OSError):
             lines = (self.root / "agent.log").read_text(errors="replace").splitlines()
             return lines[-1] if lines else ""
         return ""
 
 
+def check_can_serve() -> None:
+    """UsageError if this Python lacks what an agent serves other nodes with."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UsageError(
+            "snapshots in memory need the package aiohttp, with which the agent of a node serves others",
+            hint="pip install 'holdfast[memory]'",
+        )
+
+
 def _environment(root: Path) -> dict[str, str]:
-    """The agent's: this one, where it finds the same holdfast, and nothing of the launcher's."""
+    """The agent's environment: this process's, with the same holdfast, and nothing of the
+    launcher's."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "NCCL_"))}
     package = str(Path(errors.__file__).resolve().parent.parent)
     path = [package, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]

@@ -1,4 +1,4 @@
-"""Which snapshot is the newest, and images on their way to storage.  Pure."""
+"""Choice of the newest snapshot, and images on their way to storage.  Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.memory.node.effects import (
 from holdfast.memory.node.jobs import Job, State, Writing
 
 FLUSH_DEADLINE_S = 600.0
-"""How long an agent waits for what the others flush, before it gives up to commit."""
+"""Seconds that an agent waits for what the others flush, before it gives up committing."""
 
 
 def commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
@@ -48,7 +48,8 @@ def commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
 
 
 def _with_newest(job: Job, attempt: str, step: int) -> Job:
-    """What was begun for it, and was not needed in the end, is empty."""
+    """The job with this attempt as its newest; slots begun for it, and not needed in the end, are
+    empty."""
     here = job.ready
     kept = tuple(c for c in job.commits if c[0] in here and c[0] != attempt)
     of_it = [s for s in job.slots.values() if s.attempt == attempt]

@@ -1,4 +1,5 @@
-"""Who is let in to an agent: processes of this node by their user, other nodes by the token of a job.
+"""The doors of an agent: they let in processes of this node by their user, other nodes by a job's
+token.
 
 To all others every question, whatever its path, has the same answer: 401, of which nothing can be learned.
 """
@@ -28,7 +29,7 @@ setattr(web_response, "SERVER_SOFTWARE", "")  # noqa: B010
 
 
 def inside(agent: Agent) -> web.Application:
-    """For processes of this node: messages."""
+    """The server for processes of this node: it takes messages."""
 
     @web.middleware
     async def of_this_user(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -53,7 +54,8 @@ def inside(agent: Agent) -> web.Application:
 
 
 def outside(agent: Agent) -> web.Application:
-    """For other nodes: what a job has, ranges of images, whether one is sound; rank 0's last word."""
+    """The server for other nodes: it tells what a job has, gives ranges of images, checks if one is
+    sound, and takes rank 0's last word."""
 
     @web.middleware
     async def with_token(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -91,7 +93,8 @@ def outside(agent: Agent) -> web.Application:
 
 
 def _knows(agent: Agent, request: web.Request) -> bool:
-    """Whether it comes with the token of the job that it asks about; it does not if it asks about none."""
+    """True if a request has the token of the job that it asks about; False if it asks about
+    none."""
     job = request.match_info.get("job")
     if job is None:
         return False
@@ -101,7 +104,7 @@ def _knows(agent: Agent, request: web.Request) -> bool:
 
 
 def _asked(agent: Agent, request: web.Request) -> tuple[str, str] | None:
-    """Job and name of what a path means."""
+    """Job and slot name of the image that a path means; None if it is not here."""
     asked = request.match_info
     wanted = (asked["kind"], asked["attempt"], asked["rank"], "ready")
     job = agent.state.jobs.get(asked["job"])

@@ -1,4 +1,4 @@
-"""What an agent is to do: values, which `agent` acts upon in order."""
+"""The things that an agent is to do: values, which `agent` acts upon in order."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class KeepManifest:
 
 @dataclass(frozen=True)
 class KeepPeers:
-    """Who holds part of the newest commit may have changed: an agent has died and has a successor."""
+    """Keep the agents that hold part of the newest commit: they may have changed, where one has
+    died and has a successor."""
 
     job: str
     cards: tuple[w.Card, ...]
@@ -92,7 +93,7 @@ class KeepPeers:
 
 @dataclass(frozen=True)
 class Remove:
-    """Files of a job that are no more: slots, and manifests by attempt."""
+    """Remove files of a job: slots by name, and manifests by attempt."""
 
     job: str
     names: tuple[str, ...] = ()
@@ -106,7 +107,8 @@ class RemoveJob:
 
 @dataclass(frozen=True)
 class Answer:
-    """To be answered by the shell, which alone knows addresses and reads manifests."""
+    """Answer with what is held of a job, or of all if it is empty; `agent` alone knows addresses
+    and reads manifests."""
 
     ask: int
     job: str

@@ -14,7 +14,8 @@ from holdfast.memory.node.tls import PinnedConnection
 from holdfast.memory.node.words import Card
 
 PATIENCE_S = 30.0
-"""For each part of an answer: a peer that says nothing for so long counts as gone."""
+"""Seconds to wait for each part of an answer: a peer that says nothing for so long counts as
+gone."""
 
 
 SLOWEST = 1e6
@@ -48,7 +49,7 @@ class Peer:
             count("memory.peer.bytes", len(into))
 
     def hang_up(self) -> None:
-        """Whoever waits for an answer gets AgentUnreachable; from any thread."""
+        """End every wait for an answer with AgentUnreachable; from any thread."""
         for line in self._lines:
             sock = line.sock
             if sock is not None:

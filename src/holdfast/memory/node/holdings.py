@@ -1,4 +1,4 @@
-"""What the agents of all nodes hold of a job, as a store that the ordinary reader reads.
+"""The images that the agents of all nodes hold of a job, as a store that the ordinary reader reads.
 
 holdings = Holdings(job, [held, ...], here="agent name")
 for manifest in holdings.manifests: ...
@@ -37,7 +37,7 @@ from holdfast.store.views import ViewStore
 from holdfast.threads import in_threads
 
 ELSEWHERE_S = 3.0
-"""Patience with nodes that may be no more."""
+"""Seconds of patience with nodes that may be no more."""
 ELSEWHERE_THREADS = 32
 
 _KEY = re.compile(r"steps/(\d{10,})/([\w.-]+)/r(\d{5,})\.safetensors")
@@ -48,14 +48,15 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is: with which agent, under which name."""
+    """An image or guard with its name, and the agent that holds it."""
 
     held: w.Held
     image: w.HeldImage
 
 
 class Holdings:
-    """What is where.  `here`: name of this node's agent, whose files are read directly."""
+    """The images and parity blocks that each agent holds.  `here`: name of this node's agent, whose
+    files are read directly."""
 
     def __init__(self, job: str, helds: list[w.Held], here: str) -> None:
         self.job = job
@@ -63,12 +64,13 @@ class Holdings:
         self.renew(helds, here)
 
     def renew(self, helds: list[w.Held], here: str) -> None:
-        """The agents have been asked again: one that died has a successor.  What is lost stays lost."""
+        """Take what the agents tell when asked again: one that died has a successor.  What is lost
+        stays lost."""
         self.here = here
         self.helds = {held.card.agent: held for held in helds}
         self._peers = {h.card.agent: Peer(h.card) for h in helds if h.card.agent != here}
         self._places: dict[Key, Place] = {}
-        """By kind, attempt and rank; this node's own first."""
+        """Places by kind, attempt and rank; where several agents have one, this node's."""
         for held in sorted(self.helds.values(), key=lambda h: (h.card.agent != here, h.card.agent)):
             for image in held.images:
                 key = (image.kind, image.attempt, image.rank)
@@ -77,7 +79,7 @@ class Holdings:
 
     @cached_property
     def manifests(self) -> list[Manifest]:
-        """Of every committed snapshot that some agent knows."""
+        """Manifests of every committed snapshot that some agent knows."""
         found: dict[str, Manifest] = {}
         # most agents know the same ones, whose checks take milliseconds each
         for data in dict.fromkeys(m for held in self.helds.values() for m in held.manifests):
@@ -87,7 +89,7 @@ class Holdings:
         return list(found.values())
 
     def find(self, attempt: str) -> Manifest:
-        """The manifest of one of them."""
+        """The manifest of the snapshot of an attempt, which some agent must know."""
         return next(m for m in self.manifests if m.attempt == attempt)
 
     def lost_nodes(self, attempt: str = "") -> tuple[str, int]:
@@ -107,8 +109,8 @@ class Holdings:
         return newest.attempt, min(max(had - len(there), 1), len(missing))
 
     def cards(self, attempt: str) -> tuple[w.Card, ...]:
-        """Of the agents that hold part of a snapshot, as they are now; as long as some of it is in no
-        memory, also of those that held part of it and did not answer."""
+        """Cards of the agents that hold part of a snapshot, as they are now; as long as some of it
+        is in no memory, also of those that held part of it and did not answer."""
         there = self._having(attempt)
         found = {held.card.agent: held.card for held in there}
         if self._missing(self.find(attempt)):
@@ -117,7 +119,7 @@ class Holdings:
         return tuple(found[agent] for agent in sorted(found))
 
     def _having(self, attempt: str) -> list[w.Held]:
-        """What the agents tell that hold part of a snapshot."""
+        """The answers of the agents that hold part of a snapshot."""
         return [h for h in self.helds.values() if any(i.attempt == attempt for i in h.images)]
 
     def _missing(self, manifest: Manifest) -> list[int]:
@@ -126,10 +128,11 @@ class Holdings:
         return [r for r in ranks if ("share", manifest.attempt, r) not in self._places]
 
     def suspects(self, attempt: str, rank: int) -> list[Key]:
-        """What must count as lost, as this node sees it, when an image proved damaged or out of reach.
+        """The keys that must count as lost, as this node sees it, when an image proved damaged or
+        out of reach.
 
-        An image that was read where it lies; all that its agent holds, if that is out of reach.  One that
-        was rebuilt was so from something damaged or out of reach: that is looked for.
+        If it was read where it lies: its own, or those of all that its agent holds, if that is out
+        of reach.  If it was rebuilt: those of its group that are found damaged or out of reach.
         """
         share: Key = ("share", attempt, rank)
         if share in self._places:
@@ -144,18 +147,18 @@ class Holdings:
             return False
 
     def _held_by(self, key: Key) -> list[Key]:
-        """Everything of the agent that has it."""
+        """The keys of everything that is held by the agent that holds this one."""
         agent = self._places[key].held.card.agent
         return [k for k, place in self._places.items() if place.held.card.agent == agent]
 
     def lose(self, keys: Iterable[Key]) -> bool:
-        """These count as lost; False if they all did before."""
+        """Count these as lost from now on; False if they all were before."""
         found = [key for key in keys if self._places.pop(key, None) is not None]
         self._lost.update(found)
         return bool(found)
 
     def _group(self, attempt: str, rank: int) -> list[Key]:
-        """What there is of the group that a rank is in."""
+        """The keys of all that is left of the group that a rank is in."""
         members = next((g.members for g in self._guards(attempt) if rank in g.members), ())
         keys: list[Key] = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
         return [key for key in keys if key in self._places]
@@ -167,7 +170,7 @@ class Holdings:
         return sorted(found, key=lambda image: image.rank)
 
     def _is_sound(self, key: Key) -> bool:
-        """Whether its own agent finds that something is what was written."""
+        """True if something proves to be what was written, checked on the node that holds it."""
         kind, attempt, rank = key
         place = self._places[key]
         peer = self._peers.get(place.held.card.agent)
@@ -182,7 +185,7 @@ class Holdings:
             return False
 
     def raw(self, kind: str, attempt: str, rank: int, key: str) -> LocalImage | RemoteImage:
-        """For the ranges of an image where it lies.  NotFound."""
+        """A reader of an image, or of a guard, where it lies.  NotFound."""
         place = self._places.get((kind, attempt, rank))
         if place is None:
             raise NotFound(f"the {kind} of rank {rank} is in no node's memory", key=key)
@@ -195,7 +198,7 @@ class Holdings:
             raise NotFound(error.message, key=key) from None
 
     def reader(self, attempt: str, rank: int, key: str) -> AnImage:
-        """For the ranges of a rank's image, where it lies or rebuilt.  NotFound says why not."""
+        """A reader of a rank's image, where it lies or rebuilt.  NotFound says why not."""
         if ("share", attempt, rank) in self._places:
             return self.raw("share", attempt, rank, key)
         guard = next((g for g in self._guards(attempt) if rank in g.members), None)
@@ -226,7 +229,8 @@ class Holdings:
 
 
 def elsewhere(job: str, helds: list[w.Held]) -> list[w.Held]:
-    """What agents hold that took part in the newest commits and are not among these; those that answer."""
+    """The answers of agents that took part in the newest commits and are not among these; of those
+    that do answer."""
     known = {held.card.agent for held in helds}
     cards = {c.agent: c for held in helds for c in held.peers if c.agent not in known}
     found: list[w.Held] = []

@@ -1,4 +1,4 @@
-"""What an agent knows: jobs, and the memory of each.
+"""The state of an agent: jobs, and the memory of each.
 
 A job's memory is a set of *slots*.  A slot is `filling` for one training process, or `ready` with one
 attempt's image of one rank, or `empty`.  The newest commit's slots are not given out again while the job
@@ -31,7 +31,7 @@ class Slot:
     table: int = 0
     digest: str = ""
     members: tuple[int, ...] = ()
-    """Of a guard: the ranks of its group."""
+    """Ranks of the group, if this is a guard."""
     num_data: int = 1
     num_parity: int = 0
     owner: int = 0
@@ -63,9 +63,9 @@ class Job:
     commits: tuple[tuple[str, int], ...] = ()
     """(attempt, step), the newest last: those of which an image may still be here."""
     trainers: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By pid: rank and start time."""
+    """Rank and start time of each training process, by pid."""
     writing: dict[tuple[str, int], Writing] = field(default_factory=dict)
-    """By attempt and rank."""
+    """Images on their way to storage, by attempt and rank."""
     crashed: bool = False
     finished: bool = False
     """Rank 0 has left, with its work done."""
@@ -76,13 +76,13 @@ class Job:
     host: str = ""
     """This node's address for other nodes, as the run gave it; empty: the agent's own."""
     budget: int = 0
-    """Of its memory alone, as the run gave it; 0: the agent's."""
+    """Most bytes of memory for this job alone, as the run gave it; 0: the agent's budget."""
     elsewhere: tuple[str, ...] = ()
     """Attempts of which the manifest alone is here; the next commit takes their place."""
     flushed: str = ""
     """The attempt that was sent to storage because everybody had died."""
     number: int = 0
-    """Of the next file."""
+    """Number of the next file."""
     seen: float = 0.0
 
     @property
@@ -104,13 +104,15 @@ class Job:
         return [s for s in self.slots.values() if (s.kind, s.attempt, s.phase) == wanted]
 
     def is_free(self, slot: Slot) -> bool:
-        """Whether it may be given out."""
+        """True if a slot may be given out."""
         if any(attempt == slot.attempt for attempt, _ in self.writing):
             return False
         return slot.phase == "empty" or (slot.phase == "ready" and slot.attempt != self.newest)
 
     def is_spare(self, slot: Slot) -> bool:
-        """Whether another job may have it, when no process of this one is left: if they ended well, all."""
+        """True if another job may have a slot, when no process of this one is left: if it is empty
+        or holds an older commit; any that is ready, if they ended well; none that is on its way to
+        storage."""
         if slot.phase != "ready" or any(attempt == slot.attempt for attempt, _ in self.writing):
             return slot.phase == "empty"
         older = {attempt for attempt, _ in self.commits[:-1]}  # others may know of a newer commit
@@ -132,7 +134,7 @@ class State:
 
     budget: int
     stay: bool = False
-    """Started by hand, or told to: does not leave by itself."""
+    """True if it was started by hand, or told to stay: it does not leave by itself."""
     jobs: dict[str, Job] = field(default_factory=dict)
     idle_since: float = 0.0
 

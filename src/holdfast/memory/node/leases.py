@@ -37,7 +37,8 @@ def take(state: State, job: Job, m: w.Take, ask: int) -> Result:
 
 
 def _is_over(slot: Slot, m: w.Take) -> bool:
-    """Whether it is being filled by who asks, for a snapshot before: that has ended, unheard."""
+    """True if the process that asks fills this slot for an earlier snapshot: that has ended, though
+    this agent was not told."""
     same = (slot.owner, slot.kind, slot.rank) == (m.pid, m.kind, m.rank)
     return same and slot.phase == "filling" and not slot.ask and slot.attempt != m.attempt
 
@@ -68,14 +69,16 @@ def _make(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Resu
 
 
 def _deserted(state: State, but: Job) -> list[tuple[Job, Slot]]:
-    """What other jobs, of which no process runs, could do without; of the job that ended first at first."""
+    """The slots that other jobs, of which no process runs, could do without; of the job that ended
+    first at first."""
     dead = [job for job in state.jobs.values() if not job.trainers and job.name != but.name]
     dead.sort(key=lambda job: job.seen)
     return [(job, s) for job in dead for s in job.slots.values() if job.is_spare(s)]
 
 
 def _age(job: Job, slot: Slot) -> int:
-    """What is to be given out first: nothing, what was never committed, the oldest."""
+    """Key by which slots are given out, least first: 0 if empty, 1 if never committed, then from
+    the oldest commit on."""
     order = [attempt for attempt, _ in job.commits]
     if slot.phase == "empty":
         return 0
@@ -147,7 +150,7 @@ def protect(state: State, job: Job, m: w.Protect, ask: int) -> Result:
 
 
 def digested(state: State, job: Job, m: w.Digested, _: int) -> Result:
-    """What a slot holds may be used, or cannot be."""
+    """The content of a slot is digested and may be used, or cannot be."""
     slot = job.slots.get(m.name)
     if slot is None or slot.phase != "filling" or slot.attempt != m.attempt:
         return state, []
@@ -177,7 +180,8 @@ def deserted(job: Job, pids: tuple[int, ...]) -> list[Slot]:
 
 
 def outlived(job: Job, trainers: Collection[int]) -> tuple[Job, list[Effect]]:
-    """What others than `trainers` were filling is removed, for they may be alive and write to it yet."""
+    """Remove the slots that others than `trainers` were filling, for they may be alive and write to
+    them yet."""
     others = {s.owner for s in job.slots.values()}.difference(trainers)
     stopped = deserted(job, tuple(others))
     gone = tuple(s.name for s in stopped if s.phase == "empty")
@@ -187,7 +191,8 @@ def outlived(job: Job, trainers: Collection[int]) -> tuple[Job, list[Effect]]:
 
 
 def notes(job: Job, changed: list[Slot]) -> list[Effect]:
-    """Of those that are empty; the others are noted when this agent is done with them."""
+    """Notes of those slots that are empty; the others are noted when this agent is done with
+    them."""
     return [Note(job.name, s) for s in changed if s.phase == "empty"]
 
 

@@ -1,4 +1,4 @@
-"""What an agent decides: a pure function `(state, message, now) -> (state, effects)`.
+"""The decisions of an agent: a pure function `(state, message, now) -> (state, effects)`.
 
 `jobs` is the state, `effects` what is to be done.  Here is who comes, goes and dies.  What becomes of a
 job's memory is in `leases`, until a slot is filled, and then in `commits`.
@@ -25,10 +25,11 @@ from holdfast.memory.node.effects import (
 from holdfast.memory.node.jobs import Job, State
 
 LINGER_S = 30.0
-"""How long an agent without jobs stays, and memory of a dead job in which nothing is."""
+"""Seconds for which an agent without jobs stays, and memory of a dead job in which no image is
+ready."""
 
 KEEP_S = 24 * 3600.0
-"""How long a job's memory outlives its last process, if nobody asks for it."""
+"""Seconds for which a job's memory outlives its last process, if nobody asks for it."""
 
 OF_A_JOB: dict[type[w.Message], Callable[..., Result]] = {
     w.Take: leases.take,
@@ -42,11 +43,11 @@ OF_A_JOB: dict[type[w.Message], Callable[..., Result]] = {
     w.Wrote: commits.wrote,
     w.Settled: commits.settled,
 }
-"""By kind of message what it does to a job, which has to be known: `(state, job, message, ask)`."""
+"""The function that handles each kind of message to a known job: `(state, job, message, ask)`."""
 
 
 def step(state: State, message: w.Message, now: float, ask: int = 0) -> Result:
-    """What becomes of the state, and what is to be done, in order.
+    """The state after a message, and the effects to carry out, in order.
 
     `ask`: number of the request that is to be answered; 0 for what nobody waits for.
     """
@@ -199,7 +200,7 @@ def _tick(state: State, now: float) -> Result:
 
 
 def _keep_s(job: Job) -> float:
-    """How long a job's memory is kept after it was heard of last."""
+    """Seconds for which a job's memory is kept after it was heard of last."""
     if job.trainers or job.writing:
         return float("inf")
     return KEEP_S if job.ready else LINGER_S

@@ -18,7 +18,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def wait(self, size: int, kind: str = "") -> None:
-        """Before `size` bytes are moved."""
+        """Wait until `size` bytes may be moved, and count them."""
         with self._lock:
             now = time.monotonic()
             start = max(self._free_at, now)

@@ -1,4 +1,5 @@
-"""What a rank keeps for its group: copies or parity, made of ranges of the others' images."""
+"""Guards, which a rank keeps for its group: copies or parity, made of ranges of the others'
+images."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from holdfast.memory.node.sources import LocalImage, RemoteImage, Verified, room
 from holdfast.store import LocalStore, Reader
 
 WINDOW_BYTES = 8 << 20
-"""Read at a time, which bounds memory."""
+"""Bytes to read at a time, which bounds memory."""
 
 
 def guard_bytes(stripes: Stripes) -> int:

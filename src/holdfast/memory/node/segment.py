@@ -1,4 +1,4 @@
-"""What an agent keeps in shared memory, so that the next agent finds it.
+"""The files that an agent keeps in shared memory, so that the next agent finds them.
 
 ```
 <home>/agent.json  agent.lock  agent.log  agent.sock
@@ -46,7 +46,7 @@ _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
 MIB = 1 << 20
 SOCKET = "agent.sock"
 MOST_SOCKET_BYTES = 107
-"""Of a Unix socket's path, on Linux."""
+"""Most bytes of a Unix socket's path, on Linux."""
 
 
 class JobNote(msgspec.Struct, frozen=True):
@@ -81,8 +81,8 @@ def check_home(root: Path) -> None:
 
 
 def home() -> Path:
-    """Where this user's agent of this node lives: HOLDFAST_MEMORY_DIR, or a folder of /dev/shm.  UsageError
-    if its socket could have no such name."""
+    """The directory of this user's agent of this node: HOLDFAST_MEMORY_DIR, or a folder of
+    /dev/shm.  UsageError if it is too long for the path of a socket in it."""
     told = os.environ.get("HOLDFAST_MEMORY_DIR")
     found = Path(told).absolute() if told else Path(f"/dev/shm/holdfast-{os.getuid()}")
     size, most = len(os.fsencode(found)), MOST_SOCKET_BYTES - len(f"/{SOCKET}")
@@ -109,7 +109,7 @@ class Segments:
         self._number = self.jobs.stat().st_ino
 
     def is_home(self) -> bool:
-        """Whether the directory is still the one that was found or made at first."""
+        """True if the directory is still the one that was found or made at first."""
         try:
             return self.jobs.stat().st_ino == self._number
         except FileNotFoundError:
@@ -119,8 +119,8 @@ class Segments:
         return self.jobs / job / name
 
     def make(self, job: str, name: str, capacity: int) -> None:
-        """A file with all its memory, so that no later write to it can fail; OSError.  In the place of what
-        was removed: that is deleted first."""
+        """Make a file with all its memory, so that no later write to it can fail; OSError.  Files
+        that were removed are deleted first, to make room."""
         self.bury()
         (self.jobs / job).mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self.path(job, name), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -141,7 +141,8 @@ class Segments:
         self._put(job, "job.json", msgspec.json.encode(note))
 
     def keep_manifest(self, job: str, attempt: str, step: int, manifest: bytes) -> None:
-        """Of a commit, which is the newest from here on, whatever has been done to the clock."""
+        """Keep the manifest of a commit, which is the newest from here on, whatever has been done
+        to the clock."""
         times = [path.stat().st_mtime_ns for _, _, path in self.manifests(job)]
         at = max([time.time_ns(), *(1 + t for t in times)])
         self._put(job, f"manifest-{step:010d}-{attempt}", manifest, at)
@@ -190,7 +191,8 @@ class Segments:
         self._put_away(self.jobs / job)
 
     def _put_away(self, path: Path) -> None:
-        """At once: to give memory back takes the kernel a second for some gigabytes."""
+        """Move files out of the way at once, to be deleted later: to give memory back takes the
+        kernel a second for some gigabytes."""
         self._gone.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):
             path.rename(self._gone / secrets.token_hex(8))
@@ -210,7 +212,7 @@ class Segments:
             return put_table(view, slot.table)
 
     def is_sound(self, job: str, slot: Slot) -> bool:
-        """Whether a slot holds what was written."""
+        """True if a slot holds what was written."""
         try:
             with mapped(self.path(job, slot.name), slot.bytes) as view:
                 return is_sound(view, slot.table, slot.digest)
@@ -281,7 +283,7 @@ def put_table(view: memoryview, table: int) -> str:
 
 
 def is_sound(view: memoryview, table: int, digest: str) -> bool:
-    """Whether a table is the one of that digest, and bytes 0..table are what it says."""
+    """True if the digest table has that digest, and bytes 0..table are what it says."""
     data = view[table : table + 8 * num_chunks(table)]
     if hexdigest(data) != digest:
         return False

@@ -1,4 +1,4 @@
-"""Where ranges of images come from: this node's memory, another node's agent, or storage."""
+"""The sources of ranges of images: this node's memory, another node's agent, or storage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.memory.node.fetch import Peer
 from holdfast.store import Reader
 
 REBUILD_BYTES = 4 << 20
-"""At a time, which bounds memory."""
+"""Bytes to rebuild at a time, which bounds memory."""
 
 
 class LocalImage:
@@ -29,7 +29,7 @@ class LocalImage:
         self._reader = reader
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
+        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         self._reader.read(offset, into)
         count("memory.local.bytes", len(into))
 
@@ -48,7 +48,7 @@ class RemoteImage:
         self._key = key
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
+        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         try:
             self._peer.read(self._path, offset, into)
         except AgentUnreachable as error:
@@ -70,7 +70,7 @@ class StoredImage:
         self._reader = reader
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
+        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         self._reader.read(offset, into)
         count("memory.storage.bytes", len(into))
 
@@ -79,7 +79,7 @@ class StoredImage:
 
 
 class Tally:
-    """How many bytes of each image were read, by key and source.  Thread-safe."""
+    """Bytes of each image that were read, by key and source.  Thread-safe."""
 
     def __init__(self) -> None:
         self._bytes: Counter[tuple[str, str]] = Counter()
@@ -90,7 +90,7 @@ class Tally:
             self._bytes[key, source] += size
 
     def tell(self) -> None:
-        """An event `memory.read` for each, and begin anew."""
+        """Emit an event `memory.read` for each image and source, and begin anew."""
         with self._lock:
             told, self._bytes = self._bytes, Counter()
         for (key, source), size in sorted(told.items()):
@@ -106,7 +106,7 @@ class Tallied:
         self._tally = tally
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
+        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         self._image.read(offset, into)
         self._tally.add(self._key, self._image.source, len(into))
 
@@ -151,7 +151,7 @@ class RebuiltImage:
         self._scratch = Scratch()
 
     def read(self, offset: int, into: memoryview) -> None:
-        """As `Reader.read`."""
+        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         stop = offset + len(into)
         for at in range(offset, stop, REBUILD_BYTES):
             end = min(at + REBUILD_BYTES, stop)
@@ -215,7 +215,7 @@ class Verified:
         return memory[start - a : stop - a]
 
     def has(self, first: int, digests: bytes) -> bool:
-        """Whether these are the digests of its chunks from `first` on."""
+        """True if these are the digests of its chunks from `first` on."""
         return bytes(self._tail[8 * first : 8 * first + len(digests)]) == digests
 
     def _check(self, first: int, at: int, view: memoryview) -> None:

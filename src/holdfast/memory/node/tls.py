@@ -1,7 +1,8 @@
 """TLS between nodes without an authority.
 
-Each agent draws a key and a certificate when it starts, and tells the certificate's fingerprint where it
-tells its token: to the ranks of its node, who tell each other.  Who asks it compares before he says a word.
+Each agent draws a key and a certificate when it starts, and tells the certificate's fingerprint
+where it tells its token: to the ranks of its node, who tell each other.  A process that asks an
+agent compares the fingerprint before it sends anything.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pathlib import Path
 from holdfast.errors import UsageError
 
 DAYS = 3650
-"""Longer than any agent lives: who is meant is said by the fingerprint, not by the certificate."""
+"""Days for which a certificate is valid, longer than any agent lives: only its fingerprint is
+checked."""
 
 
 def serving(folder: Path) -> tuple[ssl.SSLContext, str]:
-    """What to serve with, and the fingerprint (SHA-256, hex) of its new certificate.
+    """The TLS context to serve with, and the fingerprint (SHA-256, hex) of its new certificate.
 
     The key lies in `folder` for the moment that Python's ssl takes to read it.  UsageError without the
     package `cryptography`.

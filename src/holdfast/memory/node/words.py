@@ -1,4 +1,4 @@
-"""What is said to an agent, and what it answers.  Sent as msgpack, one request one answer."""
+"""The messages to an agent, and its answers.  Sent as msgpack, one request one answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 VERSION = 1
-"""Of the messages, and of what lies in shared memory.  An agent refuses processes of another one."""
+"""Version of the messages, and of what lies in shared memory.  An agent refuses processes of
+another one."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -23,17 +24,18 @@ class Hello(Message, frozen=True):
     rank: int
     pid: int
     started: str
-    """As `holdfast.here.started` gives it: tells the process from a later one of its number."""
+    """Start time from `holdfast.here.started`: tells the process from a later one of its number."""
     claim: bytes = b""
     flush_s: float = 0.0
-    """So long after the last process died the newest snapshot goes to storage, by this claim; 0: never."""
+    """Seconds after the last process died at which the newest snapshot goes to storage, by this
+    claim; 0: never."""
     bytes_per_s: int = 0
-    """A cap on what protecting and storing the images of each rank may take; 0: none."""
+    """Cap for each rank, on what protects and stores its images; 0: none."""
     host: str = ""
     """This node's address for other nodes."""
     budget: int = 0
-    """What the job may use at most, and the agent at least; 0: what it has.  One started by hand keeps its
-    own and its host."""
+    """Bytes that the job may use at most, and the agent at least; 0: the agent's budget as it is.
+    An agent that was started by hand keeps its own budget and host."""
     version: int = VERSION
 
 
@@ -57,19 +59,20 @@ class Ready(Message, frozen=True):
     name: str
     attempt: str
     table: int
-    """Where the digest table begins, and the digested bytes end."""
+    """Offset at which the digest table begins, and the digested bytes end."""
     bytes: int
 
 
 class Card(msgspec.Struct, frozen=True):
-    """How an agent is reached by other nodes about one job, and by which name it knows itself."""
+    """The agent's name for itself, and the address and token by which other nodes ask it about one
+    job."""
 
     agent: str
     address: str
     token: str
-    """Of the job: it opens nothing of another."""
+    """Token of the job: it opens nothing of another."""
     fingerprint: str = ""
-    """Of its certificate, where it serves by TLS."""
+    """Fingerprint of its certificate, where it serves by TLS."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -100,9 +103,11 @@ class Protect(Message, frozen=True):
     table: int
     bytes: int
     begun: tuple[int, ...] = ()
-    """By member: up to where its image is in it already."""
+    """Offset up to which each member's image is in the guard already, by member; empty: nothing
+    is."""
     seen: tuple[Seen, ...] = ()
-    """Then: member, first chunk and digests of its chunks as they went in; refused if they are others."""
+    """With `begun`: member, first chunk and digests of its chunks as they went in; refused if its
+    image has others."""
 
 
 class Persist(Message, frozen=True):
@@ -137,9 +142,9 @@ class Commit(Message, frozen=True):
     step: int
     manifest: bytes
     cards: tuple[Card, ...] = ()
-    """Of all agents that hold part of it."""
+    """Cards of all agents that hold part of it."""
     run: int = 0
-    """Of the process that says so; an older run than the job's has nothing to say."""
+    """Run of the process that says so; one older than the job's is refused; 0: not checked."""
 
 
 class Drop(Message, frozen=True):
@@ -166,13 +171,13 @@ class Finished(Message, frozen=True):
 
 
 class Ask(Message, frozen=True):
-    """What is held for a job; answered with `Held`."""
+    """Ask what is held for a job; answered with `Held`."""
 
     job: str
 
 
 class Status(Message, frozen=True):
-    """What is held at all; answered with a `Report`."""
+    """Ask what is held at all; answered with a `Report`."""
 
 
 class Clean(Message, frozen=True):
@@ -182,10 +187,10 @@ class Clean(Message, frozen=True):
 
 
 class Stay(Message, frozen=True):
-    """Be as one that was started by hand: do not leave by itself."""
+    """Tell the agent not to leave by itself, as if it was started by hand."""
 
     budget: int = 0
-    """What it may use from now on; 0: what it has."""
+    """Bytes that it may use from now on; 0: as many as before."""
 
 
 class Stop(Message, frozen=True):
@@ -243,7 +248,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class HeldImage(msgspec.Struct, frozen=True):
-    """What is filled: a rank's image, or what it keeps for its group."""
+    """A slot that is filled: a rank's image, or what it keeps for its group."""
 
     kind: str
     attempt: str
@@ -253,7 +258,7 @@ class HeldImage(msgspec.Struct, frozen=True):
     table: int
     digest: str
     members: tuple[int, ...] = ()
-    """Of a guard: the ranks of its group, in order."""
+    """Ranks of the group in order, if this is a guard."""
     num_data: int = 1
     num_parity: int = 0
     capacity: int = 0
@@ -261,7 +266,7 @@ class HeldImage(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What an agent holds of one job, and where it serves that."""
+    """The images that an agent holds of one job, and where it serves them."""
 
     card: Card
     directory: str
@@ -272,11 +277,12 @@ class Held(msgspec.Struct, frozen=True):
     newest: str = ""
     """The attempt of that commit."""
     run: int = 0
-    """The newest of the job's that the agent has met."""
+    """Newest run of the job that the agent has met."""
 
 
 def fits(capacity: int, size: int) -> bool:
-    """Whether memory of `capacity` bytes serves for what needs `size`, and is not much too large."""
+    """True if memory of `capacity` bytes serves for what needs `size`, and is not much too
+    large."""
     return size <= capacity <= size * 5 // 4 + (1 << 20)
 
 
@@ -316,9 +322,9 @@ MESSAGES = (
     Hello | Take | Ready | Protect | Persist | Settled | Commit | Drop | Bye | Ask | Status | Clean
     | Stay | Stop
 )  # fmt: skip
-"""What may come from outside."""
+"""Messages that may come from other processes."""
 
 
 def encode(value: Any) -> bytes:
-    """For the wire."""
+    """The bytes that are sent for a message or an answer."""
     return msgspec.msgpack.encode(value)

@@ -1,0 +1,63 @@
+"""Reading a snapshot out of the nodes' memory into the live state, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import Corrupt, NotFound
+from holdfast.events import emit
+from holdfast.format.manifest import Manifest
+from holdfast.group import Group
+from holdfast.memory.node.holdings import Holdings, Key, SnapshotStore, image_of
+from holdfast.state.live import State
+from holdfast.state.restore import restore
+from holdfast.state.targets import Options
+from holdfast.store import Store
+
+
+def load_snapshot(
+    holdings: Holdings,
+    manifest: Manifest,
+    behind: Store,
+    group: Group,
+    state: State,
+    options: Options,
+    again: Callable[[Holdings], None],
+    *,
+    verify: bool,
+) -> None:
+    """Restore a snapshot from the nodes' memory; an image that proves damaged or
+    out of reach counts as lost.
+
+    `again` asks all agents anew: one that died meanwhile has a successor, who adopted what it held.
+    Collective.  Corrupt or NotFound if what is left does not suffice.
+    """
+    asked = False
+    while True:
+        store = SnapshotStore(holdings, behind)
+        try:
+            restore(Checkpoint(store, manifest, verify=verify), state, group, options)
+            return
+        except (Corrupt, NotFound) as error:
+            image = image_of(error.key)
+            if image is None:
+                raise
+            if not asked and isinstance(error, NotFound):
+                asked = True
+                again(holdings)
+                continue
+            if not holdings.lose(_suspects(holdings, image, group)):
+                raise
+            emit("memory.lost", key=error.key, error=str(error))
+        finally:
+            store.tally.tell()
+
+
+def _suspects(holdings: Holdings, image: tuple[str, int], group: Group) -> set[Key]:
+    """Return all that some rank finds damaged or out of reach: all must leave out the same.
+    Collective."""
+    told = group.share(msgspec.json.encode(holdings.suspects(*image)))
+    return {key for one in told for key in msgspec.json.decode(one, type=list[Key])}

@@ -1,0 +1,52 @@
+"""The start of the memory tier: which job this run is, and an agent on every node."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+
+from holdfast.addresses import own_address
+from holdfast.capture import Capture
+from holdfast.durable import Durable
+from holdfast.errors import HoldfastWarning
+from holdfast.memory.job import is_anothers, job_of, last_run
+from holdfast.memory.node.client import Client
+from holdfast.memory.options import Memory
+from holdfast.memory.tier import MemoryTier
+from holdfast.state.live import State
+from holdfast.state.restore import alike
+
+
+def start(
+    options: Memory, capture: Capture, durable: Durable, state: Callable[[], State]
+) -> MemoryTier:
+    """Return the memory tier of a run whose durable tier this is.  Collective."""
+    host = os.environ.get("HOLDFAST_HOST") or own_address()
+    job = _job_in_memory(options, durable, host)
+    with alike(capture.group, 0):
+        return MemoryTier(capture, durable, options, job=job, host=host, state=state)
+
+
+def _job_in_memory(options: Memory, durable: Durable, host: str) -> str:
+    """Return the root's job, or a new one where agents know it as another root's, of which this is
+    a copy, or know of later runs than the root does: it was put back from a backup, and what it
+    left in memory is not its own any more.  Called before any rank says hello."""
+    store, group = durable.store, durable.group
+    job, client = job_of(store, group), Client(deadline_s=group.deadline_s)
+    with alike(group, 0):
+        client.start(host, options.budget_bytes, tls=options.tls)
+        last, copied = last_run(client, job), is_anothers(client, job, store)
+    last = group.most(last)
+    if group.any(copied):
+        return job_of(store, group, anew=True)
+    if last < durable.run:
+        return job
+    if group.rank == 0:
+        warnings.warn(
+            f"{store.url} was put back: run {durable.run} begins, and in memory are snapshots of up to run "
+            f"{last}, which are another job's now (`holdfast agent clean --job {job}` frees them)",
+            HoldfastWarning,
+            stacklevel=5,
+        )
+    return job_of(store, group, anew=True)

@@ -1,0 +1,283 @@
+"""The window of a snapshot: the time in which the training goes on and its weights are copied.
+
+It lasts from the snapshot's call to the next optimizer step, whose hook waits for what is not copied yet.
+A script may edit weights in between, by many operations, such as a loop over the parameters.  Version
+counters tell that a tensor was written, with two limits:
+
+* They do not tell whether an edit is over.  A copy taken again at once could fall between two operations
+  of one edit.  So it is taken again only while the training thread is at rest: inside a call of this
+  package, which lasts until that copy is complete.
+* A write is counted when it is made, not when it begins.  So counters are read a second time after the
+  copy: when the training thread comes to rest, for nothing is being written then; when the call has ended
+  that it was in (`Call`); or after a pause that is longer than any write.
+
+A window goes through these phases:
+
+    WAITING -> COPYING -> COPIED -> OVER          nothing was written; COPIED: not looked at again yet
+                  |          |
+                  +----------+---> CHANGED -> RETAKING -> COPIED ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast.events import span
+from holdfast.state.carrying import Carried
+from holdfast.threads import before_exit
+
+
+class Phase(Enum):
+    WAITING = auto()
+    """The copy has not begun."""
+    COPYING = auto()
+    COPIED = auto()
+    """The training may go on; the counters are to be read once more."""
+    CHANGED = auto()
+    """Something was written: the copy is taken again when the training thread is at rest, or fails."""
+    RETAKING = auto()
+    OVER = auto()
+
+
+LOOK_S = 0.002
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+_moves = threading.Condition()
+"""Guards the phases of all windows and who is at rest."""
+_resting: Counter[int] = Counter()
+"""Number of calls of this package that each thread is inside of."""
+_windows: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+class Call:
+    """The call that a thread is in, as far as Python knows: the innermost frame and where that stands.
+
+    As long as a kernel runs that the thread has called, neither changes, though others may be called back.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        frame = sys._current_frames().get(thread)
+        self._writes = frame is not None and frame.f_code is not _BACKWARD
+        self._place = (id(frame), -1 if frame is None else frame.f_lasti)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if all that the call wrote has been counted.  Backward passes write no weights.
+
+        False also of a call that was made again at the same place.
+        """
+        frame = sys._current_frames().get(self._thread) if self._writes else None
+        while frame is not None and (id(frame), frame.f_lasti) != self._place:
+            frame = frame.f_back
+        return frame is None
+
+
+class Window:
+    """The time from a snapshot's call to the next optimizer step, which waits for the copy.
+
+    However a capture ends, it ends the wait, and everything that a capture waits for has a deadline.
+    A forked child waits for nothing: the copy is of its parent's memory.
+    """
+
+    def __init__(self, step: int) -> None:
+        """Open the window, on the training thread."""
+        self.step = step
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._phase = Phase.WAITING
+        self._carried: Carried | None = None
+        self._unchanged: Callable[[], bool] | None = None
+        with _moves:
+            _windows.add(self)
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait until the copy is complete or given up, or its rest is carried over.
+
+        An optimizer's step on another thread (autograd has some of its own) is the training thread's, too.
+        """
+        if self._is_passed():
+            return
+        with span("window.wait", step=self.step) as fields, resting(self._thread):
+            self._until(lambda: self._phase is not Phase.WAITING)
+            carried = self._carried
+            fields["carried"] = carried is not None and carried.carry()
+            if not fields["carried"]:
+                self._until(self._is_passed)
+
+    def _is_passed(self) -> bool:
+        if self.is_over or os.getpid() != self._pid:
+            return True
+        with _moves:
+            self.look_again()
+            return self.is_over
+
+    def look_again(self) -> None:
+        """Nothing is being written now: if the copy is made, the counters tell whether it is good."""
+        if self._phase is Phase.COPIED:
+            assert self._unchanged is not None
+            self._go(Phase.OVER if self._unchanged() else Phase.CHANGED)
+
+    def of(self, thread: int) -> bool:
+        """True if the window was opened by that thread."""
+        return self._thread == thread
+
+    @property
+    def needs_rest(self) -> bool:
+        """True if the training thread has to stay at rest for this window."""
+        return self._phase in (Phase.CHANGED, Phase.RETAKING)
+
+    # -- capture thread ---------------------------------------------------------------------------
+
+    def begin(self, carried: Carried | None) -> None:
+        """Say that the copy begins; `carried` is what can be carried over of it."""
+        self._carried = carried
+        self._go(Phase.COPYING)
+
+    def is_sound(self, unchanged: Callable[[], bool], pause_s: float) -> bool:
+        """Say that the copy is made; True if nothing was written meanwhile.
+
+        Blocks until the training thread comes to rest or has ended the call that it is in, for `pause_s`
+        seconds at most; the training may go on meanwhile.  `unchanged` reads the counters.  There is no
+        wait in a window that is over already, as where the copy is of a replica.
+        """
+        with _moves:
+            if self.is_over:
+                return unchanged()
+            self._unchanged = unchanged
+            self._go(Phase.COPIED if unchanged() else Phase.CHANGED)
+            _moves.wait_for(lambda: self._phase is not Phase.COPIED or self._is_at_rest, pause_s)
+            self.look_again()
+            return self.is_over
+
+    def may_retake(self, limit_s: float) -> bool:
+        """Wait until the training thread is at rest, where it stays until `is_sound` says so.
+
+        False if that does not come within `limit_s` seconds, or the save has failed meanwhile.
+        """
+        with _moves:
+            _moves.wait_for(lambda: self.is_over or self._is_at_rest, limit_s)
+            if not self._is_at_rest:
+                return False
+            self._go(Phase.RETAKING)
+            return self._phase is Phase.RETAKING
+
+    def done(self) -> None:
+        """Say that the copy is complete, or will not be."""
+        self._go(Phase.OVER)
+
+    # -- both -------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """True if the training may go on, whatever becomes of the save."""
+        return self._phase is Phase.OVER
+
+    @property
+    def _is_at_rest(self) -> bool:
+        return _resting[self._thread] > 0
+
+    def _go(self, phase: Phase) -> None:
+        with _moves:
+            if phase is Phase.OVER:
+                self._unchanged = None
+            if self._phase is not Phase.OVER:
+                self._phase = phase
+            _moves.notify_all()
+
+    @staticmethod
+    def _until(reached: Callable[[], bool]) -> None:
+        with _moves:
+            _moves.wait_for(reached)
+
+
+@contextmanager
+def resting(thread: int | None = None) -> Iterator[None]:
+    """While open, the calling thread, or `thread`, writes to no tensor.
+
+    A copy that has to be taken again is taken then, and the block ends when that is complete.
+    """
+    thread = threading.get_ident() if thread is None else thread
+    _come_to_rest(thread)
+    try:
+        yield
+    finally:
+        with _moves:
+            try:
+                _moves.wait_for(lambda: not any(one.needs_rest for one in _windows_of(thread)))
+            finally:  # Ctrl-C ends the wait
+                _resting[thread] -= 1
+
+
+def _come_to_rest(thread: int) -> None:
+    with _moves:
+        _resting[thread] += 1
+        for window in _windows_of(thread):
+            window.look_again()
+        _moves.notify_all()
+
+
+def _windows_of(thread: int) -> list[Window]:
+    return [window for window in _windows if window.of(thread)]
+
+
+def rest() -> None:
+    """On the training thread: let copies be taken again that have to be.  Returns at once if none has."""
+    with resting():
+        pass
+
+
+def wait_for_copies() -> None:
+    """Wait for copies, on the training thread, before it writes to tensors outside an optimizer's
+    step."""
+    for window in list(_windows):
+        window.wait()
+
+
+class Gate:
+    """A hook before every torch optimizer's step, at which the open window is waited for.
+
+    One hook for as long as there are saves: torch cannot bear one that removes itself.
+    """
+
+    def __init__(self) -> None:
+        self.window: Window | None = None
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, *_: Any) -> None:
+        if self.window is not None:
+            self.window.wait()
+
+    def close(self) -> None:
+        """Let every later step pass; on the training thread."""
+        self.window = None
+        self._hook.remove()
+
+
+def _rest_for_ever() -> None:
+    """Let the main thread rest for good, when Python ends."""
+    _come_to_rest(threading.get_ident())
+
+
+def _forget() -> None:
+    """A forked child has none of its parent's copies."""
+    global _moves
+    _moves = threading.Condition()
+    _resting.clear()
+    _windows.clear()
+
+
+before_exit(_rest_for_ever)
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,121 @@
+"""What `make test` runs of the files that take long; the rest of these files is run by `make soak`.
+
+A file that is not named here is run whole.  `KEPT` gives for each that is named the tests that stay, as
+regular expressions on their names (with parameters): at least one for each promise that the file proves.
+A pattern that matches nothing is an error, so the table cannot rot.
+
+Some files prepare many cases in one launch of ranks.  `cases_of` gives the names of those that will be
+asked for, so that what is left to the soak is not prepared in vain.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+KEPT: dict[str, tuple[str, ...]] = {
+    "crash/test_converting.py": (
+        r"test_killed_at_every_change\[(dcp|huggingface)\]",
+        r"test_killed_at_random_it_goes_on\[huggingface\]",
+        r"test_finished_files_are_not_written_again\[universal\]",
+        r"test_interrupted_after_the_last_rename.*",
+        r"test_(a|two|another).*",
+    ),
+    "crash/test_kill_at_random.py": (),
+    "delta/test_delta_lives.py": (
+        r"test_all_processes_are_killed\[(fsdp|tp)\]",
+        r"test_fewer_ranks_with_each_optimizer\[adam\]",
+        r"test_memory_and_records\[state\]",
+        r"test_(other|an_optimizer|records|one_rank|ranks).*",
+    ),
+    "delta/test_exact.py": (
+        r"test_bfloat16\[(masters-adamw|pure-sgd)\]",
+        r"test_every_optimizer\[(adamw|adamw-foreach|momentum|sgd|rmsprop)\]",
+        r"test_replayed_in_blocks\[(adamw|rmsprop)\]",
+        r"test_accumulated_gradients\[(adam|sgd)\]",
+        r"test_(?!bfloat16|every_optimizer|replayed_in_blocks|accumulated).*",
+    ),
+    "delta/test_killed_at_random.py": (r"test_at_a_random_moment\[(adamw-masters|sgd-float32)\]",),
+    "delta/test_kills.py": (r"test_a_(node_dies|writer_dies|trainer_dies).*",),
+    "delta/test_offline.py": (
+        r"test_any_recorded_step_becomes_a_full_one\[(momentum|adamw-two-groups)\]",
+        r"test_(?!any_recorded).*",
+    ),
+    "delta/test_random_trainings.py": (r"test_as_drawn\[[01]\]",),
+    "delta/test_slow.py": (r"test_training_goes_on",),
+    "distributed/test_deepspeed_engine.py": (
+        r"test_saving\[(zero1-bf16-accumulate|zero2-fp32|zero3-fp32|a_damaged.*|what_modules.*)\]",
+        r"test_on_two_ranks\[(resuming-zero3-fp32|resuming-zero1-bf16-accumulate)\]",
+        r"test_on_two_ranks\[zero3-fp32-to-zero1-fp32\]",
+        r"test_on_three_ranks\[zero2-fp32-to-zero0-fp32\]",
+    ),
+    "distributed/test_matrix.py": (r"test_.*\[(plain|fsdp2|fsdp3|hsdp2x2|fsdp2_tp2|pp2_dp2)\]",),
+    "distributed/test_megatron.py": (
+        r"test_live\[save_bf16_(tp2_zero|tp2_pp2)\]",
+        r"test_live\[resume_bf16_(tp2_zero_as_tp2_zero|tp2_pp2_as_tp2_pp2)\]",
+        r"test_live\[(another_model_is_refused|what_modules_say_besides_is_refused)\]",
+        r"test_sources\[tp2_dp2_zero_bf16\]",
+        r"test_as_megatron_loads\[read_tp2_dp2_zero_bf16\]",
+    ),
+    "distributed/test_ucp.py": (),
+    "distributed/test_universal.py": (r"test_an_engine_continues\[1-2\]",),
+    "examples/test_deploy.py": (r"test_(?!the_slurm_script_keeps).*", r".*\[the third attempt.*\]"),
+    "examples/test_examples.py": (r"test_(?!a_run_in_two_parts).*",),
+    "interop/test_deepspeed.py": (r"test_(?!experts|a_grid|pipeline_of_bf16).*",),
+    "memory/test_agent_verb.py": (r"test_(?!a_silent_agent).*",),
+    "memory/test_deaths.py": (r"test_an_agent_dies_while_(it_makes_parity|a_restart).*",),
+    "memory/test_ends.py": (
+        r"test_a_forked_child_is_refused\[(step|save)\]",
+        r"test_a_forked_child_leaves_its_parents_save_alone\[closes\]",
+        r"test_the_agent_completes_the_save_of_a_run_that_raises\[KeyError\]",
+        r"test_(?!a_forked|the_agent_completes|a_copy_on_a_volume).*",
+    ),
+    "memory/test_history.py": (r"test_each_killed_life_is_a_failure",),
+    "memory/test_late.py": (r"test_(another|it_waits|a_late).*",),
+    "memory/test_lives.py": (
+        r"test_all_processes_are_killed\[(zero1|fsdp)\]",
+        r"test_nodes_are_lost\[(copy-lost0-fsdp|rs\(2\)-lost5-fsdp)\]",
+        r"test_replicas_protect_each_other_without_the_network\[hsdp-(parity-lost1|copy-lost0)\]",
+        r"test_a_snapshot_and_its_guard_spread_over_steps\[all fits\]",
+        r"test_snapshots_from_gradients\[ddp\]",
+        r"test_another_number_of_nodes\[nodes1-fsdp\]",
+        r"test_restarts_over_the_same_damage_converge\[the newest snapshot\]",
+        r"test_what_memory_cannot_give_is_read_from_storage\[parity.*",
+        r"test_a_bit_flips_in_a_segment\[three nodes\]",
+        r"test_(durable_saves_are_made|a_crash_without|memory_is_full|more_is_lost).*",
+        r"test_(states_of_a_lost_shard|a_replica_full_of_nan|an_agent_is_killed).*",
+    ),
+    "memory/test_planned.py": (r"test_groups_and_bytes_are_those_of_the_run\[fsdp.*",),
+    "memory/test_silent.py": (r"test_(?!training_goes_on).*",),
+    "memory/test_stopped.py": (),
+    "nodes/test_chaos.py": (),
+    "nodes/test_elastic_durable.py": (r"test_three_nodes_go_on_where_four_were",),
+    "nodes/test_elastic_memory.py": (),
+}
+"""By file, below this folder."""
+
+
+def is_kept(file: str, name: str) -> bool:
+    """Whether a test belongs to `make test`."""
+    return file not in KEPT or any(re.fullmatch(pattern, name) for pattern in KEPT[file])
+
+
+def leave_to_the_soak(items: Sequence[pytest.Item]) -> None:
+    """Mark what the table leaves out with `soak`."""
+    for item in items:
+        if item.path.is_relative_to(TESTS):
+            if not is_kept(item.path.relative_to(TESTS).as_posix(), item.name):
+                item.add_marker("soak")
+
+
+def cases_of(request: pytest.FixtureRequest, test: str, names: Sequence[str]) -> list[str]:
+    """Of the cases that a test of this file is parametrized with, those that will be asked for."""
+    if "not soak" not in request.config.option.markexpr:
+        return list(names)
+    file = request.path.relative_to(TESTS).as_posix()
+    return [name for name in names if is_kept(file, f"{test}[{name}]")]
