@@ -5,9 +5,8 @@ import os
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch: processes are forked, and compute alike
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes are forked, and compute alike
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process that crashes says where it was
 settings.register_profile("holdfast", deadline=None)  # a busy machine is no failure
 settings.load_profile("holdfast")
 
@@ -15,5 +14,5 @@ from gate import leave_to_the_soak  # noqa: E402  after the environment is set
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not wanted
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    leave_to_the_soak(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_to_the_soak(config, items)

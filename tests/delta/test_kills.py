@@ -65,12 +65,11 @@ class Chain:
         return told
 
     def die(self, at: str, ranks: Iterable[int], number: int) -> None:
-        """At the `number`-th record of a life."""
-        self.live(*((rank, at, number) for rank in ranks))
-        begun = self.step or 1  # a new training begins with a full save of step 1
-        reached = begun + number - (at != "put-done")
-        # a first life may be over before that save is complete
-        self.allowed = (reached,) if self.step else (0, reached)
+        """At the `number`-th record of a life.  A new training begins with a full save of step 1, which
+        is complete before anybody dies."""
+        self.live(*((rank, at, number) for rank in ranks), settle_at=1)
+        begun = self.step or 1
+        self.allowed = (begun + number - (at != "put-done"),)
 
     def end(self) -> None:
         """A last life that only restores; then the uninterrupted training, as far as any life has begun:

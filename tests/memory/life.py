@@ -324,7 +324,9 @@ class Life:
                 self.write(helper=deaths.helper(s["helper"][1]))
             if s.get("rebatch", ())[:1] == [step]:
                 ckpt._tiers.delta.rebatch(s["rebatch"][1])
-            if s.get("settle", True) and step < s.get("hurry_from", step + 1):
+            if step == s.get("settle_at") or (
+                s.get("settle", True) and step < s.get("hurry_from", step + 1)
+            ):
                 self._settle(ckpt)
             took, began = time.monotonic() - began, time.monotonic()
             seen = {"events": dict(self.events), "planned": dict(planned)}
