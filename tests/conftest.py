@@ -5,7 +5,9 @@ import os
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes are forked, and compute alike
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch: processes are forked, and compute alike
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process that crashes says where it was
 settings.register_profile("holdfast", deadline=None)  # a busy machine is no failure
 settings.load_profile("holdfast")

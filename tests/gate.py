@@ -122,7 +122,9 @@ def leave_to_the_soak(config: pytest.Config, items: Sequence[pytest.Item]) -> No
         if not any(re.fullmatch(pattern, name) for name in names)
     ]
     if unmatched:
-        raise pytest.UsageError("tests/gate.py keeps tests that are not there: " + ", ".join(unmatched))
+        raise pytest.UsageError(
+            "tests/gate.py keeps tests that are not there: " + ", ".join(unmatched)
+        )
 
 
 def cases_of(request: pytest.FixtureRequest, test: str, names: Sequence[str]) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gate
 import pytest
+
+import gate
 
 
 def test_every_file_is_there() -> None:

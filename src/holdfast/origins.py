@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import os
 
-from holdfast.store import LocalStore, open_store
+from holdfast.store import LocalStore, open_store, split_prefix
 
 OWN = frozenset({"steps", "claims", "log", "job.json", "tuning.json"})
 """All that holdfast keeps directly below a root."""
 
 
-def has_prefix(text: str) -> bool:
-    """True if a text begins as `format:PATH` does.  A path that exists is a path, whatever its name."""
-    prefix, colon, rest = text.partition(":")
-    return bool(colon) and not ("/" in prefix or rest.startswith("//") or os.path.exists(text))
-
-
 def foreign_format(url: str) -> str | None:
     """Return the foreign format that a prefix names or that lies there; None if it is ours, or nothing."""
-    if not has_prefix(url) and _is_own(url):
+    if split_prefix(url) is None and _is_own(url):
         return None
     from holdfast.interop.detect import detect
 

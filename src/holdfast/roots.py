@@ -11,15 +11,14 @@ from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
-from holdfast.origins import has_prefix
 from holdfast.patience import bounded
-from holdfast.store import LocalStore, Store, open_store
+from holdfast.store import LocalStore, Store, open_store, split_prefix
 from holdfast.store.local import sweep as sweep_unfinished
 
 
 def check_own(url: str | os.PathLike[str]) -> None:
     """UsageError for a root that a prefix calls a foreign checkpoint, or whose scheme is unknown."""
-    if has_prefix(os.fspath(url)):
+    if split_prefix(os.fspath(url)) is not None:
         from holdfast.interop.detect import split
 
         prefix = split(os.fspath(url))[0]

@@ -19,7 +19,7 @@ from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open
 from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_of_megatron
 from holdfast.interop.torchfiles import holds_torch, is_torch
 from holdfast.near import near
-from holdfast.store import SCHEMES, LocalStore, Store
+from holdfast.store import SCHEMES, LocalStore, Store, split_prefix
 from holdfast.store.obstacles import obstacle
 
 
@@ -159,10 +159,12 @@ def steps_as(name: str, url: str | os.PathLike[str]) -> list[int]:
 
 
 def split(text: str) -> tuple[str, str]:
-    """(prefix or "", path or URL).  A path that exists is a path, with or without a colon."""
-    prefix, colon, rest = text.partition(":")
-    if not colon or "/" in prefix or rest.startswith("//") or os.path.exists(text):
+    """Split into (prefix, or "" for a path or URL; path).  UsageError for an unknown format, or one without
+    a path."""
+    parts = split_prefix(text)
+    if parts is None:
         return "", text
+    prefix, rest = parts
     if prefix not in FORMATS:
         raise UsageError(f"unknown format {prefix!r} in {text!r}", hint=_colon(prefix, rest, text))
     if not rest:

@@ -242,7 +242,9 @@ def rest() -> None:
 def wait_for_copies() -> None:
     """Wait for copies, on the training thread, before it writes to tensors outside an optimizer's
     step."""
-    for window in list(_windows):
+    with _moves:
+        windows = list(_windows)
+    for window in windows:
         window.wait()
 
 

@@ -37,6 +37,17 @@ SCHEMES = ("file", "memory", *_OBJECT_STORAGE)
 """Schemes that a URL can begin with, before `://`."""
 
 
+def split_prefix(text: str) -> tuple[str, str] | None:
+    """Split `format:PATH`, which names a format of others, into its two parts; None for a path or URL.
+
+    A path that exists is a path, with or without a colon.
+    """
+    prefix, colon, rest = text.partition(":")
+    if not colon or "/" in prefix or rest.startswith("//") or os.path.exists(text):
+        return None
+    return prefix, rest
+
+
 def open_store(url: str | os.PathLike[str]) -> Store:
     """The store at a path or URL.  Touches nothing: the first write makes what is missing."""
     text = path_of(url, "open_store", "url")
