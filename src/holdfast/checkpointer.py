@@ -108,12 +108,7 @@ class Checkpointer:
         root = path_of(path, call, "path")
         check_own(root)
         check_keys(state)
-        for name, choice, choices in (
-            ("when_busy", "queue" if when_busy is None else when_busy, ("queue", "skip")),
-            ("on_error", on_error, ("warn", "raise")),
-            ("replicas", replicas, ("once", "verify", "trust")),
-        ):
-            choice_of(choice, choices, call, name)
+        _check_choices(call, when_busy, on_error, replicas)
         _check_tiers(memory, delta, keep)
         on_resize = rules_of(on_resize, RULES.split(", "), (*state, "rng"), call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
@@ -153,9 +148,7 @@ class Checkpointer:
             self._tiers.keep_in_memory(memory)
         if delta is not None:
             self._tiers.keep_records(delta, self.on_resize)
-        self._steering: Steering | None = None
-        if every is not None and not isinstance(every, Every):
-            self._steering = _steering(every, self._tiers)
+        self._steering = _steering(every, self._tiers)
         if self._steering is not None:
             self.every = self._steering.every
         self._stop = Stop(self._group, sigterm_s) if sigterm_s is not None else None
@@ -393,11 +386,9 @@ class Checkpointer:
         self._check_open()
         self.wait()
         self._group.together("restore()")
-        delta = self._tiers.delta
-        if delta is not None:
-            delta.settle()
-        mesh = self._tiers.mesh
-        options = Options(cast=cast, strict=strict, on_resize=self.on_resize, mesh=mesh)
+        if self._tiers.delta is not None:
+            self._tiers.delta.settle()
+        options = Options(cast=cast, strict=strict, on_resize=self.on_resize, mesh=self._tiers.mesh)
         restart = Restart(self._tiers, self._everything(), options, verify=verify)
         origin = None if restart.candidates else self._origin(source)
         if self._steering is not None:
@@ -405,17 +396,27 @@ class Checkpointer:
         with span("restore") as fields:
             if origin is not None:
                 fields["source"] = origin
-                begun_with = replace(options, only=patterns)
-                found = load_from(
-                    origin, self._group, restart.state, step, begun_with, verify=verify
-                )
-                if step is None:
-                    tell_unused_records(origin, self._group, found)
-                restored = Restored(found, "source")
+                restored = self._from_source(origin, restart, step, replace(options, only=patterns))
             else:
                 found = restart.to_newest() if step is None else restart.to_step(step)
                 restored = restart.result(found)
-            fields["step"] = found
+            fields["step"] = int(restored)
+        self._go_on_from(restart, restored, must_save=keep_source and origin is not None)
+        return restored
+
+    def _from_source(
+        self, origin: str, restart: Restart, step: int | None, options: Options
+    ) -> Restored:
+        """Begin with a step of another root, or of foreign files."""
+        found = load_from(origin, self._group, restart.state, step, options, verify=restart.verify)
+        if step is None:
+            tell_unused_records(origin, self._group, found)
+        return Restored(found, "source")
+
+    def _go_on_from(self, restart: Restart, restored: Restored, *, must_save: bool) -> None:
+        """Make the restored state the one that tiers go on from, and have it where the next restart finds
+        it, if it was in the nodes' memory only or `must_save`."""
+        delta, memory = self._tiers.delta, self._tiers.memory
         if restart.leaves_behind():
             self._tiers.leave_behind()
         records = None if restart.reached is None or self.every.delta is None else delta
@@ -423,19 +424,18 @@ class Checkpointer:
             records.begin_from(restart.reached)
         for key in self.state:
             self.state[key] = restart.state[key]
-        lasting = self.every.durable is not None or (delta is not None and delta.parent is not None)
-        unsaved = lasting and restart.is_unsaved()  # records that lead on from it need it, too
-        unsaved = unsaved or (origin is not None and keep_source)
-        generators, memory = Rng().state_dict(), self._tiers.memory
-        if unsaved or restart.needs_protection():
-            if unsaved or memory is None:
-                self._begin(found, must=True)
-            else:
-                self._snapshot(found, memory)
+        # records that lead on from a step need it, too
+        is_lasting = self.every.durable is not None or (
+            delta is not None and delta.parent is not None
+        )
+        generators = Rng().state_dict()
+        if must_save or (is_lasting and restart.is_unsaved()):
+            self._begin(int(restored), must=True)
+        elif memory is not None and restart.needs_protection():
+            self._snapshot(int(restored), memory)
         if records is not None:
             records.prepare()
         Rng().load_state_dict(generators)  # a loader may draw when it is asked for its state
-        return restored
 
     def _origin(self, source: str | os.PathLike[str] | None) -> str | None:
         """Return the URL that a run without steps begins with; rank 0 looks into the root."""
@@ -522,6 +522,13 @@ class Checkpointer:
             raise UsageError("this Checkpointer is closed", hint="make a new one")
 
 
+def _check_choices(call: str, when_busy: object, on_error: object, replicas: object) -> None:
+    if when_busy is not None:
+        choice_of(when_busy, ("queue", "skip"), call, "when_busy")
+    choice_of(on_error, ("warn", "raise"), call, "on_error")
+    choice_of(replicas, ("once", "verify", "trust"), call, "replicas")
+
+
 def _check_tiers(memory: object, delta: object, keep: object) -> None:
     """UsageError for options of another kind.  The modules of a tier are imported when it is asked for."""
     for name, given, module in (
@@ -535,13 +542,16 @@ def _check_tiers(memory: object, delta: object, keep: object) -> None:
             instance_of(given, getattr(import_module(module), kind), "Checkpointer", name, expected)
 
 
-def _steering(auto: Auto, tiers: Tiers) -> Steering:
+def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:
+    """The tuner's end in this run; None unless `every` is an `Auto`."""
+    if every is None or isinstance(every, Every):
+        return None
     from holdfast.steering import Steering
 
     used = {"memory": tiers.memory, "delta": tiers.delta}
     names = tuple(name for name, tier in used.items() if tier is not None)
     batch = tiers.delta.batch if tiers.delta is not None else 1
-    return Steering(auto, names, tiers.group, tiers.store, crashed=tiers.crashed, batch=batch)
+    return Steering(every, names, tiers.group, tiers.store, crashed=tiers.crashed, batch=batch)
 
 
 def _named_mesh(mesh: Any) -> Mesh | None:
