@@ -60,7 +60,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def copier(run: Run, monkeypatch: pytest.MonkeyPatch) -> Copier:
     """The training thread is in one long call, until it comes to rest."""
     monkeypatch.setattr(snapshot, "PAUSE_S", 60.0)
-    monkeypatch.setattr(window.Call, "has_ended", False)
     return Copier(monkeypatch)
 
 
@@ -214,36 +213,6 @@ def test_a_loop_over_the_parameters(tmp_path: Path) -> None:
             with torch.no_grad():
                 for p in net.parameters():
                     p.div_(2)
-
-
-def test_what_a_thread_has_called_ends_when_its_code_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    first, second = threading.Lock(), threading.Lock()
-
-    def work() -> None:
-        first.acquire()
-        second.acquire()
-
-    first.acquire(), second.acquire()
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert thread.ident is not None
-    until = time.monotonic() + WAIT_S
-    call = window.Call(thread.ident)
-    while call.has_ended and time.monotonic() < until:  # it is still on its way to the lock
-        call = window.Call(thread.ident)
-        time.sleep(0.05)
-    assert not call.has_ended
-    first.release()
-    while not call.has_ended and time.monotonic() < until:
-        pass
-    assert call.has_ended
-    monkeypatch.setattr(window, "_BACKWARD", work.__code__)
-    assert window.Call(thread.ident).has_ended
-    second.release()
-    thread.join(WAIT_S)
-    assert window.Call(thread.ident).has_ended
 
 
 SCRIPT = """

@@ -8,8 +8,8 @@ counters tell that a tensor was written, with two limits:
   of one edit.  So it is taken again only while the training thread is at rest: inside a call of this
   package, which lasts until that copy is complete.
 * A write is counted when it is made, not when it begins.  So counters are read a second time after the
-  copy: when the training thread comes to rest, for nothing is being written then; when the call has ended
-  that it was in (`Call`); or after a pause that is longer than any write.
+  copy: when the training thread comes to rest, for nothing is being written then, or after a pause that is
+  longer than a write.
 
 A window goes through these phases:
 
@@ -21,7 +21,6 @@ A window goes through these phases:
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -30,7 +29,6 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.events import span
@@ -50,38 +48,11 @@ class Phase(Enum):
     OVER = auto()
 
 
-LOOK_S = 0.002
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-
 _moves = threading.Condition()
 """Guards the phases of all windows and who is at rest."""
 _resting: Counter[int] = Counter()
 """Number of calls of this package that each thread is inside of."""
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
-
-
-class Call:
-    """The call that a thread is in, as far as Python knows: the innermost frame and where that stands.
-
-    As long as a kernel runs that the thread has called, neither changes, though others may be called back.
-    """
-
-    def __init__(self, thread: int) -> None:
-        self._thread = thread
-        frame = sys._current_frames().get(thread)
-        self._writes = frame is not None and frame.f_code is not _BACKWARD
-        self._place = (id(frame), -1 if frame is None else frame.f_lasti)
-
-    @property
-    def has_ended(self) -> bool:
-        """True if all that the call wrote has been counted.  Backward passes write no weights.
-
-        False also of a call that was made again at the same place.
-        """
-        frame = sys._current_frames().get(self._thread) if self._writes else None
-        while frame is not None and (id(frame), frame.f_lasti) != self._place:
-            frame = frame.f_back
-        return frame is None
 
 
 class Window:
@@ -149,8 +120,8 @@ class Window:
     def is_sound(self, unchanged: Callable[[], bool], pause_s: float) -> bool:
         """Say that the copy is made; True if nothing was written meanwhile.
 
-        Blocks until the training thread comes to rest or has ended the call that it is in, for `pause_s`
-        seconds at most; the training may go on meanwhile.  `unchanged` reads the counters.  There is no
+        Blocks until the training thread comes to rest, for `pause_s` seconds at most; the training may go
+        on meanwhile.  `unchanged` reads the counters.  There is no
         wait in a window that is over already, as where the copy is of a replica.
         """
         with _moves:
