@@ -27,6 +27,7 @@ TESTS = Path(__file__).parents[1]
 GRACE_S = 1.0
 LIMIT_S = 90.0
 KILLED = -9
+CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE}
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class Lives:
             text = (out / f"r{rank}.jsonl").read_text() if (out / f"r{rank}.jsonl").exists() else ""
             lines = [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
             told.append(Told(lines, status))
+        crashed = [rank for rank, one in enumerate(told) if one.status in CRASHES]
+        assert not crashed, f"ranks {crashed} crashed: {[t.status for t in told]}\n{self.errors()}"
         return told
 
     def errors(self) -> str:
@@ -108,7 +111,7 @@ class Lives:
             (p.name, p.read_text())
             for p in sorted((self.place / f"life{self.number}").glob("*.err"))
         ]
-        return "\n".join(f"--- {name}\n{text[-2000:]}" for name, text in texts)
+        return "\n".join(f"--- {name}\n{text[-8000:]}" for name, text in texts)
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
