@@ -13,7 +13,7 @@ SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
     ("addresses", "errors", "garbage", "here", "near", "version"),
-    ("arguments",),
+    ("arguments", "wire"),
     ("events", "patience"),
     ("threads",),
     ("layout", "codec", "policy", "store", "group", "sizes"),

@@ -204,10 +204,8 @@ class Queue:
                 self._changed.notify_all()
 
     def _wrote(self, message: w.Wrote) -> None:
-        if message.error:
-            kind = getattr(errors, message.kind, AgentError)
-            kind = kind if issubclass(kind, HoldfastError) else AgentError
-            self.error = kind(message.error, step=self._sent[message.slots[0]].step)
+        if message.error is not None:
+            self.error = message.error.error(step=self._sent[message.slots[0]].step)
             return
         self._restarts = 0
         self.written = message.last

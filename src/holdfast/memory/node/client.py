@@ -18,11 +18,12 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from holdfast import errors
-from holdfast.errors import AgentUnreachable, HoldfastError, UsageError
+from holdfast.errors import AgentUnreachable, UsageError
 from holdfast.events import emit
 from holdfast.here import fate
 from holdfast.memory.node import words as w
 from holdfast.memory.node.segment import SOCKET, check_home, home
+from holdfast.wire import WireError
 
 START_S = 20.0
 RESTART_S = 1.0
@@ -101,7 +102,7 @@ class Client:
         except BlockingIOError:
             raise self.silence() from None
         if "error" in answer:
-            raise _error(answer)
+            raise msgspec.convert(answer, WireError).error()
         return msgspec.convert(answer["ok"], kind)
 
     def _ask(self, message: w.Message, limit: float) -> dict[str, Any]:
@@ -294,11 +295,3 @@ def _environment(root: Path) -> dict[str, str]:
     package = str(Path(errors.__file__).resolve().parent.parent)
     path = [package, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
     return {**kept, "PYTHONPATH": os.pathsep.join(path), "HOLDFAST_MEMORY_DIR": str(root)}
-
-
-def _error(answer: dict[str, str]) -> HoldfastError:
-    kind = getattr(errors, answer["error"], None)
-    if not (isinstance(kind, type) and issubclass(kind, HoldfastError)):
-        kind = errors.AgentError
-    error: HoldfastError = kind(answer["text"], hint=answer["hint"] or None)
-    return error
