@@ -125,6 +125,17 @@ def test_torch_free() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_there_is_one_of_each() -> None:
+    """One check of bytes against digests, one wait for a future."""
+    texts = {str(p.relative_to(SRC / "holdfast")): p.read_text() for p in modules()}
+
+    def having(text: str) -> list[str]:
+        return [path for path, source in texts.items() if text in source]
+
+    assert having(" first_difference(") == ["codec/digest.py", "codec/table.py"]
+    assert having("TimeoutError as FutureTimeout") == ["threads.py"]
+
+
 def test_no_pickle() -> None:
     for path in modules():
         for name, line in imports(path):

@@ -191,3 +191,7 @@ class RankErrors(HoldfastError):
         super().__init__("\n".join([f"{what} failed on {len(errors)} rank(s)", *lines]), **where)
         self.errors = errors
         self.causes = causes or {}
+
+
+PASSED_OVER = (Corrupt, FormatError, NotFound)
+"""What is wrong with a step, and not with the call: an older step may do."""

@@ -145,7 +145,7 @@ class MemoryTier:
         )
         card = self.client.ask(message, w.Card)
         if not self._budget or card != self.card:
-            of_all = self.client.ask(w.Status(), w.Report).budget
+            of_all = self.client.ask(w.Status(), w.AgentReport).budget
             self._budget = min(of_all, self.options.budget_bytes or of_all)
         self.card: w.Card = card
 

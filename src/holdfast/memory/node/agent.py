@@ -323,7 +323,7 @@ class Agent:
             self.card_of(name), directory, images, tuple(manifests), peers, job.newest, job.run
         )
 
-    def report(self) -> w.Report:
+    def report(self) -> w.AgentReport:
         jobs = tuple(
             w.JobReport(
                 j.name, j.root, j.run, j.used,
@@ -334,7 +334,7 @@ class Agent:
             for j in self.state.jobs.values()
         )  # fmt: skip
         fetched, state = counters["memory.peer.bytes"], self.state
-        return w.Report(
+        return w.AgentReport(
             os.getpid(), self.card.address, state.budget, state.used, fetched, jobs,
             bool(self.card.fingerprint),
         )  # fmt: skip

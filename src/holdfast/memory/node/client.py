@@ -157,7 +157,7 @@ class Client:
         """Bytes that the agent has stored or protected for the job of an order; 0 if it does not say."""
         kind = w.STORED if isinstance(order, w.Persist) else w.PROTECTED
         with suppress(TimeoutError, BlockingIOError):
-            report = msgspec.convert(self._ask(w.Status(), LOOK_S)["ok"], w.Report)
+            report = msgspec.convert(self._ask(w.Status(), LOOK_S)["ok"], w.AgentReport)
             return sum(job.moved.get(kind, 0) for job in report.jobs if job.job == order.job)
         return 0
 

@@ -182,7 +182,7 @@ class Ask(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Ask what is held at all; answered with a `Report`."""
+    """Ask what is held at all; answered with an `AgentReport`."""
 
 
 class Clean(Message, frozen=True):
@@ -307,7 +307,7 @@ class JobReport(msgspec.Struct, frozen=True):
     """Bytes that were `STORED` and `PROTECTED`, since the agent started."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class AgentReport(msgspec.Struct, frozen=True):
     """Everything, for people."""
 
     pid: int
