@@ -12,7 +12,7 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("addresses", "errors", "garbage", "here", "near", "version"),
+    ("addresses", "background", "errors", "garbage", "here", "near", "version"),
     ("arguments", "wire"),
     ("events", "patience"),
     ("threads",),
@@ -126,7 +126,7 @@ def test_torch_free() -> None:
 
 
 def test_there_is_one_of_each() -> None:
-    """One check of bytes against digests, one wait for a future."""
+    """One check of bytes against digests, one wait for a future, one way to start a process."""
     texts = {str(p.relative_to(SRC / "holdfast")): p.read_text() for p in modules()}
 
     def having(text: str) -> list[str]:
@@ -134,6 +134,7 @@ def test_there_is_one_of_each() -> None:
 
     assert having(" first_difference(") == ["codec/digest.py", "codec/table.py"]
     assert having("TimeoutError as FutureTimeout") == ["threads.py"]
+    assert having("subprocess.Popen(") == ["background.py"]
 
 
 def test_no_pickle() -> None:
