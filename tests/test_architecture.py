@@ -12,8 +12,8 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("addresses", "errors", "garbage", "here", "near", "version"),
-    ("arguments",),
+    ("addresses", "background", "errors", "garbage", "here", "near", "version"),
+    ("arguments", "wire"),
     ("events", "patience"),
     ("threads",),
     ("layout", "codec", "policy", "store", "group", "sizes"),
@@ -123,6 +123,18 @@ def test_torch_free() -> None:
         [sys.executable, "-c", code, *TORCH_FREE], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_there_is_one_of_each() -> None:
+    """One check of bytes against digests, one wait for a future, one way to start a process."""
+    texts = {str(p.relative_to(SRC / "holdfast")): p.read_text() for p in modules()}
+
+    def having(text: str) -> list[str]:
+        return [path for path, source in texts.items() if text in source]
+
+    assert having(" first_difference(") == ["codec/digest.py", "codec/table.py"]
+    assert having("TimeoutError as FutureTimeout") == ["threads.py"]
+    assert having("subprocess.Popen(") == ["background.py"]
 
 
 def test_no_pickle() -> None:

@@ -16,11 +16,12 @@ HoldfastError
 │   ├── AgentUnreachable             the agent of a node does not answer
 │   └── SegmentLost                  memory that an agent held is no more
 ├── NotRecoverable                   why each candidate step could not be used
-└── RankErrors                       errors by rank
+└── RankErrors                       errors by rank: their texts, and the errors themselves
 ```
 
 A message says what failed, where, what was expected and found, and what to do next (`hint`).
-All of them survive pickling, because they travel between processes.
+Between the processes of holdfast they travel with all that they carry (`holdfast.wire`); they survive
+pickling, too.
 """
 
 from __future__ import annotations
@@ -67,12 +68,13 @@ class HoldfastError(Exception):
         return re.search(stated, self.message) is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return rebuilt, (type(self), self.args, self.__dict__)
 
 
-def _rebuild(
+def rebuilt(
     kind: type[HoldfastError], args: tuple[Any, ...], fields: dict[str, Any]
 ) -> HoldfastError:
+    """Return the error that had these arguments and attributes in another process."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(fields)
@@ -176,9 +178,20 @@ class NotRecoverable(HoldfastError):
 
 
 class RankErrors(HoldfastError):
-    """Errors by rank, the same on every rank."""
+    """Errors by rank, the same on every rank: `errors` has their texts, `causes` the errors themselves."""
 
-    def __init__(self, what: str, errors: dict[int, str], **where: Any) -> None:
+    def __init__(
+        self,
+        what: str,
+        errors: dict[int, str],
+        causes: dict[int, HoldfastError] | None = None,
+        **where: Any,
+    ) -> None:
         lines = [f"  rank {rank}: {text}" for rank, text in sorted(errors.items())]
         super().__init__("\n".join([f"{what} failed on {len(errors)} rank(s)", *lines]), **where)
         self.errors = errors
+        self.causes = causes or {}
+
+
+PASSED_OVER = (Corrupt, FormatError, NotFound)
+"""What is wrong with a step, and not with the call: an older step may do."""

@@ -7,7 +7,6 @@ the time that was trained again and again.  Written by rank 0, on a thread of it
 from __future__ import annotations
 
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
 import msgspec
@@ -15,7 +14,7 @@ import msgspec
 from holdfast.errors import HoldfastError
 from holdfast.events import emit
 from holdfast.store import Store
-from holdfast.threads import Worker
+from holdfast.threads import Worker, result_of
 
 HISTORY_KEY = "tuning.json"
 CLOSE_S = 10.0
@@ -74,6 +73,6 @@ class Keeper:
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Wait for what is under way, for a while."""
         if self._last is not None:
-            with suppress(FutureTimeout, TimeoutError):
-                self._last.result(min(limit_s, CLOSE_S))
+            with suppress(TimeoutError):
+                result_of(self._last, min(limit_s, CLOSE_S), TimeoutError)
         self._pool.shutdown()

@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import (
-    Corrupt,
-    FormatError,
+    PASSED_OVER,
     HoldfastError,
-    NotFound,
     NotRecoverable,
     Unavailable,
     UnsupportedVersion,
 )
 
-PASSED_OVER = (Corrupt, FormatError, NotFound)
 STOPS = (UnsupportedVersion, Unavailable)
 
 

@@ -16,6 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -70,7 +71,7 @@ class Worker:
     def settle(self, limit_s: float | None) -> None:
         """Wait until all is done that it was given so far.  TimeoutError."""
         if self._tasks.unfinished_tasks:
-            self.submit(lambda: None).result(limit_s)
+            result_of(self.submit(lambda: None), limit_s, TimeoutError)
 
     def shutdown(self) -> None:
         """Take no more work.  What was given is done, but nobody waits for it when Python ends."""
@@ -93,6 +94,19 @@ def _work(tasks: Tasks) -> None:
         del task, future, work, args, kwargs
         tasks.task_done()
     _workers.pop(threading.current_thread(), None)
+
+
+def result_of(future: Future[T], limit_s: float | None, late: Callable[[], Exception]) -> T:
+    """Return or raise what a future does; raise `late()` if it is not done within `limit_s` seconds.
+
+    A TimeoutError that the work itself has raised is not mistaken for the end of the wait.
+    """
+    try:
+        return future.result(limit_s)
+    except (FutureTimeout, TimeoutError):  # two classes before Python 3.11
+        if not future.done():
+            raise late() from None
+    return future.result()
 
 
 # -- side by side ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 from delta import dying_writer
 from delta.test_damage import the_writer
+from holdfast import background
 from holdfast.delta import capture, queue
 from holdfast.delta.capture import Open, RecordCapture
 from holdfast.delta.queue import Queue
@@ -100,10 +101,11 @@ def delay_writer(seconds: float) -> None:
     wait = ["sh", "-c", f'sleep {seconds}; exec "$@"', "sh"]
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*wait, *command], **options)
+        late = wait if "holdfast.delta.writer" in command else []
+        return subprocess.Popen([*late, *command], **options)
 
-    queue.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    background.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=start, DEVNULL=subprocess.DEVNULL
     )
 
 

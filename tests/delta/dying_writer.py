@@ -16,29 +16,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from holdfast.delta import queue, writer
+from holdfast import background
+from holdfast.delta import writer
 
 CALLS = ("mkdir", "pwrite", "fsync", "link", "replace", "unlink", "rmdir", "ftruncate")
 
 
 def instead(numbers: list[int], calls: Path, *, trainer: bool) -> Any:
-    """For `queue.subprocess`: the i-th writer that is started dies before its `numbers[i]`-th call."""
+    """For `background.subprocess`: the i-th writer that is started dies before its `numbers[i]`-th call."""
     left = itertools.chain(numbers, itertools.repeat(0))
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert command[-3] == queue.RUN
+        if "holdfast.delta.writer" not in command:
+            return subprocess.Popen(command, **options)
         how = [str(next(left)), str(int(trainer)), str(calls)]
         dying = [sys.executable, "-m", __name__, *command[-2:], *how]
         return subprocess.Popen(dying, **options)
 
-    return SimpleNamespace(
-        Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
 
 
 def install(**options: Any) -> None:
     """In a process that is only for this."""
-    queue.subprocess = instead(**options)
+    background.subprocess = instead(**options)
 
 
 def main() -> int:

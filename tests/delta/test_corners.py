@@ -21,6 +21,7 @@ import torch
 
 import holdfast
 import holdfast.restoring
+from holdfast import background
 from holdfast.delta import capture, queue, writer
 from holdfast.delta.log import open_log
 from holdfast.errors import (
@@ -389,7 +390,7 @@ def test_a_writer_that_cannot_begin(
         if step == 2 and fails_at != 1:
             with monkeypatch.context() as patched:
                 if fault == "no process":
-                    patched.setattr(queue.subprocess, "Popen", no_process)
+                    patched.setattr(background.subprocess, "Popen", no_process)
                 os.kill(the_writer(), signal.SIGKILL)
                 await_error(ckpt)
 
@@ -552,8 +553,7 @@ def test_records_in_a_store_of_objects(monkeypatch: pytest.MonkeyPatch, batch: i
     store = Counting(MemoryStore(f"records-{batch}"))
     monkeypatch.setattr(holdfast.restoring, "open_store", lambda url: store)
     monkeypatch.setattr(writer, "open_store", lambda url: store)
-    fake = SimpleNamespace(Popen=InThread, DEVNULL=-3, TimeoutExpired=TimeoutError)
-    monkeypatch.setattr(queue, "subprocess", fake)
+    monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=InThread, DEVNULL=-3))
     expected = recorded(name, new, 7, batch=batch)  # type: ignore[arg-type]
     assert [k for k in store.list("log/") if k.endswith(".log")]
     store.delete("steps/0000000004/manifest.json")

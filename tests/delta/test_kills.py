@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast import background
 from holdfast.checkpoint.names import parse_segment
-from holdfast.delta import queue
 from holdfast.store import LocalStore
 from memory.zygote import Lives, Told
 
@@ -189,7 +189,7 @@ def test_a_writer_dies(
             numbers = [2, 2, 2]  # the second finds a directory, and dies before it opens a file
         fake = dying_writer.instead(numbers, calls, trainer=False)
         with monkeypatch.context() as patched:
-            patched.setattr(queue, "subprocess", fake)
+            patched.setattr(background, "subprocess", fake)
             run = Run(OPTIMIZERS["adamw"])
             with checkpointer(here, run, batch=2) as ckpt:
                 for step in range(1, 6):

@@ -69,7 +69,7 @@ def test_several_starts_make_one_agent(root: Path) -> None:
         t.start()
     for t in threads:
         t.join()
-    pids = {c.ask(w.Status(), w.Report).pid for c in clients}
+    pids = {c.ask(w.Status(), w.AgentReport).pid for c in clients}
     assert pids == {pid_of(root)}
     clients[0].ask(w.Stop())
     await_gone(pid_of(root))
@@ -104,7 +104,7 @@ def test_what_it_holds_outlives_it(root: Path) -> None:
         assert [(i.attempt, i.rank) for i in held.images] == [("0001-000001", 0)]
         assert held.manifests == (b"manifest 0001-000001",)
         assert image(client, lease) == before and before.startswith(DATA)
-        report = client.ask(w.Status(), w.Report)
+        report = client.ask(w.Status(), w.AgentReport)
         assert [j.steps for j in report.jobs] == [(7,)]
 
 
@@ -469,7 +469,7 @@ def test_memory_that_is_not_there_is_refused_and_nothing_stays(root: Path) -> No
             hello(client)
             with pytest.raises(OutOfSpace, match="shared memory"):
                 client.ask(w.Take(JOB, os.getpid(), "share", 0, "0001-000001", 1, 1 << 45))
-            assert client.ask(w.Status(), w.Report).used == 0
+            assert client.ask(w.Status(), w.AgentReport).used == 0
             assert not list((shm / "jobs" / JOB).glob("share*"))
     finally:
         subprocess.run(["rm", "-rf", str(shm)], check=True)
@@ -480,10 +480,10 @@ def test_a_finished_run_frees_its_memory_and_a_crash_does_not(root: Path) -> Non
         hello(client)
         put(client, "0001-000001", DATA)
         client.ask(w.Bye(JOB, os.getpid(), finished=False))
-        assert client.ask(w.Status(), w.Report).used > 0
+        assert client.ask(w.Status(), w.AgentReport).used > 0
         hello(client, run=2)
         client.ask(w.Bye(JOB, os.getpid(), finished=True))
-        assert client.ask(w.Status(), w.Report).used == 0
+        assert client.ask(w.Status(), w.AgentReport).used == 0
         assert not list((root / "jobs").iterdir())
 
 
@@ -507,7 +507,7 @@ def test_a_killed_process_is_noticed(root: Path) -> None:
         other.send_signal(signal.SIGKILL)
         other.wait()
         until = time.monotonic() + 20
-        while client.ask(w.Status(), w.Report).jobs[0].trainers:
+        while client.ask(w.Status(), w.AgentReport).jobs[0].trainers:
             assert time.monotonic() < until
             time.sleep(0.05)
         assert len(client.ask(w.Ask(JOB), w.Held).images) == 1
@@ -790,7 +790,7 @@ def test_one_that_is_about_to_end_has_a_successor(
             time.sleep(0.02)
         fcntl.flock(lock, fcntl.LOCK_UN)
         starting.result(20)
-    assert client.ask(w.Status(), w.Report).pid == pid_of(root)
+    assert client.ask(w.Status(), w.AgentReport).pid == pid_of(root)
     client.ask(w.Stop())
     await_gone(pid_of(root))
 

@@ -134,7 +134,7 @@ def test_one_that_a_training_has_started_stays_when_it_is_told_to(tmp_path: Path
         for more in (["--host", "10.1.2.3"], ["--tls"]):
             status, said = agent(tmp_path, "start", "--budget", "5MB", *more)
             assert status == 2 and f"process {pid}, serves at 127.0.0.1:" in said
-        assert client.ask(w.Status(), w.Report).budget == 1 << 20
+        assert client.ask(w.Status(), w.AgentReport).budget == 1 << 20
         status, said = agent(tmp_path, "start", "--budget", "5MB", "--host", "127.0.0.1")
         assert status == 0 and "0 B of 5.00 MB in use" in said
         status, said = agent(tmp_path, "run")

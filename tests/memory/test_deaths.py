@@ -20,10 +20,12 @@ from memory.zygote import KILLED, Lives, Told, check, lose, train
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def report(lives: Lives, node: int) -> w.Report | None:
+def report(lives: Lives, node: int) -> w.AgentReport | None:
     """What an agent says of itself; None where there is none yet."""
     with suppress(AgentUnreachable):
-        found: w.Report = Client(lives.node(node), deadline_s=30.0).ask(w.Status(), w.Report)
+        found: w.AgentReport = Client(lives.node(node), deadline_s=30.0).ask(
+            w.Status(), w.AgentReport
+        )
         return found
     return None
 
@@ -56,7 +58,7 @@ def die_when(
     return told
 
 
-def told_of(lives: Lives, node: int) -> w.Report:
+def told_of(lives: Lives, node: int) -> w.AgentReport:
     found = report(lives, node)
     assert found is not None
     return found

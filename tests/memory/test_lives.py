@@ -229,8 +229,8 @@ def test_durable_saves_from_gradients(lives: Lives) -> None:
     assert {(a.restored, a.start) for a in again} == {(6, reference[6])}, lives.errors()
 
 
-def report(lives: Lives, node: int) -> w.Report:
-    return Client(lives.node(node), deadline_s=30.0).ask(w.Status(), w.Report)
+def report(lives: Lives, node: int) -> w.AgentReport:
+    return Client(lives.node(node), deadline_s=30.0).ask(w.Status(), w.AgentReport)
 
 
 def test_replicas_that_differ_are_exchanged(lives: Lives) -> None:

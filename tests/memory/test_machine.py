@@ -26,6 +26,7 @@ from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Job, Slot, State
+from holdfast.wire import WireError
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "scenarios" / "agent").glob("*.txt"))
 DEFAULTS: dict[str, Any] = {
@@ -38,11 +39,20 @@ KINDS = {c.__name__: c for c in w.Message.__subclasses__()}
 INTERNAL = (w.Made, w.Digested, w.Wrote, w.Gone, w.Tick, w.Finished)
 
 
+def failure(text: str, kind: str = "OutOfSpace") -> WireError | None:
+    """The error of a message; None if there is no text."""
+    return WireError(kind=kind, message=text) if text else None
+
+
 def message(words: list[str]) -> w.Message:
     """`Take rank=1 bytes=5` with the defaults for what is not said."""
     kind, said = KINDS[words[0]], dict(word.split("=", 1) for word in words[1:])
     values: dict[str, Any] = {}
+    if kind in (w.Digested, w.Wrote):
+        values["error"] = failure(said.pop("error", ""), said.pop("kind", "OSError"))
     for field in msgspec.structs.fields(kind):
+        if field.name in values:
+            continue
         if field.name in said:
             text = said.pop(field.name)
             values[field.name] = (
@@ -66,8 +76,8 @@ def show(effect: e.Effect) -> str:
             return f"reply {ask}: {name} of {capacity}"
         case e.Reply(ask, value):
             return f"reply {ask}" + (f": {value}" if value not in (None, []) else "")
-        case e.Refuse(ask, kind, text, _):
-            return f"refuse {ask} {kind}: {text}"
+        case e.Refuse(ask, error):
+            return f"refuse {ask} {error.kind}: {error.message}"
         case e.Make(_, name, capacity):
             return f"make {name} of {capacity}"
         case e.Note(_, s):
@@ -182,10 +192,10 @@ def messages(draw: st.DrawFn) -> w.Message:
                 w.Take("j", pid, "share", rank, attempt, 1, draw(st.sampled_from([50, 100, 300]))),
                 w.Made("j", name, draw(st.sampled_from(["", "no space"]))),
                 w.Ready("j", name, attempt, 40, 50),
-                w.Digested("j", name, attempt, "d", draw(st.sampled_from(["", "gone"]))),
+                w.Digested("j", name, attempt, "d", failure(draw(st.sampled_from(["", "gone"])))),
                 w.Commit("j", attempt, 1, b""),
                 w.Persist("j", attempt, rank, pid, "s", "k", 9.0, b"" if rank else b"c"),
-                w.Wrote("j", attempt, rank, draw(st.sampled_from(["", "full"])), "OutOfSpace"),
+                w.Wrote("j", attempt, rank, failure(draw(st.sampled_from(["", "full"])))),
                 w.Settled("j", attempt),
                 w.Drop("j", attempt),
                 w.Gone("j", (pid,)),

@@ -33,7 +33,7 @@ def guards(lives: Lives, nodes: list[int]) -> list[w.HeldImage]:
     found: list[w.HeldImage] = []
     for n in sorted(set(nodes)):
         client = Client(lives.node(n))
-        (job,) = client.ask(w.Status(), w.Report).jobs
+        (job,) = client.ask(w.Status(), w.AgentReport).jobs
         held: Any = client.ask(w.Ask(job.job), w.Held)
         found += [image for image in held.images if image.kind == "guard"]
     newest = max(image.attempt for image in found)

@@ -155,5 +155,5 @@ def test_a_commit_that_the_agent_was_not_told_is_told_before_the_next(
             one.ckpt.wait()
     one.ckpt.step(4)
     one.ckpt.wait()
-    (job,) = [j for j in node.ask(w.Status(), w.Report).jobs if j.steps]
+    (job,) = [j for j in node.ask(w.Status(), w.AgentReport).jobs if j.steps]
     assert job.steps == (3, 4)

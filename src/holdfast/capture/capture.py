@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from holdfast.capture.job import Job, Save, text_of
 from holdfast.capture.planning import Planner
-from holdfast.errors import HoldfastError, RankErrors
+from holdfast.errors import HoldfastError
 from holdfast.events import emit
 from holdfast.format.image import Image
 from holdfast.garbage import uncollected
@@ -31,6 +31,7 @@ from holdfast.state.snapshot import (
 )
 from holdfast.state.window import Gate, Window, resting
 from holdfast.threads import Worker
+from holdfast.wire import WireError, rank_errors
 
 
 class Tier(Protocol):
@@ -242,11 +243,11 @@ class Capture:
             self._described = now, live.aliases, description
         return description
 
-    def _alike(self, what: str, errors: dict[int, str], job: Job) -> BaseException:
+    def _alike(self, what: str, errors: dict[int, WireError], job: Job) -> BaseException:
         """The error of a failed job on this rank: its own if it is alone, else all ranks'."""
         if self.group.size == 1 and job.error is not None:
             return job.error
-        together = RankErrors(what, errors, step=job.step)
+        together = rank_errors(what, errors, job.step)
         together.__cause__ = job.error
         return together
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from holdfast.state.live import Live
 from holdfast.state.protocol import Verdict
 from holdfast.state.snapshot import Buffer, Copies, Moment
 from holdfast.state.window import Window, resting
+from holdfast.threads import result_of
 
 
 class Save:
@@ -45,20 +45,16 @@ class Save:
         or another rank does not answer for `deadline_s`.
         """
         timeout = timeout_of(timeout, "Save.wait")
+
+        def late() -> Deadline:
+            text = f"the save of step {self.step} is not done after {timeout:g} s"
+            return Deadline(text, step=self.step, hint=slowest())
+
         try:
             with resting():
-                self._future.result(timeout)
-        except (FutureTimeout, TimeoutError):
-            if self._future.done():
-                self.told = True
-                raise
-            raise Deadline(
-                f"the save of step {self.step} is not done after {timeout:g} s",
-                step=self.step,
-                hint=slowest(),
-            ) from None
-        except BaseException:
-            self.told = True
+                result_of(self._future, timeout, late)
+        except BaseException as error:
+            self.told = self.told or error is self.error
             raise
 
     @property

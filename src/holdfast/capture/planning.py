@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from holdfast.capture.job import Job, Plan, new_plan, text_of
+from holdfast.capture.job import Job, Plan, new_plan
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import HoldfastError, RuleError, UsageError
 from holdfast.format.image import ALIGN, Image, plan_image
@@ -20,6 +20,7 @@ from holdfast.state.agreed import Agreement, merge
 from holdfast.state.live import INLINE_BYTES
 from holdfast.state.protocol import Ready, Verdict, check_kinds, sort_extras
 from holdfast.state.snapshot import Copies, Kept, fingerprint
+from holdfast.wire import WireError
 
 MOST_COPIES = 4
 """Number of lists of copies that are kept at most, by the memory that they fill."""
@@ -46,7 +47,7 @@ class Planner:
             for k, v in job.live.extras.items()
         }
         held = self.plan.digest if self.plan else ""
-        error = None if job.error is None else text_of(job.error)
+        error = None if job.error is None else WireError.of(job.error)
         large = [k for k in extras if k in job.live.contents]
         digest, kinds = hexdigest(job.description), job.live.kinds
         ready = Ready(job.step, job.busy, digest, held, extras, error, large, kinds)

@@ -8,18 +8,19 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.capture.job import Job, text_of
+from holdfast.capture.job import Job
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.format.manifest import VERSION, FileEntry, Manifest
 from holdfast.state.protocol import Written, merge_extras
 from holdfast.version import __version__
+from holdfast.wire import WireError
 
 
 def written(job: Job, file: FileEntry | None, rank: int) -> bytes:
     """Encode what this rank hands in: its file, and extras that it alone knows, or its error."""
     assert job.verdict is not None
     sent = {k: job.live.extras[k] for k, ranks in job.verdict.send.items() if rank in ranks}
-    error = None if job.error is None else text_of(job.error)
+    error = None if job.error is None else WireError.of(job.error)
     return msgspec.msgpack.encode(Written(error, file, sent))
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
-
 from holdfast.checkpoint.readers import Readers
-from holdfast.codec.digest import Digests, first_difference, hexdigest, num_chunks
+from holdfast.codec.table import DigestTable
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.events import count
 from holdfast.format.manifest import FileEntry, Manifest
@@ -26,7 +24,7 @@ class Files:
         self.manifest = manifest
         self.verify = verify
         self.readers = Readers(store)
-        self._tables: dict[str, Digests] = {}
+        self._tables: dict[str, DigestTable] = {}
         """Tables by file path, in order of use: the one used last comes last."""
         self._reading: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -34,7 +32,7 @@ class Files:
     def key(self, file: FileEntry) -> str:
         return self.prefix + file.path
 
-    def table(self, file: FileEntry) -> Digests:
+    def table(self, file: FileEntry) -> DigestTable:
         """The digest of every chunk; Corrupt if the table itself is damaged."""
         with self._lock:
             found = self._kept(file)
@@ -50,32 +48,26 @@ class Files:
                     self._keep(file, found)
         return found
 
-    def _kept(self, file: FileEntry) -> Digests | None:
+    def _kept(self, file: FileEntry) -> DigestTable | None:
         found = self._tables.pop(file.path, None)
         if found is not None:
             self._tables[file.path] = found
         return found
 
-    def _keep(self, file: FileEntry, table: Digests) -> None:
+    def _keep(self, file: FileEntry, table: DigestTable) -> None:
         self._tables[file.path] = table
         while len(self._tables) > 1 and sum(t.nbytes for t in self._tables.values()) > TABLES_BYTES:
             del self._tables[next(iter(self._tables))]
 
-    def _read_table(self, file: FileEntry) -> Digests:
+    def _read_table(self, file: FileEntry) -> DigestTable:
         self._check_size(file)
         data = bytearray(file.bytes - file.table)
         self._read(file, file.table, memoryview(data))
-        if (found := hexdigest(data)) != file.digest:
-            raise Corrupt(
-                f"digest table differs from the manifest: {found}, expected {file.digest}",
-                key=self.key(file),
-                start=file.table,
-                stop=file.bytes,
-                expected=file.digest,
-                found=found,
-                step=self.manifest.step,
-            )
-        return np.frombuffer(bytes(data), "<u8")
+        try:
+            return DigestTable.of(data, file.digest, file.table, self.manifest.chunk_bytes)
+        except Corrupt as error:
+            self._say_where(error, file)
+            raise
 
     def _check_size(self, file: FileEntry) -> None:
         """Corrupt unless the file is as long as stated; before memory is set aside for it."""
@@ -120,19 +112,13 @@ class Files:
         """Corrupt if the chunks in `view`, beginning with chunk `first`, are not what was written."""
         if not self.verify:
             return
-        size = self.manifest.chunk_bytes
-        expected = self.table(file)[first : first + num_chunks(len(view), size)]
-        bad = first_difference(view, expected, size)
-        if bad is not None:
-            a, b = self.span(file, first + bad, first + bad + 1)
-            found = hexdigest(view[bad * size : (bad + 1) * size])
-            raise Corrupt(
-                f"bytes {a}..{b} differ from what was written: "
-                f"digest {found}, expected {int(expected[bad]):016x}",
-                key=self.key(file),
-                start=a,
-                stop=b,
-                expected=f"{int(expected[bad]):016x}",
-                found=found,
-                step=self.manifest.step,
-            )
+        table = self.table(file)
+        try:
+            table.check(first, view)
+        except Corrupt as error:
+            self._say_where(error, file)
+            raise
+
+    def _say_where(self, error: Corrupt, file: FileEntry) -> None:
+        """Add the file and the step that an error is of."""
+        error.key, error.step = self.key(file), self.manifest.step

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import msgspec
-
-from holdfast.errors import Corrupt, FormatError, NotFound, RankErrors, Unavailable
+from holdfast.errors import Corrupt, FormatError, NotFound, Unavailable
+from holdfast.wire import encode_error, rank_errors, wire_error
 
 
 class Window(Protocol):
@@ -45,42 +44,8 @@ class Peers(Protocol):
         """Memory that is shared within the host."""
 
 
-_SAME = (Unavailable, NotFound, FormatError)
-"""Errors by which a caller decides whether an older step may be tried."""
-
-
-class _Report(msgspec.Struct, frozen=True):
-    """The message of each rank when a round is read: its error, if it has one."""
-
-    message: str | None = None
-    key: str | None = None
-    start: int | None = None
-    stop: int | None = None
-    expected: str | None = None
-    found: str | None = None
-    kind: str = ""
-    """Class of the error, if the other ranks shall raise the same."""
-
-
-def report_of(error: BaseException | None) -> bytes:
-    """An error as bytes for the other ranks; empty for none."""
-    if error is None:
-        return b""
-    if isinstance(error, Corrupt):
-        report = _Report(
-            error.message,
-            error.key,
-            error.start,
-            error.stop,
-            error.expected,
-            error.found,
-            "Corrupt",
-        )
-    elif type(error) in _SAME:
-        report = _Report(error.message, error.key, kind=type(error).__name__)  # type: ignore[attr-defined]
-    else:
-        report = _Report(f"{type(error).__name__}: {error}")
-    return msgspec.msgpack.encode(report)
+_SAME = (Corrupt, Unavailable, NotFound, FormatError)
+"""Errors by which a caller decides whether an older step may be tried: the first of these counts."""
 
 
 def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
@@ -88,24 +53,11 @@ def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
     RankErrors."""
     if not peers.any(error is not None):
         return
-    answers = peers.share(report_of(error))
-    reports = {r: msgspec.msgpack.decode(a, type=_Report) for r, a in enumerate(answers) if a}
-    if not reports:
-        return
-    for rank, one in reports.items():
-        if one.kind == "Corrupt":
-            raise Corrupt(
-                one.message or "",
-                key=one.key,
-                start=one.start,
-                stop=one.stop,
-                expected=one.expected,
-                found=one.found,
-                rank=rank,
-                step=step,
-            ) from error
+    answers = peers.share(b"" if error is None else encode_error(error))
+    failed = {rank: wire_error(answer) for rank, answer in enumerate(answers) if answer}
     for kind in _SAME:
-        for rank, one in reports.items():
+        for rank, one in failed.items():
             if one.kind == kind.__name__:
-                raise kind(one.message or "", key=one.key, rank=rank, step=step) from error
-    raise RankErrors("load", {r: x.message or "" for r, x in reports.items()}, step=step) from error
+                raise one.error(rank=rank, step=step) from error
+    if failed:
+        raise rank_errors("load", failed, step) from error

@@ -79,11 +79,12 @@ def _cut(
 
 
 class Scratch(threading.local):
-    """One block of memory per thread."""
+    """One block of memory per thread, which is used again."""
 
     view: memoryview | None = None
 
     def get(self, size: int) -> memoryview:
+        """Return at least `size` bytes, which hold anything."""
         if self.view is None or len(self.view) < size:
             self.view = memoryview(bytearray(size))
         return self.view

@@ -28,7 +28,8 @@ from holdfast.checkpoint.names import committed, manifest_key, read_manifest
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.checkpoint.reading import Scratch, threads_here
 from holdfast.checkpoint.rows import merge
-from holdfast.codec.digest import Digests, digest_chunks, num_chunks
+from holdfast.codec.digest import num_chunks
+from holdfast.codec.table import DigestTable
 from holdfast.errors import FormatError, HoldfastError
 from holdfast.format.extras import decode
 from holdfast.format.image import Image, plan_image
@@ -56,7 +57,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """The findings of verifying a step.  `bytes`: how many were read and digested."""
+    """The findings of verifying a step.  `bytes`: how many were read."""
 
     step: int
     quick: bool
@@ -69,6 +70,33 @@ class Report:
     @property
     def good(self) -> bool:
         return not self.problems
+
+
+class Findings:
+    """A report that several threads add to, and whoever is told of the progress."""
+
+    def __init__(self, report: Report, progress: Progress | None) -> None:
+        self.report = report
+        self._progress = progress or (lambda _: None)
+        self._lock = threading.Lock()
+
+    def add(
+        self, message: str, key: str, start: int | None = None, stop: int | None = None
+    ) -> None:
+        """Add a problem of bytes start..stop of a file, if they are known."""
+        with self._lock:
+            self.report.problems.append(Problem(message, key, start, stop))
+
+    def blame(self, error: HoldfastError, key: str) -> None:
+        """Add what an error says; `key`: the file, if the error names none."""
+        start, stop = getattr(error, "start", None), getattr(error, "stop", None)
+        self.add(error.message, error.key or key, start, stop)
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that were read."""
+        with self._lock:
+            self.report.bytes += num_bytes
+        self._progress(num_bytes)
 
 
 def verify(
@@ -85,13 +113,14 @@ def verify(
     """
     began = time.perf_counter()
     report = Report(step, quick)
+    findings = Findings(report, progress)
     try:
         manifest = read_manifest(store, step)
     except HoldfastError as error:
-        report.problems.append(Problem(error.message, error.key or manifest_key(step)))
+        findings.blame(error, manifest_key(step))
         return report
     report.num_files, report.num_tensors = len(manifest.files), len(manifest.tensors)
-    work = _Verification(store, manifest, report, threads, progress or (lambda _: None))
+    work = _Verification(store, manifest, findings, threads)
     work.run()
     report.seconds = time.perf_counter() - began
     return report
@@ -111,18 +140,16 @@ class _Verification:
         self,
         store: Store,
         manifest: Manifest,
-        report: Report,
+        findings: Findings,
         threads: int | None,
-        progress: Progress,
     ) -> None:
         self.checkpoint = Checkpoint(store, manifest, verify=False)
         self.store = store
         self.manifest = manifest
         self.files: Files = self.checkpoint.files
-        self.report = report
+        self.report = findings.report
+        self.findings = findings
         self.threads = threads or threads_here()
-        self.progress = progress
-        self._lock = threading.Lock()
         self._scratch = Scratch()
 
     def run(self) -> None:
@@ -136,29 +163,23 @@ class _Verification:
         self._check_extras("extras", manifest, self.manifest.extras)
         self.report.problems.sort(key=lambda p: (p.key != manifest, p.key, p.start or 0))
 
-    def _say(
-        self, message: str, key: str, start: int | None = None, stop: int | None = None
-    ) -> None:
-        self.report.problems.append(Problem(message, key, start, stop))
-
     def _check_file(self, file: FileEntry) -> None:
         key = self.files.key(file)
         if (fault := wrong_size(self.store, self.manifest, file)) is not None:
-            self._say(fault, key)
+            self.findings.add(fault, key)
             return
         try:
             image = self._image(file)
             table = self.files.table(file)
         except HoldfastError as error:
-            start, stop = getattr(error, "start", None), getattr(error, "stop", None)
-            self._say(error.message, key, start, stop)
+            self.findings.blame(error, key)
             return
         bad = [] if self.report.quick else self._bad_chunks(file, table)
         size = self.manifest.chunk_bytes
         for first, stop in bad:
             a, b = self.files.span(file, first, stop)
             hit = tensors_at(self.manifest, image, a, b)
-            self._say(f"{b - a:,} bytes differ from what was written: {hit}", key, a, b)
+            self.findings.add(f"{b - a:,} bytes differ from what was written: {hit}", key, a, b)
         if not any(first * size < file.data for first, _ in bad):
             self._check_header(file, image)
         if not any(stop * size > file.extras for _, stop in bad):
@@ -180,7 +201,7 @@ class _Verification:
             raise FormatError(f"the manifest states offsets {stated}; its shardings give {planned}")
         return image
 
-    def _bad_chunks(self, file: FileEntry, table: Digests) -> list[tuple[int, int]]:
+    def _bad_chunks(self, file: FileEntry, table: DigestTable) -> list[tuple[int, int]]:
         """Runs of chunks that differ from the table."""
         size, chunks = self.manifest.chunk_bytes, num_chunks(file.table, self.manifest.chunk_bytes)
         bad: list[tuple[int, int]] = []
@@ -188,19 +209,15 @@ class _Verification:
         def one(first: int) -> None:
             stop = min(first + BLOCK_CHUNKS, chunks)
             a, b = self.files.span(file, first, stop)
-            found = np.empty(stop - first, "<u8")
             try:
                 view = self._scratch.get(BLOCK_CHUNKS * size)[: b - a]
                 self.files.readers.read(self.files.key(file), a, view)
-                digest_chunks(view, found, size)
-                wrong = np.flatnonzero(found != table[first:stop]) + first
+                wrong = table.differing(first, view)
             except HoldfastError as error:
-                self._say(f"cannot be read: {error.message}", self.files.key(file), a, b)
-                wrong = np.zeros(0, np.int64)
-            with self._lock:
-                self.report.bytes += b - a
-                bad.extend((i, i + 1) for i in wrong.tolist())
-            self.progress(b - a)
+                self.findings.add(f"cannot be read: {error.message}", self.files.key(file), a, b)
+                wrong = []
+            bad.extend((i, i + 1) for i in wrong)
+            self.findings.count(b - a)
 
         with self.files.readers.kept():
             in_threads(one, list(range(0, chunks, BLOCK_CHUNKS)), self.threads)
@@ -211,11 +228,13 @@ class _Verification:
         try:
             self.store.read(self.files.key(file), 0, found)
         except HoldfastError as error:
-            self._say(f"cannot be read: {error.message}", self.files.key(file), 0, file.data)
+            self.findings.add(
+                f"cannot be read: {error.message}", self.files.key(file), 0, file.data
+            )
             return
         if found != image.header:
             at = next(i for i, (a, b) in enumerate(zip(found, image.header)) if a != b)
-            self._say(
+            self.findings.add(
                 f"header is not the one that follows from the manifest, from byte {at} on",
                 self.files.key(file),
                 0,
@@ -227,10 +246,10 @@ class _Verification:
         try:
             found = self.checkpoint.file_extras(file)
         except HoldfastError as error:
-            self._say(error.message, key, file.extras, file.table)
+            self.findings.add(error.message, key, file.extras, file.table)
             return
         for name in found.keys() - self.manifest.per_rank.keys():
-            self._say(f"extras {name!r} of a rank that the manifest does not list", key)
+            self.findings.add(f"extras {name!r} of a rank that the manifest does not list", key)
         self._check_extras("rank extras", key, found)
 
     def _check_extras(self, what: str, key: str, trees: dict[str, Any]) -> None:
@@ -239,11 +258,13 @@ class _Verification:
             try:
                 decode(tree, plain_tensor)
             except (HoldfastError, ValueError, TypeError, KeyError, AttributeError) as error:
-                self._say(f"{what} {name!r} cannot be decoded: {error}", key)
+                self.findings.add(f"{what} {name!r} cannot be decoded: {error}", key)
                 continue
             for tensor in referred(tree):
                 if tensor not in known:
-                    self._say(f"{what} {name!r} refers to {tensor!r}, which is not there", key)
+                    self.findings.add(
+                        f"{what} {name!r} refers to {tensor!r}, which is not there", key
+                    )
 
 
 def referred(tree: Any) -> Iterator[str]:

@@ -75,7 +75,7 @@ def run(
             time.sleep(0.05)
         print_json({"stopped": True, "freed": free}) if as_json else say("stopped")
     else:
-        _show(client.ask(w.Status(), w.Report), as_json)
+        _show(client.ask(w.Status(), w.AgentReport), as_json)
 
 
 def _check_options(action: str, given: dict[str, object]) -> None:
@@ -92,7 +92,7 @@ def _check_options(action: str, given: dict[str, object]) -> None:
 def _start(client: Client, host: str, budget: int, tls: bool) -> None:
     """Start the agent; also one that a training has started stays from now on."""
     client.start(host, budget, stay=True, tls=tls)
-    found: w.Report = client.ask(w.Status(), w.Report)
+    found: w.AgentReport = client.ask(w.Status(), w.AgentReport)
     if host not in ("", found.address.rpartition(":")[0]) or (tls and not found.tls):
         how = "by TLS" if found.tls else "without TLS"
         raise UsageError(
@@ -145,7 +145,7 @@ def _clean(client: Client, job: str, as_json: bool) -> None:
         say(f"{many(len(freed), 'job')} freed" + (f": {', '.join(freed)}" if freed else ""))
 
 
-def _show(report: w.Report, as_json: bool) -> None:
+def _show(report: w.AgentReport, as_json: bool) -> None:
     if as_json:
         print_json({"running": True, **_plain(report)})
         return
@@ -170,7 +170,7 @@ def _show(report: w.Report, as_json: bool) -> None:
     table(("job", ">size", ">images", "steps", "running", "root"), rows, indent=0)
 
 
-def _plain(report: w.Report) -> dict[str, object]:
+def _plain(report: w.AgentReport) -> dict[str, object]:
     import msgspec
 
     found: dict[str, object] = msgspec.to_builtins(report)

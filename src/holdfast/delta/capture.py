@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -379,7 +378,7 @@ class RecordCapture:
         limit_s = self._deadline_s if limit_s is None else limit_s
         try:
             self._copier.settle(limit_s)
-        except (FutureTimeout, TimeoutError):
+        except TimeoutError:
             raise Deadline(
                 "records were not all with their writer when the time to wait for them was over",
                 hint=slowest() or "the process that writes records does not take them",

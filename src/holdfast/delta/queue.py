@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
-from holdfast import errors
+from holdfast.background import ending, spawn
 from holdfast.delta import words as w
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Header, Record
@@ -22,13 +20,6 @@ from holdfast.store import Store
 
 MAX_RESTARTS = 3
 """Number of writers in a row that may be replaced, each dead before it had written anything."""
-
-RUN = """
-import sys
-sys.path = [p for p in sys.path if p]  # nothing that lies in the working directory
-from holdfast.delta.writer import main
-sys.exit(main())
-"""
 
 
 class Queue:
@@ -144,16 +135,11 @@ class Queue:
     def _start(self) -> socket.socket:
         """Start a writer, which is told nothing yet; return the socket to it."""
         mine, theirs = socket.socketpair()
-        package = str(Path(errors.__file__).resolve().parent.parent)
-        path = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         with theirs:
-            numbers = map(str, (theirs.fileno(), os.getpid()))
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", RUN, *numbers],
+            self._process = spawn(
+                "holdfast.delta.writer",
+                [str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             )
         self._line, self._is_told = mine, False
         threading.Thread(
@@ -204,10 +190,8 @@ class Queue:
                 self._changed.notify_all()
 
     def _wrote(self, message: w.Wrote) -> None:
-        if message.error:
-            kind = getattr(errors, message.kind, AgentError)
-            kind = kind if issubclass(kind, HoldfastError) else AgentError
-            self.error = kind(message.error, step=self._sent[message.slots[0]].step)
+        if message.error is not None:
+            self.error = message.error.error(step=self._sent[message.slots[0]].step)
             return
         self._restarts = 0
         self.written = message.last
@@ -228,9 +212,8 @@ class Queue:
                 status = self._process.wait() if self._process is not None else 0
                 self._restarts += 1
                 if self._restarts > MAX_RESTARTS:
-                    raise AgentError(
-                        f"the process that writes the log has died {MAX_RESTARTS} times (status {status})"
-                    )
+                    times = f"{MAX_RESTARTS} times: it {ending(status)}"
+                    raise AgentError(f"the process that writes the log has died {times}")
                 emit("delta.writer_died", status=status)
                 line = self._start()
             self._announce()

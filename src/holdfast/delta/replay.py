@@ -38,11 +38,10 @@ from holdfast.delta.recording import (
 )
 from holdfast.delta.writers import await_others
 from holdfast.errors import (
-    Corrupt,
+    PASSED_OVER,
     Deadline,
     FormatError,
     HoldfastWarning,
-    NotFound,
     NotRecoverable,
     StateMismatch,
 )
@@ -63,8 +62,6 @@ from holdfast.state.targets import Options, is_known, only_tensors, target_of
 from holdfast.state.wrapped import ELEMENTWISE, stepping
 from holdfast.store import Store
 from holdfast.threads import Worker
-
-PASSED_OVER = (Corrupt, FormatError, NotFound)
 
 
 def survey(store: Store, group: Group, since: int, run: int) -> Log:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.delta.segment import Header, Record
+from holdfast.wire import WireError
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -40,8 +41,7 @@ class Wrote(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
     fixed_s: float = 0.0
     """Part of `seconds` that it took to open the file and to finish it, however much is in it."""
-    error: str = ""
-    kind: str = ""
+    error: WireError | None = None
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True):

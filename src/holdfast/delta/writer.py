@@ -27,6 +27,7 @@ from holdfast.here import yield_to_training
 from holdfast.store import Store, be_patient, open_store
 from holdfast.store import Writer as File
 from holdfast.store.contract import check_blocks
+from holdfast.wire import WireError
 
 WRITE_BYTES = 8 << 20
 PAUSES_S = (0.1, 1.0, 5.0)
@@ -121,13 +122,14 @@ class Writer:
         try:
             size, fixed_s = self._persist(batch)
         except Exception as error:
-            text, kind = getattr(error, "message", str(error)), type(error).__name__
-            self._say(w.Wrote(slots, error=text, kind=kind))
+            failure = WireError.of(error)
+            self._say(w.Wrote(slots, error=failure))
             if self._is_alone():
                 steps = f"{batch[0].record.step} to {batch[-1].record.step}"
                 with suppress(OSError):  # who read that may be gone as well
                     print(
-                        f"holdfast: the records of steps {steps} are lost: {text}", file=sys.stderr
+                        f"holdfast: the records of steps {steps} are lost: {failure.message}",
+                        file=sys.stderr,
                     )
             return
         took = time.monotonic() - began

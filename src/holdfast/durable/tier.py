@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeout
 
 import msgspec
 
-from holdfast.capture import Capture, Job, Save, Tier, text_of
+from holdfast.capture import Capture, Job, Save, Tier
 from holdfast.capture.capture import finish, guarded
 from holdfast.capture.together import manifest_of, written
 from holdfast.checkpoint.claiming import Claim
@@ -17,7 +16,7 @@ from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.names import step_prefix
 from holdfast.checkpoint.tidying import Keep, attempt_of, discard, prune, sweep
 from holdfast.durable.writing import write_image
-from holdfast.errors import Deadline, HoldfastError, RankErrors, Unavailable
+from holdfast.errors import Deadline, HoldfastError, Unavailable
 from holdfast.events import emit, span
 from holdfast.format.image import Image
 from holdfast.format.manifest import Manifest
@@ -27,6 +26,7 @@ from holdfast.state.protocol import Outcome, Written
 from holdfast.state.snapshot import Buffer, Filling, Kept, Moment, PrivateBuffer, touch
 from holdfast.store import Store
 from holdfast.threads import Worker
+from holdfast.wire import WireError, rank_errors
 
 LATE_S = 1.0
 """Seconds that a save may wait for the one before; longer slows training, and the user is told once."""
@@ -108,7 +108,7 @@ class Durable:
             self.capture.settle(limit_s)
             for pool in (self._persist, self._tidying):
                 pool.settle(max(until - time.monotonic(), 0.1))
-        except (FutureTimeout, TimeoutError):
+        except TimeoutError:
             awaited = self.capture.group.awaited
             raise Deadline(
                 f"a save was still under way after {limit_s:.3g} s"
@@ -224,9 +224,7 @@ class Durable:
         if outcome.errors:
             if not job.uncertain:
                 self.discard(job.step, attempt)
-            raise RankErrors(
-                f"save of step {job.step}", outcome.errors, step=job.step
-            ) from job.error
+            raise rank_errors(f"save of step {job.step}", outcome.errors, job.step) from job.error
         finish(job, tier, None)
         self.tidy(job)
 
@@ -239,7 +237,7 @@ class Durable:
                 manifest = manifest_of(job, self.run, attempt, given)
                 self.commit(job, manifest)
             except Exception as error:
-                errors = {0: f"commit: {text_of(error)}"}
+                errors = {0: WireError.of(error, "commit")}
                 job.uncertain = isinstance(error, (Unavailable, Deadline))
         return msgspec.msgpack.encode(Outcome(errors))
 

@@ -22,6 +22,7 @@ from holdfast.addresses import own_address
 from holdfast.errors import AgentError, Deadline
 from holdfast.group.line import Line
 from holdfast.group.meeting import Meeting, Met, named
+from holdfast.wire import decode_error, encode_error
 
 T = TypeVar("T")
 
@@ -245,7 +246,7 @@ class Board:
     ) -> bytes:
         """Every rank gives a value, rank 0 decides from all of them, everybody learns the answer.
 
-        If rank 0 finds ranks missing, the others learn that too.  `awaited`: as of `gather`.
+        If rank 0 fails, or finds ranks missing, all raise the same error.  `awaited`: as of `gather`.
         """
         limit = self.deadline_s if deadline_s is None else deadline_s
         if self.size == 1:
@@ -255,9 +256,8 @@ class Board:
         self.post(f"{key}/{self.rank}", value, limit)
         with self._waiting(lambda: f"rank 0 has not said that all have {awaited or 'answered'}"):
             answer = self._wait(key, limit + ANSWER_S, awaited)
-        if answer[:1] != b"\0":
-            kind = Deadline if answer[:1] == b"\1" else AgentError
-            raise kind(answer[1:].decode())
+        if answer[:1] == b"\1":
+            raise decode_error(answer[1:], rank=0)
         return answer[1:]
 
     def _decide(
@@ -272,9 +272,7 @@ class Board:
         try:
             answer = decide(self.gather(key, value, limit, awaited))
         except Exception as error:
-            kind = b"\1" if isinstance(error, Deadline) else b"\2"
-            text = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
-            self.post(f"{key}/answer", kind + f"rank 0: {text}".encode())
+            self.post(f"{key}/answer", b"\1" + encode_error(error))
             raise
         self.post(f"{key}/answer", b"\0" + answer)
         self._forget(key)

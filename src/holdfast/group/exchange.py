@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import AgentError, Deadline
-from holdfast.group.errors import learnt, told
 from holdfast.group.gloo import Gloo
 from holdfast.group.line import bounded
 from holdfast.group.meeting import Meeting, Met, named
+from holdfast.wire import decode_error, encode_error
 
 SHARE_BYTES = 1 << 10
 BROADCAST_BYTES = 16 << 10
@@ -116,7 +116,7 @@ class Exchange:
     def from_rank0(self, work: Callable[[], bytes]) -> bytes:
         """Return or raise on every rank what `work` does on rank 0, the only caller.  Collective.
 
-        Errors that tell a caller what to do next keep their class; others become AgentError.
+        The others raise the error as rank 0 does; AgentError if it is not of holdfast's own.
         """
         if self.size == 1:
             return work()
@@ -124,13 +124,13 @@ class Exchange:
             try:
                 answer = work()
             except Exception as error:
-                self.broadcast(b"\1" + told(error))
+                self.broadcast(b"\1" + encode_error(error))
                 raise
             self.broadcast(b"\0" + answer)
             return answer
         answer = self.broadcast(None)
         if answer[:1] == b"\1":
-            raise learnt(answer[1:])
+            raise decode_error(answer[1:], rank=0)
         return answer[1:]
 
     @contextmanager

@@ -11,13 +11,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from holdfast.errors import AgentError, Deadline
+from holdfast.threads import result_of
 
 T = TypeVar("T")
 _Question = tuple[Callable[[Any], Any], Future[Any]]
@@ -41,19 +41,18 @@ class Line:
 
         Deadline if the host does not answer within `limit_s`, AgentError if it is gone.
         """
-        answer = self._put(question)
-        try:
-            found: T = answer.result(max(limit_s, 0.0))
-            return found
-        except Deadline:  # the question's own
-            raise
-        except (FutureTimeout, TimeoutError):
+        answer: Future[T] = self._put(question)
+
+        def late() -> Deadline:
             answer.cancel()
-            raise Deadline(
+            return Deadline(
                 f"{self.host} did not answer within {limit_s:.3g} s ({what})",
                 rank=self.rank,
                 hint="look at the log of that process; it may have died, or hang",
-            ) from None
+            )
+
+        try:
+            return result_of(answer, max(limit_s, 0.0), late)
         except (RuntimeError, dist.DistError) as error:
             raise AgentError(
                 f"{self.host} is gone ({what}: {error})",
@@ -116,9 +115,4 @@ def bounded(work: Callable[[], T], limit_s: float, late: Callable[[], Exception]
             answer.set_exception(error)
 
     threading.Thread(target=run, name="holdfast-bounded", daemon=True).start()
-    try:
-        return answer.result(limit_s)
-    except (FutureTimeout, TimeoutError):
-        if answer.done():
-            raise
-        raise late() from None
+    return result_of(answer, limit_s, late)

@@ -19,7 +19,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.interop.dcptree import arranged
 from holdfast.interop.foreign import Foreign, Part, foreign
 from holdfast.interop.sections import Archive, Place, Strided
-from holdfast.interop.torchfile import More, Section, TensorRef, kind_of, read_tree, table
+from holdfast.interop.torchfile import More, PartFile, TensorRef, kind_of, read_tree, table
 from holdfast.interop.typed import ints, text
 from holdfast.interop.unpickle import Record, check_size, record, unpickle
 from holdfast.layout import Box
@@ -165,7 +165,7 @@ def section_tree(store: Store, info: Record, more: More | None = None) -> Any:
     path, start, stop = section_range(info)
     reader = store.open(path)
     try:
-        return read_tree(Section(reader, start, stop), path, more)
+        return read_tree(PartFile(reader, start, stop), path, more)
     finally:
         reader.close()
 

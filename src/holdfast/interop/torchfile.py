@@ -106,7 +106,7 @@ def kind_of(value: Any) -> str:
     return f"{value.dtype} of shape {value.shape}" if known else f"a {type(value).__name__}"
 
 
-class Section:
+class PartFile:
     """A part of an object, as the file that `zipfile` wants."""
 
     def __init__(self, reader: Reader, start: int, stop: int) -> None:
@@ -115,9 +115,9 @@ class Section:
         self.bytes = stop - start
         self._at = 0
 
-    def part(self, bounds: tuple[int, int]) -> Section:
+    def part(self, bounds: tuple[int, int]) -> PartFile:
         """Other bytes of the same object, or the same with a position of their own (for a thread)."""
-        return Section(self._reader, *bounds)
+        return PartFile(self._reader, *bounds)
 
     def close(self) -> None:
         self._reader.close()
@@ -185,7 +185,7 @@ RESOLVE = "save tensor.resolve_conj().resolve_neg()"
 RESAVE = "convert it where it can be trusted: torch.save(torch.load(old), new)"
 
 
-def read_archive(section: Section, path: str) -> Archive:
+def read_archive(section: PartFile, path: str) -> Archive:
     """Return the members of a torch.save file.  Corrupt if not whole; FormatError if of another kind."""
     section.seek(0)
     head = section.read(len(LEGACY))
@@ -224,7 +224,7 @@ def _is_tree(name: str) -> bool:
     return name.rpartition("/")[2] == "data.pkl"
 
 
-def _member(section: Section, info: zipfile.ZipInfo, top: str, path: str) -> Member:
+def _member(section: PartFile, info: zipfile.ZipInfo, top: str, path: str) -> Member:
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
         kind = "encrypted" if info.flag_bits & 1 else "compressed"
         raise FormatError(f"member {info.filename!r} is {kind}", key=path, hint=RESAVE)
@@ -233,7 +233,7 @@ def _member(section: Section, info: zipfile.ZipInfo, top: str, path: str) -> Mem
     return Member(info.filename.removeprefix(top), info.header_offset, info.file_size, info.CRC)
 
 
-def start_of(section: Section, member: Member, path: str) -> int:
+def start_of(section: PartFile, member: Member, path: str) -> int:
     """Return where a member's bytes begin, counted from the start of the file of the section."""
     section.seek(member.header)
     head = section.read(30)
@@ -246,7 +246,7 @@ def start_of(section: Section, member: Member, path: str) -> int:
     return start
 
 
-def read_tree(section: Section, path: str, more: More | None = None) -> Any:
+def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
     """Return what torch.save was given, tensors as `TensorRef`s.  FormatError or Corrupt if unsound."""
     archive = read_archive(section, path)
     data = _read_member(section, archive, "data.pkl", path)
@@ -272,7 +272,7 @@ def read_tree(section: Section, path: str, more: More | None = None) -> Any:
 
 
 def _read_member(
-    section: Section, archive: Archive, name: str, path: str, most: int = MAX_TREE_BYTES
+    section: PartFile, archive: Archive, name: str, path: str, most: int = MAX_TREE_BYTES
 ) -> bytes:
     member = archive.members[name]
     if member.bytes > most:

@@ -14,7 +14,7 @@ from holdfast.interop import plaindata, torchdist
 from holdfast.interop.folder import OneFile, top
 from holdfast.interop.huggingface import Index, missing_files, read_index
 from holdfast.interop.ranks import merged
-from holdfast.interop.torchfile import RESAVE, Section, read_tree
+from holdfast.interop.torchfile import RESAVE, PartFile, read_tree
 from holdfast.interop.unpickle import check_size
 from holdfast.store import Store
 
@@ -71,7 +71,7 @@ def _tree(store: Store, file: str) -> Any:
     """The tree of one file."""
     reader = store.open(file)
     try:
-        tree = read_tree(Section(reader, 0, store.size(file)), file, _KNOWN)
+        tree = read_tree(PartFile(reader, 0, store.size(file)), file, _KNOWN)
         check_size(tree)
         return tree
     except FormatError as error:

@@ -8,19 +8,18 @@ what was done and what was not.
 
 from __future__ import annotations
 
-import threading
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from holdfast.checkpoint.diffing import compare
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import threads_here
-from holdfast.checkpoint.verifying import Problem, Progress
+from holdfast.checkpoint.verifying import Findings, Progress, Report
 from holdfast.errors import HoldfastError
 from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Sections
-from holdfast.interop.torchfile import Member, Section, check_crc, read_archive, start_of
+from holdfast.interop.torchfile import Member, PartFile, check_crc, read_archive, start_of
 from holdfast.threads import in_threads
 
 BLOCK_BYTES = 4 << 20
@@ -28,24 +27,13 @@ ARCHIVES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass
-class ForeignReport:
-    """Result of verifying.  `bytes` were read; of `num_archives` archives `num_with_crc` have sums."""
+class ForeignReport(Report):
+    """The findings in another format: of `num_archives` archives `num_with_crc` have sums."""
 
-    step: int
-    format: str
-    quick: bool
-    problems: list[Problem] = field(default_factory=list)
-    num_files: int = 0
-    num_tensors: int = 0
+    format: str = ""
     num_copies: int = 0
     num_archives: int = 0
     num_with_crc: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-    @property
-    def good(self) -> bool:
-        return not self.problems
 
 
 def verify_foreign(
@@ -55,7 +43,7 @@ def verify_foreign(
 
     Raises nothing for what is wrong with the files: that is in the report.
     """
-    work = _Verification(checkpoint, quick, progress or (lambda _: None))
+    work = _Verification(checkpoint, quick, progress)
     began = time.perf_counter()
     work.run()
     work.report.seconds = time.perf_counter() - began
@@ -63,13 +51,12 @@ def verify_foreign(
 
 
 class _Verification:
-    def __init__(self, checkpoint: Checkpoint, quick: bool, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, quick: bool, progress: Progress | None) -> None:
         assert isinstance(checkpoint.store, Sections)
         self.checkpoint = checkpoint
         self.sections = checkpoint.store
-        self.report = ForeignReport(checkpoint.step, checkpoint.format, quick)
-        self.progress = progress
-        self._lock = threading.Lock()
+        self.report = ForeignReport(checkpoint.step, quick, format=checkpoint.format)
+        self.findings = Findings(self.report, progress)
 
     def run(self) -> None:
         report, manifest = self.report, self.checkpoint.manifest
@@ -88,16 +75,6 @@ class _Verification:
             self._copies()
         report.problems.sort(key=lambda p: (p.key, p.start or 0))
 
-    def _say(self, error: HoldfastError, key: str) -> None:
-        start, stop = getattr(error, "start", None), getattr(error, "stop", None)
-        with self._lock:
-            self.report.problems.append(Problem(error.message, error.key or key, start, stop))
-
-    def _count(self, num_bytes: int) -> None:
-        with self._lock:
-            self.report.bytes += num_bytes
-        self.progress(num_bytes)
-
     # -- parts ------------------------------------------------------------------------------------
 
     def _part(self, key: str) -> None:
@@ -110,11 +87,11 @@ class _Verification:
                 for at in range(0, size, BLOCK_BYTES) if not self.report.quick else (size - 1,):
                     view = block[: min(BLOCK_BYTES, size - at)]
                     reader.read(at, view)
-                    self._count(len(view))
+                    self.findings.count(len(view))
             finally:
                 reader.close()
         except HoldfastError as error:
-            self._say(error, key.rpartition(":")[0])
+            self.findings.blame(error, key.rpartition(":")[0])
 
     # -- archives ---------------------------------------------------------------------------------
 
@@ -123,9 +100,9 @@ class _Verification:
         store = self.sections.origin
         self.report.num_archives += len(ranges)
         try:
-            whole = Section(store.open(file), 0, store.size(file))
+            whole = PartFile(store.open(file), 0, store.size(file))
         except HoldfastError as error:
-            self._say(error, file)
+            self.findings.blame(error, file)
             return True
         try:
             found = [self._archive(whole.part(r) if r else whole, file) for r in ranges]
@@ -133,7 +110,7 @@ class _Verification:
             whole.close()
         return all(found)
 
-    def _archive(self, section: Section, file: str) -> bool:
+    def _archive(self, section: PartFile, file: str) -> bool:
         """Check every member of an archive; False if it has no sums, and was not read."""
         try:
             archive = read_archive(section, file)
@@ -145,10 +122,10 @@ class _Verification:
             members = list(archive.members.values())
             in_threads(lambda m: self._member(section, m, file), members, threads_here())
         except HoldfastError as error:
-            self._say(error, file)
+            self.findings.blame(error, file)
         return True
 
-    def _member(self, section: Section, member: Member, file: str) -> None:
+    def _member(self, section: PartFile, member: Member, file: str) -> None:
         section = section.part((section.start, section.start + section.bytes))
         try:
             start = start_of(section, member, file)
@@ -157,30 +134,28 @@ class _Verification:
             while left:
                 data = section.read(min(BLOCK_BYTES, left))
                 found, left = zlib.crc32(data, found), left - len(data)
-                self._count(len(data))
+                self.findings.count(len(data))
             check_crc(member, start, found, file)
         except HoldfastError as error:
-            self._say(error, file)
+            self.findings.blame(error, file)
 
     # -- replicas ---------------------------------------------------------------------------------
 
     def _copies(self) -> None:
         for other in self.checkpoint.others:
             try:
-                found = compare(self.checkpoint, other, progress=self._count)
+                found = compare(self.checkpoint, other, progress=self.findings.count)
             except HoldfastError as error:
-                self._say(error, "")
+                self.findings.blame(error, "")
                 continue
             self.report.num_copies += len(other.manifest.tensors)
             for v in found.values:
                 files = sorted(
                     {file_of(f) for f in other.manifest.files if f.rank in _ranks(other, v.name)}
                 )
-                self.report.problems.append(
-                    Problem(
-                        f"{v.name}: replicas differ in {v.num_differing:,} of {v.size:,} elements",
-                        ", ".join(files[:3]),
-                    )
+                self.findings.add(
+                    f"{v.name}: replicas differ in {v.num_differing:,} of {v.size:,} elements",
+                    ", ".join(files[:3]),
                 )
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from holdfast.capture.exactness import Exactness
 from holdfast.memory.node import words as w
+from holdfast.wire import WireError
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
@@ -21,8 +22,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of its image; 0: it saves nothing."""
     budget: int
     """Bytes of memory that this job may take on its node."""
-    refusal: str = ""
-    """Why its image is not in its agent's memory."""
+    refusal: WireError | None = None
+    """Why its image is not in its agent's memory; None if it is, or it saves nothing."""
     exactness: Exactness | None = None
     """Exactness of its image, if it was copied from a replica; else None."""
     memory: int = 0
@@ -32,7 +33,7 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 class Decision(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0's decision: what became of a snapshot."""
 
-    errors: dict[int, str]
+    errors: dict[int, WireError]
     manifest: bytes = b""
     cards: tuple[w.Card, ...] = ()
     card_of: tuple[int, ...] = ()

@@ -61,7 +61,7 @@ def is_anothers(client: Client, job: str, store: Store) -> bool:
     is a copy, on a file system that gives the same inode numbers, as the topmost directories of
     volumes have."""
     with suppress(HoldfastError):
-        known = {one.job: one.root for one in client.ask(w.Status(), w.Report).jobs}
+        known = {one.job: one.root for one in client.ask(w.Status(), w.AgentReport).jobs}
         root = known.get(job, "?")
         if root not in ("?", store.url):
             other = open_store(root)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from holdfast.capture import Job, text_of
+from holdfast.capture import Job
 from holdfast.codec.digest import hexdigest
 from holdfast.codec.stripes import Stripes
 from holdfast.errors import Corrupt, HoldfastError, OutOfSpace, SegmentLost
@@ -23,6 +23,7 @@ from holdfast.memory.replica import ReplicaGuard, replica_guard
 from holdfast.memory.slots import SlotBuffer
 from holdfast.policy.survival import Scheme
 from holdfast.state.carrying import Carried
+from holdfast.wire import encode_error, wire_error
 
 if TYPE_CHECKING:
     from holdfast.memory.tier import MemoryTier
@@ -189,10 +190,10 @@ class Protector:
                 fields["source"] = self._source(job)
                 self._ask(job, decision, scheme, group)
         except Exception as failed:
-            job.error, error = failed, text_of(failed).encode()
+            job.error, error = failed, encode_error(failed)
 
         def judge(_: Job, answers: list[bytes]) -> Decision:
-            return Decision({r: a.decode() for r, a in enumerate(answers) if a})
+            return Decision({r: wire_error(a) for r, a in enumerate(answers) if a})
 
         self._tier.agree("protected", job, error, judge)
 

@@ -13,15 +13,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.capture import Job, text_of
+from holdfast.capture import Job
 from holdfast.capture.capture import finish, guarded
 from holdfast.checkpoint.names import step_prefix
-from holdfast.errors import AgentUnreachable, Deadline, HoldfastError, RankErrors, Unavailable
+from holdfast.errors import (
+    AgentError,
+    AgentUnreachable,
+    Deadline,
+    HoldfastError,
+    RankErrors,
+    Unavailable,
+)
 from holdfast.events import span
 from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
 from holdfast.memory.node import words as w
 from holdfast.threads import Worker
+from holdfast.wire import WireError, encode_error, wire_error
 
 if TYPE_CHECKING:
     from holdfast.memory.tier import MemoryTier
@@ -61,7 +69,7 @@ class Storing:
                     tier.client.ask(self._order(job, file))
         except Exception as failed:
             job.error = failed
-        said = b"" if job.error is None else text_of(job.error).encode()
+        said = b"" if job.error is None else encode_error(job.error)
         if tier.client.leaving and isinstance(job.error, AgentUnreachable):
             said = LEFT
         try:
@@ -82,10 +90,9 @@ class Storing:
 
     def _judge(self, job: Job, answers: list[bytes], manifest: bytes) -> Decision:
         """Commit, on rank 0, if every rank's image is in storage."""
-        left = {
-            r: "it came to its end, the agents go on" for r, a in enumerate(answers) if a == LEFT
-        }
-        errors = {r: a.decode() for r, a in enumerate(answers) if a and a != LEFT}
+        gone = WireError.of(AgentError("it came to its end, the agents go on"))
+        left = {r: gone for r, a in enumerate(answers) if a == LEFT}
+        errors = {r: wire_error(a) for r, a in enumerate(answers) if a and a != LEFT}
         if left and not errors:
             job.uncertain = self.left_to_agents = True
             errors = left
@@ -93,7 +100,7 @@ class Storing:
             try:
                 self._tier.durable.commit(job, decode(manifest, "snapshot"))
             except Exception as failed:
-                errors = {0: f"commit: {text_of(failed)}"}
+                errors = {0: WireError.of(failed, "commit")}
                 job.uncertain = isinstance(failed, (Unavailable, Deadline))
         return Decision(errors)
 

@@ -7,13 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from functools import partial
 
 import msgspec
 
-from holdfast.capture import Capture, Job, Save, text_of
+from holdfast.capture import Capture, Job, Save
 from holdfast.capture.capture import finish, guarded
 from holdfast.capture.exactness import of_all
 from holdfast.capture.together import manifest_of, written
@@ -49,6 +48,7 @@ from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Beside, Filling, Kept, Moment, PrivateBuffer
 from holdfast.state.targets import Options
 from holdfast.threads import Worker
+from holdfast.wire import WireError, rank_errors
 
 LEAVE_S = 5.0
 """Seconds that a process that ends early stays for a snapshot to be complete, or a save to reach
@@ -145,7 +145,7 @@ class MemoryTier:
         )
         card = self.client.ask(message, w.Card)
         if not self._budget or card != self.card:
-            of_all = self.client.ask(w.Status(), w.Report).budget
+            of_all = self.client.ask(w.Status(), w.AgentReport).budget
             self._budget = min(of_all, self.options.budget_bytes or of_all)
         self.card: w.Card = card
 
@@ -200,7 +200,7 @@ class MemoryTier:
             self.capture.settle(limit_s)
             for pool in (self._thread, self._storing.thread):
                 pool.settle(max(until - time.monotonic(), 0.1))
-        except (FutureTimeout, TimeoutError):
+        except TimeoutError:
             awaited = self.group.awaited
             raise Deadline(
                 f"a snapshot was still under way after {limit_s:.3g} s"
@@ -405,7 +405,7 @@ class MemoryTier:
     def _give_back(self, job: Job, _: object) -> None:
         image = job.plan.image if job.plan is not None else None
         size = 0 if image is None or _is_empty(image) else image.total_bytes
-        mine = self._filled(job, b"", size, "" if job.error is None else text_of(job.error))
+        mine = self._filled(job, b"", size, WireError.of(job.error) if job.error else None)
         try:
             decision = self.agree("warmed", job, mine, self._judge_room)
             self._protector.reserve(job, decision)
@@ -483,7 +483,7 @@ class MemoryTier:
         if not job.durable:
             finish(job, self, None)
 
-    def _filled(self, job: Job, given: bytes, size: int, refusal: str) -> bytes:
+    def _filled(self, job: Job, given: bytes, size: int, refusal: WireError | None) -> bytes:
         holding = self._protector.holding(job)
         image = job.plan.image if job.plan is not None else None
         memory = image.memory_bytes if image is not None else 0
@@ -516,10 +516,10 @@ class MemoryTier:
         return decision
 
     @staticmethod
-    def _refusal(job: Job) -> str:
-        """Why this rank's image is not in the agent's memory; empty if it is."""
+    def _refusal(job: Job) -> WireError | None:
+        """Why this rank's image is not in the agent's memory; None if it is."""
         refusal = job.buffer.refusal if isinstance(job.buffer, SlotBuffer) else None
-        return "" if refusal is None else text_of(refusal)
+        return None if refusal is None else WireError.of(refusal)
 
     def agree(
         self, what: str, job: Job, mine: bytes, decide: Callable[[Job, list[bytes]], Decision]
@@ -535,7 +535,7 @@ class MemoryTier:
         decision = msgspec.msgpack.decode(answer, type=Decision)
         if decision.errors:
             text = f"{job.kind(self.name)} of step {job.step}"
-            raise RankErrors(text, decision.errors, step=job.step) from job.error
+            raise rank_errors(text, decision.errors, job.step) from job.error
         return decision
 
     def _digested(self, job: Job, image: Image | None, filling: Filling) -> FileEntry | None:
@@ -566,13 +566,13 @@ class MemoryTier:
         if errors:
             return Decision(errors)
         job.notes = of_all(f.exactness for f in filled)
-        refusals = [f"rank {r}: {f.refusal}" for r, f in enumerate(filled) if f.refusal]
+        refusals = [f"rank {r}: {f.refusal.text}" for r, f in enumerate(filled) if f.refusal]
         if refusals:
             return Decision({}, directly=refusals[0])
         try:
             manifest = encode(manifest_of(job, self.run, self.attempt(job), given))
         except Exception as error:
-            return Decision({0: text_of(error)})
+            return Decision({0: WireError.of(error)})
         return decided(filled, manifest)
 
     def _drop(self, job: Job) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from holdfast.errors import RuleError, UsageError
 from holdfast.format.manifest import FileEntry
 from holdfast.state.live import PER_RANK
+from holdfast.wire import WireError
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
@@ -26,7 +27,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     agreement: str
     extras: dict[str, tuple[str, str]]
     """key: (digest, rule)"""
-    error: str | None = None
+    error: WireError | None = None
     """Why this rank cannot save."""
     large: list[str] = []
     """Keys of extras that refer to tensors of the checkpoint, which all ranks have in common."""
@@ -43,13 +44,13 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     per_rank: dict[str, str | None]
     send: dict[str, list[int]]
     """Extras of which these ranks shall send their version."""
-    errors: dict[int, str] = {}
+    errors: dict[int, WireError] = {}
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
     """A rank's message to rank 0 after its part of a save: its file or its error."""
 
-    error: str | None
+    error: WireError | None
     file: FileEntry | None
     extras: dict[str, Any]
 
@@ -57,7 +58,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """The answer of rank 0 to all `Written`: errors by rank, none if the save is committed."""
 
-    errors: dict[int, str]
+    errors: dict[int, WireError]
 
 
 def check_kinds(ready: list[Ready]) -> None:

@@ -29,11 +29,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.codec.digest import digest
-from holdfast.errors import HoldfastWarning, LayoutError, RankErrors
+from holdfast.errors import HoldfastWarning, LayoutError
 from holdfast.group import Group
 from holdfast.layout import Placement
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.snapshot import Kept, raw_array
+from holdfast.wire import WireError, rank_errors
 
 Class = tuple[int, int, bool]
 """(number of a sharding, part, whether they are buffers): what is compared in one digest first."""
@@ -48,7 +49,7 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
     digests: dict[Class, int]
     is_complete: bool
     """True if this rank has looked at its tensors."""
-    error: str | None = None
+    error: WireError | None = None
 
 
 class _Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -108,8 +109,8 @@ class Replicas:
         except Exception as failed:  # the others are waiting for what this rank says
             error = failed
         whole = {one: digest(msgspec.msgpack.encode(some)) for one, some in rows.items()}
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        said = _Said(whole, live is not None, text)
+        failure = None if error is None else WireError.of(error)
+        said = _Said(whole, live is not None, failure)
         answer = group.ask(name, msgspec.msgpack.encode(said), _differing, limit_s, awaited)
         asked = msgspec.msgpack.decode(answer, type=_Asked)
         if asked.differing:
@@ -177,7 +178,7 @@ def _differing(answers: list[bytes]) -> bytes:
     said = [msgspec.msgpack.decode(a, type=_Said) for a in answers]
     errors = {rank: one.error for rank, one in enumerate(said) if one.error is not None}
     if errors:
-        raise RankErrors("comparing replicas", errors)
+        raise rank_errors("comparing replicas", errors)
     first: dict[Class, int] = {}
     differing: dict[Class, None] = {}
     for one in said:

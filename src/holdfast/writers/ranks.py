@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint.outfiles import Outfile
-from holdfast.errors import AgentError, HoldfastError
+from holdfast.errors import AgentError
+from holdfast.wire import WireError
 
 DEADLINE_S = 3600.0
 """Seconds that a rank that has finished waits for the slowest, if that one shows signs of life."""
@@ -54,24 +55,29 @@ class Ranks:
     @contextmanager
     def all(self, name: str) -> Iterator[None]:
         """Everybody does something; it counts if it succeeded everywhere."""
-        problem = ""
+        failure = None
         try:
             yield
         except BaseException as error:  # who is interrupted has not written everything
-            problem = f"{type(error).__name__}: {error}"
+            failure = WireError.of(error)
             raise
         finally:
             if self._group is not None:
-                self._together(name, problem)
+                self._together(name, failure)
 
-    def _together(self, name: str, problem: str) -> None:
-        def decide(problems: list[bytes]) -> bytes:
-            return msgspec.json.encode([p.decode() for p in problems])
+    def _together(self, name: str, failure: WireError | None) -> None:
+        """Raise the error of the first rank that failed, if this one has not."""
 
-        told = self._group.ask(f"convert/{name}", problem.encode(), decide, DEADLINE_S)
-        failed = [(r, p) for r, p in enumerate(msgspec.json.decode(told)) if p]
-        if failed and not problem:
-            raise HoldfastError(f"rank {failed[0][0]} failed: {failed[0][1]}", rank=failed[0][0])
+        def decide(answers: list[bytes]) -> bytes:
+            failures = [msgspec.msgpack.decode(a, type=WireError | None) for a in answers]
+            failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
+            return msgspec.msgpack.encode(failed[:1])
+
+        mine = msgspec.msgpack.encode(failure)
+        answer = self._group.ask(f"convert/{name}", mine, decide, DEADLINE_S)
+        for rank, one in msgspec.msgpack.decode(answer, type=list[tuple[int, WireError]]):
+            if failure is None:
+                raise one.error(rank=rank)
 
 
 @contextmanager

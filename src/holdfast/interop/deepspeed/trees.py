@@ -21,7 +21,7 @@ from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop import plaindata
 from holdfast.interop.sections import Place
-from holdfast.interop.torchfile import Section, TensorRef, enumerated, read_tree, table
+from holdfast.interop.torchfile import PartFile, TensorRef, enumerated, read_tree, table
 from holdfast.interop.unpickle import Record, check_size, record
 from holdfast.store import Store
 
@@ -158,7 +158,7 @@ def read(store: Store, path: str, bare: str | None = None) -> Tree:
     size = store.size(path)
     reader = store.open(path)
     try:
-        root = read_tree(Section(reader, 0, size), path, _KNOWN)
+        root = read_tree(PartFile(reader, 0, size), path, _KNOWN)
         check_size(root)
     except FormatError as error:
         error.key = error.key or path

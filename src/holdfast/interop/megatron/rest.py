@@ -15,7 +15,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.interop.dcp import section_range, section_tree
 from holdfast.interop.foreign import Foreign, Part
 from holdfast.interop.plaindata import TABLE, plain
-from holdfast.interop.torchfile import Section, TensorRef, read_tree
+from holdfast.interop.torchfile import PartFile, TensorRef, read_tree
 from holdfast.interop.unpickle import Record, check_size, record
 from holdfast.layout import Box, whole
 from holdfast.store import Store
@@ -66,7 +66,7 @@ def read_common(store: Store, folder: str) -> dict[str, Any]:
     key = folder + COMMON
     size, reader = store.size(key), store.open(key)
     try:
-        found = read_tree(Section(reader, 0, size), key, known())
+        found = read_tree(PartFile(reader, 0, size), key, known())
         check_size(found)
     except FormatError as error:
         error.key = error.key or key

@@ -28,7 +28,7 @@ import msgspec
 from aiohttp import web
 
 from holdfast.addresses import own_address
-from holdfast.errors import Corrupt, HoldfastError
+from holdfast.errors import HoldfastError, OutOfSpace
 from holdfast.events import counters
 from holdfast.format.manifest import decode
 from holdfast.here import fate, memory_bytes, started, yield_to_training
@@ -42,6 +42,7 @@ from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import Encoding, protect
 from holdfast.memory.node.segment import SOCKET, JobNote, Segments, check_home, home, job_note
 from holdfast.memory.node.tls import serving
+from holdfast.wire import WireError
 
 log = logging.getLogger("holdfast.agent")
 
@@ -97,7 +98,7 @@ class Agent:
         failed = ""
         for effect in effects:
             if failed and isinstance(effect, e.Reply):
-                effect = e.Refuse(effect.ask, "OutOfSpace", failed)
+                effect = e.refuse(effect.ask, OutOfSpace(failed))
             elif undone:
                 continue
             try:
@@ -106,7 +107,7 @@ class Agent:
                 failed = f"{self.segments.root}: {error.strerror or error}"
                 log.error("%s", failed)
                 if isinstance(effect, e.Answer):
-                    self._do(e.Refuse(effect.ask, "OutOfSpace", failed))
+                    self._do(e.refuse(effect.ask, OutOfSpace(failed)))
                 if isinstance(effect, e.KeepManifest):  # the newest commit is the one before
                     self.state, undone = before, True
 
@@ -114,9 +115,9 @@ class Agent:
         match effect:
             case e.Reply(ask, value):
                 self._reply(ask, {"ok": value})
-            case e.Refuse(ask, kind, text, hint):
-                log.warning("refused: %s: %s", kind, text)
-                self._reply(ask, {"error": kind, "text": text, "hint": hint})
+            case e.Refuse(ask, error):
+                log.warning("refused: %s: %s", error.kind, error.message)
+                self._reply(ask, error)
             case e.Answer(ask, job):
                 self._reply(ask, {"ok": self.held(job) if job else self.report()})
             case e.Greet(ask, job):
@@ -230,23 +231,23 @@ class Agent:
         return life == self._freed[job]
 
     async def _digest(self, job: str, slot: Slot, pool: str, work: Callable[[], str]) -> None:
-        digest, error, differs = "", "", False
+        digest, error = "", None
         try:
             digest = await self._in_thread(pool, work)
         except Exception as failed:
             log.warning("%s of %s: %s", slot.name, slot.attempt, failed)
-            error, differs = str(failed), isinstance(failed, Corrupt)
-        self.tell(w.Digested(job, slot.name, slot.attempt, digest, error, differs))
+            error = WireError.of(failed)
+        self.tell(w.Digested(job, slot.name, slot.attempt, digest, error))
 
     async def _write(self, slot: Slot, order: w.Persist) -> None:
-        error, kind = "", ""
+        error = None
         try:
             pace = self._pace(order.job, order.rank)
             await self._in_thread("storage", persist, self.segments, slot, order, pace)
         except Exception as failed:
             log.warning("%s to storage: %s", order.key, failed)
-            error, kind = getattr(failed, "message", str(failed)), type(failed).__name__
-        self.tell(w.Wrote(order.job, order.attempt, order.rank, error, kind))
+            error = WireError.of(failed)
+        self.tell(w.Wrote(order.job, order.attempt, order.rank, error))
 
     async def _commit_late(self, order: w.Persist) -> None:
         try:
@@ -322,7 +323,7 @@ class Agent:
             self.card_of(name), directory, images, tuple(manifests), peers, job.newest, job.run
         )
 
-    def report(self) -> w.Report:
+    def report(self) -> w.AgentReport:
         jobs = tuple(
             w.JobReport(
                 j.name, j.root, j.run, j.used,
@@ -333,7 +334,7 @@ class Agent:
             for j in self.state.jobs.values()
         )  # fmt: skip
         fetched, state = counters["memory.peer.bytes"], self.state
-        return w.Report(
+        return w.AgentReport(
             os.getpid(), self.card.address, state.budget, state.used, fetched, jobs,
             bool(self.card.fingerprint),
         )  # fmt: skip

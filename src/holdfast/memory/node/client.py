@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -17,12 +16,13 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from holdfast import errors
-from holdfast.errors import AgentUnreachable, HoldfastError, UsageError
+from holdfast.background import ending, spawn
+from holdfast.errors import AgentUnreachable, UsageError
 from holdfast.events import emit
 from holdfast.here import fate
 from holdfast.memory.node import words as w
 from holdfast.memory.node.segment import SOCKET, check_home, home
+from holdfast.wire import WireError
 
 START_S = 20.0
 RESTART_S = 1.0
@@ -101,7 +101,7 @@ class Client:
         except BlockingIOError:
             raise self.silence() from None
         if "error" in answer:
-            raise _error(answer)
+            raise msgspec.convert(answer, WireError).error()
         return msgspec.convert(answer["ok"], kind)
 
     def _ask(self, message: w.Message, limit: float) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Client:
         """Bytes that the agent has stored or protected for the job of an order; 0 if it does not say."""
         kind = w.STORED if isinstance(order, w.Persist) else w.PROTECTED
         with suppress(TimeoutError, BlockingIOError):
-            report = msgspec.convert(self._ask(w.Status(), LOOK_S)["ok"], w.Report)
+            report = msgspec.convert(self._ask(w.Status(), LOOK_S)["ok"], w.AgentReport)
             return sum(job.moved.get(kind, 0) for job in report.jobs if job.job == order.job)
         return 0
 
@@ -242,33 +242,31 @@ class Client:
         check_can_serve()
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_home(self.root)
-        command = [sys.executable, "-m", "holdfast.memory.node.agent", f"--host={host}"]
-        command += [f"--budget={budget}"] * bool(budget) + ["--stay"] * stay + ["--tls"] * tls
-        process, again = self._spawn(command), time.monotonic() + RESTART_S
+        options = [f"--host={host}"] + [f"--budget={budget}"] * bool(budget)
+        options += ["--stay"] * stay + ["--tls"] * tls
+        process, again = self._spawn(options), time.monotonic() + RESTART_S
         until = time.monotonic() + START_S
         while (found := self.look()) != "there":
             status = process.poll()
             if status == 0 and found == "nobody" and time.monotonic() > again:
-                process, again = self._spawn(command), time.monotonic() + RESTART_S
+                process, again = self._spawn(options), time.monotonic() + RESTART_S
                 continue
             if found == "silent" and time.monotonic() > until:
                 raise self._was_silent()
             if status or time.monotonic() > until:
-                why = f"it ended with {status}" if status else f"none answers within {START_S:g} s"
+                why = f"it {ending(status)}" if status else f"none answers within {START_S:g} s"
                 raise AgentUnreachable(
                     f"no agent on this node: {why}. {self._last_words()}",
                     hint=f"its log is {self.root}/agent.log",
                 )
             time.sleep(0.02)
 
-    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+    def _spawn(self, options: list[str]) -> subprocess.Popen[bytes]:
         with open(
             os.open(self.root / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
-        ) as out:
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True, env=_environment(self.root), cwd="/",
-            )  # fmt: skip
+        ) as log:
+            variables = {"HOLDFAST_MEMORY_DIR": str(self.root)}
+            return spawn("holdfast.memory.node.agent", options, variables=variables, log=log)
 
     def _last_words(self) -> str:
         """The last line of the agent's log; empty if there is none."""
@@ -285,20 +283,3 @@ def check_can_serve() -> None:
             "snapshots in memory need the package aiohttp, with which the agent of a node serves others",
             hint="pip install 'holdfast[memory]'",
         )
-
-
-def _environment(root: Path) -> dict[str, str]:
-    """The agent's environment: this process's, with the same holdfast, and nothing of the
-    launcher's."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "NCCL_"))}
-    package = str(Path(errors.__file__).resolve().parent.parent)
-    path = [package, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**kept, "PYTHONPATH": os.pathsep.join(path), "HOLDFAST_MEMORY_DIR": str(root)}
-
-
-def _error(answer: dict[str, str]) -> HoldfastError:
-    kind = getattr(errors, answer["error"], None)
-    if not (isinstance(kind, type) and issubclass(kind, HoldfastError)):
-        kind = errors.AgentError
-    error: HoldfastError = kind(answer["text"], hint=answer["hint"] or None)
-    return error

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from holdfast.checkpoint.names import step_prefix
+from holdfast.errors import SegmentLost, UsageError
 from holdfast.memory.node import words as w
 from holdfast.memory.node.effects import (
     CommitLate,
@@ -18,6 +19,7 @@ from holdfast.memory.node.effects import (
     Reply,
     Result,
     Write,
+    refuse,
 )
 from holdfast.memory.node.jobs import Job, State, Writing
 
@@ -29,7 +31,7 @@ def commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
     """All ranks have their images of an attempt: it is the newest now."""
     if m.run and m.run < job.run:
         text = f"run {m.run} commits a snapshot, but run {job.run} has begun"
-        return state, [Refuse(ask, "UsageError", text)]
+        return state, [refuse(ask, UsageError(text))]
     if m.attempt == job.newest or m.attempt in job.elsewhere:
         known: list[Effect] = [KeepPeers(job.name, m.cards)] if m.cards else []
         return state, [*known, Reply(ask, None)]
@@ -69,7 +71,7 @@ def persist(state: State, job: Job, m: w.Persist, ask: int) -> Result:
     found = [s for s in job.images(m.attempt) if s.rank == m.rank]
     if not found:
         text = f"the image of rank {m.rank} of attempt {m.attempt} is not here"
-        return state, [Refuse(ask, "SegmentLost", text)]
+        return state, [refuse(ask, SegmentLost(text))]
     writing = {**job.writing, (m.attempt, m.rank): Writing(m, ask)}
     return state.with_job(job, writing=writing), [Write(found[0], m)]
 
@@ -87,7 +89,7 @@ def wrote(state: State, job: Job, m: w.Wrote, _: int) -> Result:
         del writing[m.attempt, m.rank]
     effects: list[Effect] = []
     if found.ask:
-        effects.append(Refuse(found.ask, m.kind, m.error) if m.error else Reply(found.ask, None))
+        effects.append(Refuse(found.ask, m.error) if m.error else Reply(found.ask, None))
     if to_commit and found.order.pid not in job.trainers:
         effects.append(CommitLate(found.order))
     return state.with_job(job, writing=writing), effects

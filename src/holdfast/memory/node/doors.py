@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web, web_response
 
+from holdfast.errors import UsageError
 from holdfast.memory.node import words as w
+from holdfast.wire import encode_error
 
 if TYPE_CHECKING:
     from holdfast.memory.node.agent import Agent
@@ -41,8 +43,7 @@ def inside(agent: Agent) -> web.Application:
         try:
             said = msgspec.msgpack.decode(await request.read(), type=w.MESSAGES)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            refused = {"error": "UsageError", "text": f"not a message: {error}", "hint": ""}
-            return web.Response(body=w.encode(refused))
+            return web.Response(body=encode_error(UsageError(f"not a message: {error}")))
         if isinstance(said, w.Hello) and _peer(request)[0] != said.pid:
             # of another pid namespace: by which number it is here, nobody can say
             said = msgspec.structs.replace(said, started="?")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.errors import HoldfastError
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Slot, State
+from holdfast.wire import WireError
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,7 @@ class Reply:
 @dataclass(frozen=True)
 class Refuse:
     ask: int
-    kind: str
-    """Name of the error's class."""
-    text: str
-    hint: str = ""
+    error: WireError
 
 
 @dataclass(frozen=True)
@@ -132,3 +131,8 @@ Effect = (
     | KeepManifest | KeepPeers | Remove | RemoveJob | Answer | Greet | Exit
 )  # fmt: skip
 Result = tuple[State, list[Effect]]
+
+
+def refuse(ask: int, error: HoldfastError) -> Refuse:
+    """Return the effect that answers a request with an error."""
+    return Refuse(ask, WireError.of(error))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+import msgspec
+
+from holdfast.errors import OutOfSpace, SegmentLost, UsageError
 from holdfast.memory.node import words as w
 from holdfast.memory.node.effects import (
     Digest,
@@ -16,15 +19,17 @@ from holdfast.memory.node.effects import (
     Remove,
     Reply,
     Result,
+    refuse,
 )
 from holdfast.memory.node.jobs import Job, Phase, Slot, State
+from holdfast.wire import WireError
 
 
 def take(state: State, job: Job, m: w.Take, ask: int) -> Result:
     """A slot that fits and may be overwritten; else a new one, for which others may have to go."""
     if m.pid not in job.trainers:  # it would not be missed, and others would look for a dead agent
         text = f"process {m.pid} is unknown to this agent, which is another than the one it met"
-        return state, [Refuse(ask, "SegmentLost", text, "say hello")]
+        return state, [refuse(ask, SegmentLost(text, hint="say hello"))]
     free = [s for s in job.slots.values() if job.is_free(s) and s.attempt != m.attempt]
     free.sort(key=lambda s: _age(job, s))
     free += [s for s in job.slots.values() if _is_over(s, m)]
@@ -97,13 +102,12 @@ def _too_large(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) ->
     needed, whose, budget = state.used - sum(s.capacity for s in spare), "agent", state.budget
     if job.budget and needed + m.bytes <= budget:
         needed, whose, budget = job.used - sum(s.capacity for s in free), "job", job.budget
-    return Refuse(
-        ask,
-        "OutOfSpace",
+    error = OutOfSpace(
         f"{m.bytes} bytes for the {m.kind} of rank {m.rank}: the {whose}'s budget is {budget} bytes, "
         f"of which {needed} are in use",
-        "raise Memory(budget=...), or free what other jobs left: `holdfast agent status`, `clean`",
+        hint="raise Memory(budget=...), or free what other jobs left: `holdfast agent status`, `clean`",
     )
+    return refuse(ask, error)
 
 
 def made(state: State, job: Job, m: w.Made, _: int) -> Result:
@@ -115,8 +119,8 @@ def made(state: State, job: Job, m: w.Made, _: int) -> Result:
         kept = {name: s for name, s in job.slots.items() if name != m.name}
         text = f"{slot.capacity} bytes of shared memory for rank {slot.rank}: {m.error}"
         hint = "a larger /dev/shm (in containers --shm-size), or a smaller Memory(budget=...)"
-        refuse = Refuse(slot.ask, "OutOfSpace", text, hint)
-        return state.with_job(job, slots=kept), [Remove(job.name, (m.name,)), refuse]
+        refused = refuse(slot.ask, OutOfSpace(text, hint=hint))
+        return state.with_job(job, slots=kept), [Remove(job.name, (m.name,)), refused]
     if not slot.owner:
         empty = slot.emptied()
         return state.with_job(job.with_slots(empty)), [Note(job.name, empty)]
@@ -130,9 +134,9 @@ def ready(state: State, job: Job, m: w.Ready, ask: int) -> Result:
     slot = job.slots.get(m.name)
     if slot is None or slot.phase != "filling" or slot.attempt != m.attempt:
         text = f"{m.name} is not being filled for attempt {m.attempt}"
-        return state, [Refuse(ask, "SegmentLost", text)]
+        return state, [refuse(ask, SegmentLost(text))]
     if not 0 <= m.table <= m.bytes <= slot.capacity:
-        return state, [Refuse(ask, "UsageError", f"{m.bytes} bytes in a slot of {slot.capacity}")]
+        return state, [refuse(ask, UsageError(f"{m.bytes} bytes in a slot of {slot.capacity}"))]
     slot = replace(slot, table=m.table, bytes=m.bytes, ask=ask)
     return state.with_job(job.with_slots(slot)), [Digest(job.name, slot)]
 
@@ -141,7 +145,8 @@ def protect(state: State, job: Job, m: w.Protect, ask: int) -> Result:
     """A guard can be filled."""
     slot = job.slots.get(m.name)
     if slot is None or slot.phase != "filling" or (slot.attempt, slot.rank) != (m.attempt, m.rank):
-        return state, [Refuse(ask, "SegmentLost", f"{m.name} is not kept for attempt {m.attempt}")]
+        text = f"{m.name} is not kept for attempt {m.attempt}"
+        return state, [refuse(ask, SegmentLost(text))]
     slot = replace(
         slot, members=tuple(x.rank for x in m.members), num_data=m.num_data,
         num_parity=m.num_parity, table=m.table, bytes=m.bytes, ask=ask,
@@ -156,12 +161,21 @@ def digested(state: State, job: Job, m: w.Digested, _: int) -> Result:
         return state, []
     if m.error or not slot.owner:
         empty = slot.emptied()
-        kind = "Corrupt" if m.differs else "SegmentLost"
-        refuse = Refuse(slot.ask, kind, f"{m.name}: {m.error or 'it was given up'}")
-        return state.with_job(job.with_slots(empty)), [Note(job.name, empty), refuse]
+        refused = Refuse(slot.ask, _unfilled(m))
+        return state.with_job(job.with_slots(empty)), [Note(job.name, empty), refused]
     done = replace(slot, phase="ready", digest=m.digest, ask=0)
     reply = Reply(slot.ask, m.digest)
     return state.with_job(job.with_slots(done)), [Note(job.name, done), reply]
+
+
+def _unfilled(m: w.Digested) -> WireError:
+    """Return the error of a slot that was not filled: Corrupt if bytes are others than they should be; else
+    SegmentLost, whatever it was that could not be reached."""
+    if m.error is None:
+        return WireError.of(SegmentLost(f"{m.name}: it was given up"))
+    kind = "Corrupt" if m.error.kind == "Corrupt" else "SegmentLost"
+    message = f"{m.name}: {m.error.error().message}"
+    return msgspec.structs.replace(m.error, kind=kind, message=message)
 
 
 def drop(state: State, job: Job, m: w.Drop, ask: int) -> Result:

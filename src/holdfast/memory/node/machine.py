@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from holdfast.errors import SegmentLost, UsageError
 from holdfast.memory.node import commits, leases
 from holdfast.memory.node import words as w
 from holdfast.memory.node.effects import (
@@ -17,10 +18,10 @@ from holdfast.memory.node.effects import (
     Effect,
     Exit,
     Greet,
-    Refuse,
     RemoveJob,
     Reply,
     Result,
+    refuse,
 )
 from holdfast.memory.node.jobs import Job, State
 
@@ -87,7 +88,7 @@ def _of_a_job(state: State, message: Any, ask: int) -> Result:
     if not ask:
         return state, []
     text = f"this agent knows nothing of job {message.job}"
-    return state, [Refuse(ask, "SegmentLost", text, "say hello")]
+    return state, [refuse(ask, SegmentLost(text, hint="say hello"))]
 
 
 def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
@@ -96,7 +97,7 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
             f"the agent of this node speaks version {w.VERSION}, this process version {m.version}"
         )
         hint = "`holdfast agent stop` when its jobs are over; the next start brings one that fits"
-        return state, [Refuse(ask, "UsageError", text, hint)]
+        return state, [refuse(ask, UsageError(text, hint=hint))]
     job = state.jobs.get(m.job) or Job(m.job)
     older = m.run > job.run  # what a run before left counts no more, even if nobody can see it end
     trainers = {} if older else dict(job.trainers)
@@ -165,7 +166,7 @@ def _clean(state: State, m: w.Clean, now: float, ask: int) -> Result:
     }
     if m.job and (alive or not named):
         text = f"job {m.job} {alive.get(m.job, 'is not known here')}"
-        return state, [Refuse(ask, "UsageError", text, "`holdfast agent status` lists the jobs")]
+        return state, [refuse(ask, UsageError(text, hint="`holdfast agent status` lists the jobs"))]
     dead = [n for n in named if n not in alive]
     state, effects = _forget(state, dead, now)
     return state, [*effects, Reply(ask, dead)]

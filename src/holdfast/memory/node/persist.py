@@ -5,25 +5,19 @@ from __future__ import annotations
 import time
 
 import msgspec
-import numpy as np
 
 from holdfast.checkpoint.claiming import Claim, check_claim, newest_claim
 from holdfast.checkpoint.committing import check_files, commit
 from holdfast.checkpoint.names import manifest_key
 from holdfast.checkpoint.tidying import attempt_of
-from holdfast.codec.digest import (
-    CHUNK_BYTES,
-    Digests,
-    first_difference,
-    hexdigest,
-    num_chunks,
-)
+from holdfast.codec.digest import CHUNK_BYTES
+from holdfast.codec.table import DigestTable
 from holdfast.errors import Corrupt, NotFound, StoreError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Slot
 from holdfast.memory.node.pace import Pace
-from holdfast.memory.node.segment import Segments, mapped
+from holdfast.memory.node.segment import Segments, mapped, table_in
 from holdfast.store import Store, be_patient, open_store
 from holdfast.store.contract import part_bytes
 from holdfast.threads import in_threads
@@ -48,7 +42,7 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
     if _is_stored(store, order.key, slot.bytes):
         return
     with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
-        digests = table_of(view, slot)
+        table = _table_of(view, slot)
         writer = store.create(order.key, slot.bytes)
         part_of_file = part_bytes(writer, WRITE_BYTES)
 
@@ -57,7 +51,8 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
             pace.wait(stop - start, w.STORED)
             with view[start:stop] as part:
                 writer.write(start, part)
-                check(part[: max(slot.table - start, 0)], start, digests, slot)
+                with part[: max(slot.table - start, 0)] as digested:
+                    _check(table, start, digested, slot)
 
         try:
             in_threads(one, list(range(0, slot.bytes, part_of_file)), WRITE_THREADS)
@@ -74,34 +69,32 @@ def _is_stored(store: Store, key: str, size: int) -> bool:
         return False
 
 
-def table_of(view: memoryview, slot: Slot) -> Digests:
-    """The digests of an image's chunks; Corrupt if they are not those that the slot's header knows."""
-    with view[slot.table : slot.table + 8 * num_chunks(slot.table)] as table:
-        found = hexdigest(table)
-        if found != slot.digest:
-            raise damaged(slot, "table of digests", slot.digest, found)
-        return np.frombuffer(bytes(table), "<u8")
+def _table_of(view: memoryview, slot: Slot) -> DigestTable:
+    """Return the digests of an image's chunks; Corrupt if the slot's header knows others."""
+    try:
+        return table_in(view, slot.table, slot.digest)
+    except Corrupt as error:
+        raise _changed(slot, "table of digests", error) from None
 
 
-def check(part: memoryview, start: int, digests: Digests, slot: Slot) -> None:
+def _check(table: DigestTable, start: int, part: memoryview, slot: Slot) -> None:
     """Corrupt unless bytes from `start` on, a multiple of a chunk, are what was digested."""
-    with part:
-        first = start // CHUNK_BYTES
-        expected = digests[first : first + num_chunks(len(part))]
-        wrong = first_difference(part, expected, CHUNK_BYTES)
-        if wrong is not None:
-            chunk = part[wrong * CHUNK_BYTES : (wrong + 1) * CHUNK_BYTES]
-            raise damaged(
-                slot, f"chunk {first + wrong}", f"{expected[wrong]:016x}", hexdigest(chunk)
-            )
+    try:
+        table.check(start // CHUNK_BYTES, part)
+    except Corrupt as error:
+        chunk = (error.start or 0) // CHUNK_BYTES
+        raise _changed(slot, f"chunk {chunk}", error) from None
 
 
-def damaged(slot: Slot, what: str, expected: str, found: str) -> Corrupt:
+def _changed(slot: Slot, what: str, error: Corrupt) -> Corrupt:
+    """Return the error of an image that is not what was digested, with the place in it."""
     return Corrupt(
         f"rank {slot.rank}'s image of step {slot.step} changed in memory before it was in storage: "
-        f"its {what} has digest {found}, not {expected}",
-        expected=expected,
-        found=found,
+        f"its {what} has digest {error.found}, not {error.expected}",
+        start=error.start,
+        stop=error.stop,
+        expected=error.expected,
+        found=error.found,
     )
 
 

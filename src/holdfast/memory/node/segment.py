@@ -30,14 +30,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from holdfast.codec.digest import (
-    CHUNK_BYTES,
-    digest_chunks,
-    first_difference,
-    hexdigest,
-    num_chunks,
-)
-from holdfast.errors import UnsupportedVersion, UsageError
+from holdfast.codec.digest import digest_chunks, hexdigest, num_chunks
+from holdfast.codec.table import DigestTable
+from holdfast.errors import Corrupt, UnsupportedVersion, UsageError
 from holdfast.memory.node.jobs import Job, Slot
 from holdfast.memory.node.words import VERSION, Card
 
@@ -282,12 +277,19 @@ def put_table(view: memoryview, table: int) -> str:
     return hexdigest(data)
 
 
+def table_in(view: memoryview, table: int, digest: str) -> DigestTable:
+    """Return the digest table of an image, which begins at byte `table` of it; Corrupt if it has another
+    digest."""
+    return DigestTable.of(bytes(view[table : table + 8 * num_chunks(table)]), digest, table)
+
+
 def is_sound(view: memoryview, table: int, digest: str) -> bool:
     """True if the digest table has that digest, and bytes 0..table are what it says."""
-    data = view[table : table + 8 * num_chunks(table)]
-    if hexdigest(data) != digest:
+    try:
+        table_in(view, table, digest).check(0, view[:table])
+    except Corrupt:
         return False
-    return first_difference(view[:table], np.frombuffer(data, "<u8"), CHUNK_BYTES) is None
+    return True
 
 
 def with_table(size: int) -> int:

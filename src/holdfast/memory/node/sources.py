@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from holdfast.codec.digest import CHUNK_BYTES, Digests, first_difference, hexdigest, num_chunks
+from holdfast.checkpoint.reading import Scratch
+from holdfast.codec.digest import CHUNK_BYTES
 from holdfast.codec.erasure import Bytes
 from holdfast.codec.stripes import Extent, Piece, Stripes
+from holdfast.codec.table import DigestTable
 from holdfast.errors import AgentUnreachable, Corrupt, NotFound
 from holdfast.events import count, emit
 from holdfast.memory.node.fetch import Peer
@@ -114,19 +116,6 @@ class Tallied:
         self._image.close()
 
 
-class Scratch(threading.local):
-    """Memory of each thread that is used again."""
-
-    def __init__(self) -> None:
-        self._bytes: Bytes = np.empty(0, np.uint8)
-
-    def of(self, size: int) -> Bytes:
-        """At least `size` bytes, which hold anything."""
-        if len(self._bytes) < size:
-            self._bytes = np.empty(size, np.uint8)
-        return self._bytes
-
-
 class RebuiltImage:
     """A lost image, rebuilt range by range from what is left of its group.
 
@@ -164,7 +153,8 @@ class RebuiltImage:
         if self._stripes.is_copy(piece):
             self._read(piece.reads[0], out)
             return
-        scratch, start = self._scratch.of(sum(extent.size for extent in piece.reads)), 0
+        size, start = sum(extent.size for extent in piece.reads), 0
+        scratch = np.frombuffer(self._scratch.get(size), np.uint8)
         read = []
         for extent in piece.reads:
             read.append(scratch[start : start + extent.size])
@@ -197,9 +187,11 @@ class Verified:
         self._key = key
         self._tail = bytearray(size - table)
         reader.read(table, memoryview(self._tail))
-        if (found := hexdigest(self._tail)) != digest:
-            raise Corrupt("digest table differs", key=key, expected=digest, found=found)
-        self._table: Digests = np.frombuffer(self._tail, "<u8")
+        try:
+            self._table = DigestTable.of(self._tail, digest, table)
+        except Corrupt as error:
+            error.key = key
+            raise
 
     def read(self, start: int, stop: int, memory: memoryview) -> memoryview:
         """Bytes start..stop, somewhere in `memory`, which has `room(stop - start)` bytes.  Corrupt."""
@@ -209,7 +201,7 @@ class Verified:
         a, b = first * CHUNK_BYTES, min(-(-end // CHUNK_BYTES) * CHUNK_BYTES, self._stop)
         if a < b:
             self._reader.read(a, memory[: b - a])
-            self._check(first, a, memory[: b - a])
+            self._check(first, memory[: b - a])
         if stop > self._stop:
             memory[self._stop - a : stop - a] = self._tail[: stop - self._stop]
         return memory[start - a : stop - a]
@@ -218,14 +210,12 @@ class Verified:
         """True if these are the digests of its chunks from `first` on."""
         return bytes(self._tail[8 * first : 8 * first + len(digests)]) == digests
 
-    def _check(self, first: int, at: int, view: memoryview) -> None:
-        expected = self._table[first : first + num_chunks(len(view))]
-        bad = first_difference(view, expected, CHUNK_BYTES)
-        if bad is not None:
-            start = at + bad * CHUNK_BYTES
-            stop = min(start + CHUNK_BYTES, self._stop)
-            text = f"bytes {start}..{stop} differ from what was written"
-            raise Corrupt(text, key=self._key, start=start, stop=stop)
+    def _check(self, first: int, view: memoryview) -> None:
+        try:
+            self._table.check(first, view)
+        except Corrupt as error:
+            error.key = self._key
+            raise
 
 
 def room(size: int) -> int:

@@ -1,10 +1,15 @@
-"""The messages to an agent, and its answers.  Sent as msgpack, one request one answer."""
+"""The messages to an agent, and its answers.  Sent as msgpack, one request one answer.
+
+An answer is `{"ok": value}`, or the map of a `WireError`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+
+from holdfast.wire import WireError
 
 VERSION = 1
 """Version of the messages, and of what lies in shared memory.  An agent refuses processes of
@@ -177,7 +182,7 @@ class Ask(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Ask what is held at all; answered with a `Report`."""
+    """Ask what is held at all; answered with an `AgentReport`."""
 
 
 class Clean(Message, frozen=True):
@@ -214,9 +219,7 @@ class Digested(Message, frozen=True):
     name: str
     attempt: str
     digest: str
-    error: str = ""
-    differs: bool = False
-    """The error is that bytes are others than they should be."""
+    error: WireError | None = None
 
 
 class Wrote(Message, frozen=True):
@@ -225,8 +228,7 @@ class Wrote(Message, frozen=True):
     job: str
     attempt: str
     rank: int
-    error: str = ""
-    kind: str = ""
+    error: WireError | None = None
 
 
 class Gone(Message, frozen=True):
@@ -305,7 +307,7 @@ class JobReport(msgspec.Struct, frozen=True):
     """Bytes that were `STORED` and `PROTECTED`, since the agent started."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class AgentReport(msgspec.Struct, frozen=True):
     """Everything, for people."""
 
     pid: int
