@@ -30,11 +30,12 @@ from holdfast.state.live import (
     named_parameters,
     stages,
 )
+from holdfast.state.observer import calls_hooks, hooks_after
 from holdfast.state.optimizers import all_param_names, named_groups, served_modules, tensors_in
 from holdfast.state.placed import local_of
 from holdfast.state.several import check_apart
 from holdfast.state.snapshot import raw_array
-from holdfast.state.wrapped import bare, is_ours, stepping
+from holdfast.state.wrapped import bare, stepping
 
 GRAD = "grad"
 """The state of a gradient, and the end of its name: `optim.h.0.weight.grad`."""
@@ -77,7 +78,7 @@ def optimizers(state: State) -> list[Steps]:
                 f"delta= does not know the gradients of {key!r}, a {type(value).__name__}",
                 hint="use torch optimizers, or memory= and durable saves alone",
             )
-        if not hasattr(value, "_optimizer_step_pre_hooks"):
+        if not calls_hooks(value):
             raise UsageError(
                 f"delta= cannot see the steps of {key!r}, a {type(value).__name__}: its __init__ has not "
                 "called torch.optim.Optimizer's",
@@ -247,6 +248,19 @@ def check_grad(name: str, p: torch.Tensor, *, read_only: bool) -> None:
         )
 
 
+def refused(key: str, given: list[Any]) -> UsageError:
+    """The error for arguments of `step()`, which a replay would have to hand over, too."""
+    if callable(given[0]):
+        return UsageError(
+            "delta= cannot record an optimizer that is given a closure",
+            hint="call step() without one; LBFGS cannot be recorded",
+        )
+    return UsageError(
+        f"delta= cannot record {key!r}, whose step() is given {', '.join(map(repr, given))}",
+        hint="have it in the parameter groups, or use memory= and durable saves alone",
+    )
+
+
 def mixed_up(one: Steps) -> str:
     """Name of a parameter with which an optimizer computes otherwise than a replay would; empty if none.
 
@@ -292,12 +306,6 @@ def is_watched(optimizer: Optimizer) -> bool:
     """True if something in an optimizer's step may read other values than its own: a hook that follows it,
     or an optimizer that torch does not bring."""
     return hooks_after(optimizer) > 0 or not is_torchs(optimizer)
-
-
-def hooks_after(optimizer: Optimizer) -> int:
-    """Number of hooks of others that follow an optimizer's step."""
-    hooks = optimizer._optimizer_step_post_hooks.values()
-    return sum(not is_ours(hook) for hook in hooks)
 
 
 def missing_of(one: Steps) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastWarning, UsageError
 from holdfast.state.ignoring import Ignored
+from holdfast.state.observer import calls_hooks
 
 ELEMENTWISE = frozenset(
     [
@@ -89,19 +89,6 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def is_ours(hook: Any) -> bool:
-    """True if a hook of an optimizer is holdfast's, and so changes neither gradients nor weights."""
-    return (getattr(hook, "__module__", "") or "").startswith("holdfast.")
-
-
-def is_followed_by_ours(optimizer: Any, number: int) -> bool:
-    """True if only holdfast's hooks, of any checkpointer, come after hook `number` before an optimizer's
-    step; also if there is no such hook."""
-    hooks = optimizer._optimizer_step_pre_hooks
-    behind = takewhile(lambda item: item[0] != number, reversed(hooks.items()))
-    return number not in hooks or all(is_ours(hook) for _, hook in behind)
-
-
 def is_zero1(optimizer: Any) -> bool:
     """True if `optimizer` is torch's ZeroRedundancyOptimizer."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
@@ -118,7 +105,7 @@ def bare(optimizer: Any) -> Any:
 
     Such was never made as an optimizer of its own, so torch calls no hooks for its steps.
     """
-    while isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    while isinstance(optimizer, Optimizer) and not calls_hooks(optimizer):
         inner = [v for v in vars(optimizer).values() if isinstance(v, Optimizer)]
         shown = [v for v in inner if v.state is optimizer.state]
         if len(shown) != 1:
