@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,6 @@ from holdfast.state.observer import calls_hooks, hooks_after
 from holdfast.state.optimizers import all_param_names, named_groups, served_modules, tensors_in
 from holdfast.state.placed import local_of
 from holdfast.state.several import check_apart
-from holdfast.state.snapshot import raw_array
 from holdfast.state.wrapped import bare, stepping
 
 GRAD = "grad"
@@ -42,7 +40,6 @@ GRAD = "grad"
 SPARE_ROOM = 4 << 10
 """Bytes left free for extras that grow."""
 SMALL_BYTES = 1 << 20
-SAMPLES = 1 << 10
 ROUNDED = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
 """Dtypes of gradients that are recorded in another dtype than their own, by their state."""
 
@@ -91,34 +88,6 @@ def optimizers(state: State) -> list[Steps]:
     if not found:
         raise UsageError("delta= needs an optimizer in the state")
     return found
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Tells if a tensor was written since: keeps which it was, where it lay, its counter of writes, and a
-    sample of its values, because writes by way of `.data` are not counted."""
-
-    tensor: weakref.ref[torch.Tensor]
-    place: int
-    version: int
-    sample: bytes
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Mark:
-        local = local_of(tensor)
-        sample = b""
-        if local.device.type == "cpu" and local.numel():
-            flat = (
-                raw_array(local.reshape(-1)) if local.is_contiguous() else raw_array(local).ravel()
-            )
-            sample = flat[:: max(1, len(flat) // SAMPLES)].tobytes()
-        version = tensor._version + (local._version if isinstance(tensor, DTensor) else 0)
-        return Mark(weakref.ref(tensor), local.data_ptr(), version, sample)
-
-    def differs(self, before: Mark) -> bool:
-        same = self.tensor() is before.tensor()
-        mine, theirs = ((m.place, m.version, m.sample) for m in (self, before))
-        return not same or mine != theirs
 
 
 def untrained(state: State) -> dict[str, torch.Tensor]:

@@ -186,16 +186,14 @@ def _arrange(optimizer: Any) -> None:
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for _, number in sorted(_ours(before)):
         before.move_to_end(number)
-    for order, number in reversed(list(_ours(after))):
-        if order is Order.TWINS:
-            after.move_to_end(number, last=False)
+    firsts = [number for order, number in _ours(after) if order is Order.TWINS]
+    for number in reversed(firsts):
+        after.move_to_end(number, last=False)
 
 
-def _ours(hooks: OrderedDict[int, Any]) -> Iterator[tuple[Order, int]]:
-    """Yield order and number of the hooks of this package, as they were registered."""
-    for number, hook in hooks.items():
-        if isinstance(hook, _Hook):
-            yield hook.order, number
+def _ours(hooks: OrderedDict[int, Any]) -> list[tuple[Order, int]]:
+    """Order and number of each hook of this package, as they were registered."""
+    return [(hook.order, n) for n, hook in hooks.items() if isinstance(hook, _Hook)]
 
 
 def before_every_step(call: Callable[[], None]) -> Handle:
