@@ -59,8 +59,8 @@ def work(job: Job) -> dict[str, Any]:
 
     import holdfast
     from holdfast.delta import replay
+    from holdfast.state.arrays import raw_array
     from holdfast.state.blockwise import Blockwise
-    from holdfast.state.snapshot import raw_array
 
     trainer = Trainer(job)
     state = trainer.state

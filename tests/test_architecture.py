@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,23 @@ def test_there_is_one_of_each() -> None:
     assert having(" first_difference(") == ["codec/digest.py", "codec/table.py"]
     assert having("TimeoutError as FutureTimeout") == ["threads.py"]
     assert having("subprocess.Popen(") == ["background.py"]
+
+
+def test_only_the_observer_knows_torchs_hooks_on_optimizers() -> None:
+    known = re.compile("step_(pre|post)_hook|_global_optimizer|profile_hook_step")
+    users = [p.relative_to(SRC / "holdfast") for p in modules() if known.search(p.read_text())]
+    assert users == [Path("state/observer.py")]
+
+
+def test_only_one_module_reads_counters_of_writes() -> None:
+    """Those of a tensor; `made` speaks of modules, which have such a name for their format."""
+    users = {
+        path.relative_to(SRC / "holdfast")
+        for path in modules()
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr == "_version"
+    }
+    assert users == {Path("state/made.py"), Path("state/writes.py")}
 
 
 def test_no_pickle() -> None:

@@ -22,7 +22,7 @@ from holdfast.delta.places import Layout
 from holdfast.delta.recording import Steps, agree, held
 from holdfast.errors import UsageError
 from holdfast.group import Group
-from holdfast.state.snapshot import raw_array
+from holdfast.state.arrays import raw_array
 from holdfast.store import open_store
 
 from .test_exact import (

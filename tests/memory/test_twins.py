@@ -12,6 +12,7 @@ import torch
 
 from holdfast.memory.twin import Part
 from holdfast.memory.twins import Twins
+from holdfast.state.observer import Observer, Order
 
 LIMIT_S = 10.0
 
@@ -103,12 +104,11 @@ def test_a_step_that_raises(trained: Trained) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("no")
 
-    refuse.__module__ = "holdfast.delta.tier"  # of a hook that may come after theirs
-    hook = trained.optimizer.register_step_pre_hook(refuse)
+    records = Observer({"optim": trained.optimizer}, Order.RECORDS, refuse, refuse)  # behind theirs
     trained.backward()
     with pytest.raises(ValueError, match="no"):
         trained.optimizer.step()
-    hook.remove()
+    records.close()
     trained.twins.mark(2)
     assert not trained.twins.current
 

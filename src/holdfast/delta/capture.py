@@ -32,7 +32,6 @@ from holdfast.delta.recording import (
     agree,
     check_grad,
     held,
-    hooks_after,
     is_torchs,
     kind_of,
     missing_of,
@@ -56,6 +55,7 @@ from holdfast.group import Group
 from holdfast.here import memory_bytes
 from holdfast.layout import Mesh
 from holdfast.patience import slowest
+from holdfast.state.observer import hooks_after
 from holdfast.state.rest import encoded_hyper
 from holdfast.state.restore import alike
 from holdfast.store import Store

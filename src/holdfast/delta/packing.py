@@ -29,8 +29,8 @@ from holdfast.format.dtypes import dtype_of
 from holdfast.format.manifest import TensorEntry, from_sharding
 from holdfast.layout import Box, Mesh, Sharding
 from holdfast.state.agreed import Agreement, product
+from holdfast.state.arrays import raw_array
 from holdfast.state.placed import torch_dtype
-from holdfast.state.snapshot import raw_array
 
 SPARSE = "sparse"
 """The state of a gradient that is packed, and not laid out."""

@@ -19,9 +19,9 @@ from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box, Pieces
 from holdfast.state.agreed import Agreement
+from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live
 from holdfast.state.placed import Placed, local_of, torch_dtype
-from holdfast.state.snapshot import raw_array
 
 MANY = 1 << 15
 """Number of elements from which on torch copies with several threads."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,18 +29,17 @@ from holdfast.state.live import (
     named_parameters,
     stages,
 )
+from holdfast.state.observer import calls_hooks, hooks_after
 from holdfast.state.optimizers import all_param_names, named_groups, served_modules, tensors_in
 from holdfast.state.placed import local_of
 from holdfast.state.several import check_apart
-from holdfast.state.snapshot import raw_array
-from holdfast.state.wrapped import bare, is_ours, stepping
+from holdfast.state.wrapped import bare, stepping
 
 GRAD = "grad"
 """The state of a gradient, and the end of its name: `optim.h.0.weight.grad`."""
 SPARE_ROOM = 4 << 10
 """Bytes left free for extras that grow."""
 SMALL_BYTES = 1 << 20
-SAMPLES = 1 << 10
 ROUNDED = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
 """Dtypes of gradients that are recorded in another dtype than their own, by their state."""
 
@@ -77,7 +75,7 @@ def optimizers(state: State) -> list[Steps]:
                 f"delta= does not know the gradients of {key!r}, a {type(value).__name__}",
                 hint="use torch optimizers, or memory= and durable saves alone",
             )
-        if not hasattr(value, "_optimizer_step_pre_hooks"):
+        if not calls_hooks(value):
             raise UsageError(
                 f"delta= cannot see the steps of {key!r}, a {type(value).__name__}: its __init__ has not "
                 "called torch.optim.Optimizer's",
@@ -90,34 +88,6 @@ def optimizers(state: State) -> list[Steps]:
     if not found:
         raise UsageError("delta= needs an optimizer in the state")
     return found
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Tells if a tensor was written since: keeps which it was, where it lay, its counter of writes, and a
-    sample of its values, because writes by way of `.data` are not counted."""
-
-    tensor: weakref.ref[torch.Tensor]
-    place: int
-    version: int
-    sample: bytes
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Mark:
-        local = local_of(tensor)
-        sample = b""
-        if local.device.type == "cpu" and local.numel():
-            flat = (
-                raw_array(local.reshape(-1)) if local.is_contiguous() else raw_array(local).ravel()
-            )
-            sample = flat[:: max(1, len(flat) // SAMPLES)].tobytes()
-        version = tensor._version + (local._version if isinstance(tensor, DTensor) else 0)
-        return Mark(weakref.ref(tensor), local.data_ptr(), version, sample)
-
-    def differs(self, before: Mark) -> bool:
-        same = self.tensor() is before.tensor()
-        mine, theirs = ((m.place, m.version, m.sample) for m in (self, before))
-        return not same or mine != theirs
 
 
 def untrained(state: State) -> dict[str, torch.Tensor]:
@@ -247,6 +217,19 @@ def check_grad(name: str, p: torch.Tensor, *, read_only: bool) -> None:
         )
 
 
+def refused(key: str, given: list[Any]) -> UsageError:
+    """The error for arguments of `step()`, which a replay would have to hand over, too."""
+    if callable(given[0]):
+        return UsageError(
+            "delta= cannot record an optimizer that is given a closure",
+            hint="call step() without one; LBFGS cannot be recorded",
+        )
+    return UsageError(
+        f"delta= cannot record {key!r}, whose step() is given {', '.join(map(repr, given))}",
+        hint="have it in the parameter groups, or use memory= and durable saves alone",
+    )
+
+
 def mixed_up(one: Steps) -> str:
     """Name of a parameter with which an optimizer computes otherwise than a replay would; empty if none.
 
@@ -292,12 +275,6 @@ def is_watched(optimizer: Optimizer) -> bool:
     """True if something in an optimizer's step may read other values than its own: a hook that follows it,
     or an optimizer that torch does not bring."""
     return hooks_after(optimizer) > 0 or not is_torchs(optimizer)
-
-
-def hooks_after(optimizer: Optimizer) -> int:
-    """Number of hooks of others that follow an optimizer's step."""
-    hooks = optimizer._optimizer_step_post_hooks.values()
-    return sum(not is_ours(hook) for hook in hooks)
 
 
 def missing_of(one: Steps) -> tuple[str, ...]:

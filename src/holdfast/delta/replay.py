@@ -7,16 +7,12 @@ the replay exactly at the step before.  The next record is read while one is app
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from holdfast.checkpoint.names import segments
 from holdfast.checkpoint.opened import Checkpoint
@@ -31,7 +27,6 @@ from holdfast.delta.recording import (
     buffers,
     grad_name,
     held,
-    hooks_after,
     is_torchs,
     optimizers,
     untrained,
@@ -50,10 +45,11 @@ from holdfast.format import extras as tree
 from holdfast.group import Group
 from holdfast.layout import Box
 from holdfast.state.agreed import Agreement
-from holdfast.state.blockwise import Blockwise, steps_by_itself, unhooked
+from holdfast.state.blockwise import Blockwise, steps_by_itself
 from holdfast.state.compare import Problems, judge_together
 from holdfast.state.former import are_former
 from holdfast.state.live import Live, State, named_parameters, outline_tensor, stages
+from holdfast.state.observer import hooked, hooks_after, unhooked, without_hooks_before
 from holdfast.state.placed import local_of
 from holdfast.state.protocol import Ready, merge_extras, sort_extras
 from holdfast.state.putback import Extras, put_groups
@@ -386,7 +382,7 @@ class Replay:
             put_groups(one.key, groups, merged, one.groups, _decode)
             first = next(iter(ranks.values()))  # this rank's own, on the same layout
             amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
-            with amp, _without_pre_hooks(one.optimizer):
+            with amp, without_hooks_before(one.optimizer):
                 _make_step(one.optimizer, self._blockwise[one.key])
 
     def _put_rest(self, step: Step) -> None:
@@ -468,23 +464,9 @@ def _make_step(optimizer: Any, blockwise: Blockwise) -> None:
             unhooked(optimizer)(optimizer)
 
     if steps_by_itself(optimizer):
-        Optimizer.profile_hook_step(made)(optimizer)
+        hooked(made)(optimizer)
     else:
         optimizer.step()
-
-
-@contextmanager
-def _without_pre_hooks(optimizer: Any) -> Iterator[None]:
-    """Leave out hooks before the step: recorded gradients are as these had made them already."""
-    every = optimizer._optimizer_step_pre_hooks, _global_optimizer_pre_hooks
-    kept = [list(hooks.items()) for hooks in every]
-    for hooks in every:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in zip(every, kept):
-            hooks.update(before)
 
 
 class _amp:  # noqa: N801

@@ -1,12 +1,12 @@
-"""The differential tier's side in a training process: hooks on the optimizers, and a record per step.
+"""The differential tier in a training process: it observes the optimizers, and makes a record per step.
 
 A record is made in two parts.  When an optimizer's step begins, its gradients are final, and only the
 optimizer reads them until it ends: they are copied into the ring in that time.  At
 `Checkpointer.step` follow the rest of what the step changed (buffers, extras), and the record goes to the
 writer.  No rank waits for another, except when all plan together what their records hold.
 
-Here is when a record is made and what it leads on from; `hooks` tells of steps, `capture` makes the record,
-and `watching` sees what no record can tell.
+Here is when a record is made and what it leads on from; `state.observer` tells of steps, `capture` makes
+the record, and `watching` sees what no record can tell.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from contextlib import contextmanager
 
 import msgspec
 import torch
+from torch.optim import Optimizer
 
 from holdfast.capture import Save
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.capture import Groups, Open, RecordCapture
 from holdfast.delta.clock import Clock, Spent
-from holdfast.delta.hooks import Call, Hooks, refused
 from holdfast.delta.log import Log, Step
 from holdfast.delta.options import Delta
 from holdfast.delta.recording import (
     GRAD,
-    Steps,
     encode_extras,
     is_watched,
     mixed_up,
     only_reads,
     optimizers,
+    refused,
 )
 from holdfast.delta.replay import Replay, survey
 from holdfast.delta.segment import Identity
@@ -42,6 +42,7 @@ from holdfast.group import Group
 from holdfast.layout import Box, Mesh
 from holdfast.state.customised import asked_once
 from holdfast.state.live import Live, State, is_optimizer
+from holdfast.state.observer import Observer, Order, StepCall
 from holdfast.state.placed import reduce_gradients
 from holdfast.state.rest import collect_rest
 from holdfast.state.targets import Options
@@ -110,7 +111,7 @@ class DeltaTier:
         if none may."""
         self._clock = Clock()
         self._steps = optimizers(state())
-        self._hooks = Hooks(self._steps, self._before, self._after_step)
+        self._observer = self._observe()
 
     # -- what records lead on from ----------------------------------------------------------------
 
@@ -168,7 +169,8 @@ class DeltaTier:
             self._capture.unplan()
         self._begun, self._unsaved = True, None
         self.parent, self._base = identity, base
-        self._hooks.move_last()
+        self._observer.forget_failed()
+        self._observer.come_last()
         self._watch.begin(self.state())
 
     def prepare(self) -> None:
@@ -249,8 +251,6 @@ class DeltaTier:
         self._capture.failure = error
         self._again(error.message)
 
-    # -- an optimizer's step ----------------------------------------------------------------------
-
     # -- restoring --------------------------------------------------------------------------------
 
     def survey(self, since: int) -> Log:
@@ -274,24 +274,25 @@ class DeltaTier:
         finally:
             self.paused = False
 
-    def _before(self, call: Call) -> None:
-        one, around = call.one, call.around
-        if self.paused or around is one:  # a class calls its parent's step
+    # -- an optimizer's step ----------------------------------------------------------------------
+
+    def _before(self, call: StepCall[str]) -> None:
+        if self.paused or call.around == call.name:  # a class calls its parent's step
             return
-        params = (p for group in one.optimizer.param_groups for p in group["params"])
+        params = (p for group in call.optimizer.param_groups for p in group["params"])
         reduce_gradients(params)  # by all ranks, whether they make records or not
         if self.parent is None:
             return
-        if around is not None:
+        if call.around is not None:
             raise UsageError(
-                f"delta= cannot record {around.key!r}, whose step makes that of {one.key!r}",
+                f"delta= cannot record {call.around!r}, whose step makes that of {call.name!r}",
                 hint="use memory= and durable saves alone, or optimizers that are stepped one by one",
             )
         if call.given:
-            raise refused(one.key, call.given)
+            raise refused(call.name, call.given)
         try:
             with self._clock.held():
-                self._begin(one.key, call.again)
+                self._begin(call.name, call.again)
         except UsageError:
             raise
         except Exception as error:
@@ -302,7 +303,7 @@ class DeltaTier:
         record = self._opened()
         if record is None:
             return
-        if not self._hooks.are_last(key):
+        if not self._observer.is_last(key):
             self._again("a hook was registered that may change gradients after their copy")
             return
         if self._watch.is_edited(key if record.applied else None):
@@ -333,17 +334,17 @@ class DeltaTier:
             self._early = self._watch.versions(self.state())
         self._capture.gradients(one)
         if not only_reads(one.optimizer):
-            self._after(one)
+            self._after(key, one.optimizer)
 
-    def _after_step(self, one: Steps) -> None:
+    def _after_step(self, call: StepCall[str]) -> None:
         with self._clock.held():
-            self._after(one)
+            self._after(call.name, call.optimizer)
 
-    def _after(self, one: Steps) -> None:
+    def _after(self, key: str, optimizer: Optimizer) -> None:
         """The gradients may be changed as soon as they are copied.  Hooks may have written to whatever."""
         if self._capture.open is not None:
             misdeclared = self._capture.wait_copied()
-            self._watch.accept_writes(None if is_watched(one.optimizer) else one.key)
+            self._watch.accept_writes(None if is_watched(optimizer) else key)
             for what, names in misdeclared.items():
                 self._tell_of(names, what)
             if misdeclared:
@@ -378,15 +379,19 @@ class DeltaTier:
         return record
 
     def _follow_optimizers(self) -> bool:
-        """True if the state has other optimizers than those with hooks; these have hooks now."""
+        """True if the state has other optimizers than those observed; these are observed now."""
         state = self.state()
         found = [(key, id(bare(value))) for key, value in state.items() if is_optimizer(value)]
         if found == [(one.key, id(one.optimizer)) for one in self._steps]:
             return False
-        self._hooks.remove()
+        self._observer.close()
         self._steps = optimizers(state)
-        self._hooks = Hooks(self._steps, self._before, self._after_step)
+        self._observer = self._observe()
         return True
+
+    def _observe(self) -> Observer[str]:
+        optimizers = {one.key: one.optimizer for one in self._steps}
+        return Observer(optimizers, Order.RECORDS, self._before, self._after_step)
 
     def _is_stale(self) -> bool:
         """True if an optimizer has other parameters than planned."""
@@ -433,7 +438,7 @@ class DeltaTier:
         self._unsaved = (self._unsaved or (step, step))[0], step
         if self.parent is None:
             return
-        if self._hooks.has_failed():
+        if self._observer.forget_failed():
             self._again(FAILED)
             return
         if self._follow_optimizers():
@@ -486,7 +491,7 @@ class DeltaTier:
         self._edits = 0
         self.recorded = True
         self._clock.made()
-        self._hooks.move_last()
+        self._observer.come_last()
 
     def _count_idle(self) -> None:
         """Tell of many records without an optimizer's step: a graph that holds the whole step, say,
@@ -531,7 +536,7 @@ class DeltaTier:
         self._capture.handed_over(limit_s)
 
     def close(self, limit_s: float) -> None:
-        self._hooks.remove()
+        self._observer.close()
         self._capture.close(limit_s)
 
 

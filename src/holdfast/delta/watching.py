@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from holdfast.delta.recording import Mark, buffers, small, untrained
+from holdfast.delta.recording import buffers, small, untrained
 from holdfast.state.live import State
-from holdfast.state.placed import local_of
-from holdfast.state.wrapped import Seen, stepping
+from holdfast.state.wrapped import stepping
+from holdfast.state.writes import Mark, Marks, count_and_address
 
 
 class Watch:
@@ -23,7 +23,7 @@ class Watch:
         self._marks: dict[str, Mark] = {}
         """Marks of what no optimizer changes, as it was at the last record, by name."""
         self._optimizers: dict[str, Optimizer] = {}
-        self._seen: dict[str, tuple[list[int], Seen]] = {}
+        self._seen: dict[str, tuple[list[int], Marks]] = {}
         """Sizes of each optimizer's groups, and its weights and states as it left them."""
         self._is_shared = False
         """True if two of the optimizers train one parameter."""
@@ -73,22 +73,20 @@ class Watch:
         return found | small(buffers(state))
 
     def versions(self, state: State) -> dict[str, tuple[int, int]]:
-        """A count of writes to each tensor that no optimizer changes, and where it lies, by name.
-        A DTensor and its local part each have a count: both are added."""
-        found = {name: (t, local_of(t)) for name, t in self.tensors(state).items()}
-        return {n: (t._version + part._version, part.data_ptr()) for n, (t, part) in found.items()}
+        """A count of writes to each tensor that no optimizer changes, and where it lies, by name."""
+        return {name: count_and_address(t) for name, t in self.tensors(state).items()}
 
     def written_since(self, before: dict[str, tuple[int, int]], state: State) -> tuple[str, ...]:
         now = self.versions(state)
         return tuple(sorted(name for name, v in now.items() if before.get(name) != v))
 
     def _mark(self, state: State) -> None:
-        self._marks = {name: Mark.of(t) for name, t in self.tensors(state).items()}
+        self._marks = {name: Mark.sampled(t) for name, t in self.tensors(state).items()}
 
     @staticmethod
-    def _look(optimizer: Optimizer) -> tuple[list[int], Seen]:
+    def _look(optimizer: Optimizer) -> tuple[list[int], Marks]:
         groups = [g["params"] for g in optimizer.param_groups]
         values: list[Any] = [p for params in groups for p in params]
         for states in stepping(optimizer).state.values():
             values += states.values() if isinstance(states, dict) else [states]
-        return [len(params) for params in groups], Seen(values)
+        return [len(params) for params in groups], Marks(values)

@@ -34,6 +34,7 @@ from holdfast.layout import Box, whole
 from holdfast.memory.replica import pieces_of
 from holdfast.memory.twin import Part
 from holdfast.memory.twins import Twins
+from holdfast.state.arrays import raw_array
 from holdfast.state.live import (
     Live,
     LiveTensor,
@@ -45,8 +46,9 @@ from holdfast.state.live import (
 from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import Placed
 from holdfast.state.several import check_apart
-from holdfast.state.snapshot import Moment, raw_array
-from holdfast.state.wrapped import ELEMENTWISE, Seen, is_zero1
+from holdfast.state.snapshot import Moment
+from holdfast.state.wrapped import ELEMENTWISE, is_zero1
+from holdfast.state.writes import Mark, Marks
 
 MOST_DRIFT = 1e-3
 """Largest difference, as a share of a tensor's largest element, that the first comparison after
@@ -120,10 +122,9 @@ class Feed:
         self._tensors: dict[str, LiveTensor] = {}
         self._watched: list[tuple[Any, torch.Tensor]] = []
         """Optimizers and parameters of theirs that are in the replica, at least in part."""
-        self._written = Seen([])
-        self._seen: dict[str, tuple[int, int]] = {}
-        """The id of its source and its count of writes at the last snapshot, for each steady tensor
-        that is not in the replica, by name."""
+        self._written = Marks([])
+        self._seen: dict[str, Mark] = {}
+        """Mark of each steady tensor that is not in the replica at the last snapshot, by name."""
         self._moving: set[str] = set()
         """Names of steady tensors that are not in the replica and change, such as an average of the
         weights."""
@@ -151,8 +152,8 @@ class Feed:
         tensors, before, self._seen = dict(live.tensors), self._seen, {}
         for name, t in live.tensors.items():
             if t.steady and name not in trained:
-                seen = self._seen[name] = id(t.source), t.version
-                if before.get(name, seen) != seen:
+                mark = self._seen[name] = Mark.of(t.source)
+                if name in before and mark.differs(before[name]):
                     self._moving.add(name)
                 if name in self._moving:
                     tensors[name] = structs.replace(t, steady=False)
@@ -202,13 +203,13 @@ class Feed:
     def _after_step(self) -> None:
         self._written = self._writes()
 
-    def _writes(self) -> Seen:
+    def _writes(self) -> Marks:
         """Return the weights and states as seen now: it equals what is seen later only if none of
         them was written since or is another tensor."""
         values: list[Any] = [p for _, p in self._watched]
         for optimizer, p in self._watched:
             values += optimizer.state.get(p, {}).values()
-        return Seen(values)
+        return Marks(values)
 
     def restart(self) -> None:
         """Drop the twins: the state will be another."""

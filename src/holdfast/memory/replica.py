@@ -29,9 +29,10 @@ from holdfast.codec.stripes import Contribution, Stripes
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import FileEntry, TensorEntry
 from holdfast.layout import Box
+from holdfast.state.arrays import raw_array
 from holdfast.state.carrying import Carried
 from holdfast.state.live import Live, LiveTensor
-from holdfast.state.snapshot import first_device, on_stream, raw_array
+from holdfast.state.snapshot import first_device, on_stream
 
 WINDOW_BYTES = 4 << 20
 """Bytes that are laid out at a time; what fits in a core's cache is not written to memory."""

@@ -17,7 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.state.blockwise import Blockwise, unhooked
+from holdfast.state.blockwise import Blockwise
+from holdfast.state.observer import unhooked
 from holdfast.state.optimizers import hyper
 from holdfast.state.wrapped import stepping
 

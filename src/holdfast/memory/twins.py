@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,15 +19,9 @@ import torch
 
 from holdfast.events import emit
 from holdfast.memory.twin import Gradient, Part, Twin
-from holdfast.state.wrapped import is_followed_by_ours, is_ours
+from holdfast.state.observer import Observer, Order, StepCall
 
-
-def _ours_last(hooks: OrderedDict[int, Any]) -> None:
-    """Move holdfast's hooks behind everybody else's: this module's first, then the others, each
-    kind in its order."""
-    ours = [(n, hook.__module__ != __name__) for n, hook in hooks.items() if is_ours(hook)]
-    for number, _ in sorted(ours, key=lambda one: one[1]):  # records want to be the very last
-        hooks.move_to_end(number)
+FAILED = "a step of the optimizer did not end"
 
 
 @dataclass
@@ -52,19 +46,18 @@ class Twins:
     """The marks at which a snapshot may still want them."""
     _stopped_at: int = 0
     _applying: bool = False
-    _hooked: list[Twin] = field(default_factory=list)
-    """The twins whose optimizers have the hooks."""
-    _hooks: list[tuple[Any, Any]] = field(default_factory=list)
-    """Optimizers, and handles to their hooks."""
-    _stepping: Any = None
-    """The optimizer whose step has begun and not ended."""
-    _pid: int = field(default_factory=os.getpid)
-    """Process that the twins belong to: a forked child that trains has neither this thread nor a
-    say."""
+    _observed: list[Twin] = field(default_factory=list)
+    """The twins whose optimizers are observed."""
+    _observer: Observer[int] = field(init=False)
+    """Tells of the steps of these optimizers, each named by the number of its twin: a subscription must
+    not keep the twin itself."""
     _change: threading.Condition = field(
         default_factory=lambda: threading.Condition(threading.RLock())
     )
     _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._observer = self._observe()
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -74,11 +67,14 @@ class Twins:
         `learning` is called if they are not current and could learn from that snapshot.
         """
         with self._change:
-            if self._hooked is not self.all or not self._are_last():
-                self._hook()
+            failed = FAILED if self._observer.forget_failed() else ""
+            if self._observed is not self.all:
+                self._observer.close()
+                self._observed, self._observer = self.all, self._observe()
+            self._observer.come_last()
             if not self.all or self.closed:
                 return
-            why = self._unfinished() or (self.check() if self.current else "")
+            why = failed or (self.check() if self.current else "")
             if why:
                 self._forget(why)
             if not self.current and self._learning is None and not self._applying:
@@ -95,75 +91,46 @@ class Twins:
             self._needed.add(number)
             self._change.notify_all()
 
-    def _hook(self) -> None:
-        """Put hooks on the optimizers of all twins, and no others; torch cannot bear that hooks
-        change in a step."""
-        self._unhook()
-        for number, twin in enumerate(self.all):
-            before = twin.outer.register_step_pre_hook(self._before(number))
-            after = twin.outer.register_step_post_hook(self._after)
-            self._hooks += [(twin.outer, before), (twin.outer, after)]
-            _ours_last(twin.outer._optimizer_step_pre_hooks)
-            # what other hooks write is not the step's
-            twin.outer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
-        self._hooked = self.all
+    def _observe(self) -> Observer[int]:
+        """Observe the optimizers of all twins, and no others."""
+        optimizers = {number: twin.outer for number, twin in enumerate(self.all)}
+        return Observer(optimizers, Order.TWINS, self._before, self._after)
 
-    def _unhook(self) -> None:
-        for _, hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._hooked = []
-
-    def _are_last(self) -> bool:
-        """True if nothing changes gradients behind the hooks."""
-        return all(is_followed_by_ours(optimizer, hook.id) for optimizer, hook in self._hooks)
-
-    def _unfinished(self) -> str:
-        """Return why they are ahead of the training: a step was given to them that it did not make;
-        else empty."""
-        begun, self._stepping = self._stepping, None
-        return "" if begun is None else "a step of the optimizer did not end"
-
-    def _before(self, number: int) -> Callable[..., None]:
-        """Return the hook of the twin of that number; it must not keep the twin itself."""
-
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if os.getpid() != self._pid:
-                return
-            with self._change:
-                if not (self.current or self._learning) or self.closed:
-                    return
-                twin = self.all[number]
-                why = self._unfinished() or self.check()
-                closure = (args[1:] or (kwargs.get("closure"),))[0]
-                if not self._are_last():
-                    why = "a hook was registered that may change gradients after their copy"
-                if closure is not None:
-                    why = "the optimizer is given a closure"
-                if getattr(twin.outer, "grad_scale", None) is not None:
-                    why = "the optimizer itself unscales gradients"
-                why = why or twin.misfit()
-                gradient = twin.take() if not why else None
-                if gradient is None:
-                    self._forget(why or "too many steps wait")
-                    return
-                self._queue.append(gradient)
-                self._stepping = twin.outer
-                self._change.notify_all()
-
-        return hook
-
-    def _after(self, *_: Any) -> None:
-        if os.getpid() != self._pid:
-            return
+    def _before(self, call: StepCall[int]) -> None:
         with self._change:
-            self._stepping = None
+            if not (self.current or self._learning) or self.closed:
+                return
+            twin = self.all[call.name]
+            gradient = None
+            why = self._misfit(call, twin)
+            if not why:
+                gradient = twin.take()
+            if gradient is None:
+                self._forget(why or "too many steps wait")
+                return
+            self._queue.append(gradient)
+            self._change.notify_all()
+
+    def _misfit(self, call: StepCall[int], twin: Twin) -> str:
+        """Return why a twin cannot make the step that begins; empty if it can."""
+        if getattr(twin.outer, "grad_scale", None) is not None:
+            return "the optimizer itself unscales gradients"
+        if call.closure is not None:
+            return "the optimizer is given a closure"
+        if not self._observer.is_last(call.name):
+            return "a hook was registered that may change gradients after their copy"
+        if call.again or call.around is not None:  # a step was given to them that was not made
+            return FAILED
+        return self.check() or twin.misfit()
+
+    def _after(self, _: StepCall[int]) -> None:
+        with self._change:
             self.after_step()
 
     def close(self, limit_s: float) -> None:
         """End the twins for good, and what served them."""
         self.end()
-        self._unhook()
+        self._observer.close()
         if self._thread is not None:
             self._thread.join(limit_s)
 

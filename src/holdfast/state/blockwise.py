@@ -22,6 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from holdfast.state.observer import unhooked
 from holdfast.state.placed import local_of
 from holdfast.state.wrapped import ELEMENTWISE
 
@@ -152,12 +153,6 @@ class Blockwise:
                 small, size = [], 0
         if small:
             yield small
-
-
-def unhooked(optimizer: Optimizer) -> Any:
-    """The function that makes an optimizer's steps, without its hooks."""
-    step = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:

@@ -27,6 +27,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from holdfast.errors import HoldfastError, LayoutError, UsageError
 from holdfast.format.dtypes import DTYPES
 
+PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+"""Types of tensors that are nothing more than their memory."""
 FSDP1_MARKS = ("_fsdp_flattened", "_is_flat_param")
 """Attributes of parameters that torch's FullyShardedDataParallel has flattened, and of the flat ones."""
 FSDP1_CHILD = "_fsdp_wrapped_module"

@@ -35,6 +35,7 @@ from holdfast.state.quantised import quantised_parts
 from holdfast.state.several import taken_apart
 from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.wrappers import Wrappers, parts
+from holdfast.state.writes import Origin, write_count
 from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
 State = dict[str, Any]
@@ -59,9 +60,9 @@ class LiveTensor(msgspec.Struct, frozen=True, eq=False):
     """The tensor that the run writes to: a DTensor counts its writes, its local tensor does not."""
     rest: tuple[Placed, ...] = ()
     """This rank's other parts, if it has several (ZeRO); all lie in one tensor."""
-    origin: tuple[torch.Tensor, Any, int] | None = None
-    """Identity of `source` when it was placed (`origin_of`); lets the next save reuse this entry
-    (`Live.before`).  None if it must be placed anew."""
+    origin: Origin | None = None
+    """Origin of `source` when it was placed; lets the next save reuse this entry (`Live.before`).  None if
+    it must be placed anew."""
 
     @property
     def parts(self) -> tuple[Placed, ...]:
@@ -75,33 +76,15 @@ class LiveTensor(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def version(self) -> int:
-        """Grows with every write by way of the tensor or of its local part."""
+        """Count that grows with every write by way of the tensor or of its local part."""
         # a DTensor that is detached, as to place it, has a local part with a counter of its own
-        memory = self.placed.local if self.origin is None else self.origin[0]
-        return int(self.source._version + memory._version)
+        memory = self.placed.local if self.origin is None else self.origin.memory
+        return write_count(self.source, memory)
 
     @property
     def is_still_there(self) -> bool:
-        """True if the source lies where it did when placed; to see that takes a tenth of placing it."""
-        then = self.origin
-        if then is None:
-            return False
-        memory, placements, address = origin_of(self.source)
-        if memory is not then[0] or placements is not then[1] or address != then[2]:
-            return False
-        return _lies(memory) == _lies(self.placed.local)
-
-
-def origin_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int]:
-    """Memory and placements of a tensor or DTensor, to be compared by identity; the memory's address."""
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor, tensor.placements, tensor._local_tensor.data_ptr()
-    return tensor, None, tensor.data_ptr()
-
-
-def _lies(memory: torch.Tensor) -> tuple[Any, ...]:
-    """Layout of the elements behind the address; a detached tensor keeps it as it was then."""
-    return memory.dtype, memory.shape, memory.stride(), memory.is_conj(), memory.is_neg()
+        """True if the source lies where it did when placed."""
+        return self.origin is not None and self.origin.still_has(self.source, self.placed.local)
 
 
 @dataclass
@@ -165,7 +148,7 @@ class Live:
         local = placed.local
         # conjugated and negated values are nowhere in memory; writes to inference tensors are not counted
         lazy = local.is_conj() or local.is_neg() or tensor.is_inference()
-        origin = origin_of(tensor)
+        origin = Origin.of(tensor)
         self.tensors[name] = LiveTensor(
             name, state, placed, steady and not lazy, tensor, (), origin
         )

@@ -20,9 +20,9 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
 from holdfast.checkpoint.sharing import read_together
 from holdfast.errors import FormatError, LayoutError, StoreError
+from holdfast.state.arrays import raw_array
 from holdfast.state.kinds import writing
 from holdfast.state.live import Live
-from holdfast.state.snapshot import raw_array
 from holdfast.state.targets import is_known, target_of
 
 MOST_COUNTED = 1 << 26

@@ -32,8 +32,9 @@ from holdfast.codec.digest import digest
 from holdfast.errors import HoldfastWarning, LayoutError
 from holdfast.group import Group
 from holdfast.layout import Placement
+from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live, LiveTensor
-from holdfast.state.snapshot import Kept, raw_array
+from holdfast.state.snapshot import Kept
 from holdfast.wire import WireError, rank_errors
 
 Class = tuple[int, int, bool]

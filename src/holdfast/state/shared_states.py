@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastWarning
 from holdfast.state.bitsandbytes import is_table
+from holdfast.state.kinds import PLAIN
 from holdfast.state.placed import local_of
 from holdfast.state.several import SHOWN, holder
-from holdfast.state.wrapped import PLAIN
 
 Span = tuple[int, int, int, str]
 """Addresses where the memory of a state begins and ends, the number of the state, and its name."""

@@ -29,9 +29,11 @@ from holdfast.events import emit, span
 from holdfast.format.image import Image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box
+from holdfast.state.arrays import array_of
 from holdfast.state.carrying import Carried, Room
 from holdfast.state.live import Live
 from holdfast.state.window import Window
+from holdfast.state.writes import address_and_strides
 
 MAX_RETAKES = 100
 MARK_BYTES = 4 << 20
@@ -44,16 +46,6 @@ nothing is being written."""
 PAUSE_COPIES = 16.0
 """Least such pause (`PAUSE_S`) in times that the copy of the largest tensor takes: filling one with random
 numbers takes so long."""
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_NATIVE = {
-    torch.bool: np.dtype(np.bool_),
-    **dict.fromkeys((torch.int8, torch.uint8), np.dtype(np.uint8)),
-    **dict.fromkeys((torch.float16, torch.int16), np.dtype(np.int16)),
-    **dict.fromkeys((torch.float32, torch.int32), np.dtype(np.int32)),
-    **dict.fromkeys((torch.float64, torch.int64, torch.complex64), np.dtype(np.int64)),
-    torch.complex128: np.dtype(np.complex128),
-}
-"""Dtypes that numpy has, and what their elements are moved about as."""
 
 
 class Buffer(Protocol):
@@ -125,25 +117,6 @@ def unlock_pages(view: memoryview, device: torch.device) -> None:
 
 def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
-
-
-def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor's elements as a numpy array of the same shape and element size; shares memory."""
-    array = array_of(tensor)
-    native = _NATIVE.get(tensor.dtype)
-    return array if native is None else array.view(native)
-
-
-def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor as a numpy array of its own dtype, or of one as large where numpy has none such."""
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    if plain.is_conj():
-        plain = plain.resolve_conj()
-    if plain.is_neg():
-        plain = plain.resolve_neg()
-    if plain.dtype in _NATIVE:  # numpy makes a view in a fifth of the time
-        return plain.numpy()
-    return plain.view(_RAW[plain.element_size()]).numpy()
 
 
 class Beside(Protocol):
@@ -247,7 +220,7 @@ def versions(live: Live) -> list[int]:
 def fingerprint(live: Live) -> list[tuple[int, ...]]:
     """Addresses and strides, which must not change if a list of copies is to be used again."""
     return [
-        (part.local.data_ptr(), *part.local.stride())
+        address_and_strides(part.local)
         for t in live.tensors.values()
         if t.steady  # others are copied from where they were set aside
         for part in t.parts

@@ -20,6 +20,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
+from holdfast.state.arrays import array_of
 from holdfast.state.customised import OWN, add_own, customised, ignored_of, refuse_own
 from holdfast.state.expected import Fitting
 from holdfast.state.groups import memory_orders, plain_states
@@ -50,7 +51,6 @@ from holdfast.state.optimizers import (
 )
 from holdfast.state.placed import place, torch_dtype
 from holdfast.state.several import holder
-from holdfast.state.snapshot import array_of
 from holdfast.state.wrappers import check_names
 
 OFFLOADED = "_hf_hook"

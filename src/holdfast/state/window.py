@@ -27,12 +27,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any
-
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.events import span
 from holdfast.state.carrying import Carried
+from holdfast.state.observer import before_every_step
 from holdfast.threads import before_exit
 
 
@@ -220,16 +218,16 @@ def wait_for_copies() -> None:
 
 
 class Gate:
-    """A hook before every torch optimizer's step, at which the open window is waited for.
+    """Waits for the open window before every torch optimizer's step.
 
-    One hook for as long as there are saves: torch cannot bear one that removes itself.
+    It is subscribed for as long as there are saves: torch cannot bear a hook that removes itself.
     """
 
     def __init__(self) -> None:
         self.window: Window | None = None
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._hook = before_every_step(self._before_step)
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self) -> None:
         if self.window is not None:
             self.window.wait()
 

@@ -6,20 +6,17 @@ optimizer steps those of this rank alone and has their state.
 
 from __future__ import annotations
 
-import operator
 import sys
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastWarning, UsageError
 from holdfast.state.ignoring import Ignored
+from holdfast.state.observer import calls_hooks
 
 ELEMENTWISE = frozenset(
     [
@@ -39,69 +36,6 @@ ELEMENTWISE = frozenset(
 """Optimizers of torch that treat each element by itself, so that cuts do not matter."""
 
 
-PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
-KNOWN = PLAIN | {DTensor}
-
-
-class Seen:
-    """Parameters and states as they are now: not equal to what is seen later if one of them was written,
-    is another, or lies elsewhere.  Writes that torch does not count, as by way of `.data`, are not seen.
-
-    There may be thousands, and all are looked at several times per step: hence lists, not objects.
-    """
-
-    __slots__ = ("_counts", "_others", "_places", "_refs")
-
-    def __init__(self, values: list[Any]) -> None:
-        tensors, kinds = values, set(map(type, values))
-        self._others: list[Any] = []
-        if not kinds <= KNOWN:
-            found = list(_leaves(values))
-            tensors = [v for v in found if isinstance(v, torch.Tensor)]
-            others = (v for v in found if not isinstance(v, torch.Tensor))
-            self._others = [v if isinstance(v, (int, float, str)) else id(v) for v in others]
-        every = placed = tensors
-        if not kinds <= PLAIN:
-            inner = [t._local_tensor for t in tensors if isinstance(t, DTensor)]
-            every = tensors + inner
-            placed = inner + [t for t in tensors if not isinstance(t, DTensor)]
-        self._refs = list(map(weakref.ref, tensors))  # an id may be given to another one
-        self._counts = [t._version for t in every]
-        self._places = [t.data_ptr() for t in placed]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Seen)
-            and self._counts == other._counts
-            and self._places == other._places
-            and self._others == other._others
-            and len(self._refs) == len(other._refs)
-            and all(map(operator.is_, self._refs, other._refs))
-        )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what nested lists and dicts hold."""
-    if isinstance(value, (dict, list, tuple)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(one)
-    else:
-        yield value
-
-
-def is_ours(hook: Any) -> bool:
-    """True if a hook of an optimizer is holdfast's, and so changes neither gradients nor weights."""
-    return (getattr(hook, "__module__", "") or "").startswith("holdfast.")
-
-
-def is_followed_by_ours(optimizer: Any, number: int) -> bool:
-    """True if only holdfast's hooks, of any checkpointer, come after hook `number` before an optimizer's
-    step; also if there is no such hook."""
-    hooks = optimizer._optimizer_step_pre_hooks
-    behind = takewhile(lambda item: item[0] != number, reversed(hooks.items()))
-    return number not in hooks or all(is_ours(hook) for _, hook in behind)
-
-
 def is_zero1(optimizer: Any) -> bool:
     """True if `optimizer` is torch's ZeroRedundancyOptimizer."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
@@ -118,7 +52,7 @@ def bare(optimizer: Any) -> Any:
 
     Such was never made as an optimizer of its own, so torch calls no hooks for its steps.
     """
-    while isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    while isinstance(optimizer, Optimizer) and not calls_hooks(optimizer):
         inner = [v for v in vars(optimizer).values() if isinstance(v, Optimizer)]
         shown = [v for v in inner if v.state is optimizer.state]
         if len(shown) != 1:
