@@ -17,6 +17,7 @@ LAYERS = (
     ("events", "patience"),
     ("threads",),
     ("layout", "codec", "policy", "store", "group", "sizes"),
+    ("sources",),
     ("rules",),
     ("format",),
     ("checkpoint",),
@@ -137,6 +138,11 @@ BESIDE_THE_CORE = (
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 
+OF_FRAMEWORKS = tuple(
+    f"holdfast.state.{name}" for name in ("deepspeed", "masters", "megatron", "shards")
+)
+"""Loaded when a framework is: no object of a package exists before it is imported."""
+
 
 def test_the_core_knows_nothing_of_tiers_and_formats(tmp_path: Path) -> None:
     """A run that saves and restores, with no tier switched on, in a fresh interpreter."""
@@ -162,7 +168,7 @@ holdfast.save({str(tmp_path / "once")!r}, live, step=1)
 assert holdfast.load({str(tmp_path / "once")!r}, state()) == 1
 beside = {BESIDE_THE_CORE!r}
 print(*sorted(m for m in sys.modules if m.split(".")[0] == "holdfast" and m.split(".")[1:2]
-              and m.split(".")[1] in beside))
+              and m.split(".")[1] in beside or m in {OF_FRAMEWORKS!r}))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
@@ -197,6 +203,7 @@ def test_public_names_are_pinned() -> None:
         "load",
         "open",
         "save",
+        "sources",
         "steps",
         "store",
         "testing",
