@@ -138,10 +138,22 @@ BESIDE_THE_CORE = (
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 
-OF_FRAMEWORKS = tuple(
-    f"holdfast.state.{name}" for name in ("deepspeed", "masters", "megatron", "shards")
+SELDOM = (
+    "holdfast.checkpoint.dealing",
+    "holdfast.checkpoint.sharing",
+    "holdfast.checkpoint.verifying",
+    "holdfast.layout.view",
+    "holdfast.state.deepspeed",
+    "holdfast.state.former",
+    "holdfast.state.made",
+    "holdfast.state.masters",
+    "holdfast.state.megatron",
+    "holdfast.state.quantised",
+    "holdfast.state.shards",
+    "holdfast.store.memory",
 )
-"""Loaded when a framework is: no object of a package exists before it is imported."""
+"""Parts of the core that one rank of plain torch does not need: loaded with a framework (no object of a
+package exists before it is imported), several ranks, or what they are for."""
 
 
 def test_the_core_knows_nothing_of_tiers_and_formats(tmp_path: Path) -> None:
@@ -168,7 +180,7 @@ holdfast.save({str(tmp_path / "once")!r}, live, step=1)
 assert holdfast.load({str(tmp_path / "once")!r}, state()) == 1
 beside = {BESIDE_THE_CORE!r}
 print(*sorted(m for m in sys.modules if m.split(".")[0] == "holdfast" and m.split(".")[1:2]
-              and m.split(".")[1] in beside or m in {OF_FRAMEWORKS!r}))
+              and m.split(".")[1] in beside or m in {SELDOM!r}))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -22,20 +22,15 @@ from holdfast.format.manifest import FileEntry, Manifest, TensorEntry
 from holdfast.sources import Sources
 from holdfast.state.live import State, inside_framework, is_optimizer, reshard, sources_in, stages
 from holdfast.state.optimizers import KINDS, all_param_names, served_modules
-from holdfast.state.wrappers import SECOND, TAKEN_OUT, has_wrappers, paths
+from holdfast.state.wrappers import SECOND, TAKEN_OUT, paths
 
 Pair = tuple[str, str, int]
 """A live tensor's name, one that it had formerly, and its id."""
 
 
-def under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
-    """The checkpoint, or one that shows what an earlier version named otherwise under its live name."""
-    of_fabric = any(f".{SECOND}." in name for name in checkpoint.manifest.by_name)
-    of_fabric = of_fabric or any(f".{SECOND}." in name for name in checkpoint.manifest.aliases)
-    if not of_fabric and not any(
-        has_wrappers(m) for value in state.values() for m in stages(value) or ()
-    ):
-        return checkpoint
+def under_live_names(checkpoint: Checkpoint, state: State, of_fabric: bool) -> Checkpoint:
+    """The checkpoint, or one that shows what an earlier version named otherwise under its live name.
+    `of_fabric`: it has names of what was wrapped by Fabric."""
     pairs = {
         key: [pair for m in stages(value) or () for pair in _pairs(m, of_fabric)]
         for key, value in state.items()

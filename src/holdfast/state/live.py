@@ -31,7 +31,6 @@ from holdfast.sources import Master, Source, Sources, frameworks, is_owned
 from holdfast.state.kinds import check_kind, check_unit
 from holdfast.state.own_errors import naming
 from holdfast.state.placed import Placed, memory_of, parts_in, place, torch_dtype
-from holdfast.state.quantised import quantised_parts
 from holdfast.state.several import taken_apart
 from holdfast.state.wrappers import Wrappers, parts
 
@@ -424,6 +423,8 @@ def encode(live: Live, key: str, value: Any, *, inline: bool, rule: str | None =
         if isinstance(leaf, torch.dtype):
             return {"$dtype": str(leaf).removeprefix("torch.")}
         if inline and isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+            from holdfast.state.quantised import quantised_parts
+
             return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
         if isinstance(leaf, torch.Tensor):
             check_kind(memory_of(leaf), name)

@@ -18,8 +18,8 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
-from holdfast.checkpoint.sharing import read_together
 from holdfast.format import extras
 from holdfast.layout import Box
 from holdfast.sources import Group, Master, Source
@@ -268,7 +268,7 @@ def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
             dtype = checkpoint.info(name).dtype
             values[number] = torch.empty((), dtype=torch_dtype(dtype))
             wants.append(Want(number, Box((), ()), target_of(values[number], dtype)))
-    read_together(checkpoint.files, wants, None)
+    read_alone(checkpoint.files, wants)
     for change in changes:
         for state, names in change.numbers.items():
             found = [values[index[name]] for name in names]

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
-from holdfast.checkpoint.verifying import referred
 from holdfast.errors import FormatError, RuleError, StateMismatch
 from holdfast.events import emit
 from holdfast.format import extras
+from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
@@ -37,7 +37,6 @@ from holdfast.state.live import (
     outline_tensor,
     stages,
 )
-from holdfast.state.made import put_own, unloadable
 from holdfast.state.nested import LIVE, OBJECT, Nested, Slot, nested
 from holdfast.state.optimizers import (
     common_name,
@@ -48,7 +47,6 @@ from holdfast.state.optimizers import (
 )
 from holdfast.state.own_errors import naming
 from holdfast.state.placed import local_of, place, torch_dtype
-from holdfast.state.quantised import quantised
 from holdfast.state.several import Several
 from holdfast.state.targets import Options, only_tensors, target_of
 from holdfast.state.wrapped import stepping
@@ -151,6 +149,8 @@ class Extras:
                 tree = self._saved_of(name) if name in saved else {}
                 self.missing += [f"{key}.{own.name(e)}" for e in own.made if e not in tree]
                 if name in manifest.extras:
+                    from holdfast.state.made import unloadable
+
                     self.problems += unloadable(key, own, self._readable(key, own, tree))
             for name, entries in made.items():
                 tree = self._saved_of(name) if name in saved else {}
@@ -320,6 +320,8 @@ class Extras:
                 raise FormatError(f"malformed extras: {name!r} is no state of a module")
             wanted = {e for e in saved if self.options.wanted(f"{key}.{one.name(e)}")}
             if tree is not None or one.tensors:
+                from holdfast.state.made import put_own
+
                 put_own(key, one, {e: v for e, v in saved.items() if e in one.made and e in wanted})
 
     def _tree(self, name: str, own: dict[str, Any]) -> Any:
@@ -408,6 +410,8 @@ class Extras:
             if tag == "$dtype":
                 return torch_dtype(body)
             if tag == "$quantized":
+                from holdfast.state.quantised import quantised
+
                 return quantised(extras.decode(body, on_other))
             raise FormatError(f"malformed extras: unknown tag {tag!r}")
 

@@ -19,16 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.peers import agree
+from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import Want
-from holdfast.checkpoint.sharing import read_together
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
 from holdfast.events import span
 from holdfast.garbage import uncollected
 from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.state.compare import Problems, compare, judge_together
-from holdfast.state.former import under_live_names
 from holdfast.state.kinds import writing
 from holdfast.state.live import Live, State, check_keys, in_order, is_of_framework, stages
 from holdfast.state.overlapping import Aside, set_aside
@@ -37,6 +35,7 @@ from holdfast.state.putback import Extras
 from holdfast.state.several import as_seen
 from holdfast.state.targets import Change, Options, materialise, target_of, targets
 from holdfast.state.window import wait_for_copies
+from holdfast.state.wrappers import SECOND, has_wrappers
 
 if TYPE_CHECKING:
     from holdfast.state.masters import MasterChange
@@ -90,6 +89,8 @@ def alike(group: Group, step: int) -> Iterator[None]:
     except Exception as failed:
         error = failed
     if group.size > 1:
+        from holdfast.checkpoint.peers import agree
+
         agree(group, error, step)
     elif error is not None:
         raise error
@@ -136,7 +137,7 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
             for module in stages(value) or ():
                 materialise(module)
         with uncollected():
-            checkpoint = under_live_names(checkpoint, state)
+            checkpoint = _under_live_names(checkpoint, state)
             live, changes = targets(checkpoint, state, options)
             masters = _master_changes(checkpoint, state, live, options)
             problems = compare(checkpoint, live, state, options)
@@ -178,6 +179,18 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         ]
     wants += plan.wants
     return _Prepared(live, wants, asides, partial(_put_extras, plan, state, given))
+
+
+def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
+    """The checkpoint under the names of today, if wrappers may have shown in names when it was saved."""
+    names = (*checkpoint.manifest.by_name, *checkpoint.manifest.aliases)
+    of_fabric = any(f".{SECOND}." in name for name in names)
+    modules = (module for value in state.values() for module in stages(value) or ())
+    if not of_fabric and not any(map(has_wrappers, modules)):
+        return checkpoint
+    from holdfast.state.former import under_live_names
+
+    return under_live_names(checkpoint, state, of_fabric)
 
 
 def _master_changes(
