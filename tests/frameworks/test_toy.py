@@ -155,6 +155,14 @@ def test_what_nobody_tells_of_is_refused(tmp_path: Path) -> None:
         holdfast.save(tmp_path, run(0).state, step=0)
 
 
+def test_an_optimizer_without_a_source_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(toy.Toy, "sources", lambda self, modules, state: {})
+    with pytest.raises(UsageError, match="'optim': its framework tells nothing of this Optimizer"):
+        holdfast.save(tmp_path, run(0).state, step=0)
+
+
 @pytest.mark.usefixtures("unregistered")
 def test_a_framework_is_registered_once() -> None:
     framework = toy.Toy()

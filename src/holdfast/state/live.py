@@ -228,6 +228,13 @@ def sources_in(state: State) -> Sources:
     found: dict[int, Source] = {}
     for framework in known:
         found |= framework.sources(modules, apart)
+    for key, value in apart.items():
+        if id(value) not in found and is_optimizer(value) and not isinstance(value, Optimizer):
+            raise UsageError(
+                f"{key!r}: its framework tells nothing of this {type(value).__name__}, so what it keeps of "
+                "which weights is not known",
+                hint="hand its model over, too; Framework.sources() must tell of each optimizer it owns",
+            )
     return Sources(found)
 
 

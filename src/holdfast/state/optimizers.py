@@ -133,7 +133,9 @@ def add_optimizer(
             for state, value in states_of(optimizer, p, master).items():
                 _check_state(f"{key}.{name}", state)
                 if isinstance(value, torch.Tensor):
-                    prefix, steady = f"{key}.{name}", is_steady(value, master)
+                    # one number of a master may serve many parameters
+                    steady = master is None or (master.steady_states and value.ndim > 0)
+                    prefix = f"{key}.{name}"
                     add_state(live, prefix, str(state), p, value, master, steady=steady)
                     add_ties(live, key, str(state), all_names.get(id(p), ()))
                     order = order_of(value, p) if master is None else None
@@ -249,12 +251,6 @@ def states_of(optimizer: Any, p: torch.Tensor, master: Master | None) -> Mapping
     if master is not None and master.plain_numbers and isinstance(found.get("step"), int):
         return {**found, "step": torch.tensor(float(found["step"]))}
     return found
-
-
-def is_steady(value: torch.Tensor, master: Master | None) -> bool:
-    """True if a state changes inside the optimizer's step alone, and for its parameter alone: one number of
-    a master may serve many parameters."""
-    return master is None or (master.steady_states and value.ndim > 0)
 
 
 def add_state(
