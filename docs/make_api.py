@@ -56,6 +56,7 @@ SECTIONS = (
         "holdfast.store",
         ("open_store", "LocalStore", "MemoryStore", "Store", "Reader", "Writer"),
     ),
+    ("Frameworks", "holdfast.sources", tuple(holdfast.sources.__all__)),
     ("Testing", "holdfast.testing", tuple(holdfast.testing.__all__)),
     ("Errors", "holdfast.errors", ()),
 )
@@ -65,7 +66,7 @@ ELSEWHERE = {
     "Reader": base.Reader,
     "Writer": base.Writer,
 }
-BRIEF = {"StoreTests", "LocalStore", "MemoryStore"}
+BRIEF = {"SourceTests", "StoreTests", "LocalStore", "MemoryStore"}
 """Classes whose methods are told elsewhere."""
 HIDDEN = {"around", "object_tensors", "file_extras", "index"}
 """Methods that users have no use for."""

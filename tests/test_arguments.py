@@ -320,6 +320,10 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         lambda m: lambda sink: holdfast.events.listen(sink).__enter__(),
         {"sink": (*FUNCTIONS, None, print_nothing)},
     ),
+    "sources.register": (
+        lambda m: holdfast.sources.register,
+        {"framework": (*OBJECTS, None, holdfast.sources.Framework)},
+    ),
     "store.open_store": (
         lambda m: open_store,
         {"url": (*PATHS, "s3://bucket", "fiel://x", "file://x")},
@@ -436,6 +440,7 @@ RESULTS = {
     "compression.rounded_to",
     "events.Event",
     "testing.Operation",
+    "testing.Run",
 }
 """What the library makes and users read."""
 ELSEWHERE = {
@@ -451,6 +456,8 @@ ELSEWHERE = {
     "events.count": "called by the library",
     "events.emit": "called by the library",
     "events.span": "called by the library",
+    "sources.Master": "made for every parameter at every save; told wrong, SourceTests fail",
+    "sources.flat_cut": "made for every parameter at every save; told wrong, SourceTests fail",
 }
 """Calls whose arguments are checked elsewhere, or which are not for users; why."""
 
@@ -494,7 +501,11 @@ def test_every_argument_of_every_public_call_is_tried() -> None:
     calls = public_calls()
     missing = []
     for name, call in calls.items():
-        if name in RESULTS or name in ELSEWHERE or name == "testing.StoreTests":
+        if (
+            name in RESULTS
+            or name in ELSEWHERE
+            or name in ("testing.SourceTests", "testing.StoreTests")
+        ):
             continue
         arguments = [p for p in inspect.signature(call).parameters if p != "self"]
         tried = CALLS.get(name, (None, {}))[1]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast import compression, errors, events, store, testing
+    from holdfast import compression, errors, events, sources, store, testing
     from holdfast.capture import Save
     from holdfast.checkpoint.opened import Checkpoint
     from holdfast.checkpoint.tidying import Keep
@@ -60,6 +60,7 @@ _HOME = {
     "load": "holdfast.once",
     "open": "holdfast.looking",
     "save": "holdfast.once",
+    "sources": "holdfast",
     "steps": "holdfast.looking",
     "store": "holdfast",
     "testing": "holdfast",
@@ -89,6 +90,7 @@ __all__ = [
     "load",
     "open",
     "save",
+    "sources",
     "steps",
     "store",
     "testing",

@@ -33,7 +33,7 @@ from holdfast.patience import bounded, opening
 from holdfast.state.live import State
 from holdfast.state.restore import alike, restore
 from holdfast.state.targets import Options
-from holdfast.store import MemoryStore, Store, be_patient, in_one, open_store
+from holdfast.store import Store, be_patient, in_one, open_store
 
 PATIENT_SHARE = 0.9
 """Share of the deadline between ranks that one of several waits for storage."""
@@ -163,7 +163,7 @@ def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
     other ranks to hear why, before they would give up on this one."""
     store = open_store(os.fspath(url))
     be_patient(store, _patience_s(group))
-    if group.size > 1 and isinstance(store, MemoryStore):
+    if group.size > 1 and store.url.startswith("memory://"):
         raise UsageError(
             f"{store.url} is in the memory of one process; {group.size} ranks need a path"
         )

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import LayoutError
-from holdfast.layout import View, tiles
+from holdfast.layout import tiles
+from holdfast.layout.view import View
 
 MODERATE = settings(max_examples=300, deadline=None)
 

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.layout import Box, tiles
+from holdfast.sources import Master
+from holdfast.state.placed import Placed, parts_in
 from holdfast.state.shards import Shard
 
 ROWS = 4
@@ -21,6 +23,11 @@ def gated(rank: int, ranks: int, width: int) -> Shard:
     return Shard("w", (2 * ROWS * ranks, width), (2 * ROWS, width), tuple(halves))
 
 
+def placed(shard: Shard, values: torch.Tensor) -> tuple[Placed, ...]:
+    """The parts that a weight has as a checkpoint describes them."""
+    return parts_in(Master(values, shape=shard.shape, cut=shard.parts), values, shard.name)
+
+
 @given(st.integers(1, 3), st.integers(1, 5), st.lists(st.integers(0, 40), max_size=4))
 def test_flat_parts_make_up_the_whole(ranks: int, width: int, cuts: list[int]) -> None:
     whole = torch.arange(2 * ROWS * ranks * width).view(-1, width)
@@ -30,23 +37,26 @@ def test_flat_parts_make_up_the_whole(ranks: int, width: int, cuts: list[int]) -
         local = torch.cat([whole[a : a + ROWS] for _, (a, _) in shard.pieces])
         ends = [0, *sorted(min(c, local.numel()) for c in cuts), local.numel()]
         for start, stop in zip(ends, ends[1:]):
-            for part in shard.flat_parts(local.reshape(-1)[start:stop].clone(), start, stop):
-                assert torch.equal(part.local, whole[part.box.within((0, 0))])
-                boxes.append(part.box)
-        for part in shard.parts(local):
-            assert torch.equal(part.local, whole[part.box.within((0, 0))])
+            flat = local.reshape(-1)[start:stop].clone()
+            for box, values in shard.flat_parts(flat, start, stop):
+                assert torch.equal(values, whole[box.within((0, 0))])
+                boxes.append(box)
+        for box, values in shard.parts(local):
+            assert torch.equal(values, whole[box.within((0, 0))])
     assert tiles(boxes, tuple(whole.shape))
 
 
 def test_parts_are_views() -> None:
     shard, flat = gated(1, 2, 3), torch.zeros(24)
-    for part in shard.flat_parts(flat[5:20], 5, 20):
-        part.local.fill_(1)
+    for _, values in shard.flat_parts(flat[5:20], 5, 20):
+        values.fill_(1)
     assert flat.sum() == 15 and not flat[:5].any() and not flat[20:].any()
 
 
 def test_a_number_and_a_whole_tensor() -> None:
-    (part,) = Shard("n", (), (), ((Box((), ()), ()),)).parts(torch.tensor(3.0))
+    number = Shard("n", (), (), ((Box((), ()), ()),))
+    (part,) = placed(number, torch.tensor(3.0))
     assert part.local == 3 and part.cuts == ()
-    (part,) = Shard("w", (2, 2), (2, 2), ((Box((0, 0), (2, 2)), (0, 0)),)).parts(torch.ones(2, 2))
+    square = Shard("w", (2, 2), (2, 2), ((Box((0, 0), (2, 2)), (0, 0)),))
+    (part,) = placed(square, torch.ones(2, 2))
     assert part.cuts == ()

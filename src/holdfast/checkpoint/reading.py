@@ -14,12 +14,16 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.format.manifest import FileEntry
 from holdfast.garbage import uncollected
 from holdfast.threads import in_threads
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.peers import Peers
 
 BLOCK_CHUNKS = 8
 
@@ -107,6 +111,19 @@ def run_blocks(
             row.place(view, at)
 
     in_threads(one, blocks, threads)
+
+
+def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
+    """Fill every rank's wants; the store is read about once for all.  Collective.
+
+    Any rank's failure is raised on every rank, after which targets are partly overwritten.
+    """
+    if peers is None or peers.size == 1:
+        read_alone(files, wants)
+        return
+    from holdfast.checkpoint.sharing import read_shared
+
+    read_shared(files, wants, peers)
 
 
 def read_alone(files: Files, wants: list[Want], threads: int | None = None) -> None:

@@ -24,7 +24,6 @@ from holdfast.checkpoint.reading import (
     Block,
     cores_here,
     plan_blocks,
-    read_alone,
     run_blocks,
     threads_here,
 )
@@ -183,14 +182,8 @@ def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
     return out
 
 
-def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
-    """Fill every rank's wants; the store is read about once for all.  Collective.
-
-    Any rank's failure is raised on every rank, after which targets are partly overwritten.
-    """
-    if peers is None or peers.size == 1:
-        read_alone(files, wants)
-        return
+def read_shared(files: Files, wants: list[Want], peers: Peers) -> None:
+    """Fill the wants of several ranks (`reading.read_together`).  Collective."""
     threads = threads_here()
     size = files.manifest.chunk_bytes
     by_number = sorted(files.manifest.files, key=lambda f: f.path)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from holdfast.checkpoint.rows import merge
 from holdfast.codec.digest import num_chunks
 from holdfast.codec.table import DigestTable
 from holdfast.errors import FormatError, HoldfastError
-from holdfast.format.extras import decode
+from holdfast.format.extras import decode, referred
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.layout import Placement
@@ -265,18 +265,6 @@ class _Verification:
                     self.findings.add(
                         f"{what} {name!r} refers to {tensor!r}, which is not there", key
                     )
-
-
-def referred(tree: Any) -> Iterator[str]:
-    """Names of tensors that encoded extras refer to."""
-    if isinstance(tree, dict):
-        if len(tree) == 1 and isinstance(tree.get("$at"), str):
-            yield tree["$at"]
-        for value in tree.values():
-            yield from referred(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from referred(value)
 
 
 def tensors_at(manifest: Manifest, image: Image, start: int, stop: int, most: int = 3) -> str:

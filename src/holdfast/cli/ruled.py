@@ -12,7 +12,7 @@ from holdfast.cli.inspect import KINDS, fold
 from holdfast.cli.screen import dim, heading, many, say, shape_text, size, table
 from holdfast.errors import UsageError
 from holdfast.format.manifest import TensorEntry
-from holdfast.layout import View
+from holdfast.layout.view import View
 
 MOST_ROWS = 60
 

@@ -30,7 +30,7 @@ from holdfast.state.live import (
     stages,
 )
 from holdfast.state.observer import calls_hooks, hooks_after
-from holdfast.state.optimizers import all_param_names, named_groups, served_modules, tensors_in
+from holdfast.state.optimizers import named_groups, param_names, served_modules, tensors_in
 from holdfast.state.placed import local_of
 from holdfast.state.several import check_apart
 from holdfast.state.wrapped import bare, stepping
@@ -81,9 +81,9 @@ def optimizers(state: State) -> list[Steps]:
                 "called torch.optim.Optimizer's",
                 hint="if it is around another optimizer, hand that over in its place",
             )
-        names = {i: n[0] for i, n in all_param_names(state, value, None).items()}
         groups = [(group, group["params"]) for group in value.param_groups]
-        modules = tuple(served_modules(state, value, None))
+        names = param_names(state, groups)
+        modules = tuple(served_modules(state, groups))
         found.append(Steps(key, value, named_groups(groups, names), modules))
     if not found:
         raise UsageError("delta= needs an optimizer in the state")

@@ -16,8 +16,8 @@ import torch
 
 from holdfast.checkpoint.names import segments
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import ArrayTarget, Want
-from holdfast.checkpoint.sharing import read_together
 from holdfast.delta.log import Found, Log, Step, read_headers
 from holdfast.delta.packing import PACKED, Part, entries, packed_name, parts_of
 from holdfast.delta.recording import (

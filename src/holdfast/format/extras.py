@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -231,3 +231,15 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, set):
         return frozenset(value)
     return tuple(map(_hashable, value)) if isinstance(value, tuple) else value
+
+
+def referred(tree: Any) -> Iterator[str]:
+    """Names of tensors that encoded extras refer to."""
+    if isinstance(tree, dict):
+        if len(tree) == 1 and isinstance(tree.get("$at"), str):
+            yield tree["$at"]
+        for value in tree.values():
+            yield from referred(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from referred(value)

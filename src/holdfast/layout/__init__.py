@@ -5,7 +5,6 @@ from holdfast.layout.fragment import Fragment, Stored
 from holdfast.layout.mesh import Axis, Mesh, common_mesh
 from holdfast.layout.pieces import Located, Pieces, Placement, Table
 from holdfast.layout.sharding import Cut, Sharding, chunk, part_of, parts_of
-from holdfast.layout.view import View
 
 __all__ = [
     "Axis",
@@ -19,7 +18,6 @@ __all__ = [
     "Sharding",
     "Stored",
     "Table",
-    "View",
     "chunk",
     "common_mesh",
     "flat_range",

@@ -458,7 +458,7 @@ def named_params(state: State) -> list[Named]:
     found = []
     for key, optimizer in optimizers(state).items():
         groups = [(g, g["params"]) for g in optimizer.param_groups]
-        pairs = named_groups(groups, param_names(state, optimizer, None))
+        pairs = named_groups(groups, param_names(state, groups))
         found.append((key, optimizer, [pair for some in pairs for pair in some]))
     return found
 

@@ -99,7 +99,7 @@ class Shadow:
         found = []
         for key, optimizer in self._optimizers.items():
             groups = [(g, g["params"]) for g in optimizer.param_groups]
-            pairs = named_groups(groups, self._names(optimizer))
+            pairs = named_groups(groups, self._names(groups))
             named = [(f"{key}.{name}.", p) for some in pairs for name, p in some]
             parts = [Part(prefix, p) for prefix, p in named if prefix in prefixes]
             if parts:
@@ -132,7 +132,7 @@ def shadow_of(state: State) -> Shadow:
             "all ranks have: torch's ZeroRedundancyOptimizer under DDP, which this state does not have",
             hint="choose copy or parity",
         )
-    return Shadow(found, lambda optimizer: param_names(state, optimizer, None))
+    return Shadow(found, lambda groups: param_names(state, groups))
 
 
 def _read(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

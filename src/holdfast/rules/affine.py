@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import RuleError
-from holdfast.layout import View, row_major
+from holdfast.layout import row_major
+from holdfast.layout.view import View
 from holdfast.rules.layout import POWERS
 
 Shape = tuple[int, ...]

@@ -31,7 +31,8 @@ from math import prod
 from typing import Any
 
 from holdfast.errors import RuleError
-from holdfast.layout import Mesh, View
+from holdfast.layout import Mesh
+from holdfast.layout.view import View
 from holdfast.rules.affine import view_of_map
 from holdfast.rules.coverage import gap, gap_or_overlap
 from holdfast.rules.pattern import Pattern

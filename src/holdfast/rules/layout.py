@@ -12,7 +12,8 @@ from functools import cached_property, lru_cache
 from itertools import product
 
 from holdfast.errors import LayoutError, RuleError
-from holdfast.layout import Cut, Fragment, Mesh, Sharding, View
+from holdfast.layout import Cut, Fragment, Mesh, Sharding
+from holdfast.layout.view import View
 from holdfast.rules import steps
 from holdfast.rules.coverage import gap_or_overlap
 from holdfast.rules.source import Span

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import prod
 from typing import Protocol
 
-from holdfast.layout import View
+from holdfast.layout.view import View
 from holdfast.rules.expression import SIZE, Expression
 from holdfast.rules.source import Span
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastWarning
+from holdfast.sources import Source
 from holdfast.state.comm_hooks import tell_hooks
-from holdfast.state.customised import add_made, add_own, customised, refuse_own
+from holdfast.state.customised import Own, add_made, add_own, customised, refuse_own
 from holdfast.state.in_backward import check_in_backward
 from holdfast.state.live import (
     Live,
@@ -21,13 +22,12 @@ from holdfast.state.live import (
     add_module,
     check_keys,
     encode,
-    engines_in,
-    has_scheduler,
     in_order,
     is_loader,
     is_optimizer,
     is_stateful,
     kind_of,
+    sources_in,
     stages,
     unwrap,
 )
@@ -63,7 +63,7 @@ def collect(
     if not before:
         check_in_backward(given, state)
         tell_hooks(state)
-    engines = engines_in(state)
+    sources = sources_in(state)
     for key, value in state.items():
         if value is not None and not (isinstance(value, (list, tuple, dict)) and not value):
             live.kinds[key] = kind_of(value), type(given[key]).__qualname__
@@ -71,38 +71,66 @@ def collect(
         if modules is not None:
             size = _size(live)
             for module in modules:
-                if not before:
-                    check_names(key, unwrap(module))
-                engine = engines.get(id(module))
-                if engine is not None and not before:
-                    refuse_own(key, module, first=True)
-                own = [] if engine is not None else customised(key, module, first=not before)
-                add_module(live, key, module, engine, on_resize)
-                add_own(live, key, own)
-                add_made(live, key, own, on_resize)
+                _add_module(live, key, module, sources.of(module), on_resize)
             if not before and _size(live) == size:
                 _tell_empty(key, modules)
         elif is_optimizer(value):
-            zero = engines.get(id(value))
-            if zero is not None:
-                if not before:
-                    refuse_common(key, zero)
-                scheduler = has_scheduler(zero, state)
-                tree = encode(live, f"{key}.engine", zero.extras(scheduler), inline=True)
-                live.extras[f"{key}.engine"] = tree
-            names = all_param_names(state, value, zero)
-            for name, p in () if zero is not None else own_params(state, key, value, names):
-                live.add(name, "param", p, steady=True)
-            add_optimizer(live, key, value, zero, names)
-            if zero is None:
-                add_common(live, key, value, on_resize)
+            source = sources.of(value)
+            if source.saves_rest:
+                names = _add_torchs(live, key, value, source, state, on_resize)
                 if not before:
                     _check_own_states(key, given[key], value)
                     tell_shared(key, value, names)
+            else:
+                _add_frameworks(live, key, value, source, state)
         else:
             add_plain(live, key, value, on_resize)
     live.before = {}
     return live
+
+
+def _add_module(
+    live: Live, key: str, module: nn.Module, source: Source, on_resize: dict[str, str] | None
+) -> None:
+    """Add all that is saved of a module."""
+    first = not live.before
+    if first:
+        check_names(key, unwrap(module))
+    own: list[Own] = []
+    if source.saves_rest:
+        own = customised(key, module, first=first)
+    elif first:
+        refuse_own(key, module, first=True)
+    add_module(live, key, module, source, on_resize)
+    add_own(live, key, own)
+    add_made(live, key, own, on_resize)
+
+
+def _add_torchs(
+    live: Live,
+    key: str,
+    optimizer: Any,
+    source: Source,
+    state: State,
+    on_resize: dict[str, str] | None,
+) -> dict[int, list[str]]:
+    """Add all that is saved of an optimizer that no framework tells of; return its parameters' names."""
+    groups = source.groups(optimizer)
+    names = all_param_names(state, groups)
+    for name, p in own_params(state, key, groups, names):
+        live.add(name, "param", p, steady=True)
+    add_optimizer(live, key, optimizer, source, names)
+    add_common(live, key, optimizer, on_resize)
+    return names
+
+
+def _add_frameworks(live: Live, key: str, optimizer: Any, source: Source, state: State) -> None:
+    """Add all that is saved of a framework's optimizer."""
+    if not live.before:
+        refuse_common(key, optimizer, source)
+    live.extras[f"{key}.engine"] = encode(live, f"{key}.engine", source.extras(), inline=True)
+    names = all_param_names(state, source.groups(optimizer))
+    add_optimizer(live, key, optimizer, source, names)
 
 
 def _size(live: Live) -> int:

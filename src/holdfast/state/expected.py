@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import StateMismatch
+from holdfast.sources import Group
 from holdfast.state.groups import HOW, Pairs, hypers_after, plain_states, without_params
 from holdfast.state.wrapped import ELEMENTWISE
-from holdfast.state.zero import Group
 
 ASKED = ELEMENTWISE | {"Adafactor", "Muon"}
 """Classes of torch whose states' names follow from the hyper-parameters and the number of dims."""

@@ -10,7 +10,7 @@ Nothing is guessed from a name's text, so a user's own `module` is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,24 +19,18 @@ from torch import nn
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.events import emit
 from holdfast.format.manifest import FileEntry, Manifest, TensorEntry
-from holdfast.state.live import State, engines_in, is_optimizer, reshard, stages
+from holdfast.sources import Sources
+from holdfast.state.live import State, inside_framework, is_optimizer, reshard, sources_in, stages
 from holdfast.state.optimizers import KINDS, all_param_names, served_modules
-from holdfast.state.shards import is_wrapped
-from holdfast.state.wrappers import SECOND, TAKEN_OUT, has_wrappers, paths
-from holdfast.state.zero import is_engine
+from holdfast.state.wrappers import SECOND, TAKEN_OUT, paths
 
 Pair = tuple[str, str, int]
 """A live tensor's name, one that it had formerly, and its id."""
 
 
-def under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
-    """The checkpoint, or one that shows what an earlier version named otherwise under its live name."""
-    of_fabric = any(f".{SECOND}." in name for name in checkpoint.manifest.by_name)
-    of_fabric = of_fabric or any(f".{SECOND}." in name for name in checkpoint.manifest.aliases)
-    if not of_fabric and not any(
-        has_wrappers(m) for value in state.values() for m in stages(value) or ()
-    ):
-        return checkpoint
+def under_live_names(checkpoint: Checkpoint, state: State, of_fabric: bool) -> Checkpoint:
+    """The checkpoint, or one that shows what an earlier version named otherwise under its live name.
+    `of_fabric`: it has names of what was wrapped by Fabric."""
     pairs = {
         key: [pair for m in stages(value) or () for pair in _pairs(m, of_fabric)]
         for key, value in state.items()
@@ -59,9 +53,10 @@ def are_former(state: State, names: Iterable[str]) -> bool:
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The module at which names formerly began."""
     while True:
-        known = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        if known or is_engine(module) or is_wrapped(module):
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             module = module.module
+        elif (inside := inside_framework(module)) is not None:
+            module = inside
         elif hasattr(module, "_orig_mod"):
             module = module._orig_mod
         else:
@@ -104,13 +99,13 @@ class _Names:
         """New names by former ones, for each key of modules; without the key."""
         self.of_optimizer: dict[str, dict[str, str]] = {}
         """New names of parameters by former ones, for each key of an optimizer."""
-        engines: Mapping[int, Any] | None = None
+        sources: Sources | None = None
         for key, value in state.items():
             if is_optimizer(value):
-                engines = engines_in(state) if engines is None else engines
-                zero = engines.get(id(value))
-                all_names = all_param_names(state, value, zero)
-                served = {k: pairs[k] for k in served_modules(state, value, zero)}
+                sources = sources_in(state) if sources is None else sources
+                groups = sources.of(value).groups(value)
+                all_names = all_param_names(state, groups)
+                served = {k: pairs[k] for k in served_modules(state, groups)}
                 names = _of_optimizer(_parameters(manifest, key), served, all_names)
                 if names:
                     self.of_optimizer[key] = names

@@ -10,8 +10,8 @@ import torch
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import StateMismatch
 from holdfast.format import extras
+from holdfast.sources import Group
 from holdfast.state.live import outline_tensor
-from holdfast.state.zero import Group
 
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of how an optimizer computes, a process's own: other hardware or layouts need others."""

@@ -12,7 +12,7 @@ the others (buffers, tensors that the user handed over himself) are copied at on
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -27,20 +27,15 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.layout import Box
+from holdfast.sources import Master, Source, Sources, frameworks, is_owned
 from holdfast.state.kinds import check_kind, check_unit
-from holdfast.state.megatron import Megatron, is_megatron_optimizer, megatrons
 from holdfast.state.own_errors import naming
-from holdfast.state.placed import Placed, memory_of, place, torch_dtype
-from holdfast.state.quantised import quantised_parts
+from holdfast.state.placed import Placed, memory_of, parts_in, place, torch_dtype
 from holdfast.state.several import taken_apart
-from holdfast.state.shards import extra_names, is_wrapped, names_of
 from holdfast.state.wrappers import Wrappers, parts
 from holdfast.state.writes import Origin, write_count
-from holdfast.state.zero import Zero, is_engine, is_wrapper, zeros
 
 State = dict[str, Any]
-Engine = Zero | Megatron
-"""Frameworks that keep values elsewhere than in the parameters themselves."""
 
 PER_RANK = ("redistribute", "fresh", "ask")
 """Rules of extras that each rank keeps for itself."""
@@ -104,8 +99,8 @@ class Live:
     """In a restore: extras of modules that have a place."""
     own: dict[int, list[Any]] = field(default_factory=dict)
     """In a restore: by id of a module, what it has beyond parameters and buffers (`state.customised`)."""
-    engines: dict[int, Engine] = field(default_factory=dict)
-    """In a restore: by id of module and of optimizer, the framework that knows them."""
+    sources: Sources = field(default_factory=Sources)
+    """In a restore: whoever tells of each module and optimizer."""
     modules: dict[str, list[nn.Module]] = field(default_factory=dict)
     """Modules as they were handed over, by key."""
     padded: set[str] = field(default_factory=set)
@@ -202,24 +197,35 @@ def kind_of(value: Any) -> str:
 
 
 def is_optimizer(value: Any) -> bool:
-    """A torch optimizer, or what DeepSpeed or Megatron-Core has in its place."""
-    return isinstance(value, Optimizer) or is_wrapper(value) or is_megatron_optimizer(value)
+    """A torch optimizer, or what a framework has in its place."""
+    return isinstance(value, Optimizer) or (not isinstance(value, nn.Module) and is_owned(value))
 
 
-def engines_in(state: State) -> dict[int, Engine]:
-    """The frameworks of a state, by id of module (or engine) and of optimizer."""
+def sources_in(state: State) -> Sources:
+    """The source of each module and optimizer of a state."""
+    known = frameworks()
+    if not known:
+        return Sources()
     modules = {key: stages(value) or [] for key, value in state.items()}
-    state = taken_apart(state)
-    return {**zeros(modules, state), **megatrons(modules, state, unwrap)}
+    apart = taken_apart(state)
+    found: dict[int, Source] = {}
+    for framework in known:
+        found |= framework.sources(modules, apart)
+    for key, value in apart.items():
+        if id(value) not in found and is_optimizer(value) and not isinstance(value, Optimizer):
+            raise UsageError(
+                f"{key!r}: its framework tells nothing of this {type(value).__name__}, so what it keeps of "
+                "which weights is not known",
+                hint="hand its model over, too; Framework.sources() must tell of each optimizer it owns",
+            )
+    return Sources(found)
 
 
-def has_scheduler(engine: Engine, state: State) -> bool:
-    """True if the engine has a scheduler of its own that the state does not name."""
-    return isinstance(engine, Zero) and not is_in(state, engine.engine.lr_scheduler)
-
-
-def is_in(state: State, value: Any) -> bool:
-    return any(known is value for known in state.values())
+def is_of_framework(state: State) -> bool:
+    """True if any module or optimizer of a state is a framework's."""
+    return bool(frameworks()) and any(
+        is_owned(one) for value in state.values() for one in stages(value) or [value]
+    )
 
 
 def in_order(state: State) -> State:
@@ -256,15 +262,30 @@ def check_keys(state: State) -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module under DDP, torch.compile, Fabric, DeepSpeed and Megatron-Core's wrappers."""
+    """The user's own module under DDP, torch.compile, Fabric and wrappers of frameworks."""
     wrappers = Wrappers()
     while True:
         inside = wrappers.wrapped(module)
-        if inside is None and (is_engine(module) or is_wrapped(module)):
-            inside = module.module
+        if inside is None:
+            inside = inside_framework(module)
         if inside is None:
             return module
         module = inside
+
+
+def inside_framework(module: nn.Module) -> nn.Module | None:
+    """The module in a framework's wrapper; None if it is no such wrapper."""
+    found = (framework.inside(module) for framework in frameworks())
+    return next((one for one in found if one is not None), None)
+
+
+def names_in(module: nn.Module) -> dict[str, Sequence[str]]:
+    """Names that frameworks give what is in an unwrapped module, by path; what they do not name keeps its
+    path."""
+    found: dict[str, Sequence[str]] = {}
+    for framework in frameworks():
+        found |= framework.names(module)
+    return found
 
 
 def reshard(module: nn.Module) -> None:
@@ -279,23 +300,23 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Sharded parameters under their own names; tied ones appear under each name."""
     module = unwrap(module)
     reshard(module)
-    names = names_of(module)
+    names = names_in(module)
     for prefix, part in parts(module):
         check_unit(part, module)
         for name, p in part._parameters.items():
             if p is not None:
-                for own in names.get(id(p)) or [prefix + name]:
+                for own in names.get(prefix + name) or (prefix + name,):
                     yield own, p
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Persistent buffers."""
     module = unwrap(module)
-    names = names_of(module)
+    names = names_in(module)
     for prefix, part in parts(module):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield names.get(id(buffer), [prefix + name])[0], buffer
+                yield names.get(prefix + name, (prefix + name,))[0], buffer
 
 
 def parts_of(root: nn.Module) -> dict[nn.Module, None]:
@@ -320,20 +341,20 @@ def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     module = unwrap(module)
     if not any(map(has_extra_state, set(map(type, parts_of(module))))):
         return  # and nothing is to be named
-    names = extra_names(module)
+    names = names_in(module)
     seen: set[int] = set()
     for prefix, part in parts(module):
         if id(part) not in seen and has_extra_state(type(part)):
             seen.add(id(part))
             own = f"{prefix}_extra_state"
-            yield names.get(own, own), part
+            yield names.get(own, (own,))[0], part
 
 
 def add_module(
     live: Live,
     key: str,
     module: nn.Module,
-    zero: Engine | None,
+    source: Source,
     on_resize: Mapping[str, str] | None = None,
 ) -> None:
     live.modules.setdefault(key, []).append(module)
@@ -344,8 +365,8 @@ def add_module(
             known = first.setdefault(id(tensor), full)
             if known != full:
                 live.aliases[full] = known
-            elif zero is None or not is_copy(zero, tensor):
-                add_tensor(live, full, kind, tensor, zero, steady=kind == "param")
+            elif (master := source.master(tensor)) is None or not master.is_copy:
+                add_tensor(live, full, kind, tensor, master, steady=kind == "param")
     add_extra_states(live, key, module, on_resize)
 
 
@@ -363,21 +384,16 @@ def add_extra_states(
 
 
 def add_tensor(
-    live: Live, name: str, kind: str, tensor: torch.Tensor, zero: Engine | None, *, steady: bool
+    live: Live, name: str, kind: str, tensor: torch.Tensor, master: Master | None, *, steady: bool
 ) -> None:
-    """A parameter or buffer, wherever the engine that it belongs to keeps its values."""
-    if zero is None:
+    """Add a parameter or buffer, or its master, if it has one."""
+    if master is None:
         live.add(name, kind, tensor, steady=steady)
     else:
-        parts = zero.parts(tensor, name)
-        live.add_parts(name, kind, parts, zero.source(tensor), steady=steady)
-        if isinstance(zero, Megatron) and zero.is_padded(tensor):
+        parts = parts_in(master, master.tensor, name)
+        live.add_parts(name, kind, parts, master.tensor, steady=steady)
+        if master.is_padded:
             live.padded.add(name)
-
-
-def is_copy(zero: Engine | None, p: torch.Tensor) -> bool:
-    """True if this rank's values of a parameter or buffer are saved by another one."""
-    return isinstance(zero, Megatron) and zero.is_copy(p)
 
 
 # -- the rest -------------------------------------------------------------------------------------
@@ -397,6 +413,8 @@ def encode(live: Live, key: str, value: Any, *, inline: bool, rule: str | None =
         if isinstance(leaf, torch.dtype):
             return {"$dtype": str(leaf).removeprefix("torch.")}
         if inline and isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+            from holdfast.state.quantised import quantised_parts
+
             return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
         if isinstance(leaf, torch.Tensor):
             check_kind(memory_of(leaf), name)

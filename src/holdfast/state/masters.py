@@ -1,8 +1,9 @@
-"""Places where a restore puts the states of a DeepSpeed engine's optimizer.
+"""Places where a restore puts the states of masters that serve several parameters, as DeepSpeed's do.
 
-The checkpoint has them by parameter; ZeRO has them by master, the flat tensor of many parameters.  So a
-state is one tensor that is laid out as the master, and each parameter's part of it is a view.  A number
-(`step`) ZeRO has once for a master: what was saved for its parameters must agree, and is read first.
+The checkpoint has states by parameter; such an optimizer has them by master, a flat tensor of many
+parameters.  So a state is one tensor that is laid out as the master, and each parameter's part of it is a
+view.  A number (`step`) there is once for a master: what was saved for its parameters must agree, and is
+read first.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
-from holdfast.checkpoint.sharing import read_together
 from holdfast.format import extras
 from holdfast.layout import Box
+from holdfast.sources import Group, Master, Source
 from holdfast.state.expected import Fitting
-from holdfast.state.live import Live, State, outline_tensor
+from holdfast.state.groups import Pairs
+from holdfast.state.live import Live, State, is_optimizer, outline_tensor
 from holdfast.state.optimizers import add_state, add_ties, all_param_names, named_groups
-from holdfast.state.placed import torch_dtype
+from holdfast.state.placed import torch_dtype, whole_shape
 from holdfast.state.targets import Options, saved_states, target_of
-from holdfast.state.zero import Zero
 
 PLAIN = (int, float, str, type(None), torch.Tensor)
 """Kinds of values that one state of a master may have, beside flat tensors; tensors are 0-dim."""
@@ -35,12 +38,17 @@ PLAIN = (int, float, str, type(None), torch.Tensor)
 class MasterChange:
     """The change that a restore makes to the inner optimizer's state of one master."""
 
-    zero: Zero
+    framework: str
+    """The framework's name, for messages."""
+    master: Master
+    inner: Optimizer
+    """The master's optimizer."""
     key: str
     number: int
     """Number of the parameter group."""
     group: dict[str, Any]
-    params: list[tuple[str, torch.Tensor]]
+    params: list[tuple[str, torch.Tensor, Master]]
+    """The parameters by name, each with its own place in the master's tensor."""
     made: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, list[str]] = field(default_factory=dict)
     """Names of saved tensors, by state, which must all be one number."""
@@ -48,34 +56,31 @@ class MasterChange:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def master(self) -> torch.Tensor:
-        return self.zero.source(self.params[0][1])
-
-    @property
     def have(self) -> dict[str, Any]:
-        assert self.zero.inner is not None
-        return self.zero.inner.state.get(self.master, {})
+        """The states that the optimizer has of the master now."""
+        found: dict[str, Any] = self.inner.state.get(self.master.tensor, {})
+        return found
 
     def apply(self) -> None:
-        assert self.zero.inner is not None
-        states = self.zero.inner.state
-        states[self.master].update(self.made)
+        states = self.inner.state
+        tensor = self.master.tensor
+        states[tensor].update(self.made)
         for name in self.drop:
-            del states[self.master][name]
-        if not states[self.master]:
-            del states[self.master]
+            del states[tensor][name]
+        if not states[tensor]:
+            del states[tensor]
 
     def set_number(self, state: str, value: Any) -> None:
-        """A number as the inner optimizer keeps it: DeepSpeed's count in Python, torch's in tensors."""
-        maker = type(self.zero.inner).__module__
+        """Set a number as the inner optimizer keeps it: in Python or in a tensor."""
+        is_torchs = type(self.inner).__module__.startswith("torch.")
         tensor = torch.as_tensor(value) if not isinstance(value, (str, type(None))) else None
         if tensor is None or isinstance(self.have.get(state), (int, float)):
             self.made[state] = value if tensor is None else type(self.have[state])(tensor.item())
-        elif maker.startswith("deepspeed."):
+        elif self.master.plain_numbers:
             self.made[state] = int(tensor.item()) if state == "step" else tensor.item()
-        elif isinstance(value, torch.Tensor) or (state == "step" and maker.startswith("torch.")):
+        elif isinstance(value, torch.Tensor) or (state == "step" and is_torchs):
             on_device = self.group.get("capturable") or self.group.get("fused")
-            device = self.master.device if on_device else torch.device("cpu")
+            device = self.master.tensor.device if on_device else torch.device("cpu")
             dtype = torch.float32 if tensor.dtype == torch.int64 else tensor.dtype
             self.made[state] = tensor.to(device, dtype)
         else:
@@ -85,18 +90,18 @@ class MasterChange:
 def master_changes(
     checkpoint: Checkpoint, state: State, live: Live, options: Options
 ) -> list[MasterChange]:
-    """Places in `live` for the states of every engine's optimizer; the optimizers are as they were."""
+    """Places in `live` for the states of every such optimizer; the optimizers are as they were."""
     changes = []
     for key, value in state.items():
-        zero = live.engines.get(id(value))
-        if not isinstance(zero, Zero) or zero.inner is None or value is zero.engine:
+        source = live.sources.of(value)
+        if not source.by_master or not is_optimizer(value):
             continue
-        all_names = all_param_names(state, value, zero)
+        groups = source.groups(value)
+        all_names = all_param_names(state, groups)
         states = saved_states(checkpoint, key)
-        names = {i: found[0] for i, found in all_names.items()}
-        named = named_groups(zero.groups, names)
-        fitting = Fitting.of(checkpoint, key, zero.groups, named, options)
-        for change in _masters(key, zero, names):
+        named = named_groups(groups, {i: names[0] for i, names in all_names.items()})
+        fitting = Fitting.of(checkpoint, key, groups, named, options)
+        for change in _masters(key, source, groups, named):
             if not _fits(change, fitting, states, options) and not options.strict:
                 continue
             _plan(checkpoint, live, change, states, all_names, options)
@@ -114,21 +119,25 @@ def _fits(
     options: Options,
 ) -> bool:
     """True if the inner optimizer can go on with the saved states of a master's parameters."""
-    if fitting is None or change.zero.inner is None:
+    if fitting is None:
         return True
-    name = change.params[0][0]
+    name, tensor = change.params[0][0], change.master.tensor
     saved = [s for s in states.get(name, ()) if options.wanted(f"{change.key}.{name}.{s}")]
-    return fitting.fits(change.number, name, change.zero.inner, change.master, saved, change.have)
+    return fitting.fits(change.number, name, change.inner, tensor, saved, change.have)
 
 
-def _masters(key: str, zero: Zero, names: dict[int, str]) -> Iterator[MasterChange]:
-    """Every master with the parameters that are in it."""
-    named = named_groups(zero.groups, names)
-    for number, ((group, _), pairs) in enumerate(zip(zero.groups, named)):
+def _masters(key: str, source: Source, groups: list[Group], named: Pairs) -> Iterator[MasterChange]:
+    """Every master of which this rank has the optimizer, with the parameters that are in it."""
+    for number, ((group, _), pairs) in enumerate(zip(groups, named)):
         found: dict[int, MasterChange] = {}
         for name, p in pairs:
-            change = MasterChange(zero, key, number, group, [])
-            found.setdefault(id(zero.source(p)), change).params.append((name, p))
+            master = source.master(p)
+            if master is None or master.optimizer is None:
+                continue
+            change = MasterChange(
+                source.framework, master, master.optimizer, key, number, group, []
+            )
+            found.setdefault(id(master.tensor), change).params.append((name, p, master))
         yield from found.values()
 
 
@@ -144,26 +153,27 @@ def _plan(
     key, params = change.key, change.params
     wanted = {
         name: {s for s in states.get(name, ()) if options.wanted(f"{key}.{name}.{s}")}
-        for name, _ in params
+        for name, *_ in params
     }
     first = params[0][0]
-    for name, _ in params:
+    for name, *_ in params:
         if wanted[name] != wanted[first]:
             change.problems.append(
                 f"{key}.{name}: states {sorted(wanted[name])} beside {sorted(wanted[first])} of "
-                f"{first}, but DeepSpeed keeps one flat state for both"
+                f"{first}, but {change.framework} keeps one flat state for both"
             )
             return
+    whole_shapes = [whole_shape(master) for *_, master in params]
     for state in sorted(wanted[first]):
-        names = [f"{key}.{name}.{state}" for name, _ in params]
+        names = [f"{key}.{name}.{state}" for name, *_ in params]
         shapes = [checkpoint.info(name).shape for name in names]
         some = any(shape != () for shape in shapes)
-        if not some and (state == "step" or any(_shape(change.zero, p) for _, p in params)):
+        if not some and (state == "step" or any(map(len, whole_shapes))):
             change.numbers[state] = names
             live.owned |= set(names)
-            for _, p in params:
+            for _, p, _ in params:
                 live.owned |= {f"{key}.{n}.{state}" for n in all_names.get(id(p), ())}
-        elif shapes == [_shape(change.zero, p) for _, p in params]:
+        elif shapes == whole_shapes:
             _place(checkpoint, live, change, state, all_names)
         else:
             change.problems.append(
@@ -175,11 +185,6 @@ def _plan(
         change.drop = [s for s in change.have if s not in kept]
 
 
-def _shape(zero: Zero, p: torch.Tensor) -> tuple[int, ...]:
-    flat = zero.flats.get(id(p))
-    return tuple(p.shape) if flat is None else flat.shape
-
-
 def _place(
     checkpoint: Checkpoint,
     live: Live,
@@ -189,12 +194,12 @@ def _place(
 ) -> None:
     """A flat state, made if the optimizer has none yet, with a view for each parameter."""
     key, old = change.key, change.have.get(state)
-    if not isinstance(old, torch.Tensor) or old.shape != change.master.shape:
+    if not isinstance(old, torch.Tensor) or old.shape != change.master.tensor.shape:
         dtype = torch_dtype(checkpoint.info(f"{key}.{change.params[0][0]}.{state}").dtype)
-        old = _zeros(change.master, dtype)
+        old = _zeros(change.master.tensor, dtype)
         change.made[state] = old
-    for name, p in change.params:
-        add_state(live, f"{key}.{name}", state, p, old, change.zero)
+    for name, p, master in change.params:
+        add_state(live, f"{key}.{name}", state, p, old, master)
         add_ties(live, key, state, all_names.get(id(p), ()))
 
 
@@ -218,7 +223,7 @@ def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
     )  # a foreign one may be anything
     saved = body["state"] if isinstance(body, dict) else {}
     for state, value in saved.get(change.params[0][0], {}).items():
-        others = [saved.get(name, {}).get(state, value) for name, _ in change.params]
+        others = [saved.get(name, {}).get(state, value) for name, *_ in change.params]
         if any(other != value for other in others):
             change.problems.append(_differ(change, state, others))
             continue
@@ -228,7 +233,7 @@ def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
         else:
             change.problems.append(
                 f"{change.key}.{change.params[0][0]}.{state}: neither a tensor nor a number, and "
-                "DeepSpeed keeps one flat state for all parameters of a group"
+                f"{change.framework} keeps one flat state for all parameters of a group"
             )
 
 
@@ -263,7 +268,7 @@ def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
             dtype = checkpoint.info(name).dtype
             values[number] = torch.empty((), dtype=torch_dtype(dtype))
             wants.append(Want(number, Box((), ()), target_of(values[number], dtype)))
-    read_together(checkpoint.files, wants, None)
+    read_alone(checkpoint.files, wants)
     for change in changes:
         for state, names in change.numbers.items():
             found = [values[index[name]] for name in names]
@@ -277,6 +282,6 @@ def _differ(change: MasterChange, state: str, values: list[Any]) -> str:
     number = next(i for i, value in enumerate(values) if value != values[0])
     first, other = change.params[0][0], change.params[number][0]
     return (
-        f"{change.key}.{other}.{state} is {values[number]}, that of {first} {values[0]}: DeepSpeed "
-        "keeps one for both (put them into parameter groups of their own)"
+        f"{change.key}.{other}.{state} is {values[number]}, that of {first} {values[0]}: "
+        f"{change.framework} keeps one for both (put them into parameter groups of their own)"
     )

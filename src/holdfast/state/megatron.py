@@ -8,24 +8,25 @@ optimizer, elements `start..stop` of the rank's own part: flat tensors, cut agai
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.errors import LayoutError, UsageError
-from holdfast.state.placed import Placed, place
-from holdfast.state.shards import Shard, is_model, shards_of
-
-Group = tuple[dict[str, Any], list[torch.Tensor]]
+from holdfast.errors import UsageError
+from holdfast.layout import Box
+from holdfast.sources import Cut, Framework, Group, Master, Source
+from holdfast.state.live import unwrap
+from holdfast.state.shards import Shard, is_megatrons, is_model, is_wrapped, names_of, shards_of
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """The place where an optimizer keeps a weight: its master in a torch optimizer; a flat master has
+class Updated:
+    """A weight that an optimizer of this rank updates: its master in a torch optimizer; a flat master has
     elements `start..stop` of the weight."""
 
     inner: Optimizer
@@ -35,22 +36,41 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Megatron:
+class Megatron(Source):
     """The models and the optimizer of a state, as holdfast sees them at one moment."""
+
+    framework = "Megatron-Core"
 
     shards: dict[int, Shard]
     """Shards of the models' parameters and buffers, by id."""
     optimizers: list[Any] = field(default_factory=list)
     """Megatron's, those of a chain one by one."""
-    groups: list[Group] = field(default_factory=list)
-    held: dict[int, Held] = field(default_factory=dict)
-    """Masters by parameter id; of the distributed optimizer, those that this rank has a part of."""
+    all_groups: list[Group] = field(default_factory=list)
+    updated: dict[int, Updated] = field(default_factory=dict)
+    """Weights by id; with the distributed optimizer, those of which this rank updates a part."""
     distributed: frozenset[int] = frozenset()
     """Parameters whose masters are flat parts, on this rank or another."""
 
-    def parts(self, p: torch.Tensor, name: str) -> tuple[Placed, ...]:
-        """Parts that this rank keeps of a weight, in the highest precision that there is."""
-        return self._parts(p, self.source(p), name)
+    def groups(self, optimizer: Any) -> list[Group]:
+        return self.all_groups
+
+    def master(self, p: torch.Tensor) -> Master:
+        """The master of a weight, or the weight itself, with its place in the whole model."""
+        shard, updated = self.shard(p), self.updated.get(id(p))
+        is_flat = id(p) in self.distributed
+        cut: Cut = shard.parts
+        if is_flat and updated is None:
+            cut = _nothing
+        elif updated is not None and updated.stop is not None:
+            cut = partial(shard.flat_parts, start=updated.start, stop=updated.stop)
+        return Master(
+            p if updated is None else updated.master,
+            None if updated is None else updated.inner,
+            shard.shape,
+            cut,
+            is_copy=shard.stage_copy or (shard.rank_copy and is_flat),
+            is_padded=shard.padded,
+        )
 
     def shard(self, p: torch.Tensor) -> Shard:
         """The shard that tells how a parameter or buffer lies in the whole model."""
@@ -62,64 +82,18 @@ class Megatron:
             )
         return found
 
-    def source(self, p: torch.Tensor) -> torch.Tensor:
-        """The tensor whose values and writes count."""
-        return self.held[id(p)].master if id(p) in self.held else p
-
-    def states(self, p: torch.Tensor) -> dict[str, Any]:
-        """States that its optimizer keeps of a weight here."""
-        held = self.held.get(id(p))
-        return {} if held is None else dict(held.inner.state.get(held.master, {}))
-
-    def holder(self, p: torch.Tensor) -> tuple[Optimizer | None, torch.Tensor]:
-        """The torch optimizer that updates a weight here, and the tensor that it has for it."""
-        held = self.held.get(id(p))
-        return (None, p) if held is None else (held.inner, held.master)
-
-    def state_parts(self, p: torch.Tensor, value: torch.Tensor, name: str) -> tuple[Placed, ...]:
-        """The parts of a state that lies as its weight does, or of a number."""
-        return self._parts(p, value, name) if value.ndim else (place(value, name),)
-
-    def _parts(self, p: torch.Tensor, value: torch.Tensor, name: str) -> tuple[Placed, ...]:
-        shard, held = self.shard(p), self.held.get(id(p))
-        if id(p) in self.distributed and held is None:
-            return ()
-        if held is not None and held.stop is not None:
-            if value.numel() != held.stop - held.start:
-                raise LayoutError(f"{name!r}: {value.numel()} elements beside {held}")
-            return shard.flat_parts(value, held.start, held.stop)
-        if value.shape != shard.local:
-            raise LayoutError(
-                f"{name!r}: a state of shape {tuple(value.shape)} beside a weight of {shard.local}"
-            )
-        return shard.parts(value)
-
-    def is_copy(self, p: torch.Tensor) -> bool:
-        """True if this rank leaves saving `p` to others, whose flat parts may be other ones."""
-        shard = self.shard(p)
-        return shard.stage_copy or (shard.rank_copy and id(p) in self.distributed)
-
-    def is_padded(self, p: torch.Tensor) -> bool:
-        return self.shard(p).padded
-
     # -- what is neither a weight nor its state ------------------------------------------------
 
-    def extras(self, scheduler: bool) -> dict[str, Any]:
+    def extras(self) -> dict[str, Any]:
         """The loss scaler; Megatron's optimizers know no scheduler."""
         scalers = [o.grad_scaler for o in self.optimizers if getattr(o, "grad_scaler", None)]
         return {"grad_scaler": scalers[0].state_dict()} if scalers else {}
 
-    def put_extras(self, saved: dict[str, Any], scheduler: bool) -> None:
+    def put_extras(self, saved: dict[str, Any]) -> None:
         """Put back what `extras` gave."""
         for optimizer in self.optimizers:
             if getattr(optimizer, "grad_scaler", None) and "grad_scaler" in saved:
                 optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
-
-    def put_plain(self, p: torch.Tensor, state: str, value: Any) -> None:
-        """A state that is no tensor of the checkpoint."""
-        held = self.held.get(id(p))
-        if held is not None:
-            held.inner.state[held.master][state] = value
 
     # -- after a restore -----------------------------------------------------------------------
 
@@ -140,7 +114,7 @@ class Megatron:
 
     def poison(self) -> None:
         """Fill the models' own weights with NaN, here: a half-loaded model must not train."""
-        for _, params in self.groups:
+        for _, params in self.all_groups:
             for p in params:
                 p.data.fill_(float("nan"))
 
@@ -158,39 +132,60 @@ def _is_distributed(optimizer: Any) -> bool:
 # -- optimizers -----------------------------------------------------------------------------------
 
 
-def megatrons(
-    modules: dict[str, list[nn.Module]], state: dict[str, Any], unwrap: Callable[[Any], nn.Module]
-) -> dict[int, Megatron]:
-    """One `Megatron` for all of Megatron's modules and optimizers in a state, by id of each."""
-    models = [m for some in modules.values() for m in some if is_model(unwrap(m))]
-    optimizers = [value for value in state.values() if is_megatron_optimizer(value)]
-    if not models and not optimizers:
-        return {}
-    if not models:
-        raise UsageError(
-            "an optimizer of Megatron-Core without its model: only the model knows names and places",
-            hint="hand over both: {'model': model, 'optim': optimizer}",
+class MegatronCore(Framework):
+    """Recognises models of Megatron-Core, their wrappers and what `get_megatron_optimizer` returns."""
+
+    def owns(self, value: Any) -> bool:
+        return is_megatron_optimizer(value) or (
+            isinstance(value, nn.Module) and is_megatrons(value)
         )
-    shards: dict[int, Shard] = {}
-    for model in models:
-        shards |= shards_of(unwrap(model))
-    found = Megatron(shards)
-    for optimizer in optimizers:
-        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-            found = _with(found, one)
-    return {id(value): found for value in (*models, *optimizers)}
+
+    def inside(self, module: nn.Module) -> nn.Module | None:
+        return module.module if is_wrapped(module) else None
+
+    def names(self, module: nn.Module) -> dict[str, list[str]]:
+        return names_of(module) if is_model(module) else {}
+
+    def sources(
+        self, modules: Mapping[str, Sequence[nn.Module]], state: Mapping[str, Any]
+    ) -> dict[int, Source]:
+        """One `Megatron` for all of Megatron's modules and optimizers in a state, by id of each."""
+        models = [m for some in modules.values() for m in some if is_model(unwrap(m))]
+        optimizers = [value for value in state.values() if is_megatron_optimizer(value)]
+        if not models and not optimizers:
+            return {}
+        if not models:
+            raise UsageError(
+                "an optimizer of Megatron-Core without its model: only the model knows names and places",
+                hint="hand over both: {'model': model, 'optim': optimizer}",
+            )
+        shards: dict[int, Shard] = {}
+        for model in models:
+            shards |= shards_of(unwrap(model))
+        found = Megatron(shards)
+        for optimizer in optimizers:
+            for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+                found = _with(found, one)
+        return {id(value): found for value in (*models, *optimizers)}
+
+
+FRAMEWORK = MegatronCore()
+
+
+def _nothing(master: torch.Tensor) -> Iterable[tuple[Box, torch.Tensor]]:
+    """The parts of a weight of which other ranks have the master."""
+    return ()
 
 
 def _with(known: Megatron, optimizer: Any) -> Megatron:
     """`known` with one more of Megatron's optimizers."""
     if getattr(optimizer, "is_stub_optimizer", False):
-        return Megatron(known.shards, [*known.optimizers, optimizer], known.groups, known.held,
-                        known.distributed)  # fmt: skip
+        return replace(known, optimizers=[*known.optimizers, optimizer])
     _refuse(optimizer)
     if _is_distributed(optimizer):
-        groups, held = _distributed(optimizer)
+        groups, updated = _distributed(optimizer)
     else:
-        groups, held = _whole(optimizer)
+        groups, updated = _whole(optimizer)
     served = [p for _, params in groups for p in params]
     if any(id(p) not in known.shards for p in served):
         raise UsageError(
@@ -202,8 +197,8 @@ def _with(known: Megatron, optimizer: Any) -> Megatron:
     return Megatron(
         known.shards,
         [*known.optimizers, optimizer],
-        [*known.groups, *groups],
-        known.held | held,
+        [*known.all_groups, *groups],
+        known.updated | updated,
         known.distributed | flat,
     )
 
@@ -223,7 +218,7 @@ def _refuse(optimizer: Any) -> None:
         raise UsageError(f"Megatron-Core with {what} cannot be live state yet")
 
 
-def _whole(optimizer: Any) -> tuple[list[Group], dict[int, Held]]:
+def _whole(optimizer: Any) -> tuple[list[Group], dict[int, Updated]]:
     """FP32Optimizer, and the 16-bit one: a master of a weight's own shape."""
     inner = optimizer.optimizer
     weights = {
@@ -238,13 +233,13 @@ def _whole(optimizer: Any) -> tuple[list[Group], dict[int, Held]]:
         (g, [weights.get(id(main), main) for main in g["params"]]) for g in inner.param_groups
     ]
     masters = [main for g in inner.param_groups for main in g["params"]]
-    return groups, {id(weights.get(id(main), main)): Held(inner, main) for main in masters}
+    return groups, {id(weights.get(id(main), main)): Updated(inner, main) for main in masters}
 
 
-def _distributed(optimizer: Any) -> tuple[list[Group], dict[int, Held]]:
+def _distributed(optimizer: Any) -> tuple[list[Group], dict[int, Updated]]:
     """The distributed optimizer: of each weight, elements that lie in this rank's piece of a buffer."""
     inner = optimizer.optimizer
-    held = {}
+    updated = {}
     groups: list[Group] = []
     for number, group in enumerate(inner.param_groups):
         pairs = (
@@ -255,6 +250,6 @@ def _distributed(optimizer: Any) -> tuple[list[Group], dict[int, Held]]:
         shards = [s for _, mains in pairs for s in mains[number]]
         for p, shard in zip(params, shards):
             own = optimizer._get_model_param_range_map(p)["param"]
-            held[id(p)] = Held(inner, shard, own.start, own.end)
+            updated[id(p)] = Updated(inner, shard, own.start, own.end)
         groups.append((group, params))
-    return groups, held
+    return groups, updated

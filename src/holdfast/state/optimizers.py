@@ -14,39 +14,29 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
+from holdfast.sources import Group, Master, Source
 from holdfast.state.live import (
-    Engine,
     Live,
     State,
     encode,
     in_order,
-    is_copy,
     is_optimizer,
     is_stateful,
     named_parameters,
     stages,
 )
-from holdfast.state.megatron import Megatron
 from holdfast.state.memory_order import order_of
-from holdfast.state.placed import Placed, place
+from holdfast.state.placed import Placed, parts_in, place
 from holdfast.state.several import Several, holder
 from holdfast.state.wrapped import stepping
-from holdfast.state.zero import Group
 
 
-def groups_of(optimizer: Any, zero: Engine | None) -> list[Group]:
-    """Each parameter group's dict, and the parameters of the model that are in it."""
-    if zero is not None:
-        return zero.groups
-    return [(group, group["params"]) for group in optimizer.param_groups]
+def param_names(state: State, groups: list[Group]) -> dict[int, str]:
+    """Fully qualified names of the parameters in an optimizer's groups, by object."""
+    return {i: names[0] for i, names in all_param_names(state, groups).items()}
 
 
-def param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, str]:
-    """Fully qualified names of the parameters of an optimizer, by object."""
-    return {i: names[0] for i, names in all_param_names(state, optimizer, zero).items()}
-
-
-def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[int, list[str]]:
+def all_param_names(state: State, groups: list[Group]) -> dict[int, list[str]]:
     """Like `param_names`, but with every name of a tied parameter.
 
     A name carries its module's key only where two modules that the optimizer serves share a
@@ -54,7 +44,7 @@ def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[i
     """
     found: dict[int, list[tuple[str, str]]] = {}
     keys: dict[str, set[str]] = {}
-    for key, pairs in served_modules(state, optimizer, zero).items():
+    for key, pairs in served_modules(state, groups).items():
         for name, p in pairs:
             found.setdefault(id(p), []).append((key, name))
             keys.setdefault(name, set()).add(key)
@@ -64,11 +54,9 @@ def all_param_names(state: State, optimizer: Any, zero: Engine | None) -> dict[i
     }
 
 
-def served_modules(
-    state: State, optimizer: Any, zero: Engine | None
-) -> dict[str, list[tuple[str, torch.Tensor]]]:
-    """(name, parameter) pairs of each module that the optimizer serves, by key of the state."""
-    served = {id(p) for _, params in groups_of(optimizer, zero) for p in params}
+def served_modules(state: State, groups: list[Group]) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    """(name, parameter) pairs of each module of which groups have parameters, by key of the state."""
+    served = {id(p) for _, params in groups for p in params}
     found: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for key, value in in_order(state).items():
         pairs = [pair for module in stages(value) or () for pair in named_parameters(module)]
@@ -78,11 +66,11 @@ def served_modules(
 
 
 def own_params(
-    state: State, key: str, optimizer: Any, names: Collection[int]
+    state: State, key: str, groups: list[Group], names: Collection[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """An optimizer's parameters that nothing else in the state has.  `names`: by id, the others'."""
     others = {id(t) for value in state.values() if is_plain(value) for _, t in tensors_in(value)}
-    for pairs in named_groups(groups_of(optimizer, None), {}):
+    for pairs in named_groups(groups, {}):
         for name, p in pairs:
             if id(p) not in names and id(p) not in others:
                 yield f"{key}.{name}.value", p
@@ -124,13 +112,14 @@ def hyper(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_optimizer(
-    live: Live, key: str, optimizer: Any, zero: Engine | None, all_names: dict[int, list[str]]
+    live: Live, key: str, optimizer: Any, source: Source, all_names: dict[int, list[str]]
 ) -> None:
+    """Add an optimizer's states, parameter groups and what it keeps of parameters beside tensors."""
     saved: list[Any] = []
     others: dict[str, Any] = {}
     orders: dict[str, dict[str, list[int]]] = {}
     names = {i: found[0] for i, found in all_names.items()}
-    groups = groups_of(optimizer, zero)
+    groups = source.groups(optimizer)
     for (group, _), pairs in zip(groups, named_groups(groups, names)):
         saved.append(
             {
@@ -138,19 +127,18 @@ def add_optimizer(
                 "hyper": encode(live, key, hyper(group), inline=True),
             }
         )
-        # DeepSpeed's Muon writes its momentum before the optimizer's step begins
-        steady = zero is None or not group.get("use_muon")
         for name, p in pairs:
             plain = {}
-            states = states_of(optimizer, p, zero)
-            for state, value in states.items():
+            master = source.master(p)
+            for state, value in states_of(optimizer, p, master).items():
                 _check_state(f"{key}.{name}", state)
                 if isinstance(value, torch.Tensor):
-                    whole = zero is None or value.ndim > 0  # one number serves many parameters
-                    prefix, still = f"{key}.{name}", steady and whole
-                    add_state(live, prefix, str(state), p, value, zero, steady=still)
+                    # one number of a master may serve many parameters
+                    steady = master is None or (master.steady_states and value.ndim > 0)
+                    prefix = f"{key}.{name}"
+                    add_state(live, prefix, str(state), p, value, master, steady=steady)
                     add_ties(live, key, str(state), all_names.get(id(p), ()))
-                    order = order_of(value, p) if zero is None else None
+                    order = order_of(value, p) if master is None else None
                     if order is not None:
                         orders.setdefault(name, {})[str(state)] = order
                 else:
@@ -221,13 +209,11 @@ def _check_no_common(key: str, several: Several) -> None:
             )
 
 
-def refuse_common(key: str, engine: Engine) -> None:
+def refuse_common(key: str, optimizer: Any, source: Source) -> None:
     """UsageError for state that belongs to no parameter of an optimizer inside a framework's."""
-    if isinstance(engine, Megatron):
-        inner = {id(held.inner): held.inner for held in engine.held.values()}
-    else:
-        inner = {id(engine.inner): engine.inner} if engine.inner is not None else {}
-    for one in inner.values():
+    masters = [source.master(p) for _, params in source.groups(optimizer) for p in params]
+    inner = [m.optimizer for m in masters if m is not None and m.optimizer is not None]
+    for one in dict.fromkeys(inner):
         names = [k for k in one.state if not isinstance(k, torch.Tensor)]
         if names:
             raise UsageError(
@@ -243,12 +229,28 @@ def common_name(key: str) -> str:
     return f"{key}.common"
 
 
-def states_of(optimizer: Any, p: torch.Tensor, zero: Engine | None) -> Mapping[str, Any]:
-    """The optimizer states of a parameter that this rank saves, by name; empty if it saves none."""
-    if zero is None:
-        inner = holder(optimizer, p)
-        return inner.state.get(p, {}) if inner is not None else {}
-    return {} if is_copy(zero, p) else zero.states(p)
+def holder_of(
+    optimizer: Any, p: torch.Tensor, master: Master | None
+) -> tuple[Optimizer | None, torch.Tensor]:
+    """The torch optimizer that has the states of a parameter here, if any, and the tensor under which it
+    has them."""
+    if master is not None:
+        return master.optimizer, master.tensor
+    return (holder(optimizer, p) if isinstance(optimizer, Optimizer) else None), p
+
+
+def states_of(optimizer: Any, p: torch.Tensor, master: Master | None) -> Mapping[str, Any]:
+    """The optimizer states of a parameter that this rank saves, by name; empty if it saves none.
+
+    A count of steps is a tensor in a checkpoint, also where an optimizer keeps a plain number.
+    """
+    inner, tensor = holder_of(optimizer, p, master)
+    if inner is None or (master is not None and master.is_copy):
+        return {}
+    found: Mapping[str, Any] = inner.state.get(tensor, {})
+    if master is not None and master.plain_numbers and isinstance(found.get("step"), int):
+        return {**found, "step": torch.tensor(float(found["step"]))}
+    return found
 
 
 def add_state(
@@ -257,19 +259,20 @@ def add_state(
     state: str,
     p: torch.Tensor,
     value: torch.Tensor,
-    zero: Engine | None,
+    master: Master | None,
     *,
     steady: bool = True,
 ) -> None:
     """Add one tensor of a parameter's optimizer state."""
     name = f"{prefix}.{state}"
-    if zero is None and not lies_as_its_parameter(p, value):
+    if master is not None:
+        live.add_parts(name, state, parts_in(master, value, name), value, steady=steady)
+        if value.ndim and master.is_padded:
+            live.padded.add(name)
+    elif lies_as_its_parameter(p, value):
+        live.add_parts(name, state, (place_state(p, value, name),), value, steady=steady)
+    else:
         live.add(name, state, value, steady=steady)
-        return
-    parts = (place_state(p, value, name),) if zero is None else zero.state_parts(p, value, name)
-    live.add_parts(name, state, parts, value, steady=steady)
-    if isinstance(zero, Megatron) and value.ndim and zero.is_padded(p):
-        live.padded.add(name)
 
 
 def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
-from holdfast.checkpoint.sharing import read_together
 from holdfast.errors import FormatError, LayoutError, StoreError
 from holdfast.state.arrays import raw_array
 from holdfast.state.kinds import writing
@@ -114,7 +114,7 @@ def set_aside(checkpoint: Checkpoint, live: Live) -> dict[int, Aside]:
                 wants.append(Want(checkpoint.index(name), part.box, target))
     if wants:
         with suppress(FormatError, StoreError):  # met again, by all ranks together
-            read_together(checkpoint.files, wants, None)
+            read_alone(checkpoint.files, wants)
             for aside in asides.values():
                 aside.check()
     return asides

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import FormatError, LayoutError
 from holdfast.layout import Axis, Box, chunk, whole
+from holdfast.sources import Master
 from holdfast.state.kinds import check_kind
 
 AxisCut = tuple[int, Axis]
@@ -65,6 +66,29 @@ def place(tensor: torch.Tensor, name: str) -> Placed:
     check_kind(tensor, name)
     box = whole(tensor.shape)  # tensors of one shape share it
     return Placed(tensor.detach(), box.stop, box)
+
+
+def parts_in(master: Master, value: torch.Tensor, name: str) -> tuple[Placed, ...]:
+    """Parts of a weight in its master, or in a state that lies as the master does; a number is whole."""
+    if master.cut is None or (not value.ndim and value is not master.tensor):
+        return (place(value, name),)
+    if value.shape != master.tensor.shape:
+        raise LayoutError(
+            f"{name!r}: a state of shape {tuple(value.shape)} beside a master of shape "
+            f"{tuple(master.tensor.shape)}: which part of what it is cannot be known",
+            hint="only states of optimizers that work element by element can be kept beside masters",
+        )
+    shape = whole_shape(master)
+    everything = whole(shape)
+    return tuple(
+        Placed(local, shape, box, () if box == everything else None)
+        for box, local in master.cut(value.detach())
+    )
+
+
+def whole_shape(master: Master) -> tuple[int, ...]:
+    """Shape of the whole weight of which a master has a part."""
+    return tuple(master.tensor.shape) if master.shape is None else master.shape
 
 
 def _place_dtensor(tensor: DTensor, name: str) -> Placed:

@@ -16,45 +16,40 @@ from torch.utils._pytree import tree_map_only
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
-from holdfast.checkpoint.verifying import referred
 from holdfast.errors import FormatError, RuleError, StateMismatch
 from holdfast.events import emit
 from holdfast.format import extras
+from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
+from holdfast.sources import Group as ParamGroup
+from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
 from holdfast.state.groups import HOW, match_groups
 from holdfast.state.live import (
-    Engine,
     Live,
     State,
     extra_states,
-    has_scheduler,
     in_order,
     is_optimizer,
     is_stateful,
     outline_tensor,
     stages,
 )
-from holdfast.state.made import put_own, unloadable
-from holdfast.state.megatron import Megatron
 from holdfast.state.nested import LIVE, OBJECT, Nested, Slot, nested
 from holdfast.state.optimizers import (
     common_name,
-    groups_of,
+    holder_of,
     named_groups,
     param_names,
     tensors_in,
 )
 from holdfast.state.own_errors import naming
 from holdfast.state.placed import local_of, place, torch_dtype
-from holdfast.state.quantised import quantised
-from holdfast.state.several import Several, holder
+from holdfast.state.several import Several
 from holdfast.state.targets import Options, only_tensors, target_of
 from holdfast.state.wrapped import stepping
-from holdfast.state.zero import Group as ParamGroup
-from holdfast.state.zero import Zero
 
 RULES = "same, rank0, redistribute, fresh"
 
@@ -84,7 +79,6 @@ class Extras:
         self._nested: dict[str, Nested] = {}
         """Objects inside lists and dicts, by key of the state."""
         self._live = live
-        self._engines = live.engines
         self._owns: dict[int, list[Own]] = live.own
         live.keys = set(state)
         if options.only is None:
@@ -119,7 +113,7 @@ class Extras:
     def _has_common(self, optimizer: Any) -> bool:
         """True if an optimizer can have state that belongs to no parameter, and that is saved."""
         plain = isinstance(optimizer, Optimizer) and not isinstance(optimizer, Several)
-        return plain and id(optimizer) not in self._engines
+        return plain and self._live.sources.of(optimizer).saves_rest
 
     def _common_without_place(self, key: str, optimizer: Any) -> list[str]:
         """A problem if state that belongs to no parameter was saved, by whichever rank."""
@@ -155,6 +149,8 @@ class Extras:
                 tree = self._saved_of(name) if name in saved else {}
                 self.missing += [f"{key}.{own.name(e)}" for e in own.made if e not in tree]
                 if name in manifest.extras:
+                    from holdfast.state.made import unloadable
+
                     self.problems += unloadable(key, own, self._readable(key, own, tree))
             for name, entries in made.items():
                 tree = self._saved_of(name) if name in saved else {}
@@ -223,8 +219,8 @@ class Extras:
 
     def _own_of(self, key: str, module: nn.Module) -> list[Own]:
         if id(module) not in self._owns:
-            is_engines = id(module) in self._engines
-            self._owns[id(module)] = [] if is_engines else customised(key, module)
+            saves_rest = self._live.sources.of(module).saves_rest
+            self._owns[id(module)] = customised(key, module) if saves_rest else []
         return self._owns[id(module)]
 
     def _param_of(self, name: str) -> torch.Tensor | None:
@@ -238,9 +234,8 @@ class Extras:
         return self._params[key][max(found, key=len)] if found else None
 
     def _named_groups(self, optimizer: Any) -> list[list[tuple[str, torch.Tensor]]]:
-        zero = self._engines.get(id(optimizer))
-        names = param_names(self.state, optimizer, zero)
-        return named_groups(groups_of(optimizer, zero), names)
+        groups = self._live.sources.of(optimizer).groups(optimizer)
+        return named_groups(groups, param_names(self.state, groups))
 
     def check_rules(self) -> None:
         """RuleError, on every rank alike, for an extra that has no rule for the new mesh."""
@@ -295,7 +290,7 @@ class Extras:
             self._put_made(key, value, own)
             if stages(value) is not None:
                 continue  # of a foreign dict of tensors; those alone make up a module
-            self._put_engine(f"{key}.engine", self._engines.get(id(value)), own)
+            self._put_engine(f"{key}.engine", self._live.sources.of(value), own)
             common = common_name(key)
             if self.is_whole and (common in manifest.extras or common in manifest.per_rank):
                 if self._has_common(value):
@@ -310,11 +305,11 @@ class Extras:
             (f"{key}.{name}", part) for m in stages(value) or () for name, part in extra_states(m)
         ]
 
-    def _put_engine(self, name: str, zero: Engine | None, own: dict[str, Any]) -> None:
-        """An engine's counters, loss scaler and scheduler, if the checkpoint is of an engine."""
+    def _put_engine(self, name: str, source: Source, own: dict[str, Any]) -> None:
+        """Put back a framework's counters, loss scaler and the like, if the checkpoint has them."""
         tree = own.get(name, self.checkpoint.manifest.extras.get(name))
-        if zero is not None and tree is not None:
-            zero.put_extras(self._decode(tree), has_scheduler(zero, self.state))
+        if not source.saves_rest and tree is not None:
+            source.put_extras(self._decode(tree))
 
     def _put_made(self, key: str, value: Any, own: dict[str, Any]) -> None:
         """Put back what modules make for their state_dict(), by their own ways to load."""
@@ -325,6 +320,8 @@ class Extras:
                 raise FormatError(f"malformed extras: {name!r} is no state of a module")
             wanted = {e for e in saved if self.options.wanted(f"{key}.{one.name(e)}")}
             if tree is not None or one.tensors:
+                from holdfast.state.made import put_own
+
                 put_own(key, one, {e: v for e, v in saved.items() if e in one.made and e in wanted})
 
     def _tree(self, name: str, own: dict[str, Any]) -> Any:
@@ -370,11 +367,11 @@ class Extras:
 
     def _put_one(self, key: str, value: Any, tree: Any) -> None:
         if is_optimizer(value):
-            zero = self._engines.get(id(value))
-            pairs = self._named_groups(value)
-            put_groups(key, groups_of(value, zero), tree, pairs, self._decode, self._live.unfit)
-            if not isinstance(zero, Zero):
-                put_plain_states(value, zero, tree, pairs, self._decode, self._live.unfit)
+            source = self._live.sources.of(value)
+            pairs, groups = self._named_groups(value), source.groups(value)
+            put_groups(key, groups, tree, pairs, self._decode, self._live.unfit)
+            if not source.by_master:
+                put_plain_states(value, source, tree, pairs, self._decode, self._live.unfit)
         elif is_stateful(value):
             with naming(key, value, "load_state_dict"):
                 value.load_state_dict(self._decode(tree))
@@ -413,6 +410,8 @@ class Extras:
             if tag == "$dtype":
                 return torch_dtype(body)
             if tag == "$quantized":
+                from holdfast.state.quantised import quantised
+
                 return quantised(extras.decode(body, on_other))
             raise FormatError(f"malformed extras: unknown tag {tag!r}")
 
@@ -508,7 +507,7 @@ def put_common(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
 
 def put_plain_states(
     optimizer: Optimizer,
-    megatron: Megatron | None,
+    source: Source,
     tree: Any,
     pairs: list[list[tuple[str, torch.Tensor]]],
     decode: Callable[[Any], Any],
@@ -519,8 +518,8 @@ def put_plain_states(
         for name, p in params:
             if id(p) in unfit:
                 continue
+            inner, tensor = holder_of(optimizer, p, source.master(p))
+            if inner is None:
+                continue
             for state, value in tree["$optimizer"]["state"].get(name, {}).items():
-                if megatron is not None:
-                    megatron.put_plain(p, state, decode(value))
-                elif (inner := holder(optimizer, p)) is not None:
-                    inner.state[p][state] = decode(value)
+                inner.state[tensor][state] = decode(value)

@@ -12,32 +12,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.peers import agree
+from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import Want
-from holdfast.checkpoint.sharing import read_together
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
 from holdfast.events import span
 from holdfast.garbage import uncollected
 from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.state.compare import Problems, compare, judge_together
-from holdfast.state.former import under_live_names
 from holdfast.state.kinds import writing
-from holdfast.state.live import Live, State, check_keys, in_order, stages
-from holdfast.state.masters import MasterChange, master_changes, read_numbers
+from holdfast.state.live import Live, State, check_keys, in_order, is_of_framework, stages
 from holdfast.state.overlapping import Aside, set_aside
 from holdfast.state.placed import Placed
 from holdfast.state.putback import Extras
 from holdfast.state.several import as_seen
 from holdfast.state.targets import Change, Options, materialise, target_of, targets
 from holdfast.state.window import wait_for_copies
-from holdfast.state.zero import is_engine
+from holdfast.state.wrappers import SECOND, has_wrappers
+
+if TYPE_CHECKING:
+    from holdfast.state.masters import MasterChange
 
 
 def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options) -> None:
@@ -58,8 +59,8 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options
                 aside.put()
             prepared.put_extras()
         with alike(group, checkpoint.step):
-            for zero in dict.fromkeys(prepared.live.engines.values()):
-                zero.refresh()
+            for source in prepared.live.sources.of_frameworks():
+                source.refresh()
     except Exception as error:
         poison(prepared.live)
         _tell_left_behind(error)
@@ -88,6 +89,8 @@ def alike(group: Group, step: int) -> Iterator[None]:
     except Exception as failed:
         error = failed
     if group.size > 1:
+        from holdfast.checkpoint.peers import agree
+
         agree(group, error, step)
     elif error is not None:
         raise error
@@ -108,8 +111,8 @@ def poison(live: Live) -> None:
                 with writing(part.local):
                     part.local.fill_(float("nan"))
     if any(t.state == "param" for t in live.tensors.values()):
-        for zero in dict.fromkeys(live.engines.values()):
-            zero.poison()
+        for source in live.sources.of_frameworks():
+            source.poison()
 
 
 @dataclass
@@ -134,9 +137,9 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
             for module in stages(value) or ():
                 materialise(module)
         with uncollected():
-            checkpoint = under_live_names(checkpoint, state)
+            checkpoint = _under_live_names(checkpoint, state)
             live, changes = targets(checkpoint, state, options)
-            masters = master_changes(checkpoint, state, live, options)
+            masters = _master_changes(checkpoint, state, live, options)
             problems = compare(checkpoint, live, state, options)
             _tell_unfit(problems, live, options)
             plan = Extras(checkpoint, state, live, group, options)
@@ -148,7 +151,9 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
     except Exception as failed:
         error = failed
         problems.lines.append(str(failed))
-    if any(is_engine(module) for value in state.values() for module in stages(value) or ()):
+    if is_of_framework(state):
+        from holdfast.state.masters import read_numbers
+
         with alike(group, checkpoint.step):
             read_numbers(checkpoint, masters if error is None else [])
     problems.lines += [line for change in masters for line in change.problems]
@@ -174,6 +179,29 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         ]
     wants += plan.wants
     return _Prepared(live, wants, asides, partial(_put_extras, plan, state, given))
+
+
+def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
+    """The checkpoint under the names of today, if wrappers may have shown in names when it was saved."""
+    names = (*checkpoint.manifest.by_name, *checkpoint.manifest.aliases)
+    of_fabric = any(f".{SECOND}." in name for name in names)
+    modules = (module for value in state.values() for module in stages(value) or ())
+    if not of_fabric and not any(map(has_wrappers, modules)):
+        return checkpoint
+    from holdfast.state.former import under_live_names
+
+    return under_live_names(checkpoint, state, of_fabric)
+
+
+def _master_changes(
+    checkpoint: Checkpoint, state: State, live: Live, options: Options
+) -> list[MasterChange]:
+    """Changes to the states of masters that serve several weights, if a framework has any."""
+    if not live.sources.of_frameworks():
+        return []
+    from holdfast.state.masters import master_changes
+
+    return master_changes(checkpoint, state, live, options)
 
 
 def _tell_unfit(problems: Problems, live: Live, options: Options) -> None:

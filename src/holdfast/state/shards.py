@@ -5,11 +5,11 @@ its name and boxes: layers and experts by their numbers in the whole model, the 
 two boxes, a tied embedding of the last stage under the first one's name.
 
     >>> shard = Shard("w", (8, 4), (4, 4), ((Box((0, 0), (4, 4)), (4, 0)),))   # the lower half
-    >>> [str(part.box) for part in shard.parts(torch.zeros(4, 4))]
+    >>> [str(box) for box, _ in shard.parts(torch.zeros(4, 4))]
     ['4:8,0:4']
 
 With `holdfast.state.megatron` the only module that knows Megatron's attributes (0.16); it imports nothing
-of Megatron.
+of Megatron, and is loaded once Megatron is.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ import torch
 from torch import nn
 
 from holdfast.errors import LayoutError, UsageError
+from holdfast.interop.megatron.names import template, unfused
 from holdfast.layout import Box, flat_range, whole
-from holdfast.state.placed import Placed
+from holdfast.state.wrappers import parts
+
+Part = tuple[Box, torch.Tensor]
+"""A box of the whole tensor, and this rank's values there."""
 
 BY_LAYER = {"non_homogeneous_layers": True}
 """Asks for keys with the numbers of layers; experts are stacked still."""
@@ -44,47 +48,44 @@ class Shard:
     rank_copy: bool = False
     """True if another tensor-parallel rank has the same part."""
 
-    def parts(self, like: torch.Tensor) -> tuple[Placed, ...]:
+    def parts(self, like: torch.Tensor) -> Iterator[Part]:
         """Parts of the whole tensor that `like`, which is laid out as the rank's tensor, has."""
-        return tuple(self._within(whole(self.local), like.detach().view(self.local)))
+        yield from self._within(whole(self.local), like.view(self.local))
 
-    def flat_parts(self, flat: torch.Tensor, start: int, stop: int) -> tuple[Placed, ...]:
+    def flat_parts(self, flat: torch.Tensor, start: int, stop: int) -> Iterator[Part]:
         """Parts of the whole tensor in `flat`, elements `start..stop` of the rank's tensor."""
-        found: list[Placed] = []
         at = 0
         for box in flat_range(self.local, start, stop):
-            found += self._within(box, flat.detach().narrow(0, at, box.size).view(box.shape))
+            yield from self._within(box, flat.narrow(0, at, box.size).view(box.shape))
             at += box.size
-        return tuple(found)
 
-    def _within(self, box: Box, values: torch.Tensor) -> Iterator[Placed]:
+    def _within(self, box: Box, values: torch.Tensor) -> Iterator[Part]:
         for piece, start in self.pieces:
             common = piece & box
             if common is None:
                 continue
             low = tuple(s + a - o for s, a, o in zip(start, common.start, piece.start))
             there = Box(low, tuple(a + n for a, n in zip(low, common.shape)))
-            everything = there == whole(self.shape)
-            local = values[common.within(box.start)] if self.local else values
-            yield Placed(local, self.shape, there, () if everything else None)
+            yield there, values[common.within(box.start)] if self.local else values
 
 
 # -- recognising ------------------------------------------------------------------------------------
 
 
-def _of_megatron(value: Any) -> bool:
+def is_megatrons(value: Any) -> bool:
+    """True if the class of a value is Megatron's, or a subclass of one."""
     return any(c.__module__.split(".", 1)[0] == "megatron" for c in type(value).__mro__)
 
 
 def is_wrapped(module: nn.Module) -> bool:
     """True if it is a wrapper of Megatron's around a model (data parallelism, half precision)."""
     inside = getattr(module, "module", None)
-    return isinstance(inside, nn.Module) and _of_megatron(module)
+    return isinstance(inside, nn.Module) and is_megatrons(module)
 
 
 def is_model(module: nn.Module) -> bool:
     """True if it is a model of Megatron-Core, unwrapped."""
-    return _of_megatron(module) and callable(getattr(module, "sharded_state_dict", None))
+    return is_megatrons(module) and callable(getattr(module, "sharded_state_dict", None))
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -92,45 +93,38 @@ def is_model(module: nn.Module) -> bool:
 
 def shards_of(model: nn.Module) -> dict[int, Shard]:
     """The shard that tells how a parameter or buffer lies in the whole model, by its id."""
+    return _shards_in(model.sharded_state_dict(metadata=dict(BY_LAYER)))
+
+
+def _shards_in(tree: Any) -> dict[int, Shard]:
     found: dict[int, Shard] = {}
-    for entry in _leaves(model.sharded_state_dict(metadata=dict(BY_LAYER))):
+    for entry in _leaves(tree):
         if _is_tensor(entry):
             build = getattr(entry, "build", None)
             found[id(entry.data)] = _shard(entry, [entry] if build is None else _leaves(build()))
     return found
 
 
-def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """Names in the whole model, by id of a parameter or buffer; none of what is not Megatron's."""
-    if not is_model(model):
-        return {}
-    from holdfast.interop.megatron.names import unfused
-
-    shards = shards_of(model)
-    return {i: [shard.name, *unfused([shard.name])] for i, shard in shards.items()}
-
-
-def extra_names(model: nn.Module) -> dict[str, str]:
-    """Names of modules' extra states in the whole model, by their names here."""
-    if not is_model(model):
-        return {}
-    from holdfast.interop.megatron.names import template
-
+def names_of(model: nn.Module) -> dict[str, list[str]]:
+    """Names in the whole model of parameters, buffers and modules' extra states, by their paths here."""
     tree = model.sharded_state_dict(metadata=dict(BY_LAYER))
-    return {
-        name: template(entry.key)[0].format(*_first(entry.global_offset, template(entry.key)[1]))
-        for name, entry in tree.items()
-        if not _is_tensor(entry)
-    }
+    shards = _shards_in(tree)
+    found: dict[str, list[str]] = {}
+    for prefix, part in parts(model):
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if id(tensor) in shards:
+                whole_name = shards[id(tensor)].name
+                found[prefix + name] = [whole_name, *unfused([whole_name])]
+    for name, entry in tree.items():
+        if not _is_tensor(entry):
+            whole_name, axes = template(entry.key)
+            found[name] = [whole_name.format(*entry.global_offset[:axes])]
+    return found
 
 
 def _is_tensor(entry: Any) -> bool:
     """True if `entry` is a weight or a buffer, and no extra state, which may be a tensor too."""
     return hasattr(entry, "build") or hasattr(entry, "local_shape")
-
-
-def _first(offsets: tuple[int, ...], count: int) -> tuple[int, ...]:
-    return tuple(offsets[:count])
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -143,8 +137,6 @@ def _leaves(tree: Any) -> list[Any]:
 
 def _shard(entry: Any, tensors: list[Any]) -> Shard:
     """The shard of one ShardedTensor, or of those that a factory makes of a weight."""
-    from holdfast.interop.megatron.names import template
-
     first, data = tensors[0], entry.data
     name, axes = template(first.key)
     at = first.global_offset[:axes]

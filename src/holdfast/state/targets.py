@@ -20,6 +20,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
+from holdfast.sources import Master
 from holdfast.state.arrays import array_of
 from holdfast.state.customised import OWN, add_own, customised, ignored_of, refuse_own
 from holdfast.state.expected import Fitting
@@ -29,28 +30,27 @@ from holdfast.state.live import (
     Live,
     State,
     add_tensor,
-    engines_in,
+    is_optimizer,
     is_stateful,
     named_buffers,
     named_parameters,
     parts_of,
+    sources_in,
     stages,
     unwrap,
 )
-from holdfast.state.megatron import Megatron
 from holdfast.state.memory_order import empty_in
 from holdfast.state.optimizers import (
     KINDS,
     add_state,
     add_ties,
     all_param_names,
-    groups_of,
+    holder_of,
     named_groups,
     own_params,
     tensors_in,
 )
 from holdfast.state.placed import place, torch_dtype
-from holdfast.state.several import holder
 from holdfast.state.wrappers import check_names
 
 OFFLOADED = "_hf_hook"
@@ -166,17 +166,17 @@ def _device_for(tensor: torch.Tensor) -> torch.device:
 def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Live, list[Change]]:
     """Every live tensor that the checkpoint may fill, with the optimizer states to be made for it.
 
-    Those of DeepSpeed's optimizers are `holdfast.state.masters`'.
+    Those of masters that serve several weights are `holdfast.state.masters`'.
     """
-    live = Live(engines=engines_in(state))
+    live = Live(sources=sources_in(state))
     changes: list[Change] = []
     for key, value in state.items():
         for module in stages(value) or ():
-            engine = live.engines.get(id(module))
-            if engine is not None:
-                refuse_own(key, module)
-            else:
+            source = live.sources.of(module)
+            if source.saves_rest:
                 _add_own(live, key, module, options)
+            else:
+                refuse_own(key, module)
             _leave_ignored(checkpoint, live, key, module)
             seen: dict[int, str] = {}
             check_names(key, unwrap(module))
@@ -190,13 +190,13 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
                     if first != full:
                         live.aliases[full] = first
                     elif options.wanted(full):
-                        add_tensor(live, full, kind, tensor, engine, steady=True)
-        engine = live.engines.get(id(value))
-        megatron = engine if isinstance(engine, Megatron) and stages(value) is None else None
-        if megatron or (isinstance(value, Optimizer) and engine is None):
-            names = all_param_names(state, value, megatron)
-            changes += _optimizer_targets(checkpoint, live, key, value, megatron, names, options)
-            for name, p in () if megatron else own_params(state, key, value, names):
+                        add_tensor(live, full, kind, tensor, source.master(tensor), steady=True)
+        source = live.sources.of(value)
+        if is_optimizer(value) and not source.by_master:
+            groups = source.groups(value)
+            names = all_param_names(state, groups)
+            changes += _optimizer_targets(checkpoint, live, key, value, names, options)
+            for name, p in own_params(state, key, groups, names) if source.saves_rest else ():
                 if options.wanted(name):
                     live.add(name, "param", p, steady=True)
         elif isinstance(value, torch.Tensor) and options.wanted(key):
@@ -283,7 +283,6 @@ def _optimizer_targets(
     live: Live,
     key: str,
     optimizer: Any,
-    megatron: Megatron | None,
     all_names: dict[int, list[str]],
     options: Options,
 ) -> list[Change]:
@@ -294,41 +293,43 @@ def _optimizer_targets(
     plain = plain_states(checkpoint, key) if options.strict else None
     orders = memory_orders(checkpoint, key)
     changes = []
-    groups = groups_of(optimizer, megatron)
+    source = live.sources.of(optimizer)
+    groups = source.groups(optimizer)
     named = named_groups(groups, names)
-    fitting = Fitting.of(checkpoint, key, groups, named, options) if megatron is None else None
+    fitting = Fitting.of(checkpoint, key, groups, named, options) if source.saves_rest else None
     for number, ((group, _), pairs) in enumerate(zip(groups, named)):
         for name, p in pairs:
-            inner, master = (holder(optimizer, p), p) if megatron is None else megatron.holder(p)
+            master = source.master(p)
+            inner, tensor = holder_of(optimizer, p, master)
             if inner is None:
                 continue  # other ranks have it
             saved = [s for s in states.get(name, []) if options.wanted(f"{key}.{name}.{s}")]
-            every = inner.state.get(master, {})
+            every = inner.state.get(tensor, {})
             if fitting is not None and not fitting.fits(number, name, inner, p, saved, every):
                 if not options.strict:
                     live.unfit.add(id(p))
                     continue
             have = {k: v for k, v in every.items() if isinstance(v, torch.Tensor)}
-            known = have if plain is None or megatron is not None else every
+            known = have if plain is None or not source.saves_rest else every
             there = {*saved, *(plain or {}).get(name, ())}
             drop = [k for k in known if k not in there] if options.only is None else []
             made = {
                 s: _new_state(
                     checkpoint,
                     f"{key}.{name}.{s}",
-                    master,
+                    tensor,
                     group,
-                    megatron,
+                    master,
                     was.get(name),
                     orders.get(name, {}).get(s),
                 )
                 for s in saved
                 if s not in have
             }
-            changes.append(Change(inner, master, made, drop))
+            changes.append(Change(inner, tensor, made, drop))
             for state in saved:
-                tensor = have[state] if state in have else made[state]
-                add_state(live, f"{key}.{name}", state, p, tensor, megatron)
+                value = have[state] if state in have else made[state]
+                add_state(live, f"{key}.{name}", state, p, value, master)
                 add_ties(live, key, state, all_names.get(id(p), ()))
     if fitting is not None:
         live.problems += fitting.problems()
@@ -341,7 +342,7 @@ def _new_state(
     name: str,
     p: torch.Tensor,
     group: dict[str, Any],
-    megatron: Megatron | None,
+    master: Master | None,
     was: str | None,
     order: list[int] | None,
 ) -> torch.Tensor:
@@ -352,9 +353,9 @@ def _new_state(
     if info.dtype == was and info.shape == tuple(p.shape) != ():
         dtype = p.dtype
     with torch.no_grad():
-        if order is not None and megatron is None and not isinstance(p, DTensor):
+        if order is not None and master is None and not isinstance(p, DTensor):
             return empty_in(order, info.shape, dtype, p.device, name)
-        if info.shape == tuple(p.shape) or (megatron and info.shape):
+        if info.shape == tuple(p.shape) or (master is not None and info.shape):
             return torch.empty_like(p, dtype=dtype, requires_grad=False)
         if info.shape == ():
             on_device = group.get("capturable") or group.get("fused")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from holdfast.arguments import path_of
@@ -19,7 +19,9 @@ from holdfast.errors import UsageError
 from holdfast.near import near
 from holdfast.store.base import Reader, Store, Writer
 from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from holdfast.store.memory import MemoryStore
 
 T = TypeVar("T")
 
@@ -48,6 +50,15 @@ def split_prefix(text: str) -> tuple[str, str] | None:
     return prefix, rest
 
 
+def __getattr__(name: str) -> Any:
+    """The store in memory, which a run with a path does not need."""
+    if name == "MemoryStore":
+        from holdfast.store.memory import MemoryStore
+
+        return MemoryStore
+    raise AttributeError(f"module 'holdfast.store' has no attribute {name!r}")
+
+
 def open_store(url: str | os.PathLike[str]) -> Store:
     """The store at a path or URL.  Touches nothing: the first write makes what is missing."""
     text = path_of(url, "open_store", "url")
@@ -57,6 +68,8 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     if scheme == "file":
         return LocalStore(_file_path(text, rest))
     if scheme == "memory":
+        from holdfast.store.memory import MemoryStore
+
         return MemoryStore(rest)
     raise _unknown_scheme(text, scheme)
 

@@ -4,12 +4,39 @@ class TestMyStore(StoreTests):         # is my store a right one?
     @pytest.fixture
     def store(self, tmp_path): return MyStore(tmp_path)
 
+class TestMyFramework(SourceTests):    # does my framework tell where its values are?
+    @pytest.fixture
+    def build(self): return lambda seed: Run({"model": ..., "optim": ...}, train)
+
 StopAfter(store, 7)                    # does my program survive death at its 7th change?
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from holdfast.testing.stores import StoreTests
 from holdfast.testing.wrappers import Counting, Faulty, Operation, Slow, StopAfter, Stopped
 
-__all__ = ["Counting", "Faulty", "Operation", "Slow", "StopAfter", "Stopped", "StoreTests"]
+if TYPE_CHECKING:
+    from holdfast.testing.sources import Run, SourceTests
+
+__all__ = [
+    "Counting",
+    "Faulty",
+    "Operation",
+    "Run",
+    "Slow",
+    "SourceTests",
+    "StopAfter",
+    "Stopped",
+    "StoreTests",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The suite for frameworks, which needs torch."""
+    if name in ("Run", "SourceTests"):
+        return getattr(importlib.import_module("holdfast.testing.sources"), name)
+    raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import FormatError, LayoutError, RuleError
 from holdfast.format.manifest import Replica
-from holdfast.layout import View
+from holdfast.layout.view import View
 
 if TYPE_CHECKING:
     from holdfast.rules.deepspeed import Slices

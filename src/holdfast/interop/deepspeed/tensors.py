@@ -11,7 +11,8 @@ from holdfast.interop.deepspeed.trees import source
 from holdfast.interop.deepspeed.zero import MASTER, Cut, Flat, Shape
 from holdfast.interop.foreign import Foreign, Part
 from holdfast.interop.torchfile import TensorRef
-from holdfast.layout import Fragment, View
+from holdfast.layout import Fragment
+from holdfast.layout.view import View
 
 Where = list[tuple[int, Fragment]]
 """(data-parallel rank, fragment in its flat array)"""

@@ -2,25 +2,22 @@
 
 ZeRO flattens the parameters of a group into one long tensor and gives every rank of the data-parallel
 group an equal piece of it (stages 1 and 2, `BF16_Optimizer`), or does so with every parameter by itself
-(stage 3).  So a rank holds elements `start..stop` of a parameter: a `Flat`, which is a view of a *master*,
-the flat float32 tensor that the torch optimizer inside updates.  The optimizer's states lie as the master
-does.  A flat range is few boxes, each contiguous in the master, so nothing is copied or gathered:
-
-    >>> flat = Flat(torch.arange(8.0), 2, (2, 5), 3, 8)     # elements 3..8 of a 2 x 5 parameter
-    >>> [str(part.box) for part in flat.parts(flat.tensor)]
-    ['0:1,3:5', '1:2,0:3']
+(stage 3).  So a rank holds elements `start..stop` of a parameter in a *master*, the flat float32 tensor
+that the torch optimizer inside updates.  The optimizer's states lie as the master does.  A flat range is
+few boxes, each contiguous in the master, so nothing is copied or gathered.
 
 Where a parameter begins in a stage 1 or 2 master is read off the model's own 16-bit parameters, which are
 views of one flat tensor cut in the same way: so it holds for every order and padding.
 
-The only module that knows DeepSpeed's attributes (0.19.8); it imports nothing of DeepSpeed.
+The only module that knows DeepSpeed's attributes (0.19.8); it imports nothing of DeepSpeed, and is loaded
+once DeepSpeed is.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,104 +26,52 @@ from torch.distributed import get_rank
 from torch.optim import Optimizer
 
 from holdfast.errors import LayoutError, UsageError
-from holdfast.layout import flat_range, whole
-from holdfast.state.placed import Placed, place
+from holdfast.sources import Framework, Group, Master, Source, flat_cut
+from holdfast.state.placed import parts_in
 
 FORM = "{'model': engine, 'optim': engine.optimizer}"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes that a loss scaler learns in a run; its window and limits are the configuration's."""
 
-flat_boxes = lru_cache(1 << 16)(flat_range)
-
-Group = tuple[dict[str, Any], list[torch.Tensor]]
-"""A parameter group's dict in the inner optimizer, and the model's parameters that are in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """Elements `start..stop` of a parameter of `shape`; element `start` lies at `at` of `tensor`."""
-
-    tensor: torch.Tensor
-    at: int
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    def parts(self, like: torch.Tensor) -> tuple[Placed, ...]:
-        """Parts of the parameter that `like`, which is laid out as `tensor`, has: views, none if empty."""
-        plain, at, found = like.detach(), self.at, []
-        for box in flat_boxes(self.shape, self.start, self.stop):
-            local = plain.narrow(0, at, box.size).view(box.shape)
-            found.append(Placed(local, self.shape, box, () if box == whole(self.shape) else None))
-            at += box.size
-        return tuple(found)
-
 
 @dataclass(frozen=True, eq=False)
-class Zero:
+class Zero(Source):
     """An engine as holdfast sees it, at one moment."""
+
+    framework = "DeepSpeed"
+    by_master = True
 
     engine: Any
     inner: Optimizer | None = None
     """The torch optimizer inside; None without an optimizer."""
-    groups: list[Group] = field(default_factory=list)
-    flats: dict[int, Flat] = field(default_factory=dict)
-    """This rank's piece of a flattened parameter of the module, by its id; others are not
-    flattened."""
-    masters: dict[int, torch.Tensor] = field(default_factory=dict)
-    """A master of the same shape, by id of a parameter of the module: `FP16_UnfusedOptimizer`."""
+    all_groups: list[Group] = field(default_factory=list)
+    masters: dict[int, Master] = field(default_factory=dict)
+    """Masters by id of the module's parameter; the others are kept as torch keeps them."""
+    saves_scheduler: bool = False
+    """True if the engine has a scheduler of its own that the state does not name."""
 
-    def parts(self, p: torch.Tensor, name: str) -> tuple[Placed, ...]:
-        """The parts of a parameter that this rank keeps, in the highest precision that there is."""
-        if id(p) in self.flats:
-            flat = self.flats[id(p)]
-            return flat.parts(flat.tensor)
-        return (place(self.masters.get(id(p), p), name),)
+    def groups(self, optimizer: Any) -> list[Group]:
+        return self.all_groups
 
-    def source(self, p: torch.Tensor) -> torch.Tensor:
-        """The tensor that counts the writes to `parts`, and that the inner optimizer has."""
-        return self.flats[id(p)].tensor if id(p) in self.flats else self.masters.get(id(p), p)
-
-    def states(self, p: torch.Tensor) -> dict[str, Any]:
-        """States, by name, that the inner optimizer has of a parameter (or of all with its master).
-
-        DeepSpeed's own optimizers count steps in plain numbers, torch's in tensors: here always tensors.
-        """
-        assert self.inner is not None
-        found = dict(self.inner.state.get(self.source(p), {}))
-        if isinstance(found.get("step"), int) and _maker(self.inner) == "deepspeed":
-            found["step"] = torch.tensor(float(found["step"]))
-        return found
-
-    def state_parts(self, p: torch.Tensor, value: torch.Tensor, name: str) -> tuple[Placed, ...]:
-        """The parts of a state that lies as its parameter does, or of a number."""
-        flat = self.flats.get(id(p))
-        if flat is None or not value.ndim:
-            return (place(value, name),)
-        if value.shape != flat.tensor.shape:
-            raise LayoutError(
-                f"{name!r}: a state of shape {tuple(value.shape)} beside a flat master of "
-                f"{flat.tensor.numel()} elements: which part belongs to which parameter is unknown",
-                hint="ZeRO can keep only states of optimizers that work element by element",
-            )
-        return flat.parts(value)
+    def master(self, p: torch.Tensor) -> Master | None:
+        return self.masters.get(id(p))
 
     # -- what is neither a parameter nor its state ---------------------------------------------
 
-    def extras(self, scheduler: bool) -> dict[str, Any]:
-        """Counters, loss scaler and, if asked for, the learning-rate scheduler, as plain data."""
+    def extras(self) -> dict[str, Any]:
+        """Counters, loss scaler and a learning-rate scheduler of the engine's own, as plain data."""
         found: dict[str, Any] = {k: getattr(self.engine, k) for k in COUNTERS}
         if self._is_dynamic:
             known = {k: getattr(self._scaler, k, None) for k in SCALER}
             found["loss_scaler"] = {k: v for k, v in known.items() if v is not None}
         if self._grad_scaler is not None:
             found["grad_scaler"] = self._grad_scaler.state_dict()
-        if scheduler and self.engine.lr_scheduler is not None:
+        if self.saves_scheduler and self.engine.lr_scheduler is not None:
             found["lr_scheduler"] = self.engine.lr_scheduler.state_dict()
         return found
 
-    def put_extras(self, saved: dict[str, Any], scheduler: bool) -> None:
+    def put_extras(self, saved: dict[str, Any]) -> None:
         """Put back what `extras` gave.  A static loss scale stays as it is configured."""
         for name in COUNTERS:
             setattr(self.engine, name, saved.get(name, getattr(self.engine, name)))
@@ -138,7 +83,8 @@ class Zero:
                     setattr(self._scaler, name, value)
         if self._grad_scaler is not None and "grad_scaler" in saved:
             self._grad_scaler.load_state_dict(saved["grad_scaler"])
-        if scheduler and self.engine.lr_scheduler is not None and "lr_scheduler" in saved:
+        has_scheduler = self.saves_scheduler and self.engine.lr_scheduler is not None
+        if has_scheduler and "lr_scheduler" in saved:
             self.engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
 
     @property
@@ -174,9 +120,10 @@ class Zero:
         self._link()
 
     def _refresh_here(self) -> None:
-        for _, params in self.groups:
+        for _, params in self.all_groups:
             for p in params:
-                for part in self.parts(p, ""):
+                master = self.masters[id(p)]
+                for part in parts_in(master, master.tensor, ""):
                     p.data[part.box.within((0,) * p.ndim)].copy_(part.local)
 
     def _link(self) -> None:
@@ -189,7 +136,7 @@ class Zero:
 
     def poison(self) -> None:
         """Fill the model's own weights with NaN, here: a half-loaded model must not train."""
-        for _, params in self.groups:
+        for _, params in self.all_groups:
             for p in params:
                 for own in (p.data, getattr(p, "ds_tensor", None)):
                     if own is not None:
@@ -211,43 +158,57 @@ def is_wrapper(value: Any) -> bool:
     return module is not None and isinstance(value, module.DeepSpeedOptimizer)
 
 
-def zeros(modules: dict[str, list[nn.Module]], state: dict[str, Any]) -> dict[int, Zero]:
-    """The `Zero` of each engine in a state, by id of the engine and by that of its optimizer.
+class DeepSpeed(Framework):
+    """Recognises engines and what they have in place of a torch optimizer."""
 
-    `modules` are those of the state by key.  UsageError for an engine that is not supported, and
-    where part of one was handed over and another part would be lost.
-    """
-    found: dict[int, Zero] = {}
-    inside: set[int] = set()
-    for key, engine in ((k, m) for k, some in modules.items() for m in some):
-        if not is_engine(engine):
-            _check_free(engine, key)
-            continue
-        if key == "engine":
-            raise UsageError(f"hand an engine over in its parts: {FORM}")
-        zero = found[id(engine)] = zero_of(engine)
-        if zero.inner is not None:
-            found[id(engine.optimizer)] = zero
-            inside |= {id(zero.inner)} - {id(engine.optimizer)}
-    for key, value in state.items():
-        if id(value) in inside or (is_wrapper(value) and id(value) not in found):
-            raise UsageError(
-                f"{key!r}: the optimizer of a DeepSpeed engine keeps flat pieces; what they are "
-                "only the engine knows",
-                hint=f"hand over both: {FORM}",
-            )
-    return found
+    def owns(self, value: Any) -> bool:
+        return is_engine(value) or is_wrapper(value)
+
+    def inside(self, module: nn.Module) -> nn.Module | None:
+        return module.module if is_engine(module) else None
+
+    def sources(
+        self, modules: Mapping[str, Sequence[nn.Module]], state: Mapping[str, Any]
+    ) -> dict[int, Source]:
+        """The `Zero` of each engine in a state, by id of the engine and by that of its optimizer.
+
+        UsageError for an engine that is not supported, and where part of one was handed over and another
+        part would be lost.
+        """
+        found: dict[int, Source] = {}
+        inside: set[int] = set()
+        for key, engine in ((k, m) for k, some in modules.items() for m in some):
+            if not is_engine(engine):
+                _check_free(engine, key)
+                continue
+            if key == "engine":
+                raise UsageError(f"hand an engine over in its parts: {FORM}")
+            own_scheduler = all(value is not engine.lr_scheduler for value in state.values())
+            zero = found[id(engine)] = replace(zero_of(engine), saves_scheduler=own_scheduler)
+            if zero.inner is not None:
+                found[id(engine.optimizer)] = zero
+                inside |= {id(zero.inner)} - {id(engine.optimizer)}
+        for key, value in state.items():
+            if id(value) in inside or (is_wrapper(value) and id(value) not in found):
+                raise UsageError(
+                    f"{key!r}: the optimizer of a DeepSpeed engine keeps flat pieces; what they are "
+                    "only the engine knows",
+                    hint=f"hand over both: {FORM}",
+                )
+        return found
+
+
+FRAMEWORK = DeepSpeed()
 
 
 def _check_free(module: nn.Module, key: str) -> None:
     """UsageError if a module's weights are an engine's copies: writing to them would be lost."""
-    if "deepspeed" in sys.modules:
-        marks = ("ds_id", "_hp_mapping")
-        if any(getattr(p, m, None) is not None for p in module.parameters() for m in marks):
-            raise UsageError(
-                f"{key!r}: this module belongs to a DeepSpeed engine, which keeps its weights",
-                hint=f"hand over the engine: {FORM}",
-            )
+    marks = ("ds_id", "_hp_mapping")
+    if any(getattr(p, m, None) is not None for p in module.parameters() for m in marks):
+        raise UsageError(
+            f"{key!r}: this module belongs to a DeepSpeed engine, which keeps its weights",
+            hint=f"hand over the engine: {FORM}",
+        )
 
 
 def zero_of(value: Any) -> Zero:
@@ -283,12 +244,8 @@ def zero_of(value: Any) -> Zero:
     if wrapper is None:
         return Zero(value)
     if isinstance(wrapper, Optimizer):
-        return Zero(value, wrapper, [(g, g["params"]) for g in wrapper.param_groups])
+        return _zero(value, wrapper, [(g, g["params"]) for g in wrapper.param_groups])
     raise UsageError(f"an engine with {kind} as its optimizer is not supported")
-
-
-def _maker(optimizer: Any) -> str:
-    return type(optimizer).__module__.split(".", 1)[0]
 
 
 def _kind(wrapper: Any) -> str:
@@ -332,7 +289,8 @@ def _flattened(
     ranks: list[int],
 ) -> Zero:
     """One master per group: piece number `ranks[g]` of all its parameters, one after the other."""
-    flats = {}
+    inner = engine.optimizer.optimizer
+    flats: dict[int, Master] = {}
     for params, own, master, rank in zip(groups, weights, masters, ranks):
         first = rank * master.numel()
         for p in params:
@@ -340,11 +298,9 @@ def _flattened(
                 continue
             at = _position(p, own)
             start, stop = max(at, first), min(at + p.numel(), first + master.numel())
-            flats[id(p)] = Flat(
-                master, start - first, tuple(p.shape), start - at, max(stop, start) - at
-            )
-    inner = engine.optimizer.optimizer
-    return Zero(engine, inner, list(zip(inner.param_groups, groups)), flats)
+            cut = flat_cut(p.shape, start - at, max(stop, start) - at, start - first)
+            flats[id(p)] = Master(master, inner, tuple(p.shape), cut)
+    return _zero(engine, inner, list(zip(inner.param_groups, groups)), flats)
 
 
 def _position(p: torch.Tensor, flat: torch.Tensor) -> int:
@@ -366,29 +322,30 @@ def _stage3(engine: Any, wrapper: Any) -> Zero:
     ):
         at = 0
         for p in params:
-            flats[id(p)] = _partition(p, master, at)
+            flats[id(p)] = _partition(p, master, wrapper.optimizer, at)
             at += p.partition_numel()
         if at != master.numel():
             raise LayoutError(
                 f"sub-group {number} of ZeRO-3 has {master.numel()} elements, not {at}"
             )
         groups[wrapper.sub_group_to_group_id[number]][1].extend(params)
-    return Zero(engine, wrapper.optimizer, groups, flats)
+    return _zero(engine, wrapper.optimizer, groups, flats)
 
 
-def _partitioned(engine: Any) -> dict[int, Flat]:
+def _partitioned(engine: Any) -> dict[int, Master]:
     """Parameters that ZeRO-3 has partitioned, by way of their partitions in the model's precision."""
     return {
-        id(p): _partition(p, p.ds_tensor, 0)
+        id(p): _partition(p, p.ds_tensor, None, 0)
         for p in engine.module.parameters()
         if hasattr(p, "ds_id")
     }
 
 
-def _partition(p: Any, tensor: torch.Tensor, at: int) -> Flat:
+def _partition(p: Any, tensor: torch.Tensor, inner: Optimizer | None, at: int) -> Master:
     size = p.partition_numel()
     start = min(get_rank(p.ds_process_group) * size, p.ds_numel)
-    return Flat(tensor, at, tuple(p.ds_shape), start, min(start + size, p.ds_numel))
+    cut = flat_cut(p.ds_shape, start, min(start + size, p.ds_numel), at)
+    return Master(tensor, inner, tuple(p.ds_shape), cut)
 
 
 def _unfused(engine: Any, wrapper: Any) -> Zero:
@@ -398,6 +355,27 @@ def _unfused(engine: Any, wrapper: Any) -> Zero:
         for p, master in zip(params, masters)
     ]
     inner = wrapper.optimizer
-    return Zero(
-        engine, inner, list(zip(inner.param_groups, wrapper.fp16_groups)), masters=dict(pairs)
-    )
+    groups = list(zip(inner.param_groups, wrapper.fp16_groups))
+    return _zero(engine, inner, groups, whole=dict(pairs))
+
+
+def _zero(
+    engine: Any,
+    inner: Optimizer,
+    groups: list[Group],
+    flats: Mapping[int, Master] | None = None,
+    whole: Mapping[int, torch.Tensor] | None = None,
+) -> Zero:
+    """An engine with its masters: this rank's pieces of flat ones, or whole ones, by id of the parameter.
+
+    What the optimizer serves and what has neither is its own master.
+    """
+    plain_numbers = type(inner).__module__.split(".", 1)[0] == "deepspeed"
+    masters = dict(flats or {})
+    for group, params in groups:
+        # DeepSpeed's Muon writes its momentum before the optimizer's step begins
+        steady = not group.get("use_muon")
+        for p in params:
+            master = masters.get(id(p)) or Master((whole or {}).get(id(p), p), inner)
+            masters[id(p)] = replace(master, steady_states=steady, plain_numbers=plain_numbers)
+    return Zero(engine, inner, groups, masters)
