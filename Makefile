@@ -10,14 +10,15 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE = 1
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: they need not compile each time
 
-.PHONY: demo test soak unit check format bench api clean help
+.PHONY: demo test soak unit check docs format bench clean help
 
 help:
 	@echo "make demo    train, kill, resume on other layouts; shows a table and demo-out/loss.png"
 	@echo "make test    every promise once: ten minutes on two cores"
 	@echo "make soak    the rest: an hour, with packages of others (torchao, bitsandbytes, peft, ...)"
 	@echo "make unit    the fast tests only (a minute or two)"
-	@echo "make check   ruff, mypy, architecture"
+	@echo "make check   ruff, mypy, architecture, the site without warnings and dead links"
+	@echo "make docs    the site of docs/, in build/site"
 	@echo "make bench   benchmarks against torch.distributed.checkpoint and the raw device"
 
 $(READY): pyproject.toml constraints.txt
@@ -49,7 +50,12 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --quiet tests/test_architecture.py
+	$(BIN)/python -m pytest --quiet tests/test_architecture.py tests/docs/test_site.py
+	$(MAKE) --no-print-directory docs
+
+docs: $(READY)
+	$(BIN)/python docs/make_site.py
+	$(BIN)/zensical build --clean --strict
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -57,9 +63,6 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/run_all.py
-
-api: $(READY)
-	$(BIN)/python docs/make_api.py
 
 clean:
 	rm -rf $(VENV) demo-out build dist .pytest_cache .mypy_cache .ruff_cache

@@ -32,7 +32,7 @@ def gradients() -> Any:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     shape = Shape()
-    text = b"".join(p.read_bytes() for p in sorted((HERE.parent / "docs").glob("*.md")))
+    text = b"".join(p.read_bytes() for p in sorted((HERE.parent / "docs").rglob("*.md")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     model = GPT(shape)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -28,7 +28,7 @@ from torch import Tensor
 RANKS, RATIO, BASE, AFTER = 2, 0.01, 150, 100
 GAPS = 10, 50
 SHAPE = Shape(dim=64, hidden=128, num_layers=2, num_heads=4, num_kv_heads=2, context=64)
-TEXT = b"".join(p.read_bytes() for p in sorted((HERE.parent / "docs").glob("*.md")))
+TEXT = b"".join(p.read_bytes() for p in sorted((HERE.parent / "docs").rglob("*.md")))
 DATA = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8).long()
 
 

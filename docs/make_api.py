@@ -1,6 +1,6 @@
-"""Write docs/api.md from the docstrings of the public names.
+"""Make the reference of the public names: one page for each area, from their docstrings.
 
-python docs/make_api.py
+python docs/make_site.py
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ import holdfast.testing
 from holdfast.checkpoint import opened
 from holdfast.store import base
 
-PAGE = Path(__file__).parent / "api.md"
-HEAD = """# Reference
-
-Written from the docstrings by `python docs/make_api.py`; edit these, not this page.
-The [guide](guide.md) tells how it fits together.
-"""
 SECTIONS = (
     (
+        "saving",
         "Saving and restoring",
         "holdfast",
         (
@@ -47,18 +42,19 @@ SECTIONS = (
             "HoldfastWarning",
         ),
     ),
-    ("Compressed gradients", "holdfast.compression", ("TopK", "sparse", "rounded")),
-    ("Converting", "holdfast", ("convert", "Converted")),
-    ("Looking", "holdfast", ("open", "steps", "Checkpoint", "TensorInfo", "Box")),
-    ("Events", "holdfast.events", ("Event", "subscribe", "listen", "counters")),
+    ("compression", "Compressed gradients", "holdfast.compression", ("TopK", "sparse", "rounded")),
+    ("converting", "Converting", "holdfast", ("convert", "Converted")),
+    ("looking", "Looking", "holdfast", ("open", "steps", "Checkpoint", "TensorInfo", "Box")),
+    ("events", "Events", "holdfast.events", ("Event", "subscribe", "listen", "counters")),
     (
+        "stores",
         "Stores",
         "holdfast.store",
         ("open_store", "LocalStore", "MemoryStore", "Store", "Reader", "Writer"),
     ),
-    ("Frameworks", "holdfast.sources", tuple(holdfast.sources.__all__)),
-    ("Testing", "holdfast.testing", tuple(holdfast.testing.__all__)),
-    ("Errors", "holdfast.errors", ()),
+    ("frameworks", "Frameworks", "holdfast.sources", tuple(holdfast.sources.__all__)),
+    ("testing", "Testing", "holdfast.testing", tuple(holdfast.testing.__all__)),
+    ("errors", "Errors", "holdfast.errors", ()),
 )
 ELSEWHERE = {
     "TensorInfo": opened.TensorInfo,
@@ -72,23 +68,21 @@ HIDDEN = {"around", "object_tensors", "file_extras", "index"}
 """Methods that users have no use for."""
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [HEAD]
-    for title, module, names in SECTIONS:
-        parts.append(f"## {title}\n")
-        for name in names:
-            parts += described(module, name)
-    parts += errors()
-    return "\n".join(parts).rstrip() + "\n"
+def write(folder: Path) -> None:
+    """Write a page for each area into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for slug, title, module, names in SECTIONS:
+        parts = [part for name in names for part in described(module, name)]
+        parts += errors() if slug == "errors" else []
+        (folder / f"{slug}.md").write_text("\n".join([f"# {title}\n", *parts]).rstrip() + "\n")
 
 
 def described(module: str, name: str) -> list[str]:
     """A class with its methods, or a function."""
     thing = ELSEWHERE.get(name) or getattr(sys.modules[module], name)
     if not (inspect.isclass(thing) or inspect.isfunction(thing)):
-        return [f"### `{module}.{name}`\n", "Events and spans by name, since the process began.\n"]
-    parts = [f"### `{module}.{name}`\n", f"```text\n{signature(thing, name)}\n```\n", doc(thing)]
+        return [f"## `{module}.{name}`\n", "Events and spans by name, since the process began.\n"]
+    parts = [f"## `{module}.{name}`\n", f"```text\n{signature(thing, name)}\n```\n", doc(thing)]
     if inspect.isclass(thing) and name not in BRIEF:
         parts += [text for key in vars(thing) for text in member(thing, key)]
     return parts
@@ -158,7 +152,3 @@ def errors() -> list[str]:
         if inspect.isclass(kind) and issubclass(kind, holdfast.HoldfastError)
     ]
     return [source, "\n| error | meaning |\n|---|---|", *rows, ""]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -58,7 +58,7 @@ ADAM = ["exp_avg", "exp_avg_sq", "step"]
 
 @pytest.mark.soak
 def test_what_deepspeeds_own_loader_leaves_out(tmp_path: Path) -> None:
-    """What docs/convert.md says of it, and of the ways out.  Where this fails, DeepSpeed has changed."""
+    """What docs/how-to/convert.md says of it.  Where this fails, DeepSpeed has changed."""
 
     def case(stage: int, optimizer: str = "adamw", before: bool = True, **load: Any) -> Any:
         return {"stage": stage, "optimizer": optimizer, "before": before, "load": load}

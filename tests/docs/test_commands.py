@@ -20,7 +20,7 @@ from docs.commands import (
     run,
     shape,
 )
-from docs.test_docs import RUNNABLE, TESTS, blocks
+from docs.test_docs import PAGES, TESTS, blocks, name_of
 
 LANGUAGES = ("python", "console", "text", "json", "ebnf")
 """Programs, commands, and what is only read."""
@@ -29,9 +29,9 @@ LANGUAGES = ("python", "console", "text", "json", "ebnf")
 def all_commands() -> list[Command]:
     return [
         command
-        for page in RUNNABLE
+        for page in PAGES
         for block in blocks(page, "console")
-        for command in commands_of(block.text, block.options, f"{page.name}:{block.line}")
+        for command in commands_of(block.text, block.options, f"{name_of(page)}:{block.line}")
     ]
 
 
@@ -64,29 +64,31 @@ def test_commands_are_in_console_blocks_alone() -> None:
     starts = re.compile(
         r"(\$ .*|(?:make|pip|pytest|holdfast|torchrun|python|sbatch|srun|kubectl) .*)"
     )
-    for page in RUNNABLE:
+    for page in PAGES:
         languages = re.findall(r"^```(\w*)", page.read_text(), re.MULTILINE)
-        assert not set(languages) & {"bash", "sh", "shell", "sh-session"}, page.name
+        assert not set(languages) & {"bash", "sh", "shell", "sh-session"}, name_of(page)
         for block in blocks(page, "text"):
             for line in block.text.splitlines():
-                assert not starts.fullmatch(line), f"{page.name}:{block.line}: {line}"
+                assert not starts.fullmatch(line), f"{name_of(page)}:{block.line}: {line}"
 
 
 def test_console_blocks_have_known_options() -> None:
-    for page in RUNNABLE:
+    for page in PAGES:
         for block in blocks(page, "console"):
-            assert re.fullmatch(r"(exit=\d)?( ?soak)?", block.options), f"{page.name}:{block.line}"
+            assert re.fullmatch(r"(exit=\d)?( ?soak)?", block.options), (
+                f"{name_of(page)}:{block.line}"
+            )
 
 
 def test_every_fence_is_that_of_a_block_that_is_looked_at() -> None:
     """None is indented, of other marks or of a language that nobody runs."""
-    for page in RUNNABLE:
+    for page in PAGES:
         text = page.read_text()
         fences = re.findall(r"^.*(?:```|~~~).*$", text, re.MULTILINE)
         known = [b for language in LANGUAGES for b in blocks(page, language)]
         opening = {text.splitlines()[b.line - 1] for b in known}
-        assert {f for f in fences if f != "```"} == opening, page.name
-        assert len(fences) == 2 * len(known), page.name
+        assert {f for f in fences if f != "```"} == opening, name_of(page)
+        assert len(fences) == 2 * len(known), name_of(page)
 
 
 def test_what_serves_is_stopped_and_held_to_its_status(

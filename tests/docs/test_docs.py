@@ -1,4 +1,4 @@
-"""The documentation is true: programs run, commands work, links lead somewhere, api.md is current.
+"""The documentation is true: programs run, commands work, links lead somewhere, the reference is whole.
 
 Blocks by the line that opens them:
 
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ import pytest
 
 import holdfast
 from docs.commands import ROOT, SOAK_S, commands_of, run
+from holdfast.cli.main import VERBS
 
 TESTS = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUNNABLE = [page for page in PAGES if page.name != "api.md"]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 NUM_PROCESSES = 2
 DEADLINE_S = 120
 
@@ -40,6 +41,16 @@ class Block:
     options: str
     text: str
     line: int
+
+
+def name_of(page: Path) -> str:
+    """A page's path in the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def without_code(text: str) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str, options: str | None = None) -> list[Block]:
@@ -56,14 +67,14 @@ def blocks(page: Path, language: str, options: str | None = None) -> list[Block]
 
 def pages(*languages: str) -> list[Any]:
     """The pages that have blocks of one of these languages."""
-    there = [p for p in RUNNABLE if any(blocks(p, language) for language in languages)]
-    return [pytest.param(p, id=p.name) for p in there]
+    there = [p for p in PAGES if any(blocks(p, language) for language in languages)]
+    return [pytest.param(p, id=name_of(p)) for p in there]
 
 
 def soaking_pages() -> list[Any]:
     """The pages with commands that take long."""
-    there = [p for p in RUNNABLE if any("soak" in b.options for b in blocks(p, "console"))]
-    return [pytest.param(p, id=p.name) for p in there]
+    there = [p for p in PAGES if any("soak" in b.options for b in blocks(p, "console"))]
+    return [pytest.param(p, id=name_of(p)) for p in there]
 
 
 @pytest.mark.distributed
@@ -139,16 +150,16 @@ def run_together(page: Path, folder: Path) -> None:
 def run_commands(page: Path, monkeypatch: Any, capfd: Any, *, soak: bool = False) -> None:
     """The commands of the page's console blocks; with `soak` also those that take long."""
     for block in blocks(page, "console"):
-        for command in commands_of(block.text, block.options, f"{page.name}:{block.line}"):
+        for command in commands_of(block.text, block.options, f"{name_of(page)}:{block.line}"):
             if command.start is None and (soak or not command.is_soak):
                 run(command, monkeypatch, capfd)
 
 
 def test_blocks_have_known_options() -> None:
-    for page in RUNNABLE:
+    for page in PAGES:
         for block in blocks(page, "python"):
             known = block.options in ("", "torchrun")
-            assert known, f"{page.name}:{block.line}: {block.options}"
+            assert known, f"{name_of(page)}:{block.line}: {block.options}"
 
 
 def anchor(heading: str) -> str:
@@ -158,30 +169,65 @@ def anchor(heading: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return {anchor(h) for h in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    return {
+        anchor(h) for h in re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
+    }
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, id=p.name) for p in PAGES])
-def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages of the site, with those that are made from the code."""
+    folder = tmp_path_factory.mktemp("site") / "docs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        import_module("make_site").assemble(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=name_of(p)) for p in PAGES])
+def test_links_lead_somewhere(page: Path, site: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, fragment = target.partition("#")
         file = (page.parent / path).resolve() if path else page
-        assert file.exists(), f"{page.name}: {target}"
+        if not file.exists() and page.is_relative_to(DOCS):  # made for the site
+            file = site / file.relative_to(DOCS)
+        assert file.exists(), f"{name_of(page)}: {target}"
         if fragment:
-            assert fragment in anchors(file), f"{page.name}: {target}"
+            assert fragment in anchors(file), f"{name_of(page)}: {target}"
 
 
-def test_reference_is_up_to_date() -> None:
-    path = ROOT / "docs" / "make_api.py"
-    spec = spec_from_file_location("make_api", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.page() == (ROOT / "docs" / "api.md").read_text(), "run python docs/make_api.py"
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    pages = [p.read_text() for p in (site / "reference" / "api").glob("*.md")]
+    headings = {h for p in pages for h in re.findall(r"^## `(\S+)`$", p, re.MULTILINE)}
+    parts = {"__version__", "compression", "errors", "events", "store", "testing"}
+    assert {f"holdfast.{name}" for name in holdfast.__all__} - headings == {
+        f"holdfast.{name}" for name in {*parts, "HoldfastError"}
+    }
+    (errors,) = (p for p in pages if p.startswith("# Errors\n"))
+    kinds = [k for k, v in vars(holdfast.errors).items() if isinstance(v, type)]
+    assert [k for k in kinds if k.endswith("Error") and f"| `{k}` |" not in errors] == []
+
+
+def test_the_reference_has_a_page_for_each_command(site: Path) -> None:
+    for verb in VERBS:
+        text = (site / "reference" / "cli" / f"{verb}.md").read_text()
+        assert f"Usage: holdfast {verb} " in text
+        assert "--help" in text
+
+
+def test_pictures_of_the_site_are_there_and_light(site: Path) -> None:
+    pictures = sorted((site / "pictures").iterdir())
+    shown = {
+        (page.parent / target).resolve()
+        for page in DOCS.rglob("*.md")
+        for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())
+    }
+    assert {p.relative_to(DOCS / "pictures").as_posix() for p in shown} | {"demo.png"} == {
+        p.name for p in pictures
+    }
+    assert sum(p.stat().st_size for p in pictures) < 1_000_000
 
 
 def test_the_door_is_light() -> None:

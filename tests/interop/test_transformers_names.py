@@ -1,4 +1,4 @@
-"""Files of `save_pretrained` whose names are not the live model's: the ways that docs/foreign.md tells."""
+"""Files whose names are not the live model's: the ways that docs/how-to/hugging-face.md tells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.errors import StateMismatch
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-PAGE = Path(__file__).parents[2] / "docs" / "foreign.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "hugging-face.md"
 SMALL = {
     "vocab_size": 32,
     "hidden_size": 16,
@@ -62,7 +62,7 @@ def same(a: Any, b: Any) -> bool:
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the page's section defines; its rules are in the working directory."""
     monkeypatch.chdir(tmp_path)
-    section = PAGE.read_text().split("### Names of transformers 5\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Names of transformers 5\n")[1].split("\n## ")[0]
     found: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
         exec(block, found)

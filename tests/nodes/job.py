@@ -24,7 +24,7 @@ QUICK = {
     "keep_alive_max_attempt": 3,
     "read_timeout": 40,
 }
-"""Settings of the rendezvous; docs/elastic.md tells what each does."""
+"""Settings of the rendezvous; docs/how-to/elastic.md tells what each does."""
 
 
 class Job:

@@ -1,4 +1,4 @@
-"""The commands of docs/elastic.md, as they are printed, on nodes that have the page's addresses."""
+"""The commands of docs/how-to/elastic.md, as they are printed, on nodes that have the page's addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("needs_nodes"),
 ]
-PAGE = ROOT / "docs" / "elastic.md"
+PAGE = ROOT / "docs" / "how-to" / "elastic.md"
 HEAD, ADDRESS = "10.0.0.1", "10.0.0.2"
 RANKS = 8
 SCRIPT = """

@@ -67,7 +67,7 @@ def written(package: str, outcomes: dict[str, dict[str, str]]) -> str:
     equal = [name for name, line in outcomes.items() if line["verdict"] == EQUAL]
     refused = [line for line in outcomes.values() if line["verdict"] == REFUSED]
     version = importlib.metadata.version(package).partition("+")[0]
-    parts = [f"## {package} {version}", f"Equal: {', '.join(equal)}."]
+    parts = [f"## {package} {version}", f"| equal |\n|---|\n| {', '.join(equal)} |"]
     if refused:
         rows = [f"| {line['name']} | {sentence(line['why'])} |" for line in refused]
         parts.append("\n".join(["| refused | why |", "|---|---|", *rows]))

@@ -1,6 +1,6 @@
 """Committing: the one write that makes a step exist.
 
-Invariants (docs/format.md states them for other implementations):
+Invariants (docs/reference/format.md states them for other implementations):
 
 * *must*: every byte that a manifest names is durable before the manifest is written;
 * *must*: a file that a manifest names is never written again;

@@ -40,8 +40,8 @@ class TopK:
 
     `error_feedback`: what is not sent is added to the next step's gradient.  That residual is as large as
     the gradients, differs on every rank, and is state: hand the object over to the `Checkpointer` beside
-    model and optimizer.  Full saves have it, records of steps do not: docs/delta.md says what that means.
-    On another number of ranks the mean of the residuals over ranks stays the same.
+    model and optimizer.  Full saves have it, records of steps do not: docs/reference/records.md says what
+    that means.  On another number of ranks the mean of the residuals over ranks stays the same.
 
     A gradient that is not finite empties the residual of its parameter.
     """

@@ -1,1 +1,1 @@
-"""The format: manifest, image, element types, extras.  Pure; docs/format.md is normative."""
+"""The format: manifest, image, element types, extras.  Pure; docs/reference/format.md is normative."""

@@ -26,7 +26,7 @@ MAX_HINTS = 20
 
 OTHER_NAMES = (
     "; transformers 5 writes other names than a live model of some families has (GPT-NeoX, ViT, mixtures "
-    "of experts): docs/foreign.md, 'Names of transformers 5', has rules for them"
+    "of experts): docs/how-to/hugging-face.md, 'Names of transformers 5', has rules for them"
 )
 
 

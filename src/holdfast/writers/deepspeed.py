@@ -76,7 +76,7 @@ def _without_place(
         if t.name.startswith(f"{optim}.") and name not in params:
             raise UsageError(
                 f"{t.name!r} is of no parameter under {key!r}: its optimizer state would be lost",
-                hint="save the optimizer with the names of its parameters (docs/foreign.md)",
+                hint="save the optimizer with the names of its parameters (docs/reference/foreign.md)",
             )
     used = source.object_tensors
     others = {t.name.split(".", 1)[0] for t in source.manifest.tensors if t.name not in used}

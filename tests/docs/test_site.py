@@ -1,0 +1,76 @@
+"""The site is short and whole: words and paragraphs are counted, and every page is in the contents.
+
+Prose is what stands in paragraphs and lists.  Headings, tables, code blocks and pages that a program writes
+are not counted.  Links are followed by `make docs`, and by `test_docs`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs.test_docs import DOCS, ROOT, name_of, without_code
+
+MOST_WORDS = 26_000
+MOST_IN_A_PARAGRAPH = 120
+WRITTEN = [p for p in sorted(DOCS.rglob("*.md")) if p.name != "strangers.md"]
+"""The pages that people write; strangers.md is written by `python -m strangers.table`."""
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs and items of lists of a page."""
+    for block in re.split(r"\n\s*\n|\n(?=[*-] |\d+\. )", without_code(text)):
+        lines = [line for line in block.splitlines() if not line.startswith("|")]
+        words = " ".join(lines).strip()
+        if words and not words.startswith(("#", "![")):
+            yield words
+
+
+def test_words_are_few() -> None:
+    words = {p: sum(len(t.split()) for t in paragraphs(p.read_text())) for p in WRITTEN}
+    longest = sorted(words, key=words.__getitem__)[-5:]
+    told = {name_of(page): words[page] for page in longest}
+    assert sum(words.values()) <= MOST_WORDS, f"{sum(words.values())} words; the longest: {told}"
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=name_of(p)) for p in WRITTEN])
+def test_paragraphs_are_short(page: Path) -> None:
+    for text in paragraphs(page.read_text()):
+        assert len(text.split()) <= MOST_IN_A_PARAGRAPH, text
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=name_of(p)) for p in WRITTEN])
+def test_lists_and_tables_begin_after_an_empty_line(page: Path) -> None:
+    """The site's Markdown would take them for the paragraph before."""
+    lines = without_code(page.read_text()).splitlines()
+    for before, line in zip(lines, lines[1:]):
+        for mark in (r"(\* |\d+\. )", r"\|"):
+            begins = re.match(mark, line) and not re.match(mark, before)
+            assert not (begins and before.strip() and not before.startswith(" ")), line
+
+
+def test_every_page_is_in_the_contents() -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = set(pages_of(settings["nav"]))
+    there = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
+    assert there - listed == {n for n in there if re.match(r"decisions/\d", n)}
+    assert {page for page in listed - there if not page.startswith("reference/")} == set()
+
+
+def pages_of(nav: object) -> Iterator[str]:
+    """The pages of a part of the contents."""
+    if isinstance(nav, str):
+        yield nav
+    for part in nav if isinstance(nav, list) else nav.values() if isinstance(nav, dict) else ():
+        yield from pages_of(part)
+
+
+def test_decisions_are_numbered_and_dated() -> None:
+    found = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+    assert [int(p.name[:4]) for p in found] == list(range(1, len(found) + 1))
+    for page in found:
+        assert re.match(r"# \S.*\n\n\*\d{4}-\d\d-\d\d\*\n\n\S", page.read_text()), page.name
