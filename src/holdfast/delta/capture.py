@@ -77,6 +77,7 @@ class Open:
 
     slot: int
     memory: memoryview
+    layout: Layout
     applied: list[Applied] = field(default_factory=list)
     copying: list[Future[None]] = field(default_factory=list)
     extras: bytes = b""
@@ -84,6 +85,15 @@ class Open:
     """Bytes of the sparse gradients that are packed, by name."""
     misdeclared: list[NotAsDeclared] = field(default_factory=list)
     """Gradients that prove to be other than was declared: the record must not be."""
+
+
+@dataclass(frozen=True)
+class RecordPlan:
+    """The layout of all records from a plan on, and the memory for them."""
+
+    layout: Layout
+    header: Header
+    ring: Ring
 
 
 class RecordCapture:
@@ -119,9 +129,9 @@ class RecordCapture:
         self._queue = Queue(deadline_s)
         self._copier = Worker("holdfast-delta")
         self._beside = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "holdfast-copy")
-        self._layout: Layout | None = None
-        self._header: Header | None = None
-        self._planned = 0
+        self._plan: RecordPlan | None = None
+        self._plans = 0
+        """Number of plans so far."""
         self._rebatched = False
         self._record_bytes = 0
         self._looked_for = 0
@@ -149,47 +159,47 @@ class RecordCapture:
 
     @property
     def is_planned(self) -> bool:
-        return self._layout is not None
+        return self._plan is not None
 
     def unplan(self) -> None:
         """Drop the record under way, and the plan; another plan is made before the next record."""
         self.drop()
-        self._layout = None
+        self._plan = None
 
     def plan(
         self, steps: list[Steps], groups: Groups, values: dict[str, torch.Tensor], extras: bytes
     ) -> None:
         """Plan what records hold from now on, with room for such `extras`.  Collective; blocks."""
         live = held(steps, values, self._whole)
-        self._planned += 1
-        together = agree(self._group, live, self._mesh, self._planned)
+        self._plans += 1
+        together = agree(self._group, live, self._mesh, self._plans)
         agreement, few = parted(together, self._group.size)
         plan = plan_of(agreement, few)
         name = hexdigest(msgspec.json.encode(plan))
         if self._group.rank == 0:
             put_plan(self._store, self._run, plan)
         room = aligned(max(self._room, len(extras) * 5 // 4 + SPARE_ROOM))
-        self._layout = Layout.of(agreement, few, self._group.rank, live, steps, room)
+        layout = Layout.of(agreement, few, self._group.rank, live, steps, room)
         kinds = {one.key: kind_of(one.optimizer) for one in steps}
         modules = {one.key: one.modules for one in steps}
-        self._header = Header(
+        header = Header(
             self._run, self._group.rank, self._group.size, name, groups, kinds, modules=modules
         )
-        self._check_space(self._layout.image.total_bytes, len(encode_header(self._header)))
-        self._open_queue()
+        self._check_space(layout.image.total_bytes, len(encode_header(header)))
+        self._open_queue(layout, header)
 
     def _check_space(self, image_bytes: int, header_bytes: int) -> None:
         """Check for room before anything is recorded.  Collective if there is a bound."""
         self._record_bytes = aligned(image_bytes) + header_bytes + ALIGN
         if self.space.max_bytes:
-            if self._planned == 1:
+            if self._plans == 1:
                 there = self._group.from_rank0(lambda: str(needed_bytes(self._store)).encode())
                 self.space.add(int(there) // self._group.size)
             try:
                 with alike(self._group, 0):
                     self.space.check(self._record_bytes)
             except UsageError as error:
-                if self._planned == 1:
+                if self._plans == 1:
                     raise
                 raise AgentError(error.message, hint=error.hint) from None  # training goes on
         if self._group.rank == 0 and self._record_bytes > self._looked_for:
@@ -212,40 +222,39 @@ class RecordCapture:
 
     def reopen(self) -> None:
         """Give the queue as much memory as batches need now.  Blocks while records are written."""
-        if self._rebatched:
-            self._open_queue()
+        if self._rebatched and self._plan is not None:
+            self._open_queue(self._plan.layout, self._plan.header)
 
     def rebatch(self, batch: int) -> None:
         """Write so many records per file from now on."""
         if batch != self._options.batch:
             assert self.open is None, "a record is under way"
             self._options = replace(self._options, batch=batch)
-            self._rebatched = self._layout is not None
+            self._rebatched = self.is_planned
 
-    def _open_queue(self) -> None:
+    def _open_queue(self, layout: Layout, header: Header) -> None:
         """Make memory for records, and tell a writer of them.  Blocks while earlier ones are written."""
-        assert self._layout is not None and self._header is not None
-        self._layout.forget_places()
-        ring = Ring(self._options.slots, aligned(self._layout.image.total_bytes))
+        layout.forget_places()
+        ring = Ring(self._options.slots, aligned(layout.image.total_bytes))
         threading.Thread(target=ring.populate, name="holdfast-ring", daemon=True).start()
-        self._queue.open(self._store, self._header, ring, self._options.batch)
+        self._queue.open(self._store, header, ring, self._options.batch)
+        self._plan = RecordPlan(layout, header, ring)
         self._rebatched = False
 
     # -- one record -------------------------------------------------------------------------------
 
     def begin(self) -> Open | None:
-        """Begin a record of the planned layout; None if no slot can be had, or storage may take no more.
-        Blocks while the queue is full, and until the writer has the record before: no more than one is lost
-        with this process."""
+        """Begin a record of the planned layout; None without a plan, if no slot can be had, or if storage
+        may take no more.  Blocks while the queue is full, and until the writer has the record before: no
+        more than one is lost with this process."""
         if not self.space.has_room(self._record_bytes):
             self.notice = self.space.pause()
             return None
         waits = self._options.when_full == "wait"
         slot = self._queue.take(wait=waits) if self._has_handed_over(wait=waits) else None
-        if slot is None:
+        if self._plan is None or slot is None:
             return None
-        assert self._queue.ring is not None
-        self.open = Open(slot, self._queue.ring.slot(slot))
+        self.open = Open(slot, self._plan.ring.slot(slot), self._plan.layout)
         return self.open
 
     def _has_handed_over(self, *, wait: bool) -> bool:
@@ -262,21 +271,19 @@ class RecordCapture:
             )
         return bool(done)
 
-    def gradients(self, one: Steps) -> None:
+    def gradients(self, record: Open, one: Steps) -> None:
         """Begin to copy the gradients of one optimizer; they must stay as they are until
         `wait_copied`."""
-        record = self.open
-        assert record is not None and self._layout is not None
         differs = any(group.get("differentiable") for group in one.optimizer.param_groups)
         read_only = is_torchs(one.optimizer) and not differs
         for name, p in one.params:
             check_grad(name, p, read_only=read_only)
         record.applied.append(_applied(one))
-        found = self._layout.places(record.slot, record.memory, one.key)
+        found = record.layout.places(record.slot, record.memory, one.key)
         grads = [(p, p.piece.tensor.grad) for p in found if p.piece.tensor.grad is not None]
         given = [p.grad for _, p in one.params if p.grad is not None]
         ready = _event(given[0].device) if given else None
-        pack = self._layout.packs.get(one.key)
+        pack = record.layout.packs.get(one.key)
         if ready is None:
             self._copy_here(record, grads)
             _pack(record, pack, self._beside.map if torch.get_num_threads() > 1 else map)
@@ -300,11 +307,11 @@ class RecordCapture:
         declared, by what they have: the record cannot be, and the next plan has such gradients
         whole."""
         found: dict[str, list[str]] = {}
-        if self.open is None or self._layout is None:
+        if self.open is None:
             return found
         for copying in self.open.copying:
             copying.result()
-        rounded = self._layout.rounded
+        rounded = self.open.layout.rounded
         for error in self.open.misdeclared:
             found[error.what] = list(dict.fromkeys([*found.get(error.what, ()), *error.names]))
             self._whole |= set(error.names)
@@ -312,10 +319,9 @@ class RecordCapture:
                 self._whole |= rounded
         return found
 
-    def fill(self, extras: bytes, values: dict[str, torch.Tensor]) -> str:
+    def fill(self, record: Open, extras: bytes, values: dict[str, torch.Tensor]) -> str:
         """Copy what the record holds besides gradients; return why it cannot, empty if it can."""
-        record, layout = self.open, self._layout
-        assert record is not None and layout is not None
+        layout = record.layout
         if len(extras) > layout.image.extras_bytes:
             self._room = max(self._room, 2 * len(extras))
             return f"extras of {len(extras)} bytes"
@@ -329,29 +335,29 @@ class RecordCapture:
 
     def hand_over(
         self,
+        record: Open,
         step: int,
         parent: Identity,
+        *,
         unchanged: tuple[str, ...],
         notes: dict[str, tuple[str, str]],
         late: tuple[str, ...] | None,
     ) -> Identity:
         """Send the complete record to the writer; return the state that it leads to, at once."""
-        record, layout = self.open, self._layout
-        assert record is not None and layout is not None
         entry = Record(step, parent, 0, 0, 0, 0, tuple(record.applied), unchanged, notes, late)
         self.open = None
         self.space.add(self._record_bytes)
-        self._handing = self._copier.submit(self._put, record, entry, layout)
+        self._handing = self._copier.submit(self._put, record, entry)
         return self._run, step
 
-    def _put(self, record: Open, entry: Record, layout: Layout) -> None:
+    def _put(self, record: Open, entry: Record) -> None:
         """Seal the record and put it into the queue: on the copying thread, behind the copies."""
         try:
             for copying in record.copying:
                 copying.result()
             if record.misdeclared:
                 raise record.misdeclared[0]
-            image = layout.seal(record.memory, record.sizes, record.extras)
+            image = record.layout.seal(record.memory, record.sizes, record.extras)
             entry = msgspec.structs.replace(
                 entry, bytes=image.total_bytes, data=image.data_start, extras=image.extras_start,
                 table=image.table_start, sizes=record.sizes,

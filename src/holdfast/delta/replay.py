@@ -277,43 +277,41 @@ class Replay:
 
     def _read(self, step: Step, into: Gradients) -> None:
         """Read what is used of a record: gradients, the buffers that it changed, extras.  Collective."""
-        error: Exception | None = None
-        wants: list[Want] = []
-        checkpoint = None
-        few: dict[str, torch.Tensor] = {}
-        try:
+        with alike(self.group, step.step):
             checkpoint = self.log.open(step, {}, {})
-            packed = {t.name for t in self.log.plan(step).packed}
-            for one in self.steps:
-                if one.key not in step.applied():
-                    continue
-                given = step.with_gradient(one.key)
-                for full in (grad_name(one.key, name) for name, _ in one.params if name in given):
-                    if full in packed:
-                        few[full] = into.of[full]
-                    else:
-                        wants += self._wants(checkpoint, full, into.of[full])
-            into.packed = _room_for_packed(checkpoint)
-            for name, array in into.packed.items():
-                whole = Box((0,), array.shape)
-                wants.append(Want(checkpoint.index(name), whole, ArrayTarget(array)))
-            into.values = self._changed(step, checkpoint)
-            for name, tensor in into.values.items():
-                wants += self._wants(checkpoint, name, tensor)
+            wants, few = self._wanted(step, checkpoint, into)
             for file in checkpoint.manifest.files[self.group.rank :: self.group.size]:
                 checkpoint.file_extras(file)
-        except Exception as failed:
-            error = failed
-        self._alike(error, step)
-        assert checkpoint is not None
         read_together(checkpoint.files, wants, self.group if self.group.size > 1 else None)
         if few or into.packed:
-            error = None
-            try:
+            with alike(self.group, step.step):
                 self._unpack(step, few, into.packed)
-            except Exception as failed:
-                error = failed
-            self._alike(error, step)
+
+    def _wanted(
+        self, step: Step, checkpoint: Checkpoint, into: Gradients
+    ) -> tuple[list[Want], dict[str, torch.Tensor]]:
+        """Return what to read into gradients, room for packed ones and buffers, and the gradients by
+        name that have to be unpacked then."""
+        wants: list[Want] = []
+        few: dict[str, torch.Tensor] = {}
+        packed = {t.name for t in self.log.plan(step).packed}
+        for one in self.steps:
+            if one.key not in step.applied():
+                continue
+            given = step.with_gradient(one.key)
+            for full in (grad_name(one.key, name) for name, _ in one.params if name in given):
+                if full in packed:
+                    few[full] = into.of[full]
+                else:
+                    wants += self._wants(checkpoint, full, into.of[full])
+        into.packed = _room_for_packed(checkpoint)
+        for name, array in into.packed.items():
+            whole = Box((0,), array.shape)
+            wants.append(Want(checkpoint.index(name), whole, ArrayTarget(array)))
+        into.values = self._changed(step, checkpoint)
+        for name, tensor in into.values.items():
+            wants += self._wants(checkpoint, name, tensor)
+        return wants, few
 
     def _unpack(
         self, step: Step, few: dict[str, torch.Tensor], packed: dict[str, np.ndarray[Any, Any]]
@@ -340,11 +338,6 @@ class Replay:
                     found.setdefault((part.key, rank), []).append(part)
             self._packing[known] = found
         return self._packing[known]
-
-    def _alike(self, error: Exception | None, step: Step) -> None:
-        with alike(self.group, step.step):
-            if error is not None:
-                raise error
 
     def _changed(self, step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         """Memory for the values that a step changed."""

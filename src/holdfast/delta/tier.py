@@ -332,7 +332,7 @@ class DeltaTier:
             self._early = None
         if self._early is None and is_watched(one.optimizer):
             self._early = self._watch.versions(self.state())
-        self._capture.gradients(one)
+        self._capture.gradients(record, one)
         if not only_reads(one.optimizer):
             self._after(key, one.optimizer)
 
@@ -432,11 +432,12 @@ class DeltaTier:
         `save_every`: steps between full saves, as far as that is known.
         """
         self._capture.save_every = save_every
-        if self.parent is not None and step <= self.parent[1]:
-            self._check_number(step, self.parent[1])
+        parent = self.parent
+        if parent is not None and step <= parent[1]:
+            self._check_number(step, parent[1])
             return
         self._unsaved = (self._unsaved or (step, step))[0], step
-        if self.parent is None:
+        if parent is None:
             return
         if self._observer.forget_failed():
             self._again(FAILED)
@@ -456,8 +457,9 @@ class DeltaTier:
                 self._again("buffers change that did not before")
                 return
             try:
-                if self._opened() is not None:
-                    self._finish(step, rest, changed, state)
+                record = self._opened()
+                if record is not None:
+                    self._finish(record, step, parent, rest=rest, changed=changed, state=state)
             except Exception as error:
                 self._fail(error)
 
@@ -470,8 +472,17 @@ class DeltaTier:
                 hint="call Checkpointer.step() once after each optimizer step, with its number",
             )
 
-    def _finish(self, step: int, rest: Live, changed: set[str], state: State) -> None:
-        assert self.parent is not None
+    def _finish(
+        self,
+        record: Open,
+        step: int,
+        parent: Identity,
+        *,
+        rest: Live,
+        changed: set[str],
+        state: State,
+    ) -> None:
+        """Complete a record, which leads on from `parent`, and hand it over."""
         planned = self._watch.changing  # other ranks may have changed what this one has not
         values = {n: t for n, t in self._watch.tensors(state).items() if n in planned}
         objects = self._of_objects(rest, state)
@@ -479,25 +490,26 @@ class DeltaTier:
         if _places(rest, objects) != self._parts:
             self._again("the state of an object has other tensors")
             return
-        misfit = self._capture.fill(encode_extras(rest.extras), values)
+        misfit = self._capture.fill(record, encode_extras(rest.extras), values)
         if misfit:
             self._again(misfit)
             return
-        self._count_idle()
+        self._count_idle(record)
         unchanged = tuple(sorted(self._watch.changing - changed))
         late = None if self._early is None else self._watch.written_since(self._early, state)
-        self.parent = self._capture.hand_over(step, self.parent, unchanged, _notes(rest), late)
+        self.parent = self._capture.hand_over(
+            record, step, parent, unchanged=unchanged, notes=_notes(rest), late=late
+        )
         self._early = self._unsaved = None
         self._edits = 0
         self.recorded = True
         self._clock.made()
         self._observer.come_last()
 
-    def _count_idle(self) -> None:
+    def _count_idle(self, record: Open) -> None:
         """Tell of many records without an optimizer's step: a graph that holds the whole step, say,
         calls no hooks; nor is what it writes counted."""
-        record = self._capture.open
-        self._idle = 0 if record is not None and record.applied else self._idle + 1
+        self._idle = 0 if record.applied else self._idle + 1
         if self._idle == MAX_IDLE and not self._told_of_idle:
             self._told_of_idle = True
             self.news.append(

@@ -190,12 +190,17 @@ def _alike(optimizer: Optimizer) -> Optimizer:
 
 
 def _lies_flat(p: torch.Tensor, states: dict[str, Any]) -> bool:
-    """True if a parameter, its gradient and its states can be cut alike; False without states."""
+    """True if a parameter, its gradient and its states can be cut alike; False without gradient or
+    states."""
     mine, grad = local_of(p), p.grad
-    assert grad is not None
     if mine.device.type != "cpu" or mine.dtype not in (torch.float32, torch.float64) or not states:
         return False
-    if grad.layout != torch.strided or not _lie_alike(grad, p) or grad.dtype != p.dtype:
+    if (
+        grad is None
+        or grad.layout != torch.strided
+        or not _lie_alike(grad, p)
+        or grad.dtype != p.dtype
+    ):
         return False
     if not all(isinstance(value, torch.Tensor) for value in states.values()):
         return False

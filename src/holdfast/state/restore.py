@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
@@ -36,6 +34,7 @@ from holdfast.state.several import as_seen
 from holdfast.state.targets import Change, Options, materialise, target_of, targets
 from holdfast.state.window import wait_for_copies
 from holdfast.state.wrappers import SECOND, has_wrappers
+from holdfast.state.writes import count_write
 
 if TYPE_CHECKING:
     from holdfast.state.masters import MasterChange
@@ -98,9 +97,7 @@ def alike(group: Group, step: int) -> Iterator[None]:
 
 def count_writes(live: Live) -> None:
     """Raise version counters, for those who go by them: filling a tensor's memory does not."""
-    sources = [t.source for t in live.tensors.values()]
-    written = sources + [s._local_tensor for s in sources if isinstance(s, DTensor)]
-    torch.autograd.graph.increment_version([w for w in written if not w.is_inference()])
+    count_write([t.source for t in live.tensors.values()])
 
 
 def poison(live: Live) -> None:

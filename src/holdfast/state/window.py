@@ -2,7 +2,7 @@
 
 It lasts from the snapshot's call to the next optimizer step, whose hook waits for what is not copied yet.
 A script may edit weights in between, by many operations, such as a loop over the parameters.  Version
-counters tell that a tensor was written, with two limits:
+counters tell that a tensor was written (`writes`), with two limits:
 
 * They do not tell whether an edit is over.  A copy taken again at once could fall between two operations
   of one edit.  So it is taken again only while the training thread is at rest: inside a call of this
@@ -53,6 +53,11 @@ _resting: Counter[int] = Counter()
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
+def _nothing_is_copied() -> bool:
+    """True: without a copy there is none that a write could have torn."""
+    return True
+
+
 class Window:
     """The time from a snapshot's call to the next optimizer step, which waits for the copy.
 
@@ -66,7 +71,8 @@ class Window:
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._phase = Phase.WAITING
         self._carried: Carried | None = None
-        self._unchanged: Callable[[], bool] | None = None
+        self._unchanged: Callable[[], bool] = _nothing_is_copied
+        """Reads the counters: True if nothing was written while it was copied."""
         with _moves:
             _windows.add(self)
 
@@ -96,7 +102,6 @@ class Window:
     def look_again(self) -> None:
         """Nothing is being written now: if the copy is made, the counters tell whether it is good."""
         if self._phase is Phase.COPIED:
-            assert self._unchanged is not None
             self._go(Phase.OVER if self._unchanged() else Phase.CHANGED)
 
     def of(self, thread: int) -> bool:
@@ -161,7 +166,7 @@ class Window:
     def _go(self, phase: Phase) -> None:
         with _moves:
             if phase is Phase.OVER:
-                self._unchanged = None
+                self._unchanged = _nothing_is_copied
             if self._phase is not Phase.OVER:
                 self._phase = phase
             _moves.notify_all()

@@ -1,7 +1,7 @@
 """Was a tensor written, was it moved?  The answers that can be had without a comparison of all its values.
 
     question                                                          answered by
-    how often was it written?                                         `write_count`
+    how often was it written?                                         `write_count`, `count_write`
     was it written, or does it lie elsewhere?                         `count_and_address`
     ... or is it another tensor than before?                          `Mark.of`
     ... also by writes that are not counted, of which samples tell?   `Mark.sampled`
@@ -44,6 +44,12 @@ _KNOWN = PLAIN | {DTensor}
 def write_count(tensor: torch.Tensor, memory: torch.Tensor) -> int:
     """Number that grows with every write by way of a tensor or of the `memory` that has its values."""
     return tensor._version + memory._version
+
+
+def count_write(tensors: list[torch.Tensor]) -> None:
+    """Count a write to each of these tensors, whose memory was filled past torch."""
+    written = tensors + [t._local_tensor for t in tensors if isinstance(t, DTensor)]
+    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
 
 
 def count_and_address(tensor: torch.Tensor) -> tuple[int, int]:
