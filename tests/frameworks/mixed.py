@@ -1,4 +1,4 @@
-"""A toy framework: a float32 master of each bfloat16 weight, whole.  The program of docs/how-to/framework.md."""
+"""A toy framework: a float32 master of each bfloat16 weight.  The program of docs/how-to/framework.md."""
 
 from __future__ import annotations
 
