@@ -44,7 +44,7 @@ def save_and_load(path: Path) -> None:
         by_rank = {rank: {"samples": loads[rank]["samples"][state]} for rank in RANKS}
         bars(axis, f"load, page cache {state}", samples(by_rank, "holdfast", "dcp", "raw"))
     axes[0].set_ylabel("seconds for 1.5 GB")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     save(figure, path)
 
 
