@@ -440,7 +440,7 @@ RESULTS = {
     "compression.rounded_to",
     "events.Event",
     "testing.Operation",
-    "testing.Run",
+    "testing.Training",
 }
 """What the library makes and users read."""
 ELSEWHERE = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.testing import Run, SourceTests
+from holdfast.testing import SourceTests, Training
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,8 +23,8 @@ def one_rank() -> None:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
 
 
-def builder(stage: int) -> Callable[[int], Run]:
-    def run(seed: int) -> Run:
+def builder(stage: int) -> Callable[[int], Training]:
+    def run(seed: int) -> Training:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
         config = {
@@ -41,18 +41,18 @@ def builder(stage: int) -> Callable[[int], Run]:
             engine.backward(engine(inputs).square().mean())
             engine.step()
 
-        return Run({"model": engine, "optim": engine.optimizer}, train)
+        return Training({"model": engine, "optim": engine.optimizer}, train)
 
     return run
 
 
 class TestZero1(SourceTests):
     @pytest.fixture
-    def build(self) -> Callable[[int], Run]:
+    def build(self) -> Callable[[int], Training]:
         return builder(1)
 
 
 class TestZero3(SourceTests):
     @pytest.fixture
-    def build(self) -> Callable[[int], Run]:
+    def build(self) -> Callable[[int], Training]:
         return builder(3)

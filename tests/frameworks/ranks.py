@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import holdfast
 from frameworks.test_toy import run
-from holdfast.testing import Run
+from holdfast.testing import Training
 
 
-def gathered(one: Run) -> dict[str, torch.Tensor]:
+def gathered(one: Training) -> dict[str, torch.Tensor]:
     """The whole master and its states, from all ranks, and the weights made of it."""
     optimizer = one.state["optim"]
     mine = {"master": optimizer.master.detach(), **optimizer.inner.state[optimizer.master]}
@@ -26,7 +26,7 @@ def gathered(one: Run) -> dict[str, torch.Tensor]:
     return {**whole, "step": mine["step"].clone(), "weights": torch.cat(weights)}
 
 
-def train(one: Run, steps: int) -> dict[str, torch.Tensor]:
+def train(one: Training, steps: int) -> dict[str, torch.Tensor]:
     for _ in range(steps):
         one.train()
     return gathered(one)
@@ -48,7 +48,7 @@ def main(what: str, root: str, file: str) -> None:
     dist.destroy_process_group()
 
 
-def restored(one: Run, root: str, expected: dict[str, torch.Tensor]) -> None:
+def restored(one: Training, root: str, expected: dict[str, torch.Tensor]) -> None:
     assert holdfast.load(root, one.state) == 3
     assert one.state["optim"].steps == 3
     same(gathered(one), expected)

@@ -17,10 +17,10 @@ from frameworks import toy
 from frameworks.mixed import Mixed
 from holdfast import sources
 from holdfast.errors import UsageError
-from holdfast.testing import Run, SourceTests
+from holdfast.testing import SourceTests, Training
 
 
-def run(seed: int) -> Run:
+def run(seed: int) -> Training:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).bfloat16()
     optimizer = toy.Optimizer(model)
@@ -31,16 +31,16 @@ def run(seed: int) -> Run:
         model(inputs).square().mean().backward()
         optimizer.step()
 
-    return Run({"model": model, "optim": optimizer}, train)
+    return Training({"model": model, "optim": optimizer}, train)
 
 
 class TestToy(SourceTests):
     @pytest.fixture
-    def build(self) -> Callable[[int], Run]:
+    def build(self) -> Callable[[int], Training]:
         return run
 
 
-def mixed_run(seed: int) -> Run:
+def mixed_run(seed: int) -> Training:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).bfloat16()
     optimizer = Mixed(model)
@@ -50,14 +50,14 @@ def mixed_run(seed: int) -> Run:
         model(torch.ones(4, 5).bfloat16()).square().mean().backward()
         optimizer.step()
 
-    return Run({"model": model, "optim": optimizer}, train)
+    return Training({"model": model, "optim": optimizer}, train)
 
 
 class TestMixed(SourceTests):
     """A framework whose masters are whole, each with states of its own."""
 
     @pytest.fixture
-    def build(self) -> Callable[[int], Run]:
+    def build(self) -> Callable[[int], Training]:
         return mixed_run
 
 

@@ -6,7 +6,7 @@ class TestMyStore(StoreTests):         # is my store a right one?
 
 class TestMyFramework(SourceTests):    # does my framework tell where its values are?
     @pytest.fixture
-    def build(self): return lambda seed: Run({"model": ..., "optim": ...}, train)
+    def build(self): return lambda seed: Training({"model": ..., "optim": ...}, train)
 
 StopAfter(store, 7)                    # does my program survive death at its 7th change?
 """
@@ -20,13 +20,13 @@ from holdfast.testing.stores import StoreTests
 from holdfast.testing.wrappers import Counting, Faulty, Operation, Slow, StopAfter, Stopped
 
 if TYPE_CHECKING:
-    from holdfast.testing.sources import Run, SourceTests
+    from holdfast.testing.sources import SourceTests, Training
 
 __all__ = [
     "Counting",
     "Faulty",
     "Operation",
-    "Run",
+    "Training",
     "Slow",
     "SourceTests",
     "StopAfter",
@@ -37,6 +37,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The suite for frameworks, which needs torch."""
-    if name in ("Run", "SourceTests"):
+    if name in ("Training", "SourceTests"):
         return getattr(importlib.import_module("holdfast.testing.sources"), name)
     raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")

@@ -3,10 +3,10 @@
     class TestMyFramework(SourceTests):
         @pytest.fixture
         def build(self) -> Build:
-            def run(seed: int) -> Run:
+            def run(seed: int) -> Training:
                 model, optimizer = ...                       # another seed, other weights
                 def train() -> None: ...                     # one step; in runs that are equal, the same
-                return Run({"model": model, "optim": optimizer}, train)
+                return Training({"model": model, "optim": optimizer}, train)
             return run
 
 The tests save and restore on this rank alone, and compare bit for bit.  They need pytest only for the
@@ -33,25 +33,25 @@ from holdfast.state.collecting import collect
 from holdfast.state.live import is_optimizer, sources_in, stages
 
 Values = dict[str, list[tuple[Box, bytes]]]
-"""What a rank has of each saved tensor: boxes and their bytes, by name."""
+"""A rank's boxes of each saved tensor and their bytes, by name."""
 
 
 @dataclass(frozen=True)
-class Run:
+class Training:
     """A training run of the framework."""
 
     state: dict[str, Any]
-    """What a user hands to `Checkpointer`: modules and optimizers of the framework."""
+    """The state that a user hands to `Checkpointer`: modules and optimizers of the framework."""
     train: Callable[[], object]
     """Makes one step: with equal weights and states the same one."""
 
 
-Build = Callable[[int], Run]
+Build = Callable[[int], Training]
 """Makes a fresh run from a seed."""
 
 
 class SourceTests:
-    """Subclass it and give a fixture `build`: from a seed to a fresh `Run`.  Needs `tmp_path`, too."""
+    """Subclass it and give a fixture `build`: from a seed to a fresh `Training`.  Needs `tmp_path`, too."""
 
     # what is told
 
@@ -160,7 +160,7 @@ class SourceTests:
         assert values_of(other) == values_of(saved)
 
     @staticmethod
-    def _go_on(saved: Run, other: Run, root: Path) -> None:
+    def _go_on(saved: Training, other: Training, root: Path) -> None:
         for _ in range(2):
             saved.train()
         save(root, saved.state, step=2)
@@ -196,7 +196,7 @@ def weights_in(state: dict[str, Any]) -> Iterator[tuple[Source, torch.Tensor]]:
         yield from ((source, p) for _, params in groups for p in params)
 
 
-def values_of(run: Run) -> Values:
+def values_of(run: Training) -> Values:
     """All tensors that a save would write now."""
     live = collect(run.state)
     return {
@@ -205,12 +205,12 @@ def values_of(run: Run) -> Values:
     }
 
 
-def extras_of(run: Run) -> dict[str, Any]:
+def extras_of(run: Training) -> dict[str, Any]:
     """All else that a save would write now."""
     return collect(run.state).extras
 
 
-def weights_of(run: Run) -> dict[str, bytes]:
+def weights_of(run: Training) -> dict[str, bytes]:
     """The weights that the models compute with."""
     return {
         f"{key}.{number}.{name}": bytes_of(p)
