@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
@@ -18,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.errors import HoldfastWarning, UsageError
+from holdfast.errors import UsageError, warn_user
 from holdfast.state.ignoring import Ignored
 
 ELEMENTWISE = frozenset(
@@ -141,12 +140,10 @@ def check_own_state(key: str, optimizer: Any, saved: Any) -> None:
         except Exception as error:  # whatever it is, the save can be made
             lost = []
             if not ignored.has("*"):
-                warnings.warn(
+                warn_user(
                     f"{key!r}: whether the state_dict() of {type(optimizer).__name__} has anything beside "
                     f"states and groups, which are saved, it cannot say here ({type(error).__name__}: "
-                    f"{error}); holdfast.ignore({key}, '*') says that it may be left out",
-                    HoldfastWarning,
-                    stacklevel=2,
+                    f"{error}); holdfast.ignore({key}, '*') says that it may be left out"
                 )
     kept = [name for name in lost if not ignored.has(name)]
     if kept:
