@@ -1,4 +1,4 @@
-"""What a verb takes, declared in the signature of its function, as a parser of argparse.
+"""The arguments of a verb, declared in the signature of its function, as a parser of argparse.
 
     def run(
         url: Annotated[str, Argument("URL", "The folder that holds the steps.")],

@@ -1,4 +1,4 @@
-"""What a verb returns, and how it is written: lines, tables and bars for people, JSON for programs.
+"""The result of a verb, and its writing: lines, tables and bars for people, JSON for programs.
 
 rich is imported when a bar or a table too wide for the terminal is drawn, and not before (60 ms).
 """
@@ -22,7 +22,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a verb has found or done."""
+    """The findings of a verb, for programs and for people."""
 
     data: Callable[[], object]
     """Returns what `--json` prints: plain values, dataclasses and structs."""

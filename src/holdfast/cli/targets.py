@@ -1,4 +1,4 @@
-"""What a target names: a root, a step of it, or the checkpoint of another system.
+"""The meaning of a target: a root, a step of it, or the checkpoint of another system.
 
 `runs/gpt@1000` is step 1000 of `runs/gpt`.  But `@` may be in the name of a folder as well (`gpt@2`, a
 copy, an experiment of that day), and what lies there decides.  Where both could be meant, neither is taken.

@@ -1,4 +1,4 @@
-"""How verbs write numbers, times and ranks, and what colours they give to words."""
+"""Numbers, times and ranks as verbs write them, and the colours of words."""
 
 from __future__ import annotations
 
