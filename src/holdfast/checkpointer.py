@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -33,7 +32,7 @@ from holdfast.arguments import (
 from holdfast.capture import Save
 from holdfast.checkpoint.tidying import Keep
 from holdfast.ending import Ending
-from holdfast.errors import HoldfastError, HoldfastWarning, UsageError
+from holdfast.errors import HoldfastError, UsageError, warn_user
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
@@ -201,7 +200,7 @@ class Checkpointer:
             self._prepare()
             self._warn_if_never_due()
         self._prepared = True
-        self._tell(3)
+        self._tell()
 
     def _recorded_by_a_save(self, step: int, durable: bool) -> bool:
         """Make a record of this step; if records have nothing to lead on from, a full save instead."""
@@ -296,7 +295,7 @@ class Checkpointer:
     def _report(self) -> None:
         """Tell the user of saves that have failed since the last call, and of what memory cannot bear."""
         self._look_back()
-        self._tell(4)
+        self._tell()
 
     def _look_back(self) -> None:
         """See what there is to be told."""
@@ -326,12 +325,12 @@ class Checkpointer:
     def _complain(self, error: BaseException, text: str) -> None:
         self._news.append((error if self.on_error == "raise" else None, text))
 
-    def _tell(self, stacklevel: int) -> None:
+    def _tell(self) -> None:
         """Give the warnings, and then raise the first error; others come with the next calls."""
         texts = [text for error, text in self._news if error is None]
         self._news = [one for one in self._news if one[0] is not None]
         for text in texts:
-            warnings.warn(text, HoldfastWarning, stacklevel=stacklevel)
+            warn_user(text)
         if self._news:
             error, _ = self._news.pop(0)
             assert error is not None
@@ -496,13 +495,13 @@ class Checkpointer:
         except BaseException:
             self._look_back()
             self._news = [(None, text) for _, text in self._news]
-            self._tell(4)  # beside the error: there is no next call
+            self._tell()  # beside the error: there is no next call
             raise
         self._look_back()
         self._news += [(None, text) for text in self._lost_steps()]
         errors = [one for one in self._news if one[0] is not None]
         self._news = [one if one in errors[:1] else (None, one[1]) for one in self._news]
-        self._tell(4)  # the first as an error: there is no next call
+        self._tell()  # the first as an error: there is no next call
 
     @property
     def _is_ours(self) -> bool:

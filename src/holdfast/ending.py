@@ -8,13 +8,12 @@ or calls `os._exit`, has no end of this kind.
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from weakref import WeakMethod
 
 from holdfast.capture import Save
-from holdfast.errors import HoldfastError, HoldfastWarning
+from holdfast.errors import HoldfastError, HoldfastWarning, warn_user
 from holdfast.group import Group
 from holdfast.patience import slowest
 from holdfast.threads import at_exit, idle
@@ -56,7 +55,7 @@ class Ending:
                 self._group.gather("ended", b"", LINGER_S)
         for text in self._texts(late, waited_s, why):
             try:
-                warnings.warn(text, HoldfastWarning, stacklevel=2)
+                warn_user(text)
             except (
                 HoldfastWarning
             ) as error:  # as `python -W error` has it; there are others to be told

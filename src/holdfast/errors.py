@@ -26,12 +26,55 @@ pickling, too.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import warnings
+from types import FrameType
 from typing import Any
 
 
 class HoldfastWarning(UserWarning):
     """A save failed, or a damaged step was passed over; training goes on."""
+
+
+def warn_user(message: str, hint: str | None = None) -> None:
+    """Give a HoldfastWarning at the line of the user's script that called holdfast.
+
+    That is the first line, going back through the calls, which is neither in holdfast nor in torch or the
+    standard library, whose hooks call holdfast, too.  A helper thread has no such line, and names its own:
+    frames of another thread are not looked at, which can hang Python 3.11.0 to 3.11.4 and crash a
+    free-threaded one.
+    """
+    text = message if hint is None else f"{message}\n  hint: {hint}"
+    frame = _caller(sys._getframe())
+    if frame is None:
+        warnings.warn(text, HoldfastWarning, stacklevel=2)
+        return
+    names = frame.f_globals
+    warnings.warn_explicit(
+        text, HoldfastWarning, frame.f_code.co_filename, frame.f_lineno,
+        names.get("__name__"), names.setdefault("__warningregistry__", {}),
+    )  # fmt: skip
+
+
+_HOLDFAST = os.path.dirname(__file__) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = (os.path.join(_PYTHON, "site-packages"), os.path.join(_PYTHON, "dist-packages"))
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """The first frame of a user's code, going back from `frame`; None if there is none."""
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_users(frame: FrameType) -> bool:
+    path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+    if path.startswith((_HOLDFAST, "<frozen")) or module.split(".")[0] == "torch":
+        return False
+    return not path.startswith(_PYTHON) or path.startswith(_PACKAGES)
 
 
 class HoldfastError(Exception):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.arguments import function_of
+from holdfast.errors import warn_user
 
 Sink = Callable[["Event"], None]
 
@@ -98,4 +98,4 @@ def _deliver(event: Event) -> None:
         try:
             sink(event)
         except Exception as error:  # whoever listens must not break what he listens to
-            warnings.warn(f"event sink {sink!r} failed: {error!r}", stacklevel=3)
+            warn_user(f"event sink {sink!r} failed: {error!r}")

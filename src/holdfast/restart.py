@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +11,7 @@ from holdfast.capture.exactness import EXACT, tell_exactness
 from holdfast.checkpoint.names import describe, last_recorded, stated_attempt
 from holdfast.checkpoint.tidying import came_later
 from holdfast.checkpoint.unproved import tell_passed_over
-from holdfast.errors import HoldfastError, HoldfastWarning, NotFound, NotRecoverable
+from holdfast.errors import HoldfastError, NotFound, NotRecoverable, warn_user
 from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
 from holdfast.recovery import Candidate, newest_first, newest_good
@@ -130,17 +129,15 @@ class Restart:
         newest."""
         if self.taken is not None and self.tiers.group.rank == 0:
             unproved = [s for s in self.durable if not s.is_proved]
-            tell_passed_over(self.tiers.store.url, unproved, self.taken.step, stacklevel=4)
+            tell_passed_over(self.tiers.store.url, unproved, self.taken.step)
 
     def _warn_of_baseless(self) -> None:
         """Warn if there are records, and no step was ever complete that they lead on from."""
         steps = [] if self.log is None else sorted({s.step for s in self.log.steps.values()})
         if steps:
-            warnings.warn(
+            warn_user(
                 f"steps {steps[0]} to {steps[-1]} are recorded, and the full step before them is "
-                "not complete: nothing can be restored",
-                HoldfastWarning,
-                stacklevel=4,
+                "not complete: nothing can be restored"
             )
 
     def _warn_of_unused(self, reached: Identity) -> None:
@@ -150,10 +147,8 @@ class Restart:
             lambda: str(last_recorded(self.tiers.store, run, step)).encode()
         )
         if int(last):
-            warnings.warn(
-                f"there are records up to step {int(last)} behind step {step}; without delta= none is used",
-                HoldfastWarning,
-                stacklevel=4,
+            warn_user(
+                f"there are records up to step {int(last)} behind step {step}; without delta= none is used"
             )
 
     def _warn_of_lost(self, reached: Identity) -> None:
@@ -167,11 +162,7 @@ class Restart:
             if bases and all(step <= reached[1] for _, step in bases):
                 run, step = max(bases)
                 why = f"the full save of step {step} by run {run}, from which they lead on, is not there"
-            warnings.warn(
-                f"{why}: records up to step {behind[-1]} are there and cannot be used",
-                HoldfastWarning,
-                stacklevel=4,
-            )
+            warn_user(f"{why}: records up to step {behind[-1]} are there and cannot be used")
 
     def result(self, step: int) -> Restored:
         """Return what to tell the user of the step that was reached."""
@@ -247,4 +238,4 @@ class Restart:
 
 def _passed_over(candidate: Candidate, error: HoldfastError) -> None:
     emit("restore.passed_over", step=candidate.step, error=str(error))
-    warnings.warn(f"{candidate} cannot be used: {error}", HoldfastWarning, stacklevel=5)
+    warn_user(f"{candidate} cannot be used: {error}")

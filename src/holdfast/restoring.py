@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import msgspec
 
@@ -19,13 +18,7 @@ from holdfast.checkpoint.names import (
 )
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.unproved import tell_passed_over
-from holdfast.errors import (
-    FormatError,
-    HoldfastWarning,
-    NotFound,
-    NotRecoverable,
-    UsageError,
-)
+from holdfast.errors import FormatError, NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
 from holdfast.origins import foreign_format
@@ -69,7 +62,7 @@ def load_from(
             )
         step = steps[-1].step
         if group.rank == 0:
-            tell_passed_over(store.url, steps, step, stacklevel=3)
+            tell_passed_over(store.url, steps, step)
     load_step(store, group, step, state, options, verify=verify)
     return step
 
@@ -96,11 +89,9 @@ def tell_unused_records(url: str, group: Group, step: int) -> None:
 
     last = int(group.from_rank0(lambda: bounded(look, "look at", url, _patience_s(group))))
     if last:
-        warnings.warn(
+        warn_user(
             f"step {step} of {url} is its newest full one; its records, up to step {last}, are not used: "
-            f"`holdfast replay {url} DST --to {last}` makes a full step of them, to begin with instead",
-            HoldfastWarning,
-            stacklevel=3,
+            f"`holdfast replay {url} DST --to {last}` makes a full step of them, to begin with instead"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import holdfast
 from cli.calling import call
 from holdfast.cli.main import VERBS
+from holdfast.cli.options import Option
 
 MANY_DIGITS = "9" * 5000
 LONG = "x" * 300
@@ -137,15 +139,14 @@ def test_every_option_of_every_verb_is_tried() -> None:
         run = importlib.import_module(f"holdfast.cli.{verb}").run
         tried = {option.split(" ")[-1] for option in CASES[verb][1]}
         for name, p in inspect.signature(run, eval_str=True).parameters.items():
-            option = next((d for d in _declared(p.annotation) if d.startswith("--")), None)
-            if p.annotation.__args__[0] is bool or (verb, option) in FINE:
+            kind, declared = get_args(p.annotation)
+            option = None
+            if isinstance(declared, Option):
+                option = declared.name or f"--{name.replace('_', '-')}"
+            if kind is bool or (verb, option) in FINE:
                 continue
             if option is not None and option not in tried:
                 missing.append(f"{verb} {option}")
             if option is None and not any(not o.startswith("--") for o in CASES[verb][1]):
                 missing.append(f"{verb} {name}")
     assert not missing
-
-
-def _declared(annotation: object) -> list[str]:
-    return [d for meta in annotation.__metadata__ for d in meta.param_decls or ()]  # type: ignore[attr-defined]

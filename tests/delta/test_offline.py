@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import holdfast
-from holdfast.cli.main import app
+from cli import calling
 from holdfast.delta import capture
 from holdfast.delta.segment import Header
 from holdfast.errors import HoldfastWarning, NotFound
@@ -55,8 +54,8 @@ class PlainMastered(Mastered):
 
 
 def call(*args: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(a) for a in args])
-    return result.exit_code, result.output
+    code, out, err = calling.call(*args)
+    return code, out + err
 
 
 def foreach(kind: Any) -> Any:

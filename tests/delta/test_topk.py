@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from holdfast.cli.main import app
+from cli.calling import call, call_json
 from memory.zygote import Lives, Told
 
 from .test_delta_lives import KILLED, check
@@ -97,14 +95,12 @@ def test_other_numbers_of_ranks(lives: Lives, tmp_path: Path) -> None:
 
 def check_offline(lives: Lives, place: Path, told: list[Told]) -> None:
     """`holdfast log` knows the records, and `holdfast replay` makes the same full step of one."""
-    shown = CliRunner().invoke(app, ["log", str(place / "root"), "--json"])
-    assert shown.exit_code == 0, shown.output
-    first, second, *_ = json.loads(shown.output)["records"]
+    code, shown = call_json("log", place / "root")
+    assert code == 0, shown
+    first, second, *_ = shown["records"]
     assert [(r["first"], r["last"], r["ranks"]) for r in (first, second)] == [(2, 4, 2), (5, 6, 3)]
-    result = CliRunner().invoke(
-        app, ["replay", str(place / "root"), str(place / "full"), "--to", "6"]
-    )
-    assert result.exit_code == 0, result.output
+    code, out, err = call("replay", place / "root", place / "full", "--to", 6)
+    assert code == 0, out + err
     shutil.rmtree(place / "root")
     shutil.move(place / "full", place / "root")
     again = lives.live(nodes=[0] * 2, until=7, **TOPK)

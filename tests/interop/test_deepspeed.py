@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from typer.testing import CliRunner
 
 import holdfast
+from cli.calling import call
 from distributed.launch import launch
-from holdfast.cli.main import app
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, UsageError
 from holdfast.format.extras import decode
 from holdfast.interop.deepspeed.layouts import Layouts
@@ -270,9 +269,9 @@ def test_tags_without_a_marker(sources: Callable[[int], Path], tmp_path: Path) -
 def test_commands(sources: Callable[[int], Path]) -> None:
     path = str(sources(2) / "z3" / "save")
     for command in (["ls", path], ["inspect", path], ["verify", path]):
-        ran = CliRunner().invoke(app, command)
-        assert ran.exit_code == 0, ran.output
-    assert "one.weight" in CliRunner().invoke(app, ["inspect", path]).output
+        code, out, err = call(*command)
+        assert code == 0, out + err
+    assert "one.weight" in call("inspect", path)[1]
 
 
 class Counting:
@@ -410,8 +409,8 @@ def test_a_grid(grids: Callable[[str], Path]) -> None:
     """Two stages, two tensor-parallel ranks, two data-parallel ones: as the ranks had it, and as
     ds_to_universal has it.  The embedding is tied over the stages and padded."""
     out = grids("tp2-pp2-dp2")
-    verified = CliRunner().invoke(app, ["verify", str(out / "save")])
-    assert verified.exit_code == 0, verified.output
+    code, printed, err = call("verify", out / "save")
+    assert code == 0, printed + err
     with holdfast.open(str(out / "save")) as found:
         held = together(out, 2)
         assert len(held) == 24 * 3

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import msgspec
 
-from holdfast.errors import HoldfastWarning
+from holdfast.errors import warn_user
 from holdfast.events import emit
 from holdfast.format.manifest import Manifest
 
@@ -55,10 +54,8 @@ def tell_exactness(manifest: Manifest) -> str:
         return EXACT
     emit("restore.from_replica", step=manifest.step, exactness=exactness)
     if not exactness.startswith(EXACT):
-        warnings.warn(
+        warn_user(
             f"step {manifest.step} was made from gradients on the host, not copied from the device: "
-            f"{exactness}",
-            HoldfastWarning,
-            stacklevel=5,
+            f"{exactness}"
         )
     return exactness

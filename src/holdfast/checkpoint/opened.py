@@ -75,7 +75,7 @@ class Checkpoint:
         step = None if step is None else step_of(step, call)
         flag_of(verify, call, "verify")
         store = open_store(path_of(url, call, "url"))
-        manifest = read_manifest(store, newest(store, stacklevel=3) if step is None else step)
+        manifest = read_manifest(store, newest(store) if step is None else step)
         return Checkpoint(store, manifest, verify=verify)
 
     def __enter__(self) -> Checkpoint:

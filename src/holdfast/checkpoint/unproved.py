@@ -7,25 +7,24 @@ newest, and that what was trained for it is left out, has to be told, by name.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from holdfast.checkpoint.names import Saved, committed, manifest_key, newest_of, read_manifest
-from holdfast.errors import HoldfastError, HoldfastWarning
+from holdfast.errors import HoldfastError, warn_user
 from holdfast.store import Store
 
 MOST = 5
 
 
-def newest(store: Store, *, stacklevel: int = 3) -> int:
+def newest(store: Store) -> int:
     """The newest committed step.  NotRecoverable if there is none; HoldfastWarning of unproved ones."""
     saved = committed(store)
     step = newest_of(saved, store.url)
-    tell_passed_over(store.url, saved, step, stacklevel=stacklevel + 1)
+    tell_passed_over(store.url, saved, step)
     return step
 
 
-def tell_passed_over(url: str, saved: Iterable[Saved], taken: int, *, stacklevel: int = 3) -> None:
+def tell_passed_over(url: str, saved: Iterable[Saved], taken: int) -> None:
     """HoldfastWarning if steps are not proved, and another one than these is taken."""
     unproved = [s for s in saved if not s.is_proved]
     if unproved and taken not in {s.step for s in unproved}:
@@ -34,11 +33,10 @@ def tell_passed_over(url: str, saved: Iterable[Saved], taken: int, *, stacklevel
             url,
             unproved,
             f"step {taken} is taken, though {which} may be the newest",
-            stacklevel + 1,
         )
 
 
-def tell_unreadable(store: Store, saved: Iterable[Saved], *, stacklevel: int = 3) -> None:
+def tell_unreadable(store: Store, saved: Iterable[Saved]) -> None:
     """HoldfastWarning of steps that are not proved, and of the newest if its manifest is not sound."""
     steps = list(saved)
     unproved = [s for s in steps if not s.is_proved]
@@ -49,16 +47,13 @@ def tell_unreadable(store: Store, saved: Iterable[Saved], *, stacklevel: int = 3
         except HoldfastError as error:
             unproved.append(Saved(newest.run, newest.step, problem=error.message))
     if unproved:
-        _warn(store.url, unproved, "restore() passes over such a step", stacklevel + 1)
+        _warn(store.url, unproved, "restore() passes over such a step")
 
 
-def _warn(url: str, unproved: list[Saved], so: str, stacklevel: int) -> None:
+def _warn(url: str, unproved: list[Saved], so: str) -> None:
     parts = [f"step {s.step}: {manifest_key(s.step)} {s.problem}" for s in unproved[-MOST:]]
     more = f"; and {len(unproved) - MOST} more" if len(unproved) > MOST else ""
-    warnings.warn(
-        f"{url} has steps whose manifest cannot be read ({'; '.join(parts)}{more}): {so}\n"
-        f"  hint: `holdfast verify {url}@{unproved[-1].step}`; bring the file back from a copy, or "
-        "delete it",
-        HoldfastWarning,
-        stacklevel=stacklevel,
+    warn_user(
+        f"{url} has steps whose manifest cannot be read ({'; '.join(parts)}{more}): {so}",
+        f"`holdfast verify {url}@{unproved[-1].step}`; bring the file back from a copy, or delete it",
     )

@@ -6,9 +6,11 @@ import time
 from contextlib import suppress
 from typing import Annotated
 
-import typer
+import msgspec
 
-from holdfast.cli.screen import AsJson, dim, good, many, print_json, say, size, table
+from holdfast.cli.options import Argument, Option
+from holdfast.cli.screen import Result, say, table
+from holdfast.cli.words import dim, good, many, size
 from holdfast.errors import AgentUnreachable, UsageError
 from holdfast.here import fate
 from holdfast.memory.node import words as w
@@ -17,33 +19,24 @@ from holdfast.near import near
 from holdfast.sizes import parse_size
 
 ACTIONS = ("status", "start", "run", "stop", "clean")
-
-Action = Annotated[
-    str,
-    typer.Argument(
-        metavar="ACTION",
-        help="status: what is held. start: have an agent in the background. run: be the agent, in the "
-        "foreground. stop: end it; what it holds stays for the next one. clean: free what dead jobs left.",
-    ),
-]
-Job = Annotated[str, typer.Option("--job", help="For clean: this job alone.")]
-Host = Annotated[str, typer.Option("--host", help="This node's address for other nodes.")]
-Budget = Annotated[
-    str, typer.Option("--budget", metavar="SIZE", help="Memory for snapshots, such as 64GiB.")
-]
-Tls = Annotated[bool, typer.Option("--tls", help="For start and run: serve other nodes by TLS.")]
-Free = Annotated[bool, typer.Option("--free", help="For stop: free everything that is held.")]
+OPTIONS_OF = {
+    "start": ("--host", "--budget", "--tls"),
+    "run": ("--host", "--budget", "--tls"),
+    "stop": ("--free",),
+    "clean": ("--job",),
+}
+MEANING = """status: what is held. start: have an agent in the background. run: be the agent, in the \
+foreground. stop: end it; what it holds stays for the next one. clean: free what dead jobs left."""
 
 
 def run(
-    action: Action,
-    job: Job = "",
-    host: Host = "",
-    budget: Budget = "",
-    free: Free = False,
-    tls: Tls = False,
-    as_json: AsJson = False,
-) -> None:
+    action: Annotated[str, Argument("ACTION", MEANING)],
+    job: Annotated[str, Option("For clean: this job alone.", "JOB")] = "",
+    host: Annotated[str, Option("This node's address for other nodes.", "HOST")] = "",
+    budget: Annotated[str, Option("Memory for snapshots, such as 64GiB.", "SIZE")] = "",
+    free: Annotated[bool, Option("For stop: free everything that is held.")] = False,
+    tls: Annotated[bool, Option("For start and run: serve other nodes by TLS.")] = False,
+) -> Result:
     """Look after the agent of this node and user."""
     if action not in ACTIONS:
         hint = near(action, ACTIONS) or ", ".join(ACTIONS)
@@ -56,34 +49,27 @@ def run(
     if budget and not limit:
         raise UsageError(f"--budget {budget!r}: an agent without memory holds nothing")
     if action == "run":
-        raise typer.Exit(_be_the_agent(client, host, limit, tls))
+        raise SystemExit(_be_the_agent(client, host, limit, tls))
     if action == "start":
         _start(client, host, limit, tls)
-        action = "status"
     if action == "clean":
-        _clean(client, job, as_json)
-    elif (found := client.look()) != "there":
+        return _clean(client, job)
+    if (found := client.look()) != "there":
         if found == "silent":
             raise client.silence()
-        _nobody(client, as_json)
-    elif action == "stop":
-        agent, until = client.agent(), time.monotonic() + client.deadline_s
-        client.ask(w.Stop(free))
-        while free and fate(*agent) == "runs":  # it deletes
-            if time.monotonic() > until:
-                raise AgentUnreachable(f"process {agent[0]} has not ended: it may hang")
-            time.sleep(0.05)
-        print_json({"stopped": True, "freed": free}) if as_json else say("stopped")
-    else:
-        _show(client.ask(w.Status(), w.AgentReport), as_json)
+        return _nobody(client)
+    if action == "stop":
+        return _stop(client, free)
+    report: w.AgentReport = client.ask(w.Status(), w.AgentReport)
+    return Result(
+        lambda: {"running": True, **msgspec.structs.asdict(report)}, lambda: _show(report)
+    )
 
 
 def _check_options(action: str, given: dict[str, object]) -> None:
     """UsageError for an option that does not count here: nobody shall believe that it does."""
-    serving = ("--host", "--budget", "--tls")
-    known = {"start": serving, "run": serving, "stop": ("--free",), "clean": ("--job",)}
     for name, value in given.items():
-        if value and name not in known.get(action, ()):
+        if value and name not in OPTIONS_OF.get(action, ()):
             raise UsageError(
                 f"`holdfast agent {action}` has no {name}", hint="`--help` says whose it is"
             )
@@ -115,15 +101,26 @@ def _be_the_agent(client: Client, host: str, budget: int, tls: bool) -> int:
     return main(["--stay", f"--budget={budget}", *options])
 
 
-def _nobody(client: Client, as_json: bool) -> None:
+def _stop(client: Client, free: bool) -> Result:
+    agent, until = client.agent(), time.monotonic() + client.deadline_s
+    client.ask(w.Stop(free))
+    while free and fate(*agent) == "runs":  # it deletes
+        if time.monotonic() > until:
+            raise AgentUnreachable(f"process {agent[0]} has not ended: it may hang")
+        time.sleep(0.05)
+    return Result(lambda: {"stopped": True, "freed": free}, lambda: say("stopped"))
+
+
+def _nobody(client: Client) -> Result:
     left = _left(client)
-    if as_json:
-        print_json({"running": False, "directory": str(client.root), "bytes": left})
-    else:
+
+    def show() -> None:
         say(f"no agent at {client.root}")
         if left:
             say(f"{size(left)} lie there; `holdfast agent clean` frees them")
-    raise typer.Exit(1)
+
+    data = {"running": False, "directory": str(client.root), "bytes": left}
+    return Result(lambda: data, show, 1)
 
 
 def _left(client: Client) -> int:
@@ -135,21 +132,16 @@ def _left(client: Client) -> int:
     return found
 
 
-def _clean(client: Client, job: str, as_json: bool) -> None:
+def _clean(client: Client, job: str) -> Result:
     """Free what lies there, also without an agent: one is started for it and leaves by itself."""
     client.start()
     freed = client.ask(w.Clean(job), list[str])
-    if as_json:
-        print_json({"freed": freed})
-    else:
-        say(f"{many(len(freed), 'job')} freed" + (f": {', '.join(freed)}" if freed else ""))
+    names = f": {', '.join(freed)}" if freed else ""
+    return Result(lambda: {"freed": freed}, lambda: say(f"{many(len(freed), 'job')} freed{names}"))
 
 
-def _show(report: w.AgentReport, as_json: bool) -> None:
-    if as_json:
-        print_json({"running": True, **_plain(report)})
-        return
-    say(f"agent {report.pid} at {report.address}", style="bold")
+def _show(report: w.AgentReport) -> None:
+    say(f"agent {report.pid} at {report.address}", "bold")
     say(f"{size(report.used)} of {size(report.budget)} in use")
     if not report.jobs:
         say(dim("it holds nothing"))
@@ -158,7 +150,7 @@ def _show(report: w.AgentReport, as_json: bool) -> None:
         (
             j.job,
             size(j.bytes),
-            str(j.images),
+            j.images,
             ", ".join(map(str, j.steps)) or "none",
             good(many(len(j.trainers), "process", "processes"))
             if j.trainers
@@ -168,13 +160,6 @@ def _show(report: w.AgentReport, as_json: bool) -> None:
         for j in report.jobs
     ]
     table(("job", ">size", ">images", "steps", "running", "root"), rows, indent=0)
-
-
-def _plain(report: w.AgentReport) -> dict[str, object]:
-    import msgspec
-
-    found: dict[str, object] = msgspec.to_builtins(report)
-    return found
 
 
 if __name__ == "__main__":

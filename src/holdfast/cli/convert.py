@@ -3,59 +3,33 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
-
-from holdfast.cli.screen import AsJson, Target, good, many, print_json, say, size, split_target
+from holdfast.cli.options import Argument, Option, Target
+from holdfast.cli.screen import Result, phases, say
+from holdfast.cli.targets import split_target
+from holdfast.cli.words import good, many, size
 from holdfast.converting import FORMATS, Converted, convert
 from holdfast.errors import UsageError
 from holdfast.sizes import parse_size
 
-Destination = Annotated[
-    str,
-    typer.Argument(metavar="DST", help="Where to; new, or a root that gets one more step."),
-]
-To = Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")]
-From = Annotated[
-    str | None,
-    typer.Option("--from", metavar="FORMAT", help="The source's, if not recognised: dcp, ..."),
-]
-Key = Annotated[
-    str,
-    typer.Option("--key", metavar="KEY", help="Whose weights huggingface, torch get."),
-]
-DType = Annotated[
-    str | None,
-    typer.Option("--dtype", metavar="DTYPE", help="Cast these weights: bfloat16, ..."),
-]
-MaxFile = Annotated[
-    str, typer.Option("--max-file", metavar="SIZE", help="Largest size of one file.")
-]
-Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="For buffers, at most.")]
-RulesFile = Annotated[
-    str | None, typer.Option("--rules", metavar="FILE", help="Rules that rename the weights.")
-]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not read the result back.")]
-
 
 def run(
     source: Target,
-    target: Destination,
-    to: To = "universal",
-    from_: From = None,
-    key: Key = "model",
-    dtype: DType = None,
-    rules: RulesFile = None,
-    max_file: MaxFile = "5GB",
-    memory: Memory = "2GiB",
-    no_verify: NoVerify = False,
-    as_json: AsJson = False,
-) -> None:
+    target: Annotated[str, Argument("DST", "Where to; new, or a root that gets one more step.")],
+    to: Annotated[str, Option(f"One of {', '.join(FORMATS)}.", "FORMAT")] = "universal",
+    from_: Annotated[
+        str | None, Option("The source's, if not recognised: dcp, ...", "FORMAT", "--from")
+    ] = None,
+    key: Annotated[str, Option("Whose weights huggingface, torch get.", "KEY")] = "model",
+    dtype: Annotated[str | None, Option("Cast these weights: bfloat16, ...", "DTYPE")] = None,
+    rules: Annotated[str | None, Option("Rules that rename the weights.", "FILE")] = None,
+    max_file: Annotated[str, Option("Largest size of one file.", "SIZE")] = "5GB",
+    memory: Annotated[str, Option("For buffers, at most.", "SIZE")] = "2GiB",
+    no_verify: Annotated[bool, Option("Do not read the result back.")] = False,
+) -> Result:
     """Rewrite a checkpoint in another format.  Interrupted, the same command goes on where it was.
 
     universal: holdfast's own with whole tensors, also for Hugging Face's loaders.
@@ -66,7 +40,8 @@ def run(
     url, step = split_target(source)
     url = f"{from_}:{url}" if from_ else url
     rename = _renaming(url, step, key, rules) if rules is not None else None
-    with _shown() as told:
+    is_first = os.environ.get("RANK", "0") == "0"  # the other ranks of a torchrun keep quiet
+    with phases(is_quiet=not is_first) as told:
         made = convert(
             url,
             target,
@@ -80,13 +55,7 @@ def run(
             verify=not no_verify,
             progress=told,
         )
-    if _is_first():
-        print_json(asdict(made)) if as_json else _show(made, not no_verify)
-
-
-def _is_first() -> bool:
-    """True if this is the only process, or rank 0 of a torchrun: the others keep quiet."""
-    return os.environ.get("RANK", "0") == "0"
+    return Result(lambda: asdict(made), lambda: _show(made, not no_verify), is_quiet=not is_first)
 
 
 def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str], str]:
@@ -108,40 +77,13 @@ def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str]
 
 def _show(made: Converted, verified: bool) -> None:
     speed = made.bytes / max(made.seconds, 1e-9)
+    resumed = f"; {many(made.num_resumed, 'file')} of them from an earlier try"
+    work = f"{many(made.num_files, 'file')}, {size(made.bytes)} in {made.seconds:.1f} s, {size(speed)}/s"
     say(f"{good('converted')}  step {made.step} to {made.to}: {made.path}")
-    say(
-        f"  {many(made.num_files, 'file')}, {size(made.bytes)} in {made.seconds:.1f} s, {size(speed)}/s"
-        + (
-            f"; {many(made.num_resumed, 'file')} of them from an earlier try"
-            * bool(made.num_resumed)
-        )
-    )
+    say(f"  {work}{resumed if made.num_resumed else ''}")
     say("  every byte read back" if verified else "  not read back (--no-verify)")
     if made.left_out:
-        say(f"  left out, for want of a place: {', '.join(made.left_out)}", style="yellow")
-
-
-@contextmanager
-def _shown() -> Iterator[Callable[[str, int, int], object] | None]:
-    """A bar per phase on stderr, if it is a terminal."""
-    if not (sys.stderr.isatty() and _is_first()):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description:>9}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def told(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = bar.add_task(phase, total=total)
-            bar.advance(tasks[phase], done)
-
-        yield told
+        say(f"  left out, for want of a place: {', '.join(made.left_out)}", "yellow")
 
 
 if __name__ == "__main__":

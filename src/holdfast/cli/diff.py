@@ -6,45 +6,33 @@ import math
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
-
 from holdfast.checkpoint.diffing import Difference, compare, total_bytes
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.cli.leaves import in_few_lines
-from holdfast.cli.screen import (
-    AsJson,
-    ShowAll,
-    dim,
-    good,
-    heading,
-    many,
-    opened,
-    print_json,
-    progress,
-    say,
-    size,
-    table,
-)
+from holdfast.cli.options import Argument, Option, ShowAll
+from holdfast.cli.screen import Result, heading, progress, say, table
+from holdfast.cli.targets import opened
+from holdfast.cli.words import dim, good, many, size
 
-First = Annotated[str, typer.Argument(metavar="A[@STEP]", help="One step.")]
-Second = Annotated[str, typer.Argument(metavar="B[@STEP]", help="The other.")]
-Only = Annotated[str | None, typer.Option("--only", metavar="PATTERN", help="Names to compare.")]
 MOST = 20
 
 
 def run(
-    a: First, b: Second, only: Only = None, show_all: ShowAll = False, as_json: AsJson = False
-) -> None:
+    a: Annotated[str, Argument("A[@STEP]", "One step.")],
+    b: Annotated[str, Argument("B[@STEP]", "The other.")],
+    only: Annotated[str | None, Option("Names to compare.", "PATTERN")] = None,
+    show_all: ShowAll = False,
+) -> Result:
     """Compare names, shapes, values and extras of two steps.  Exit 1 if anything differs."""
     x, y = opened(a), opened(b)
     with progress("comparing", total_bytes(x, y, only)) as done:
         found = compare(x, y, only=only, progress=done)
-    if as_json:
-        print_json({"a": _label(x), "b": _label(y), "identical": found.identical, **_plain(found)})
-    else:
-        _show(found, x, y, math.inf if show_all else MOST)
-    if not found.identical:
-        raise typer.Exit(1)
+    head = {"a": _label(x), "b": _label(y), "identical": found.identical}
+    return Result(
+        lambda: head | _plain(found),
+        lambda: _show(found, x, y, math.inf if show_all else MOST),
+        0 if found.identical else 1,
+    )
 
 
 def _label(checkpoint: Checkpoint) -> str:
@@ -75,9 +63,8 @@ def _show(found: Difference, a: Checkpoint, b: Checkpoint, most: float) -> None:
         _table(("path", "a", "b"), rows, most)
     say()
     if found.num_equal or not found.values:
-        say(
-            f"{many(found.num_equal, 'tensor')} bit-identical, {size(found.bytes)} of each compared"
-        )
+        compared = f"{size(found.bytes)} of each compared"
+        say(f"{many(found.num_equal, 'tensor')} bit-identical, {compared}")
     for note in found.notes:
         say(dim(note))
     if found.identical:
@@ -93,7 +80,7 @@ def _show_values(found: Difference, most: float) -> None:
             f"{v.num_differing:,} of {v.size:,}",
             _number(v.max_abs),
             _number(v.max_rel),
-            f"{v.num_nan:,}" if v.num_nan else "",
+            v.num_nan or "",
         )
         for v in worst
     ]

@@ -5,31 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from math import prod
 from operator import attrgetter
 from typing import Annotated, Any
 
-import typer
-
 from holdfast.checkpoint.brief import brief, cut_short
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
-from holdfast.cli.figures import foreign_files, in_parts, tensor_bytes, totals
-from holdfast.cli.inspect_json import one_json, overview_json, several_json
-from holdfast.cli.inspect_one import one
-from holdfast.cli.screen import (
-    AsJson,
-    ShowAll,
-    Target,
-    age,
-    dim,
-    fields,
-    heading,
-    many,
-    opened,
-    say,
-    shape_text,
-    size,
-    table,
-)
+from holdfast.cli.options import Argument, ShowAll, Target
+from holdfast.cli.screen import Result, Row, fields, heading, say, table
+from holdfast.cli.targets import opened
+from holdfast.cli.tensor import entry_data, in_parts, show_tensor, tensor_bytes, tensor_data
+from holdfast.cli.words import age, dim, many, shape_text, size
 from holdfast.errors import UsageError
 from holdfast.format.extras import decode
 from holdfast.format.manifest import Manifest, TensorEntry, to_sharding
@@ -49,86 +35,151 @@ RULES = {
     None: "no rule: restore on another mesh needs on_resize",
 }
 
-Name = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="A tensor, or a pattern such as '*.bias'.")
-]
-
 
 def run(
-    target: Target, name: Name = None, show_all: ShowAll = False, as_json: AsJson = False
-) -> None:
+    target: Target,
+    name: Annotated[
+        str | None, Argument("[NAME]", "A tensor, or a pattern such as '*.bias'.")
+    ] = None,
+    show_all: ShowAll = False,
+) -> Result:
     """Show what a step holds; with NAME, how that tensor is cut, drawn, and where its bytes lie."""
-    checkpoint = opened(target)
+    c = opened(target)
     if name is None:
-        overview_json(checkpoint) if as_json else overview(checkpoint, show_all)
-        return
-    if any(c in name for c in "*?["):
-        names = [n for n in checkpoint.names() if fnmatchcase(n, name)]
-        if not names:
-            plain = re.sub(r"[*?\[\]]", "", name)
-            raise UsageError(f"no tensor matches {name!r}", hint=near(plain, checkpoint.names()))
-        several_json(checkpoint, names) if as_json else several(checkpoint, names)
-        return
-    one_json(checkpoint, name) if as_json else one(checkpoint, name, show_all)
+        return Result(lambda: _step_data(c), lambda: _show_step(c, show_all))
+    if not any(char in name for char in "*?["):
+        return Result(lambda: tensor_data(c, name), lambda: show_tensor(c, name, show_all))
+    names = [n for n in c.names() if fnmatchcase(n, name)]
+    if not names:
+        plain = re.sub(r"[*?\[\]]", "", name)
+        raise UsageError(f"no tensor matches {name!r}", hint=near(plain, c.names()))
+    m = c.manifest
+    tensors = [(n, m.tensors[c.index(n)]) for n in names]
+    return Result(
+        lambda: [entry_data(m, t) | {"name": n} for n, t in tensors],
+        lambda: _show_several(c, tensors),
+    )
 
 
-# -- the whole step -------------------------------------------------------------------------------
+def _show_several(c: Checkpoint, tensors: list[tuple[str, TensorEntry]]) -> None:
+    table(COLUMNS, [_tensor_row(c, n, [t]) for n, t in tensors], indent=0)
+    total = sum(tensor_bytes(t) for _, t in tensors)
+    say(dim(f"{many(len(tensors), 'tensor')}, {size(total)}"))
 
 
-def overview(checkpoint: Checkpoint, show_all: bool) -> None:
-    """Header, tensors, totals, files, extras."""
-    m = checkpoint.manifest
-    say(f"step {m.step}", style="bold")
-    fields(header(checkpoint))
-    mine = [t for t in m.tensors if show_all or t.state in KINDS]
-    folded = [t for t in m.tensors if not show_all and t.state not in KINDS]
+# -- the whole step, for programs -----------------------------------------------------------------
+
+
+def _step_data(c: Checkpoint) -> dict[str, Any]:
+    m = c.manifest
+    return _origin_data(c) | {
+        "software": m.software,
+        "bytes": m.total_bytes,
+        "tensors": [entry_data(m, t) for t in m.tensors],
+        "aliases": m.aliases,
+        "totals": [
+            {"state": s, "dtype": d, "tensors": a, "elements": b, "bytes": num_bytes}
+            for (s, d), (a, b, num_bytes) in totals(m).items()
+        ],
+        "extras": c.extras,
+    }
+
+
+def _origin_data(c: Checkpoint) -> dict[str, Any]:
+    m = c.manifest
+    found = {"url": c.store.url, "format": c.format, "step": m.step}
+    if c.format != "holdfast":
+        return found | {
+            "files": [
+                {"path": path, "parts": len(sizes), "tensor_bytes": sum(sizes)}
+                for path, sizes in foreign_files(m).items()
+            ]
+        }
+    return found | {
+        "run": m.run,
+        "created": m.created,
+        "mesh": dict(m.mesh),
+        "files": [{"path": f.path, "rank": f.rank, "bytes": f.bytes} for f in m.files],
+        "per_rank": m.per_rank,
+    }
+
+
+def totals(m: Manifest) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """(state, dtype) -> tensors, elements, bytes."""
+    found: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for t in m.tensors:
+        a, b, c = found.get((t.state, t.dtype), (0, 0, 0))
+        found[t.state, t.dtype] = (a + 1, b + prod(t.shape), c + tensor_bytes(t))
+    return found
+
+
+def foreign_files(m: Manifest) -> dict[str, list[int]]:
+    """Real files of a foreign checkpoint, and the sizes of the parts of tensors in each."""
+    sizes: dict[str, list[int]] = {}
+    for f in m.files:
+        sizes.setdefault(file_of(f), []).append(f.bytes)
+    return dict(sorted(sizes.items()))
+
+
+# -- the whole step, for people -------------------------------------------------------------------
+
+
+def _show_step(c: Checkpoint, show_all: bool) -> None:
+    m, is_foreign = c.manifest, c.format != "holdfast"
+    say(f"step {m.step}", "bold")
+    fields(header(c))
     heading("Tensors")
-    foreign = checkpoint.format != "holdfast"  # there every tensor has a sharding of its own
-    lies = (lambda t: in_parts(to_sharding(m.shardings[t.sharding]))) if foreign else None
-    folded_rows = fold(mine, lies) if lies else fold(mine)
-    shown = [(t.name, [t]) for t in m.tensors] if show_all else folded_rows
-    table(COLUMNS, [_tensor_row(m, *row, foreign=foreign) for row in shown])
-    for alias, to in m.aliases.items():
-        say(f"  {alias} {dim('is')} {to}")
-    if folded:
-        states = ", ".join(dict.fromkeys(t.state for t in folded))
-        say(
-            dim(
-                f"  and {many(len(folded), 'tensor')} of optimizer state ({states}): --all lists them"
-            )
-        )
+    _show_tensors(c, show_all)
     heading("Totals")
     table(("state", "dtype", ">tensors", ">elements", ">size"), _totals(m))
     heading("Files")
-    if checkpoint.format == "holdfast":
-        table(("file", ">rank", ">size"), _file_rows(m, show_all))
+    if is_foreign:
+        found = foreign_files(m).items()
+        rows: list[Row] = [(name, len(parts), size(sum(parts))) for name, parts in found]
+        table(("file", ">parts", ">of tensors"), _few(rows, show_all))
     else:
-        table(("file", ">parts", ">of tensors"), _foreign_file_rows(m, show_all))
-    _extras(checkpoint, show_all)
+        rows = [(f.path, f.rank, size(f.bytes)) for f in m.files]
+        left_out = dim(size(sum(f.bytes for f in m.files[4:-2])))
+        table(("file", ">rank", ">size"), _few(rows, show_all, "", left_out))
+    _show_extras(c, show_all)
 
 
-def header(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    m = checkpoint.manifest
-    if checkpoint.format != "holdfast":
-        files = {file_of(f) for f in m.files}
-        return [
-            ("at", checkpoint.store.url),
-            ("format", checkpoint.format),
-            ("software", ", ".join(f"{k} {v}" for k, v in m.software.items()) or "not stated"),
-            ("holds", f"{many(len(m.tensors), 'tensor')} in {many(len(files), 'file')}, "
-                      f"{size(m.total_bytes)}"),
-        ]  # fmt: skip
-    consolidated = m.mesh and m.mesh[0][0] == "file"
-    ranks = "every tensor whole in one file" if consolidated else many(m.layout.world, "rank")
-    world = f"  ({ranks})" if m.mesh else ""
-    return [
-        ("root", checkpoint.store.url),
-        ("created", f"{m.created}  ({age(m.created)}, run {m.run})"),
-        ("software", ", ".join(f"{k} {v}" for k, v in m.software.items())),
-        ("mesh", f"{m.layout}{world}"),
-        ("holds", f"{many(len(m.tensors), 'tensor')} in {many(len(m.files), 'file')}, "
-                  f"{size(m.total_bytes)}"),
-    ]  # fmt: skip
+def header(c: Checkpoint) -> list[tuple[str, str]]:
+    m = c.manifest
+    software = ", ".join(f"{k} {v}" for k, v in m.software.items())
+    if c.format != "holdfast":
+        num_files = len({file_of(f) for f in m.files})
+        origin = [("at", c.store.url), ("format", c.format), ("software", software or "not stated")]
+    else:
+        num_files = len(m.files)
+        is_whole = m.mesh and m.mesh[0][0] == "file"
+        ranks = "every tensor whole in one file" if is_whole else many(m.layout.world, "rank")
+        origin = [
+            ("root", c.store.url),
+            ("created", f"{m.created}  ({age(m.created)}, run {m.run})"),
+            ("software", software),
+            ("mesh", f"{m.layout}  ({ranks})" if m.mesh else str(m.layout)),
+        ]
+    held = f"{many(len(m.tensors), 'tensor')} in {many(num_files, 'file')}, {size(m.total_bytes)}"
+    return [*origin, ("holds", held)]
+
+
+def _show_tensors(c: Checkpoint, show_all: bool) -> None:
+    m = c.manifest
+    if show_all:
+        rows, others = [(t.name, [t]) for t in m.tensors], []
+    else:
+        # every tensor of a foreign checkpoint has a sharding of its own
+        lies = (lambda t: _lies(c, t)) if c.format != "holdfast" else attrgetter("sharding")
+        rows = fold((t for t in m.tensors if t.state in KINDS), lies)
+        others = [t for t in m.tensors if t.state not in KINDS]
+    table(COLUMNS, [_tensor_row(c, *row) for row in rows])
+    for alias, to in m.aliases.items():
+        say(f"  {alias} {dim('is')} {to}")
+    if others:
+        states = ", ".join(dict.fromkeys(t.state for t in others))
+        count = many(len(others), "tensor")
+        say(dim(f"  and {count} of optimizer state ({states}): --all lists them"))
 
 
 def fold(
@@ -159,55 +210,46 @@ def _folded_name(pattern: str, group: list[TensorEntry]) -> str:
     return pattern
 
 
-def _tensor_row(
-    m: Manifest, name: str, group: list[TensorEntry], *, foreign: bool = False
-) -> tuple[str, ...]:
+def _lies(c: Checkpoint, t: TensorEntry) -> str:
+    """The sharding of a tensor, or in how many parts a foreign one lies."""
+    sharding = to_sharding(c.manifest.shardings[t.sharding])
+    return str(sharding) if c.format == "holdfast" else in_parts(sharding)
+
+
+def _tensor_row(c: Checkpoint, name: str, group: list[TensorEntry]) -> Row:
     t = group[0]
     times = f"{len(group):,} ×" if len(group) > 1 else ""
-    sharding = to_sharding(m.shardings[t.sharding])
     total = size(sum(map(tensor_bytes, group)))
-    lies = in_parts(sharding) if foreign else str(sharding)
-    return (name, times, shape_text(t.shape), t.dtype, lies, total)
+    return (name, times, shape_text(t.shape), t.dtype, _lies(c, t), total)
 
 
-def _totals(m: Manifest) -> list[tuple[str, ...]]:
+def _totals(m: Manifest) -> list[Row]:
     found = totals(m)
-    rows: list[tuple[str, ...]] = [
-        (state, dtype, f"{a:,}", f"{b:,}", size(c)) for (state, dtype), (a, b, c) in found.items()
+    rows: list[Row] = [
+        (state, dtype, a, b, size(num_bytes)) for (state, dtype), (a, b, num_bytes) in found.items()
     ]
     if len(found) > 1:
-        sums = [sum(column) for column in zip(*found.values())]
-        rows.append((dim("all"), "", f"{sums[0]:,}", f"{sums[1]:,}", size(sums[2])))
+        a, b, num_bytes = (sum(column) for column in zip(*found.values()))
+        rows.append((dim("all"), "", a, b, size(num_bytes)))
     return rows
 
 
-def _foreign_file_rows(m: Manifest, show_all: bool) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        (name, f"{len(parts):,}", size(sum(parts))) for name, parts in foreign_files(m).items()
-    ]
-    if len(rows) > 10 and not show_all:
-        rows[4:-2] = [(dim(f"… {len(rows) - 6:,} more"), "", "")]
-    return rows
+def _few(rows: list[Row], show_all: bool, *more: str) -> list[Row]:
+    """The rows; of more than ten the first four and the last two, and how many there are between."""
+    if show_all or len(rows) <= 10:
+        return rows
+    return [*rows[:4], (dim(f"… {len(rows) - 6:,} more"), *more), *rows[-2:]]
 
 
-def _file_rows(m: Manifest, show_all: bool) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [(f.path, str(f.rank), size(f.bytes)) for f in m.files]
-    if len(rows) > 10 and not show_all:
-        left_out = m.files[4:-2]
-        more = dim(f"… {len(left_out):,} more")
-        rows[4:-2] = [(more, "", dim(size(sum(f.bytes for f in left_out))))]
-    return rows
-
-
-def _extras(checkpoint: Checkpoint, show_all: bool) -> None:
-    m = checkpoint.manifest
+def _show_extras(c: Checkpoint, show_all: bool) -> None:
+    m = c.manifest
     width = 2000 if show_all else 72
     if m.extras:
         heading("Extras")
-        table(("key", "value"), [(k, value_text(v, width)) for k, v in checkpoint.extras.items()])
+        table(("key", "value"), [(k, value_text(v, width)) for k, v in c.extras.items()])
     if m.per_rank:
         heading("Extras of each rank")
-        first = {k: decode(v, plain_tensor) for k, v in checkpoint.rank_extras(0).items()}
+        first = {k: decode(v, plain_tensor) for k, v in c.rank_extras(0).items()}
         rows = [
             (k, RULES[rule], value_text(first[k], width) if k in first else dim("none"))
             for k, rule in m.per_rank.items()
@@ -229,18 +271,6 @@ def value_text(value: Any, width: int) -> str:
 
 def _first(group: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(k, v) for k, v in group.items() if v is not None and v is not False]
-
-
-# -- some tensors ---------------------------------------------------------------------------------
-
-
-def several(checkpoint: Checkpoint, names: list[str]) -> None:
-    m = checkpoint.manifest
-    foreign = checkpoint.format != "holdfast"
-    rows = [_tensor_row(m, n, [m.tensors[checkpoint.index(n)]], foreign=foreign) for n in names]
-    table(COLUMNS, rows, indent=0)
-    total = sum(tensor_bytes(m.tensors[checkpoint.index(n)]) for n in names)
-    say(dim(f"{many(len(names), 'tensor')}, {size(total)}"))
 
 
 if __name__ == "__main__":

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
-import typer
+from dataclasses import dataclass
 
 from holdfast.checkpoint.names import committed
-from holdfast.cli.screen import (
-    AsJson,
-    Root,
-    bad,
-    dim,
-    good,
-    many,
-    print_json,
-    root_of_records,
-    say,
-    size,
-    table,
-)
+from holdfast.cli.options import Root
+from holdfast.cli.screen import Result, say, table
+from holdfast.cli.targets import own_root
+from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.delta.log import Log, Step, open_log
 from holdfast.delta.segment import Identity
 from holdfast.interop.detect import near_path
 from holdfast.store import Store
+
+COLUMNS = (">run", ">steps", ">by", ">size", "lead on from", "replayed from")
 
 
 @dataclass(frozen=True)
@@ -43,23 +33,22 @@ class Stretch:
     """True if they cannot be replayed, but are older than what a restart takes: nothing is lost."""
 
 
-def run(url: Root, as_json: AsJson = False) -> None:
+def run(url: Root) -> Result:
     """List the records of a log.
 
     Exit 1 if files are damaged, if nothing leads to records that are newer than what a restart takes, or if
     there is no such root.
     """
-    store = root_of_records(url)
+    store = own_root(url, "has no records")
     log, damaged = open_log(store)
     found = _stretches(log, store)
     instead = None if found else near_path(url)
-    if as_json:
-        rows = [asdict(one) for one in found]
-        print_json({"url": store.url, "records": rows, "damaged": damaged})
-    else:
-        _show(found, damaged, store.url, instead)
-    if instead or damaged or any(one.base is None and not one.history for one in found):
-        raise typer.Exit(1)
+    is_bad = instead or damaged or any(one.base is None and not one.history for one in found)
+    return Result(
+        lambda: {"url": store.url, "records": found, "damaged": damaged},
+        lambda: _show(found, damaged, store.url, instead),
+        int(bool(is_bad)),
+    )
 
 
 def _stretches(log: Log, store: Store) -> list[Stretch]:
@@ -90,7 +79,7 @@ def _stretches(log: Log, store: Store) -> list[Stretch]:
 def _show(found: list[Stretch], damaged: list[str], url: str, hint: str | None) -> None:
     if not found:
         say(f"no records in {url}" + (f" ({hint})" if hint else ""))
-    rows: list[Any] = [
+    rows = [
         (
             str(one.run),
             f"{one.first} to {one.last}" if one.last > one.first else str(one.first),
@@ -102,13 +91,12 @@ def _show(found: list[Stretch], damaged: list[str], url: str, hint: str | None) 
         for one in found
     ]
     if rows:
-        columns = (">run", ">steps", ">by", ">size", "lead on from", "replayed from")
-        table(columns, rows, indent=0)
+        table(COLUMNS, rows, indent=0)
     for key in damaged:
         say(bad("damaged: ") + dim(key))
 
 
-def _from(one: Stretch) -> Any:
+def _from(one: Stretch) -> str:
     if one.base is not None:
         return good(f"step {one.base}")
     if one.history:

@@ -6,82 +6,48 @@ With `--rules FILE`: how the rules lay each tensor out over the mesh, and what e
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
-
-import typer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reshaping import Reading, Reshape, parse_mesh, tensor_bytes
-from holdfast.cli.screen import (
-    AsJson,
-    ShowAll,
-    Target,
-    dim,
-    fields,
-    heading,
-    many,
-    opened,
-    print_json,
-    say,
-    size,
-    table,
-)
+from holdfast.cli.options import Option, ShowAll, Target
+from holdfast.cli.screen import Result, Row, fields, heading, say, table
+from holdfast.cli.targets import opened
+from holdfast.cli.words import dim, many, size
 from holdfast.errors import UsageError
+from holdfast.layout import Mesh
 
-MeshText = Annotated[
-    str, typer.Option("--mesh", metavar="AXES", help="The new mesh, outermost first: dp=4,tp=2.")
-]
-RulesFile = Annotated[
-    str | None, typer.Option("--rules", metavar="FILE", help="A file of rules, or a preset.")
-]
-LetText = Annotated[
-    list[str] | None, typer.Option("--let", metavar="NAME=N", help="A variable of the rules.")
-]
-Nodes = Annotated[
-    int | None,
-    typer.Option("--nodes", metavar="N", help="Show what snapshots in memory cost and bear."),
-]
-Redundancy = Annotated[
-    str,
-    typer.Option(
-        "--redundancy", metavar="SCHEME", help="For --nodes: none, copy, parity, rs(m), recompute."
-    ),
-]
-Mtbf = Annotated[
-    float,
-    typer.Option("--node-mtbf-hours", metavar="H", help="Mean time between failures of a node."),
-]
-Repair = Annotated[
-    float, typer.Option("--repair-minutes", metavar="M", help="Until a lost node is replaced.")
-]
-Rank = Annotated[int | None, typer.Option("--rank", metavar="R", help="One rank in detail.")]
 MOST = 16
+SCHEMES = "For --nodes: none, copy, parity, rs(m), recompute."
 
 
 def run(
     target: Target,
-    mesh: MeshText,
-    rules: RulesFile = None,
-    let: LetText = None,
-    rank: Rank = None,
-    nodes: Nodes = None,
-    redundancy: Redundancy = "auto",
-    node_mtbf_hours: Mtbf = 8760.0,
-    repair_minutes: Repair = 10.0,
+    mesh: Annotated[str, Option("The new mesh, outermost first: dp=4,tp=2.", "AXES")],
+    rules: Annotated[str | None, Option("A file of rules, or a preset.", "FILE")] = None,
+    let: Annotated[list[str] | None, Option("A variable of the rules.", "NAME=N")] = None,
+    rank: Annotated[int | None, Option("One rank in detail.", "R")] = None,
+    nodes: Annotated[
+        int | None, Option("Show what snapshots in memory cost and bear.", "N")
+    ] = None,
+    redundancy: Annotated[str, Option(SCHEMES, "SCHEME")] = "auto",
+    node_mtbf_hours: Annotated[
+        float, Option("Mean time between failures of a node.", "H")
+    ] = 8760.0,
+    repair_minutes: Annotated[float, Option("Until a lost node is replaced.", "M")] = 10.0,
     show_all: ShowAll = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Show what each rank of another mesh would read from a step, or store by rules."""
     if rules is not None:
-        _by_rules(target, mesh, rules, let or [], rank, show_all, as_json)
-        return
+        return _by_rules(target, parse_mesh(mesh), rules, let or [], rank, show_all)
     if let:
         raise UsageError("--let gives values to variables of rules: it needs --rules FILE")
     checkpoint = opened(target)
     reshape = Reshape.onto(checkpoint.manifest, parse_mesh(mesh))
     ranks = [rank] if rank is not None else _ranks(reshape.mesh.world, show_all)
     readings = [reshape.reading(r) for r in ranks]
-    found = []
+    data, show_memory = _data(checkpoint, reshape, readings), None
     if nodes is not None:
         from holdfast.cli import protecting
 
@@ -90,42 +56,40 @@ def run(
             nodes, redundancy, [share] * reshape.mesh.world, reshape.holdings(),
             mtbf_hours=node_mtbf_hours, repair_minutes=repair_minutes,
         )  # fmt: skip
-    if as_json:
-        memory = {"memory": protecting.plain(found)} if found else {}
-        print_json(_plain(checkpoint, reshape, readings) | memory)
-        return
-    _show_head(checkpoint, reshape)
-    if rank is not None:
-        _show_rank(reshape, readings[0])
-    else:
-        _show_ranks(checkpoint, reshape, readings)
-    if nodes is not None:
-        protecting.show(found, nodes, node_mtbf_hours, repair_minutes, show_all=show_all)
+        data |= {"memory": protecting.data(found)}
+        show_memory = partial(
+            protecting.show, found, nodes, node_mtbf_hours, repair_minutes, show_all=show_all
+        )
+
+    def show() -> None:
+        _show_head(checkpoint, reshape)
+        if rank is not None:
+            _show_rank(reshape, readings[0])
+        else:
+            _show_ranks(checkpoint, reshape, readings)
+        if show_memory is not None:
+            show_memory()
+
+    return Result(lambda: data, show)
 
 
 def _by_rules(
-    target: str,
-    mesh_text: str,
-    file: str,
-    let: list[str],
-    rank: int | None,
-    show_all: bool,
-    as_json: bool,
-) -> None:
+    target: str, mesh: Mesh, file: str, let: list[str], rank: int | None, show_all: bool
+) -> Result:
     from holdfast.checkpoint.ruling import Ruling
-    from holdfast.cli.ruled import parse_let, plain, show
+    from holdfast.cli import ruled
     from holdfast.rules import RuleSet
 
-    mesh, rules = parse_mesh(mesh_text), RuleSet.load(file, let=parse_let(let))
+    rules = RuleSet.load(file, let=ruled.parse_let(let))
     if rank is not None and not 0 <= rank < mesh.world:
         raise UsageError(f"rank {rank} is not in 0..{mesh.world - 1} of mesh {mesh}")
     checkpoint = opened(target)
     plan = Ruling.of(checkpoint.manifest, rules, mesh)
     shares = [plan.share(r) for r in ([rank] if rank is not None else _ranks(mesh.world, show_all))]
-    if as_json:
-        print_json(plain(checkpoint, plan, shares))
-    else:
-        show(checkpoint, plan, shares, show_all)
+    return Result(
+        lambda: ruled.data(checkpoint, plan, shares),
+        lambda: ruled.show(checkpoint, plan, shares, show_all),
+    )
 
 
 def _ranks(world: int, show_all: bool) -> list[int]:
@@ -137,28 +101,28 @@ def _ranks(world: int, show_all: bool) -> list[int]:
 def _show_head(checkpoint: Checkpoint, reshape: Reshape) -> None:
     foreign = checkpoint.format != "holdfast"
     origin = f"a {checkpoint.format} checkpoint" if foreign else checkpoint.mesh
-    say(f"step {checkpoint.step}: from {origin} to {reshape.mesh}", style="bold")
+    say(f"step {checkpoint.step}: from {origin} to {reshape.mesh}", "bold")
     heading("Assumed")
     fields([(f"  {axis}", text) for axis, text in reshape.assumed])
 
 
 def _show_ranks(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) -> None:
     heading("Read by each rank")
-    rows = [
+    num_files = len(reshape.manifest.files)
+    rows: list[Row] = [
         (
             str(r.rank),
-            _coordinates(reshape, r.rank),
-            f"{r.num_tensors:,}",
+            coordinates(reshape.mesh, r.rank),
+            r.num_tensors,
             size(r.wanted_bytes),
-            f"{len(r.by_file):,} of {len(reshape.manifest.files):,}",
+            f"{len(r.by_file):,} of {num_files:,}",
             size(r.file_bytes),
         )
         for r in readings
     ]
     left_out = reshape.mesh.world - len(readings)
     if left_out:
-        more = dim(f"… {left_out:,} more")
-        rows.insert(len(rows) - 2, ("", more, "", "", "", ""))
+        rows.insert(len(rows) - 2, ("", dim(f"… {left_out:,} more")))
     noun = "files" if checkpoint.format == "holdfast" else "parts"
     columns = (">rank", "at", ">tensors", ">wanted", f">{noun} touched", ">size of those")
     table(columns, rows)
@@ -174,7 +138,7 @@ def _show_rank(reshape: Reshape, reading: Reading) -> None:
     heading(f"Rank {reading.rank}")
     fields(
         [
-            ("  at", _coordinates(reshape, reading.rank)),
+            ("  at", coordinates(reshape.mesh, reading.rank)),
             ("  wants", f"{size(reading.wanted_bytes)} of {many(reading.num_tensors, 'tensor')}"),
             ("  of which", ", ".join(f"{k} {size(v)}" for k, v in reading.by_state.items()) or "-"),
             ("  touches", f"{many(len(reading.by_file), 'file')} of {size(reading.file_bytes)}"),
@@ -189,17 +153,16 @@ def _show_rank(reshape: Reshape, reading: Reading) -> None:
     table(("file", ">wanted", ">of", ""), rows)
 
 
-def _coordinates(reshape: Reshape, rank: int) -> str:
-    return ", ".join(f"{a} {reshape.mesh.coordinate(rank, a)}" for a in reshape.mesh.sizes)
+def coordinates(mesh: Mesh, rank: int) -> str:
+    return ", ".join(f"{axis} {mesh.coordinate(rank, axis)}" for axis in mesh.sizes)
 
 
-def _plain(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) -> dict[str, Any]:
+def _data(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) -> dict[str, Any]:
     files = reshape.manifest.file_of
-    rows = []
-    for reading in readings:
-        row = asdict(reading)
-        row["by_file"] = {files[r].path: n for r, n in reading.by_file.items()}
-        rows.append(row)
+    rows = [
+        asdict(reading) | {"by_file": {files[r].path: n for r, n in reading.by_file.items()}}
+        for reading in readings
+    ]
     return {
         "url": checkpoint.store.url,
         "step": checkpoint.step,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from holdfast.cli.screen import dim, heading, many, ranks_text, say, size, table
+from holdfast.cli.screen import Row, heading, say, table
+from holdfast.cli.words import dim, many, ranks_text, size
 from holdfast.errors import UsageError
 from holdfast.policy.protecting import Protection, protection
 from holdfast.policy.redundancy import choose, parse
@@ -14,6 +15,11 @@ from holdfast.policy.survival import Scheme, copy, none, rs
 HOUR_S = 3600.0
 MOST_SETS = 6
 MOST_GROUPS = 8
+COLUMNS = ("", "", ">share", ">kept for others", ">memory of a node", "bears", ">lost", ">once in")
+LOST = (
+    "lost: that nodes fail fatally within the {:g} min until one is replaced, at a mean of {:g} h "
+    "between failures of a node. Processes may fail as they like."
+)
 
 
 def found_for(
@@ -64,24 +70,9 @@ def show(
         )
         for p in found
     ]
-    columns = (
-        "",
-        "",
-        ">share",
-        ">kept for others",
-        ">memory of a node",
-        "bears",
-        ">lost",
-        ">once in",
-    )
-    table(columns, rows)
+    table(COLUMNS, rows)
     say()
-    say(
-        dim(
-            f"lost: that nodes fail fatally within the {repair_minutes:g} min until one is replaced, at "
-            f"a mean of {mtbf_hours:g} h between failures of a node. Processes may fail as they like."
-        )
-    )
+    say(dim(LOST.format(repair_minutes, mtbf_hours)))
     if len(found) == 1 and found[0].fatal:
         sets = [" + ".join(sorted(some)) for some in found[0].fatal[:MOST_SETS]]
         more = len(found[0].fatal) - len(sets)
@@ -96,11 +87,11 @@ def _show_groups(p: Protection, show_all: bool) -> None:
     heading(f"Who keeps whose: {p.scheme}")
     most = len(p.nodes) if show_all else MOST_GROUPS
     apart = all(len({p.nodes[r] for r in group}) == len(group) for group in p.groups)
-    rows: list[tuple[str, ...]] = [
+    rows: list[Row] = [
         (f"group {i}", ", ".join(f"{r} on {p.nodes[r]}" for r in group))
         for i, group in enumerate(p.groups[:most])
     ]
-    table(("", "ranks"), rows + _left_out(len(p.groups) - most, 2))
+    table(("", "ranks"), rows + _left_out(len(p.groups) - most))
     say()
     nodes: dict[str, list[int]] = {}
     for rank, node in enumerate(p.nodes):
@@ -110,13 +101,13 @@ def _show_groups(p: Protection, show_all: bool) -> None:
         (name, ranks_text(ranks), ", ".join(str(group_of[r]) for r in ranks))
         for name, ranks in list(nodes.items())[:most]
     ]
-    table(("", "ranks", "member of groups"), rows + _left_out(len(nodes) - most, 3))
+    table(("", "ranks", "member of groups"), rows + _left_out(len(nodes) - most))
     say()
     say(dim(_what_is_kept(p.scheme) + ("" if apart else " All are on one node: it mends damage.")))
 
 
-def _left_out(count: int, num_columns: int) -> list[tuple[str, ...]]:
-    return [(dim(f"… {count:,} more"), *[""] * (num_columns - 1))] if count > 0 else []
+def _left_out(count: int) -> list[Row]:
+    return [(dim(f"… {count:,} more"),)] if count > 0 else []
 
 
 def _what_is_kept(scheme: Scheme) -> str:
@@ -127,7 +118,7 @@ def _what_is_kept(scheme: Scheme) -> str:
     return f"Each member keeps {blocks} of parity over the images of the others of its group."
 
 
-def plain(found: list[Protection]) -> list[dict[str, Any]]:
+def data(found: list[Protection]) -> list[dict[str, Any]]:
     """Return what was found, for JSON."""
     return [
         {

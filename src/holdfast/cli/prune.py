@@ -4,34 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from holdfast.arguments import count_of
 from holdfast.checkpoint.listing import Step, survey
 from holdfast.checkpoint.names import Saved
 from holdfast.checkpoint.tidying import Keep, prunable, prune
-from holdfast.cli.screen import AsJson, Root, bad, dim, good, many, print_json, say, size, table
+from holdfast.cli.options import Option, Root
+from holdfast.cli.screen import Result, say, table
+from holdfast.cli.targets import own_root
+from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.delta.log import newest_history, open_log, tidy_log
 from holdfast.errors import UsageError
-from holdfast.interop.detect import detect
-from holdfast.store import Store, open_store
-
-KeepLast = Annotated[
-    int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")
-]
-KeepEvery = Annotated[
-    int | None, typer.Option("--keep-every", metavar="N", help="Keep every multiple of N.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
+from holdfast.store import Store
 
 
 def run(
     url: Root,
-    keep_last: KeepLast = None,
-    keep_every: KeepEvery = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
+    keep_last: Annotated[int | None, Option("Keep the newest N steps.", "N")] = None,
+    keep_every: Annotated[int | None, Option("Keep every multiple of N.", "N")] = None,
+    dry_run: Annotated[bool, Option("Only say what would go.")] = False,
+) -> Result:
     """Delete steps that neither option keeps.  The newest good step always stays, and so does the one from
     which records lead to the newest state.
     """
@@ -41,26 +32,19 @@ def run(
         if n is not None:
             count_of(n, "prune", option)
     keep = Keep(last=keep_last, every=keep_every)
-    foreign = detect(url)
-    if foreign is not None:
-        raise UsageError(
-            f"{url} is a {foreign} checkpoint, which holdfast only reads",
-            hint="delete it with the tools of what wrote it",
-        )
-    store = open_store(url)
+    store = own_root(url, "holdfast only reads", "delete it with the tools of what wrote it")
     steps = survey(store).steps
     spare = _leading(store, steps)
     gone = prunable(store, keep, spare) if dry_run else prune(store, keep, spare=spare)
     if not dry_run:
         tidy_log(store)
     freed = sum(s.manifest.total_bytes for s in steps if s.step in gone and s.manifest)
-    if as_json:
-        stay = [s.step for s in steps if s.step not in gone]
-        print_json(
-            {"url": store.url, "dry_run": dry_run, "gone": gone, "kept": stay, "freed_bytes": freed}
-        )
-        return
-    _show(steps, gone, dry_run, freed, store.url)
+    stay = [s.step for s in steps if s.step not in gone]
+    return Result(
+        lambda: {"url": store.url, "dry_run": dry_run, "gone": gone, "kept": stay,
+                 "freed_bytes": freed},
+        lambda: _show(steps, gone, dry_run, freed, store.url),
+    )  # fmt: skip
 
 
 def _leading(store: Store, steps: tuple[Step, ...]) -> set[int]:
@@ -84,8 +68,8 @@ def _show(steps: tuple[Step, ...], gone: list[int], dry_run: bool, freed: int, u
         for s in steps
     ]
     table((">step", ">size", "", ""), rows, indent=0)
-    what = "would be freed" if dry_run else "freed"
-    say(f"{many(len(gone), 'step')} {verb}, {size(freed)} {what}")
+    freed_text = f"{size(freed)} {'would be freed' if dry_run else 'freed'}"
+    say(f"{many(len(gone), 'step')} {verb}, {freed_text}")
 
 
 if __name__ == "__main__":

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from holdfast.cli.screen import AsJson, Root, many, print_json, root_of_records, say
+from holdfast.cli.options import Argument, Option, Root
+from holdfast.cli.screen import Result, say
+from holdfast.cli.targets import own_root
+from holdfast.cli.words import many
 from holdfast.errors import Exists
 from holdfast.store import open_store
 
-Into = Annotated[str, typer.Argument(metavar="DST", help="Root of the full step; made if need be.")]
-To = Annotated[int, typer.Option("--to", metavar="STEP", help="The recorded step.")]
 
-
-def run(url: Root, into: Into, to: To, as_json: AsJson = False) -> None:
+def run(
+    url: Root,
+    into: Annotated[str, Argument("DST", "Root of the full step; made if need be.")],
+    to: Annotated[int, Option("The recorded step.", "STEP")],
+) -> Result:
     """Do the steps from the nearest full one to STEP again, by the recorded gradients, and save the result.
 
     On the CPU, with the whole state in memory.  Optimizers of torch only.
@@ -24,19 +26,21 @@ def run(url: Root, into: Into, to: To, as_json: AsJson = False) -> None:
     from holdfast.once import save
     from holdfast.roots import check_own
 
-    store = root_of_records(url)
+    store = own_root(url, "has no records")
     check_own(into)
     target = open_store(into)
     if any(s.step == to for s in committed(target)):
         raise Exists(f"step {to} is in {target.url} already", hint="give another root")
     state, base, lost = replay_to(store, to)
     save(into, state, step=to)
-    if as_json:
-        print_json({"url": target.url, "step": to, "base": base, "left_out": lost})
-        return
-    say(f"step {to}: {many(to - base, 'step')} replayed from step {base}, saved in {target.url}")
-    if lost:
-        say(f"left out, as each rank had its own: {', '.join(lost)}")
+
+    def show() -> None:
+        replayed = f"{many(to - base, 'step')} replayed from step {base}"
+        say(f"step {to}: {replayed}, saved in {target.url}")
+        if lost:
+            say(f"left out, as each rank had its own: {', '.join(lost)}")
+
+    return Result(lambda: {"url": target.url, "step": to, "base": base, "left_out": lost}, show)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from typing import Any
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.ruling import Ruled, Ruling, Share
 from holdfast.cli.inspect import KINDS, fold
-from holdfast.cli.screen import dim, heading, many, say, shape_text, size, table
+from holdfast.cli.plan import coordinates
+from holdfast.cli.screen import Row, heading, say, table
+from holdfast.cli.words import dim, many, shape_text, size
 from holdfast.errors import UsageError
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout.view import View
@@ -30,7 +32,7 @@ def parse_let(texts: Sequence[str]) -> dict[str, int]:
 
 def show(checkpoint: Checkpoint, plan: Ruling, shares: list[Share], show_all: bool) -> None:
     """Show the tensors, then the ranks."""
-    say(f"step {checkpoint.step}, by {plan.rules.path}, over {plan.mesh}", style="bold")
+    say(f"step {checkpoint.step}, by {plan.rules.path}, over {plan.mesh}", "bold")
     heading("Tensors")
     mine = [r for r in plan.tensors if show_all or r.entry.state in KINDS or not r.follows]
     rows = [_row(plan, name, group) for name, group in _fold(mine)]
@@ -44,26 +46,24 @@ def show(checkpoint: Checkpoint, plan: Ruling, shares: list[Share], show_all: bo
         what = f"  and {many(others, 'tensor')} of optimizer state, cut as their parameters are"
         say(dim(f"{what}; counters are whole: --all lists them"))
     heading("Stored by each rank")
-    at = plan.mesh.coordinate
-    ranks: list[tuple[str, ...]] = [
+    ranks: list[Row] = [
         (
             str(s.rank),
-            ", ".join(f"{axis} {at(s.rank, axis)}" for axis in plan.mesh.sizes),
-            f"{s.num_tensors:,}",
+            coordinates(plan.mesh, s.rank),
+            s.num_tensors,
             size(s.bytes),
             size(s.padding_bytes) if s.padding_bytes else "-",
         )
         for s in shares
     ]
-    if len(shares) < plan.mesh.world and len(shares) > 2:
-        more = f"… {plan.mesh.world - len(shares):,} more"
-        ranks.insert(len(ranks) - 2, ("", dim(more), "", "", ""))
+    if 2 < len(shares) < plan.mesh.world:
+        ranks.insert(len(ranks) - 2, ("", dim(f"… {plan.mesh.world - len(shares):,} more")))
     table((">rank", "at", ">tensors", ">stored", ">padding"), ranks)
     say()
     say("Every element is held exactly once, copies aside.")
 
 
-def plain(checkpoint: Checkpoint, plan: Ruling, shares: list[Share]) -> dict[str, Any]:
+def data(checkpoint: Checkpoint, plan: Ruling, shares: list[Share]) -> dict[str, Any]:
     """Return the same for programs: tensors one by one."""
     return {
         "url": checkpoint.store.url,

@@ -4,90 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from holdfast.cli.screen import AsJson, print_json, say
+from holdfast.cli.options import Argument, Option
+from holdfast.cli.screen import Result, say
 from holdfast.errors import UsageError
 from holdfast.sizes import parse_size
 
-Devices = Annotated[
-    list[int], typer.Argument(metavar="DEVICES...", help="Sizes of the job: 10 1000 100000.")
-]
-Days = Annotated[
-    float | None,
-    typer.Option("--days", metavar="D", help="Length of the job: 30, or as long as the trace."),
-]
-Mtbf = Annotated[
-    float,
-    typer.Option(
-        "--device-mtbf-hours", metavar="H", help="Mean time between failures of a device."
-    ),
-]
-Share = Annotated[
-    float,
-    typer.Option("--node-share", metavar="X", help="Failures that take a node's memory along."),
-]
-Shape = Annotated[
-    float,
-    typer.Option("--shape", metavar="K", help="Weibull: below 1 failures come in bursts."),
-]
-Trace = Annotated[
-    str | None,
-    typer.Option("--trace", metavar="FILE", help="Failures of the job: a CSV of hours,kind."),
-]
-Overhead = Annotated[
-    float, typer.Option("--overhead", metavar="X", help="What holdfast's saving may take.")
-]
-Estimate = Annotated[
-    bool, typer.Option("--estimate", help="holdfast is not told the rates, it estimates them.")
-]
-PerNode = Annotated[int, typer.Option("--devices-per-node", metavar="N")]
-Step = Annotated[float, typer.Option("--step-s", metavar="S", help="A training step.")]
-State = Annotated[str, typer.Option("--state", metavar="BYTES", help="State, per device.")]
-Record = Annotated[
-    str, typer.Option("--record", metavar="BYTES", help="The record of a step, per device.")
-]
-NodeStorage = Annotated[
-    str, typer.Option("--node-storage", metavar="BYTES", help="To storage per second, per node.")
-]
-Storage = Annotated[
-    str, typer.Option("--storage", metavar="BYTES", help="To storage per second, in all.")
-]
-Stall = Annotated[float, typer.Option("--stall-s", metavar="S", help="A snapshot holds a step up.")]
-RecordStall = Annotated[
-    float, typer.Option("--record-stall", metavar="X", help="A record holds a step up, in steps.")
-]
-Restart = Annotated[
-    float, typer.Option("--restart-s", metavar="S", help="From a failure until state is loaded.")
-]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the failures.")]
-Plot = Annotated[
-    str | None, typer.Option("--plot", metavar="FILE", help="Draw it; needs matplotlib.")
-]
-
 
 def run(
-    devices: Devices,
-    days: Days = None,
-    device_mtbf_hours: Mtbf = 50_000.0,
-    node_share: Share = 0.5,
-    shape: Shape = 1.0,
-    trace: Trace = None,
-    overhead: Overhead = 0.03,
-    estimate: Estimate = False,
-    devices_per_node: PerNode = 8,
-    step_s: Step = 5.0,
-    state: State = "2GB",
-    record: Record = "20MB",
-    node_storage: NodeStorage = "2GB",
-    storage: Storage = "500GB",
-    stall_s: Stall = 0.05,
-    record_stall: RecordStall = 0.01,
-    restart_s: Restart = 180.0,
-    seed: Seed = 0,
-    plot: Plot = None,
-    as_json: AsJson = False,
-) -> None:
+    devices: Annotated[list[int], Argument("DEVICES...", "Sizes of the job: 10 1000 100000.")],
+    days: Annotated[
+        float | None, Option("Length of the job: 30, or as long as the trace.", "D")
+    ] = None,
+    device_mtbf_hours: Annotated[
+        float, Option("Mean time between failures of a device.", "H")
+    ] = 50_000.0,
+    node_share: Annotated[float, Option("Failures that take a node's memory along.", "X")] = 0.5,
+    shape: Annotated[float, Option("Weibull: below 1 failures come in bursts.", "K")] = 1.0,
+    trace: Annotated[
+        str | None, Option("Failures of the job: a CSV of hours,kind.", "FILE")
+    ] = None,
+    overhead: Annotated[float, Option("What holdfast's saving may take.", "X")] = 0.03,
+    estimate: Annotated[bool, Option("holdfast is not told the rates, it estimates them.")] = False,
+    devices_per_node: Annotated[int, Option("", "N")] = 8,
+    step_s: Annotated[float, Option("A training step.", "S")] = 5.0,
+    state: Annotated[str, Option("State, per device.", "BYTES")] = "2GB",
+    record: Annotated[str, Option("The record of a step, per device.", "BYTES")] = "20MB",
+    node_storage: Annotated[str, Option("To storage per second, per node.", "BYTES")] = "2GB",
+    storage: Annotated[str, Option("To storage per second, in all.", "BYTES")] = "500GB",
+    stall_s: Annotated[float, Option("A snapshot holds a step up.", "S")] = 0.05,
+    record_stall: Annotated[float, Option("A record holds a step up, in steps.", "X")] = 0.01,
+    restart_s: Annotated[float, Option("From a failure until state is loaded.", "S")] = 180.0,
+    seed: Annotated[int, Option("Of the failures.", "N")] = 0,
+    plot: Annotated[str | None, Option("Draw it; needs matplotlib.", "FILE")] = None,
+) -> Result:
     """Simulate a job with failures, protected by holdfast and in other ways."""
     from holdfast.cli import simulated
     from holdfast.policy.cluster import Cluster
@@ -129,12 +78,13 @@ def run(
     ]  # fmt: skip
     if plot is not None:
         simulated.draw(plot, runs)
-    if as_json:
-        print_json({"asked": told, **simulated.plain(runs)})
-        return
-    simulated.show(runs, shape, trace)
-    if plot is not None:
-        say(f"Drawn: {plot}")
+
+    def show() -> None:
+        simulated.show(runs, shape, trace)
+        if plot is not None:
+            say(f"Drawn: {plot}")
+
+    return Result(lambda: {"asked": told, **simulated.data(runs)}, show)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.cli.screen import dim, fields, heading, say, size, table
+from holdfast.cli.screen import Row, fields, heading, say, table
+from holdfast.cli.words import dim, size
 from holdfast.errors import UsageError
 from holdfast.policy.cluster import HOUR_S, Cluster
 from holdfast.policy.failures import at_random, from_trace
@@ -17,6 +18,9 @@ from holdfast.policy.tuning import Auto
 
 DAY_S = 86400.0
 DAYS = 30.0
+COLUMNS = (">devices", ">failures", "", ">effective", ">saving", ">lost", ">recovering",
+           ">steps lost at each", "steps between")  # fmt: skip
+LEGEND = "effective: of the time, what trained steps that were kept. lost: steps trained in vain."
 ASSUMED = (
     ("step", "{step_s:g} s"),
     ("state", "{state} of each device, however large the job; replicas are not counted"),
@@ -105,26 +109,19 @@ def show(runs: list[Simulated], shape: float, trace: str | None) -> None:
     failures = f"one in {c.device_mtbf_hours:,.0f} h of a device, {how}; {of_them}"
     fields([("  failures", f"as in {trace}; {of_them}" if trace else failures), *assumed])
     heading(f"{runs[0].wall_s / DAY_S:.3g} days")
-    rows = [row for run in runs for row in _rows(run)]
-    columns = (">devices", ">failures", "", ">effective", ">saving", ">lost", ">recovering",
-               ">steps lost at each", "steps between")  # fmt: skip
-    table(columns, rows)
+    table(COLUMNS, [row for run in runs for row in _rows(run)])
     say()
-    say(
-        dim(
-            "effective: of the time, what trained steps that were kept. lost: steps trained in vain."
-        )
-    )
+    say(dim(LEGEND))
 
 
-def _rows(run: Simulated) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def _rows(run: Simulated) -> list[Row]:
+    rows: list[Row] = []
     for name, o in run.outcomes.items():
         first = not rows
         rows.append(
             (
-                f"{run.cluster.devices:,}" if first else "",
-                f"{o.failures:,}" if first else "",
+                run.cluster.devices if first else "",
+                o.failures if first else "",
                 name,
                 _percent(o.effective),
                 _percent(o.saving_s / o.wall_s),
@@ -141,7 +138,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def plain(runs: list[Simulated]) -> dict[str, Any]:
+def data(runs: list[Simulated]) -> dict[str, Any]:
     """Return the runs, for JSON."""
     found = []
     for run in runs:

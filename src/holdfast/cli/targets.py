@@ -1,4 +1,4 @@
-"""The meaning of `PATH@NUMBER` where a folder has that very name: the step, or the folder.
+"""The meaning of a target: a root, a step of it, or the checkpoint of another system.
 
 `runs/gpt@1000` is step 1000 of `runs/gpt`.  But `@` may be in the name of a folder as well (`gpt@2`, a
 copy, an experiment of that day), and what lies there decides.  Where both could be meant, neither is taken.
@@ -12,11 +12,55 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import TYPE_CHECKING
 
+from holdfast.arguments import shown, step_of
 from holdfast.errors import HoldfastError, UsageError
 
+if TYPE_CHECKING:
+    from holdfast.checkpoint.opened import Checkpoint
+    from holdfast.store import Store
 
-def is_folder(text: str, url: str, step: int) -> bool:
+MAX_DIGITS = 40
+"""Most digits of a step that is typed; ten are enough."""
+
+
+def split_target(text: str) -> tuple[str, int | None]:
+    """`runs/gpt@1000` -> ("runs/gpt", 1000); no step: None.  UsageError if it can mean two things."""
+    url, at, step = text.rpartition("@")
+    if not at or not url:
+        return text, None
+    if step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS:
+        number = step_of(int(step), "", "step")
+        return (text, None) if _is_folder(text, url, number) else (url, number)
+    if os.path.isdir(url) and not os.path.lexists(text):
+        raise UsageError(
+            f"{text[:200]}: {shown(step)} is no step",
+            hint=f"URL@STEP, such as {url[:200]}@1000; `holdfast ls` lists steps",
+        )
+    return text, None
+
+
+def opened(target: str) -> Checkpoint:
+    """The step that a target names, ours or foreign."""
+    from holdfast.looking import open
+
+    url, step = split_target(target)
+    return open(url, step=step)
+
+
+def own_root(url: str, why: str, hint: str | None = None) -> Store:
+    """A root of our own; UsageError for a foreign checkpoint, which says `why` it will not do."""
+    from holdfast.interop.detect import detect
+    from holdfast.store import open_store
+
+    foreign = detect(url)
+    if foreign is not None:
+        raise UsageError(f"{url} is a {foreign} checkpoint, which {why}", hint=hint)
+    return open_store(url)
+
+
+def _is_folder(text: str, url: str, step: int) -> bool:
     """True if `text`, which is `url@step`, names a folder (or a file) and no step.  UsageError if both are
     there."""
     if not _is_there(text):

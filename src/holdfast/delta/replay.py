@@ -6,7 +6,6 @@ the replay exactly at the step before.  The next record is read while one is app
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +35,9 @@ from holdfast.errors import (
     PASSED_OVER,
     Deadline,
     FormatError,
-    HoldfastWarning,
     NotRecoverable,
     StateMismatch,
+    warn_user,
 )
 from holdfast.events import emit, span
 from holdfast.format import extras as tree
@@ -253,11 +252,9 @@ class Replay:
             applied = [a for s in steps for a in s.applied().get(one.key, {}).values()]
             recorded, here = max((a.hooks for a in applied), default=0), hooks_after(one.optimizer)
             if recorded > here:
-                warnings.warn(
+                warn_user(
                     f"{one.key!r} had {recorded} hooks after its steps when they were recorded, and has "
-                    f"{here} now: what they write to weights is missing; register them before restore()",
-                    HoldfastWarning,
-                    stacklevel=2,
+                    f"{here} now: what they write to weights is missing; register them before restore()"
                 )
 
     def _is_resized(self, step: Step) -> bool:

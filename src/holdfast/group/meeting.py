@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +33,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from holdfast.errors import AgentError, Deadline, HoldfastWarning, UsageError
+from holdfast.errors import AgentError, Deadline, UsageError, warn_user
 from holdfast.group.gloo import Gloo
 from holdfast.group.line import Line
 
@@ -265,9 +264,7 @@ class Meeting:
             if tell_at is not None and now > tell_at:
                 tell_at = None
                 text, *_ = self._ask(call, lambda s: self._missing(s, number, call), until)
-                warnings.warn(
-                    f"waiting, for at most {limit_s:g} s: {text}", HoldfastWarning, stacklevel=4
-                )
+                warn_user(f"waiting, for at most {limit_s:g} s: {text}")
             time.sleep(min(pause, max(until - now, 0.001)))
         raise AssertionError
 

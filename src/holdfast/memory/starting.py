@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 
 from holdfast.addresses import own_address
 from holdfast.capture import Capture
 from holdfast.durable import Durable
-from holdfast.errors import HoldfastWarning
+from holdfast.errors import warn_user
 from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory
@@ -43,10 +42,8 @@ def _job_in_memory(options: Memory, durable: Durable, host: str) -> str:
     if last < durable.run:
         return job
     if group.rank == 0:
-        warnings.warn(
+        warn_user(
             f"{store.url} was put back: run {durable.run} begins, and in memory are snapshots of up to run "
-            f"{last}, which are another job's now (`holdfast agent clean --job {job}` frees them)",
-            HoldfastWarning,
-            stacklevel=5,
+            f"{last}, which are another job's now (`holdfast agent clean --job {job}` frees them)"
         )
     return job_of(store, group, anew=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.errors import HoldfastWarning
+from holdfast.errors import warn_user
 from holdfast.sources import Source
 from holdfast.state.comm_hooks import tell_hooks
 from holdfast.state.customised import Own, add_made, add_own, customised, refuse_own
@@ -142,12 +141,10 @@ def _tell_empty(key: str, modules: Iterable[nn.Module]) -> None:
     have no parameters have nothing to lose."""
     for module in modules:
         if not all(type(part).__module__.startswith("torch.nn.") for part in module.modules()):
-            warnings.warn(
+            warn_user(
                 f"{key!r}: nothing is saved of this {type(module).__qualname__}, for its state_dict() is "
                 "empty: what it keeps must be parameters, persistent buffers or get_extra_state() (metrics "
-                "of torchmetrics: metric.persistent(True))",
-                HoldfastWarning,
-                stacklevel=2,
+                "of torchmetrics: metric.persistent(True))"
             )
 
 

@@ -7,7 +7,6 @@ that was not interrupted.  torch leaves it to the script, so all that can be don
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.errors import HoldfastWarning
+from holdfast.errors import warn_user
 from holdfast.state.live import State, stages
 
 STATELESS = (type(None), ProcessGroup, weakref.ref)
@@ -33,13 +32,11 @@ def tell_hooks(state: State) -> None:
             for hook, kept in _hooks(module):
                 if _carries_over(kept) and not _has(state, kept):
                     name = getattr(hook, "__qualname__", type(hook).__qualname__)
-                    warnings.warn(
+                    warn_user(
                         f"{key!r}: the communication hook {name} keeps a {type(kept).__qualname__} that "
                         "is not in the state: what it carries over from step to step is not saved, and "
                         "begins anew after a restore. An object with state_dict() and load_state_dict() "
-                        "that has it as an attribute can be handed over as a value of the state",
-                        HoldfastWarning,
-                        stacklevel=2,
+                        "that has it as an attribute can be handed over as a value of the state"
                     )
 
 

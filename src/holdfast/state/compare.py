@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.errors import HoldfastError, HoldfastWarning, LayoutError, StateMismatch
+from holdfast.errors import HoldfastError, LayoutError, StateMismatch, warn_user
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
@@ -146,11 +145,9 @@ def tell_untouched(checkpoint: Checkpoint, lines: list[str], group: Group) -> No
     shown = lines[:MAX_UNTOUCHED]
     if len(lines) > len(shown):
         shown.append(f"... and {len(lines) - len(shown)} more")
-    warnings.warn(
+    warn_user(
         f"step {checkpoint.step} and the live state have not all in common; what only one side has was "
-        "left as it is:\n  " + "\n  ".join(shown),
-        HoldfastWarning,
-        stacklevel=8,
+        "left as it is:\n  " + "\n  ".join(shown)
     )
 
 

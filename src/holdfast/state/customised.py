@@ -23,7 +23,6 @@ variables (`keep_vars`), which copies nothing.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.errors import HoldfastError, HoldfastWarning, UsageError
+from holdfast.errors import HoldfastError, UsageError, warn_user
 from holdfast.state.asking import asked, asks_whole, entries_of
 from holdfast.state.held import Held, is_same, memory_of
 from holdfast.state.ignoring import Ignored
@@ -283,12 +282,10 @@ def _tell_copies(key: str, own: Own, held: Held) -> None:
     }
     if copies:
         few = [f"{key}.{own.name(e)} (as {key}.{own.name(n)})" for e, n in copies.items()]
-        warnings.warn(
+        warn_user(
             f"the state_dict() of {type(own.part).__name__} has copies of parameters or buffers under "
             f"other names, which are saved a second time: {_few(few)}; "
-            f"holdfast.ignore({key}, {own.name(next(iter(copies)))!r}) leaves one out",
-            HoldfastWarning,
-            stacklevel=2,
+            f"holdfast.ignore({key}, {own.name(next(iter(copies)))!r}) leaves one out"
         )
 
 

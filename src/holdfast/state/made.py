@@ -14,7 +14,6 @@ is called with.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from holdfast.errors import HoldfastError, HoldfastWarning, StateMismatch
+from holdfast.errors import HoldfastError, StateMismatch, warn_user
 from holdfast.state.asking import asks_whole, entries_of
 from holdfast.state.bitsandbytes import has_quant_states, put_quant_states
 from holdfast.state.customised import Own, form, named_entries
@@ -91,11 +90,9 @@ def put_own(key: str, own: Own, saved: Mapping[str, Any]) -> None:
     few = ", ".join(f"{key}.{own.name(e)}" for e in lost[:3]) + ", ..." * (len(lost) > 3)
     way = f"holdfast.ignore({key}, {own.name(lost[0])!r})"
     if loads_itself and error is None and own.tensors.keys().isdisjoint(lost):
-        warnings.warn(
+        warn_user(
             f"{few}: saved with a value that this {kind} has not, and its own way to load does not take "
-            f"it; it was left as it is ({way} does without it)",
-            HoldfastWarning,
-            stacklevel=2,
+            f"it; it was left as it is ({way} does without it)"
         )
         return
     raise StateMismatch(

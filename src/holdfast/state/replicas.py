@@ -18,7 +18,6 @@ nobody sends them about, it is told that they differ.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -29,7 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.codec.digest import digest
-from holdfast.errors import HoldfastWarning, LayoutError
+from holdfast.errors import LayoutError, warn_user
 from holdfast.group import Group
 from holdfast.layout import Placement
 from holdfast.state.arrays import raw_array
@@ -223,12 +222,10 @@ def _tell_buffers(live: Live, differ: dict[str, str]) -> None:
     sent = {key for key, modules in live.modules.items() if _are_sent(modules)}
     lost = {name: ranks for name, ranks in differ.items() if name.split(".", 1)[0] not in sent}
     if lost:
-        warnings.warn(
+        warn_user(
             f"{len(lost)} buffer(s) differ between ranks, and nothing sends rank 0's to the others; the "
             "first rank's are saved, and all ranks get these from a restore:\n"
-            + "\n".join(_lines(lost)),
-            HoldfastWarning,
-            stacklevel=2,
+            + "\n".join(_lines(lost))
         )
 
 

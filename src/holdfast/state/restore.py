@@ -7,7 +7,6 @@ in one error); read every rank's boxes together, straight into the live tensors;
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import Want
-from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
+from holdfast.errors import Deadline, HoldfastError, warn_user
 from holdfast.events import span
 from holdfast.garbage import uncollected
 from holdfast.group import Group
@@ -211,7 +210,7 @@ def _tell_unfit(problems: Problems, live: Live, options: Options) -> None:
         (live.idle, "states are put back that their optimizer has no use for"),
     ):
         if lines:
-            warnings.warn(f"{what}: {'; '.join(lines)}", HoldfastWarning, stacklevel=2)
+            warn_user(f"{what}: {'; '.join(lines)}")
 
 
 def _put_extras(plan: Extras, seen: State, given: State) -> None:

@@ -10,7 +10,6 @@ states are written at all cannot be known here, so it is said, not refused.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.errors import HoldfastWarning
+from holdfast.errors import warn_user
 from holdfast.state.bitsandbytes import is_table
 from holdfast.state.kinds import PLAIN
 from holdfast.state.placed import local_of
@@ -37,13 +36,11 @@ def tell_shared(key: str, optimizer: Optimizer, names: Mapping[int, list[str]]) 
     shared = [f"{one} and {other}" for (_, one), (_, other) in sorted(pairs)]
     if shared:
         more = f" and {len(shared) - SHOWN} more pairs" if len(shared) > SHOWN else ""
-        warnings.warn(
+        warn_user(
             f"{key!r}: states of {type(optimizer).__name__} share memory: {', '.join(shared[:SHOWN])}"
             f"{more}. An optimizer without states that is restored has them in memory of their own, and "
             "what is written to one is not in the other: have such a state once, in the parameter group "
-            "or, by a name, in optimizer.state",
-            HoldfastWarning,
-            stacklevel=2,
+            "or, by a name, in optimizer.state"
         )
 
 

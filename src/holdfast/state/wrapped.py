@@ -7,14 +7,13 @@ optimizer steps those of this rank alone and has their state.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from holdfast.errors import HoldfastWarning, UsageError
+from holdfast.errors import UsageError, warn_user
 from holdfast.state.ignoring import Ignored
 from holdfast.state.observer import calls_hooks
 
@@ -75,12 +74,10 @@ def check_own_state(key: str, optimizer: Any, saved: Any) -> None:
         except Exception as error:  # whatever it is, the save can be made
             lost = []
             if not ignored.has("*"):
-                warnings.warn(
+                warn_user(
                     f"{key!r}: whether the state_dict() of {type(optimizer).__name__} has anything beside "
                     f"states and groups, which are saved, it cannot say here ({type(error).__name__}: "
-                    f"{error}); holdfast.ignore({key}, '*') says that it may be left out",
-                    HoldfastWarning,
-                    stacklevel=2,
+                    f"{error}); holdfast.ignore({key}, '*') says that it may be left out"
                 )
     kept = [name for name in lost if not ignored.has(name)]
     if kept:

@@ -23,11 +23,10 @@ import errno
 import fcntl
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from holdfast.errors import HoldfastWarning, Unavailable
+from holdfast.errors import Unavailable, warn_user
 from holdfast.store.oserrors import REFUSED
 
 DEADLINE_S = 60.0
@@ -104,9 +103,7 @@ def _is_at(fd: int, path: str) -> bool:
 
 
 def _warn(path: str) -> None:
-    warnings.warn(
+    warn_user(
         f"the file system of '{os.path.dirname(path)}' has no locks: two processes that replace one object "
-        "at the same moment may both succeed",
-        HoldfastWarning,
-        stacklevel=2,
+        "at the same moment may both succeed"
     )

@@ -5,29 +5,78 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from holdfast.checkpoint.brief import cut_short
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.cli import drawing
-from holdfast.cli.figures import in_parts, tensor_bytes
-from holdfast.cli.screen import dim, fields, heading, many, ranks_text, say, shape_text, size, table
+from holdfast.cli.screen import Row, fields, heading, say, table
+from holdfast.cli.words import dim, many, ranks_text, shape_text, size
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
 from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Place, Sections
-from holdfast.layout import Box, Placement, whole
+from holdfast.layout import Box, Placement, Sharding, whole
 
 
-def one(checkpoint: Checkpoint, name: str, show_all: bool) -> None:
+def tensor_bytes(t: TensorEntry) -> int:
+    return prod(t.shape) * DTYPES[t.dtype].bytes
+
+
+def in_parts(sharding: Sharding) -> str:
+    """Say how a tensor of a foreign checkpoint lies, in words."""
+    count = len(sharding.held or ())
+    return "whole" if count < 2 else f"{count:,} parts"
+
+
+def entry_data(m: Manifest, t: TensorEntry) -> dict[str, Any]:
+    """A tensor, for JSON."""
+    s = to_sharding(m.shardings[t.sharding])
+    cuts = [{"dim": c.dim, "axes": list(c.axes)} for c in s.cuts]
+    return {
+        "name": t.name,
+        "dtype": t.dtype,
+        "shape": list(t.shape),
+        "state": t.state,
+        "bytes": tensor_bytes(t),
+        "sharding": {"text": str(s), "cuts": cuts, "on": {a: list(at) for a, at in s.on}},
+    }
+
+
+def tensor_data(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """A tensor and where its pieces lie, for JSON."""
+    m = checkpoint.manifest
+    index = checkpoint.index(name)
+    t = m.tensors[index]
+    row = entry_data(m, t) | {"name": name}
+    if checkpoint.format != "holdfast":
+        parts = [
+            {"start": box.start, "stop": box.stop, "places": places}
+            for box, places in places_of(checkpoint, t)
+        ]
+        return row | {"parts": parts}
+    held = drawing.held_boxes(m, t, m.placement)
+    located = pieces(m, index, [box for box, _ in held])
+    return row | {
+        "held": [{"start": b.start, "stop": b.stop, "ranks": ranks} for b, ranks in held],
+        "pieces": [
+            {"file": f.path, "rank": f.rank, "start": b.start, "stop": b.stop,
+             "from": first, "to": last}
+            for f, b, first, last in located
+        ],
+    }  # fmt: skip
+
+
+def show_tensor(checkpoint: Checkpoint, name: str, show_all: bool) -> None:
     """Shape and sharding in words, drawn, and where each piece lies."""
     m = checkpoint.manifest
     index = checkpoint.index(name)
     t = m.tensors[index]
     held = drawing.held_boxes(m, t, m.placement)
     replicas = len(held[0][1]) if held else 0
-    say(name, style="bold")
+    say(name, "bold")
     rows = [
         ("dtype", t.dtype),
         ("shape", shape_text(t.shape)),
@@ -75,16 +124,16 @@ def places_of(
     return [(box, checkpoint.store.places(m.file_of[i].path)) for i, box in held[:most]]
 
 
-def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[Row]:
+    rows: list[Row] = []
     for box, places in places_of(checkpoint, t, None if show_all else 16):
         text = "whole" if box == whole(t.shape) else f"[{box}]"
         mean = f"mean of {len(places)}" if len(places) > 1 else ""
         num_bytes = box.size * DTYPES[t.dtype].bytes
-        rows.append((places[0][0], text, size(num_bytes), f"{places[0][1]:,}", mean))
+        rows.append((places[0][0], text, size(num_bytes), places[0][1], mean))
     count = len(checkpoint.info(t.name).sharding.held or ())
     if count > len(rows):
-        rows.append((dim(f"… {count - len(rows):,} more (--all lists them)"), "", "", "", ""))
+        rows.append((dim(f"… {count - len(rows):,} more (--all lists them)"),))
     return rows
 
 
@@ -129,16 +178,16 @@ def _located(m: Manifest, index: int, boxes: list[Box], placement: Placement) ->
     return rows
 
 
-def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> list[tuple[str, ...]]:
+def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> list[Row]:
     shape = m.tensors[index].shape
     boxes = sorted((b for b in boxes if b.size), key=lambda b: b.start)
     left_out = [] if show_all or len(boxes) <= 20 else boxes[12:-4]
     shown = [*boxes[:12], *boxes[-4:]] if left_out else boxes
-    rows: list[tuple[str, ...]] = [
-        (f.path, "whole" if box == whole(shape) else f"[{box}]", size(b - a), f"{a:,}", f"{b:,}")
+    rows: list[Row] = [
+        (f.path, "whole" if box == whole(shape) else f"[{box}]", size(b - a), a, b)
         for f, box, a, b in pieces(m, index, shown)
     ]
     if left_out:
         more = dim(f"… of {many(len(left_out), 'more part')} (--all lists them)")
-        rows.insert(len(rows) * 12 // 16, (more, "", "", "", ""))
+        rows.insert(len(rows) * 12 // 16, (more,))
     return rows
