@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.delta import queue
+from holdfast import background
 from holdfast.delta.log import open_log
 from holdfast.errors import AgentError, Deadline, NotRecoverable, RankErrors
 from holdfast.store import open_store
@@ -341,7 +341,7 @@ def test_a_writer_that_always_dies_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Aloud."""
-    monkeypatch.setattr(queue.sys, "executable", "/bin/false")
+    monkeypatch.setattr(background.sys, "executable", "/bin/false")
     run = new()
     ckpt = checkpointer(root, run)
 

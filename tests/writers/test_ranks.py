@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast.wire import wire_error
 from holdfast.writers.ranks import Ranks
 
 
@@ -29,7 +30,7 @@ def test_who_is_interrupted_says_so(kind: type[BaseException]) -> None:
     group = Group()
     with pytest.raises(kind), Ranks(group).all("written"):
         raise kind("stop")
-    assert group.said == [f"{kind.__name__}: stop".encode()]
+    assert [wire_error(said).text for said in group.said] == [f"{kind.__name__}: stop"]
 
 
 def test_rank_0_s_answer_is_everybody_s() -> None:
