@@ -29,7 +29,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import warnings
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -42,12 +44,12 @@ def warn_user(message: str, hint: str | None = None) -> None:
     """Give a HoldfastWarning at the line of the user's script that called holdfast.
 
     That is the first line, going back through the calls, which is neither in holdfast nor in torch or the
-    standard library, whose hooks call holdfast, too.  A helper thread has no such line, and names its own:
-    frames of another thread are not looked at, which can hang Python 3.11.0 to 3.11.4 and crash a
-    free-threaded one.
+    standard library, whose hooks call holdfast, too.  A helper thread has no such line: that of the thread
+    which waits for it (`waiting`) is taken.  Frames of a thread that runs are not looked at, which can hang
+    Python 3.11.0 to 3.11.4 and crash a free-threaded one.
     """
     text = message if hint is None else f"{message}\n  hint: {hint}"
-    frame = _caller(sys._getframe())
+    frame = _caller(sys._getframe()) or _caller(next(iter(waiting.frames), None))
     if frame is None:
         warnings.warn(text, HoldfastWarning, stacklevel=2)
         return
@@ -57,6 +59,13 @@ def warn_user(message: str, hint: str | None = None) -> None:
         names.get("__name__"), names.setdefault("__warningregistry__", {}),
     )  # fmt: skip
 
+
+class _Waiting(threading.local):
+    frames: Sequence[FrameType] = ()
+    """The frame, if there is one, in which another thread waits for what this one does for it."""
+
+
+waiting = _Waiting()
 
 _HOLDFAST = os.path.dirname(__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep

@@ -20,15 +20,17 @@ large read or write pays for no helper; any other operation pays 15 microseconds
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from holdfast.errors import Deadline, HoldfastError
+from holdfast.errors import Deadline, HoldfastError, waiting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -219,7 +221,9 @@ class Helper:
     """A thread that makes calls for another one, which may give up on it."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], threading.Lock]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], Any], threading.Lock, list[FrameType]]] = (
+            SimpleQueue()
+        )
         self._result: Any = None
         threading.Thread(target=self._work, name="holdfast-storage", daemon=True).start()
 
@@ -227,8 +231,12 @@ class Helper:
         """Make the call; True if it returns in `limit_s`.  Else this helper is of no more use."""
         self._done = done = threading.Lock()
         done.acquire()
-        self._calls.put((call, done))
-        return done.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX))
+        frames = [sys._getframe()]
+        self._calls.put((call, done, frames))
+        try:
+            return done.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX))
+        finally:
+            frames.clear()
 
     def wait(self) -> None:
         """Wait until it has returned, however long."""
@@ -242,7 +250,7 @@ class Helper:
     def _work(self) -> None:
         _thread.is_watched = True
         while True:
-            call, done = self._calls.get()
+            call, done, waiting.frames = self._calls.get()
             try:
                 self._result = (call(),)
             except BaseException as error:
