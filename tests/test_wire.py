@@ -134,7 +134,7 @@ class Pair:
 
     def share(self, data: bytes) -> list[bytes]:
         self._shared[self.rank] = data
-        self._barrier.wait(30)
+        self._barrier.wait(120)
         return [self._shared[0], self._shared[1]]
 
 

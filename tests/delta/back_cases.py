@@ -19,7 +19,7 @@ def tuned(root: Path) -> None:
     """What rank 0 decides changes with time; after going back all ranks still learn the same."""
     model, optim = make(FSDP)
     state = {"model": model, "optim": optim}
-    with holdfast.Checkpointer(root, state, every=holdfast.Auto(), deadline_s=20) as ckpt:
+    with holdfast.Checkpointer(root, state, every=holdfast.Auto(), deadline_s=120) as ckpt:
         steering, looks = ckpt._steering, iter(range(100, 200))
         assert steering is not None
         if dist.get_rank() == 0:
@@ -48,7 +48,7 @@ def wished(root: Path) -> None:
             told["long"] = "x" * length
 
     every, delta = holdfast.Every(delta=1), holdfast.Delta()
-    with holdfast.Checkpointer(root, state, every=every, delta=delta, deadline_s=20) as ckpt:
+    with holdfast.Checkpointer(root, state, every=every, delta=delta, deadline_s=120) as ckpt:
         _train(ckpt, model, optim, 0, 7)
         grow(300_000)
         _train(ckpt, model, optim, 7, 8)
@@ -60,7 +60,7 @@ def wished(root: Path) -> None:
     model, optim = make(FSDP)
     told = {}
     state = {"model": model, "optim": optim, "told": told}
-    with holdfast.Checkpointer(root, state, every=every, delta=delta, deadline_s=20) as ckpt:
+    with holdfast.Checkpointer(root, state, every=every, delta=delta, deadline_s=120) as ckpt:
         assert ckpt.restore() == 7
         assert digest(model, optim) == expected
 

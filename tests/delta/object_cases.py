@@ -56,7 +56,7 @@ class Training:
             every=holdfast.Every(delta=1),
             delta=holdfast.Delta(),
             on_error="raise",
-            deadline_s=20,
+            deadline_s=120,
         )
 
     def step(self, number: int) -> None:

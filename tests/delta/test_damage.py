@@ -253,7 +253,7 @@ def writers() -> list[int]:
 
 def the_writer() -> int:
     """The one writer of this process; it is known by its arguments a moment after it was started."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while len(found := writers()) != 1:
         assert time.monotonic() < until, found
         time.sleep(0.005)

@@ -51,7 +51,7 @@ class Pair:
             every=holdfast.Every(delta=1),
             delta=holdfast.Delta(),
             on_error="raise",
-            deadline_s=20.0,
+            deadline_s=120.0,
         )
 
     @property

@@ -40,7 +40,7 @@ from .engines import (
     train,
 )
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def saving(kind: Kind) -> Case:

@@ -249,7 +249,7 @@ def restore_goes_back_on_every_rank(root: Path) -> None:
         for step in (1, 2, 3):
             with torch.no_grad():
                 net.body.weight.fill_(step)
-            ckpt.save(step).wait(30)
+            ckpt.save(step).wait(120)
         flip(root, 3)
         with pytest.warns(holdfast.HoldfastWarning, match="step 3 cannot be used"):
             assert ckpt.restore() == 2
@@ -266,7 +266,7 @@ def restore_goes_back_on_every_rank(root: Path) -> None:
         with torch.no_grad():
             net.body.weight.fill_(4)
             net.embed.weight.fill_(4)
-        ckpt.save(4).wait(30)
+        ckpt.save(4).wait(120)
         assert ckpt.restore() == 4
 
 
@@ -281,7 +281,7 @@ def each_rank_gets_its_own_random_numbers(root: Path) -> None:
     np.random.seed(rank)
     torch.manual_seed(rank)
     with holdfast.Checkpointer(root, {"x": 1}, deadline_s=30) as ckpt:
-        ckpt.save(1).wait(30)
+        ckpt.save(1).wait(120)
         expected = draws()
         assert draws() != expected
         ckpt.restore()
@@ -326,7 +326,7 @@ def per_rank_state(root: Path) -> None:
     for _ in range(4):
         next(batches)
     with holdfast.Checkpointer(root, {"sampler": sampler, "loader": mine}, deadline_s=30) as ckpt:
-        ckpt.save(4).wait(30)
+        ckpt.save(4).wait(120)
     rest = [b.tolist() for b in batches]
     (root / f"rest-{rank}.txt").write_text(str(rest))
     other, fresh = Sampler(), loader(99)

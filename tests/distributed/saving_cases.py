@@ -37,7 +37,7 @@ from holdfast.testing import Faulty
 
 from .cases import run_all
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Net(nn.Module):
@@ -332,16 +332,18 @@ def a_failed_save_is_a_warning_unless_asked_otherwise(root: Path) -> None:
 
 
 def a_rank_that_never_saves_is_named_in_time(root: Path) -> None:
-    deadline_s = 2.0
-    run = Run(root, deadline_s=deadline_s)
+    run = Run(root)
     run.train()
+    planner = run.ckpt._tiers.capture.planner
+    planner.deadline_s, all_others_s = 2.0, planner.deadline_s
     if dist.get_rank() != 2:
         started = time.monotonic()
         with pytest.raises(Deadline, match="rank 2 has not begun the save of step 1 within 2 s"):
             run.ckpt.save(1).wait(WAIT_S)
-        assert time.monotonic() - started < deadline_s + 8
+        assert time.monotonic() - started < all_others_s / 2
         run.ckpt._saves.clear()
     dist.barrier()
+    planner.deadline_s = all_others_s
     run.train()
     run.ckpt.close()
     assert files_of(root, 1) == []

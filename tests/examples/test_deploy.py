@@ -114,7 +114,7 @@ def test_the_slurm_script_keeps_the_agent_and_restarts_torchrun(
 def test_the_slurm_script_does_not_restart_what_slurm_stops(allocation: Allocation) -> None:
     """SIGTERM to the script, as `--signal=B:TERM` has it: the training gets it, the agent does not."""
     script = allocation.start()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not allocation.runs:
         assert time.monotonic() < until and script.poll() is None
         time.sleep(0.05)
@@ -133,7 +133,7 @@ def test_the_slurm_script_frees_the_memory_when_its_steps_are_stopped(
 ) -> None:
     """SIGTERM to the steps and not to the script, as `scancel` has it, and SIGKILL to the rest."""
     script = allocation.start()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not allocation.runs:
         assert time.monotonic() < until and script.poll() is None
         time.sleep(0.05)

@@ -32,7 +32,7 @@ def is_gone(pid: int) -> bool:
     return started(pid) is None
 
 
-def await_gone(pid: int, limit_s: float = 20.0) -> None:
+def await_gone(pid: int, limit_s: float = 120.0) -> None:
     until = time.monotonic() + limit_s
     while not is_gone(pid):
         assert time.monotonic() < until, f"process {pid} is still there"

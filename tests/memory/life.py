@@ -345,7 +345,7 @@ class Life:
     def _await_others(self) -> None:
         """Until all ranks are done, each of which needs rank 0 until then."""
         place, world = Path(self.out.name).parent, dist.get_world_size()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while time.monotonic() < until:
             told = [place / f"r{rank}.jsonl" for rank in range(world)]
             if all(p.exists() and '"done"' in p.read_text() for p in told):
@@ -355,4 +355,4 @@ class Life:
     @staticmethod
     def _settle(ckpt: holdfast.Checkpointer) -> None:
         """Until the snapshot is complete, so that a script knows what there is."""
-        ckpt.wait(30)
+        ckpt.wait(120)

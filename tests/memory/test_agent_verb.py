@@ -62,7 +62,7 @@ def test_status_shows_what_is_left_and_stop_frees_it(lives: Lives) -> None:
     train(lives, 3, [0], options={"redundancy": "none"})
     node = lives.node(0)
     job, pid = job_of(node), pid_of(node)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while True:  # it looks each second
         status, shown = agent(node, "status", "--json")
         told = json.loads(shown)
@@ -92,7 +92,7 @@ def training(lives: Lives) -> Iterator[int]:
     """One that has made snapshots, and goes on until the end of the block; its process."""
     with ThreadPoolExecutor(1) as pool:
         script = {"until": 10**6, "pause": 0.05, "options": {"redundancy": "none"}}
-        out, until = lives.place / f"life{lives.number + 1}" / "r0.jsonl", time.monotonic() + 60
+        out, until = lives.place / f"life{lives.number + 1}" / "r0.jsonl", time.monotonic() + 120
         living = pool.submit(lives.live, nodes=[0], **script)
         while not out.exists() or '"step": 3' not in out.read_text():
             assert time.monotonic() < until and not living.done(), lives.errors()
@@ -118,7 +118,7 @@ def test_what_runs_is_shown_and_not_freed(lives: Lives) -> None:
         status, said = agent(node, "clean", "--job", job)
         assert status == 2 and f"job {job} has running processes" in said
         assert not is_gone(pid) and job_of(node) == job
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while agent(node, "clean", "--job", job) != (
         0,
         f"1 job freed: {job}\n",

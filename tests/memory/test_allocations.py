@@ -21,7 +21,7 @@ import holdfast
 from holdfast.capture import Capture
 from holdfast.state import snapshot
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 TENSOR_BYTES = 64 << 10
 """The least that counts as a tensor; what the state has here is all larger, or a number."""
 PYTHON_BYTES = 256 << 10

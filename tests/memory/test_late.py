@@ -57,7 +57,7 @@ def die_while_agents_write(lives: Lives) -> None:
 
 
 def await_(condition: Callable[[], object], lives: Lives) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < until, (lives.node(0) / "agent.log").read_text()
         time.sleep(0.02)
@@ -114,7 +114,7 @@ def in_the_gap(order: w.Persist, work: Callable[[LocalStore], None]) -> threadin
     assert isinstance(store, LocalStore)
 
     def wait_and_work() -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while not holdfast.steps(order.store) and time.monotonic() < until:
             time.sleep(0.002)
         work(store)

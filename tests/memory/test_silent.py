@@ -106,7 +106,7 @@ def test_a_silent_agent_that_is_killed_has_a_successor(
 
 
 def await_there(client: c.Client) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while client.look() != "there":
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -145,7 +145,7 @@ def test_training_goes_on_beside_a_silent_agent(lives: Lives) -> None:
             return max((x["events"].get(name, 0) for x in lines() if "events" in x), default=0)
 
         def await_(condition: Callable[[], object]) -> None:
-            until = time.monotonic() + 60
+            until = time.monotonic() + 120
             while not condition():
                 assert time.monotonic() < until, lines()[-3:]
                 assert not living.done(), lives.errors()

@@ -55,7 +55,7 @@ class Starts:
         )
 
     def await_(self, condition: Callable[[], object]) -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while not condition():
             assert self.process is not None and self.process.poll() is None, self.printed()
             assert time.monotonic() < until, self.printed()

@@ -31,7 +31,7 @@ class Run:
             {"x": {"t": torch.arange(IMAGE_BYTES // 8)}},
             every=holdfast.Every(memory=1),
             memory=holdfast.Memory("none"),
-            deadline_s=20,
+            deadline_s=120,
             **options,
         )
         self.events: list[holdfast.events.Event] = []
@@ -59,7 +59,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     def held(client: Client, message: w.Message, *args: Any, **more: Any) -> Any:
         answer = ask(client, message, *args, **more)
         if isinstance(message, w.Persist) and first.acquire(blocking=False):
-            assert gate.wait(20)
+            assert gate.wait(120)
         return answer
 
     monkeypatch.setattr(Client, "ask", held)
@@ -126,11 +126,11 @@ def test_a_save_that_goes_directly_spares_one_that_does_not(
     """It began later and ends before; what it tidies away is older than both."""
     one = run()
     first, second = one.ckpt.save(1), one.ckpt.save(2)
-    second.wait(20)
+    second.wait(120)
     assert one.seen("snapshot.failed") == [2]  # the agent had no room
     one.ckpt._tiers.durable.settle(20)
     hold.set()
-    first.wait(20)
+    first.wait(120)
     assert holdfast.steps(one.root) == [1, 2]
 
 

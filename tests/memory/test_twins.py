@@ -14,7 +14,7 @@ from holdfast.memory.twin import Part
 from holdfast.memory.twins import Twins
 from holdfast.state.observer import Observer, Order
 
-LIMIT_S = 10.0
+LIMIT_S = 120.0
 
 
 class Trained:

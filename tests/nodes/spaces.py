@@ -164,9 +164,9 @@ class Spaces:
         held = [os.open(self._path(kind), os.O_RDONLY) for kind in KINDS]  # numbers are used again
         try:
             self._pipe.close()
-            self._holder.wait(30)
+            self._holder.wait(120)
             for program in self.programs:
-                program.wait(10)
+                program.wait(120)
             spaces = [(kind, os.fstat(fd).st_ino) for kind, fd in zip(KINDS, held)]
             left = [(p.name, kind) for kind, number in spaces for p in _all_in(kind, number)]
         finally:

@@ -98,7 +98,7 @@ def test_lazily_conjugated_and_negated(tmp_path: Path, lazy: object) -> None:
     with holdfast.Checkpointer(tmp_path, state) as ckpt:
         for step in (1, 2):
             z.add_(1)
-            ckpt.save(step).wait(20)
+            ckpt.save(step).wait(120)
     for step, back in ((1, 1), (2, 0)):
         into = torch.empty_like(z)
         holdfast.load(tmp_path, {"t": {"z": into}}, step=step)
@@ -114,7 +114,7 @@ def test_conjugated_parameters(tmp_path: Path) -> None:
         for step in (1, 2):
             with torch.no_grad():
                 module.z.mul_(2)
-            ckpt.save(step).wait(20)
+            ckpt.save(step).wait(120)
     assert np.array_equal(
         holdfast.open(str(tmp_path), step=2).read("model.z"),
         module.z.detach().resolve_conj().numpy(),

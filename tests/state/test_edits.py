@@ -222,7 +222,7 @@ SCRIPT = """
     original, go, copied = snapshot.Copies.run, threading.Event(), threading.Event()
 
     def run(*args):
-        assert go.wait(20)
+        assert go.wait(120)
         original(*args)
         copied.set()
 
@@ -234,7 +234,7 @@ SCRIPT = """
     with torch.no_grad():
         net.weight.mul_(2)
         go.set()
-        assert copied.wait(20)
+        assert copied.wait(120)
         net.bias.mul_(2)
 """
 

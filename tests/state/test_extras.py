@@ -91,7 +91,7 @@ def test_random_numbers_go_on(tmp_path: Path, key: str) -> None:
         state["mine"] = holdfast.Rng()
     draws()
     with holdfast.Checkpointer(tmp_path, state) as ckpt:
-        ckpt.save(3).wait(20)
+        ckpt.save(3).wait(120)
         expected = draws()
         assert draws() != expected
         assert ckpt.restore() == 3
@@ -238,7 +238,7 @@ def test_tensors_in_nested_containers_are_loaded_in_place(tmp_path: Path) -> Non
 def test_a_checkpointer_saves_and_restores_current_numbers(tmp_path: Path) -> None:
     state: dict[str, Any] = {"tokens": 10, "history": [1]}
     with holdfast.Checkpointer(tmp_path, state) as ckpt:
-        ckpt.save(1).wait(20)
+        ckpt.save(1).wait(120)
         state["tokens"] = 99
         state["history"].append(2)
         assert ckpt.restore() == 1

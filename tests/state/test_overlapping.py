@@ -145,11 +145,11 @@ def test_saves_begun_in_inference_mode(tmp_path: Path) -> None:
     state = {"m": torch.nn.BatchNorm1d(3)}
     with holdfast.Checkpointer(tmp_path, state, on_error="raise") as ckpt:
         with torch.inference_mode():
-            ckpt.save(1).wait(20)
+            ckpt.save(1).wait(120)
         state["m"](torch.randn(4, 3))
-        ckpt.save(2).wait(20)
+        ckpt.save(2).wait(120)
         with torch.inference_mode():
-            ckpt.save(3).wait(20)
+            ckpt.save(3).wait(120)
     for step in (2, 3):
         mean = holdfast.open(str(tmp_path), step=step).read("m.running_mean")
         assert torch.equal(torch.from_numpy(mean), state["m"].running_mean)

@@ -348,14 +348,14 @@ def test_abort_waits_for_the_writes_of_other_threads(
 
     def slow(fd: int, data: memoryview, at: int) -> int:
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(120)
         return real(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", slow)
     writer = store.create("a", 3)
     threads = [threading.Thread(target=writer.write, args=(0, b"abc"))]
     threads[0].start()
-    assert inside.wait(10)
+    assert inside.wait(120)
     threads.append(threading.Thread(target=writer.abort))
     threads[1].start()
     threads[1].join(0.05)
@@ -363,7 +363,7 @@ def test_abort_waits_for_the_writes_of_other_threads(
     assert len(files_in(store.root)) == 1
     go_on.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert files_in(store.root) == []
 
 
@@ -701,7 +701,7 @@ def test_read_once_where_direct_reads_are_refused_to_two_threads_at_once(
 
     def preadv(fd: int, views: list[memoryview], offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            both.wait(10)
+            both.wait(120)
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, views, offset)
 
