@@ -20,7 +20,7 @@ import pytest
 from holdfast import errors
 from holdfast.checkpoint.tidying import came_later
 from holdfast.errors import HoldfastError, NotRecoverable
-from holdfast.recovery import Candidate, newest_first, newest_good
+from holdfast.restore.candidates import Candidate, newest_first, newest_good
 
 SCRIPTS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from holdfast.memory.options import Memory
     from holdfast.once import load, save
     from holdfast.policy.tuning import Auto
-    from holdfast.restored import Restored
+    from holdfast.restore.result import Restored
     from holdfast.schedule import Every
     from holdfast.state.ignoring import ignore
     from holdfast.state.rng import Rng
@@ -49,7 +49,7 @@ _HOME = {
     "HoldfastWarning": "holdfast.errors",
     "Keep": "holdfast.checkpoint.tidying",
     "Memory": "holdfast.memory.options",
-    "Restored": "holdfast.restored",
+    "Restored": "holdfast.restore.result",
     "Rng": "holdfast.state.rng",
     "Save": "holdfast.capture",
     "compression": "holdfast",

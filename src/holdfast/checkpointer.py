@@ -37,15 +37,15 @@ from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.restart import Restart
-from holdfast.restored import Restored
-from holdfast.restoring import detected, load_from, open_shared, tell_unused_records
+from holdfast.restore.extras import RULES
+from holdfast.restore.reading import detected, load_from, open_shared, tell_unused_records
+from holdfast.restore.result import Restored
+from holdfast.restore.targets import Options
 from holdfast.roots import check_own
 from holdfast.schedule import Every, every_of
 from holdfast.state.collecting import collect
 from holdfast.state.live import Live, LiveTensor, State, check_keys, in_order
-from holdfast.state.putback import RULES
 from holdfast.state.rng import Rng
-from holdfast.state.targets import Options
 from holdfast.state.window import rest, resting
 from holdfast.stopping import Stop, check_thread
 from holdfast.tiers import Tiers

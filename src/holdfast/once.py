@@ -25,12 +25,12 @@ from holdfast.durable import Durable
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
-from holdfast.restoring import load_from, open_shared
+from holdfast.restore.extras import RULES
+from holdfast.restore.reading import load_from, open_shared
+from holdfast.restore.targets import Options
 from holdfast.roots import check_own, sweep_host
 from holdfast.state.collecting import collect
 from holdfast.state.live import State, check_keys
-from holdfast.state.putback import RULES
-from holdfast.state.targets import Options
 from holdfast.store import Store
 
 

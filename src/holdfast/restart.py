@@ -14,11 +14,11 @@ from holdfast.checkpoint.unproved import tell_passed_over
 from holdfast.errors import HoldfastError, NotFound, NotRecoverable, warn_user
 from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
-from holdfast.recovery import Candidate, newest_first, newest_good
-from holdfast.restored import Restored
-from holdfast.restoring import load_step, saved_steps
+from holdfast.restore.candidates import Candidate, newest_first, newest_good
+from holdfast.restore.reading import load_step, saved_steps
+from holdfast.restore.result import Restored
+from holdfast.restore.targets import Options
 from holdfast.state.live import State
-from holdfast.state.targets import Options
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.patience import within
+from holdfast.restore.transaction import alike
 from holdfast.roots import claim_together, sweep_host
 from holdfast.state.live import State
-from holdfast.state.restore import alike
 from holdfast.store import Store
 
 if TYPE_CHECKING:

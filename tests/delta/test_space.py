@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import holdfast
-import holdfast.restoring
+import holdfast.restore.reading
 from holdfast.delta.space import weigh
 from holdfast.errors import OutOfSpace, Unavailable, UsageError
 from holdfast.store import LocalStore
@@ -97,7 +97,7 @@ def test_records_pause_while_no_full_save_succeeds(
         return None
 
     monkeypatch.setattr(
-        holdfast.restoring, "open_store", lambda url: Faulty(LocalStore(root), fail)
+        holdfast.restore.reading, "open_store", lambda url: Faulty(LocalStore(root), fail)
     )
     run, seen = new(), []
 

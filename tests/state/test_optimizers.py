@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast.errors import UsageError
 from holdfast.group import Group
-from holdfast.state.putback import put_common
-from holdfast.state.restore import restore
-from holdfast.state.targets import Options
+from holdfast.restore.extras import put_common
+from holdfast.restore.targets import Options
+from holdfast.restore.transaction import restore
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

@@ -55,9 +55,9 @@ from holdfast.group import Group
 from holdfast.here import memory_bytes
 from holdfast.layout import Mesh
 from holdfast.patience import slowest
+from holdfast.restore.transaction import alike
 from holdfast.state.observer import hooks_after
 from holdfast.state.rest import encoded_hyper
-from holdfast.state.restore import alike
 from holdfast.store import Store
 from holdfast.threads import Worker
 

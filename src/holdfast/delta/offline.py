@@ -21,11 +21,11 @@ from holdfast.delta.replay import Replay, merged_groups
 from holdfast.delta.segment import Identity
 from holdfast.errors import NotFound, NotRecoverable, UsageError
 from holdfast.group import Group
+from holdfast.restore.targets import Options
+from holdfast.restore.transaction import restore
 from holdfast.state.customised import OWN
 from holdfast.state.live import State
 from holdfast.state.placed import torch_dtype
-from holdfast.state.restore import restore
-from holdfast.state.targets import Options
 from holdfast.store import Store
 
 IN_THE_SCRIPT = "Checkpointer.restore(step) replays it, in the training script itself"

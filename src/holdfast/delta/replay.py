@@ -43,17 +43,17 @@ from holdfast.events import emit, span
 from holdfast.format import extras as tree
 from holdfast.group import Group
 from holdfast.layout import Box
+from holdfast.restore.compare import Problems, judge_together
+from holdfast.restore.extras import Extras, put_groups
+from holdfast.restore.former import are_former
+from holdfast.restore.targets import Options, is_known, only_tensors, target_of
+from holdfast.restore.transaction import alike
 from holdfast.state.agreed import Agreement
 from holdfast.state.blockwise import Blockwise, steps_by_itself
-from holdfast.state.compare import Problems, judge_together
-from holdfast.state.former import are_former
 from holdfast.state.live import Live, State, named_parameters, outline_tensor, stages
 from holdfast.state.observer import hooked, hooks_after, unhooked, without_hooks_before
 from holdfast.state.placed import local_of
 from holdfast.state.protocol import Ready, merge_extras, sort_extras
-from holdfast.state.putback import Extras, put_groups
-from holdfast.state.restore import alike
-from holdfast.state.targets import Options, is_known, only_tensors, target_of
 from holdfast.state.wrapped import ELEMENTWISE, stepping
 from holdfast.store import Store
 from holdfast.threads import Worker

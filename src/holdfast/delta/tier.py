@@ -40,12 +40,12 @@ from holdfast.errors import AgentError, HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Box, Mesh
+from holdfast.restore.targets import Options
 from holdfast.state.customised import asked_once
 from holdfast.state.live import Live, State, is_optimizer
 from holdfast.state.observer import Observer, Order, StepCall
 from holdfast.state.placed import reduce_gradients
 from holdfast.state.rest import collect_rest
-from holdfast.state.targets import Options
 from holdfast.state.wrapped import bare
 from holdfast.store import MemoryStore, Store
 

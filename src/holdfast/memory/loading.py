@@ -12,9 +12,9 @@ from holdfast.events import emit
 from holdfast.format.manifest import Manifest
 from holdfast.group import Group
 from holdfast.memory.node.holdings import Holdings, Key, SnapshotStore, image_of
+from holdfast.restore.targets import Options
+from holdfast.restore.transaction import restore
 from holdfast.state.live import State
-from holdfast.state.restore import restore
-from holdfast.state.targets import Options
 from holdfast.store import Store
 
 

@@ -13,8 +13,8 @@ from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
+from holdfast.restore.transaction import alike
 from holdfast.state.live import State
-from holdfast.state.restore import alike
 
 
 def start(

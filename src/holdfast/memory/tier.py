@@ -43,10 +43,10 @@ from holdfast.memory.recompute import Shadow, shadow_of
 from holdfast.memory.slots import SlotBuffer, Slots
 from holdfast.memory.storing import Storing
 from holdfast.patience import slowest
+from holdfast.restore.targets import Options
 from holdfast.state.live import Live, State
 from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Beside, Filling, Kept, Moment, PrivateBuffer
-from holdfast.state.targets import Options
 from holdfast.threads import Worker
 from holdfast.wire import WireError, rank_errors
 

@@ -15,9 +15,9 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
 from holdfast.near import matching_nothing, near, near_pattern
+from holdfast.restore.targets import Options, is_known
 from holdfast.state.customised import OWN
 from holdfast.state.live import Live, State
-from holdfast.state.targets import Options, is_known
 
 MAX_UNTOUCHED = 20
 MAX_HINTS = 20

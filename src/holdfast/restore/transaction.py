@@ -23,20 +23,20 @@ from holdfast.events import span
 from holdfast.garbage import uncollected
 from holdfast.group import Group
 from holdfast.layout import whole
-from holdfast.state.compare import Problems, compare, judge_together
+from holdfast.restore.compare import Problems, compare, judge_together
+from holdfast.restore.extras import Extras
+from holdfast.restore.overlapping import Aside, set_aside
+from holdfast.restore.targets import Change, Options, materialise, target_of, targets
 from holdfast.state.kinds import writing
 from holdfast.state.live import Live, State, check_keys, in_order, is_of_framework, stages
-from holdfast.state.overlapping import Aside, set_aside
 from holdfast.state.placed import Placed
-from holdfast.state.putback import Extras
 from holdfast.state.several import as_seen
-from holdfast.state.targets import Change, Options, materialise, target_of, targets
 from holdfast.state.window import wait_for_copies
 from holdfast.state.wrappers import SECOND, has_wrappers
 from holdfast.state.writes import count_write
 
 if TYPE_CHECKING:
-    from holdfast.state.masters import MasterChange
+    from holdfast.restore.masters import MasterChange
 
 
 def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options) -> None:
@@ -148,7 +148,7 @@ def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Option
         error = failed
         problems.lines.append(str(failed))
     if is_of_framework(state):
-        from holdfast.state.masters import read_numbers
+        from holdfast.restore.masters import read_numbers
 
         with alike(group, checkpoint.step):
             read_numbers(checkpoint, masters if error is None else [])
@@ -184,7 +184,7 @@ def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
     modules = (module for value in state.values() for module in stages(value) or ())
     if not of_fabric and not any(map(has_wrappers, modules)):
         return checkpoint
-    from holdfast.state.former import under_live_names
+    from holdfast.restore.former import under_live_names
 
     return under_live_names(checkpoint, state, of_fabric)
 
@@ -195,7 +195,7 @@ def _master_changes(
     """Changes to the states of masters that serve several weights, if a framework has any."""
     if not live.sources.of_frameworks():
         return []
-    from holdfast.state.masters import master_changes
+    from holdfast.restore.masters import master_changes
 
     return master_changes(checkpoint, state, live, options)
 

@@ -23,9 +23,9 @@ from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
 from holdfast.origins import foreign_format
 from holdfast.patience import bounded, opening
+from holdfast.restore.targets import Options
+from holdfast.restore.transaction import alike, restore
 from holdfast.state.live import State
-from holdfast.state.restore import alike, restore
-from holdfast.state.targets import Options
 from holdfast.store import Store, be_patient, in_one, open_store
 
 PATIENT_SHARE = 0.9

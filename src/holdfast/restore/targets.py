@@ -20,10 +20,10 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
+from holdfast.restore.expected import Fitting
 from holdfast.sources import Master
 from holdfast.state.arrays import array_of
 from holdfast.state.customised import OWN, add_own, customised, ignored_of, refuse_own
-from holdfast.state.expected import Fitting
 from holdfast.state.groups import memory_orders, plain_states
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
@@ -166,7 +166,7 @@ def _device_for(tensor: torch.Tensor) -> torch.device:
 def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Live, list[Change]]:
     """Every live tensor that the checkpoint may fill, with the optimizer states to be made for it.
 
-    Those of masters that serve several weights are `holdfast.state.masters`'.
+    Those of masters that serve several weights are `holdfast.restore.masters`'.
     """
     live = Live(sources=sources_in(state))
     changes: list[Change] = []

@@ -20,10 +20,10 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
 from holdfast.errors import FormatError, LayoutError, StoreError
+from holdfast.restore.targets import is_known, target_of
 from holdfast.state.arrays import raw_array
 from holdfast.state.kinds import writing
 from holdfast.state.live import Live
-from holdfast.state.targets import is_known, target_of
 
 MOST_COUNTED = 1 << 26
 """Elements of which the places are counted one by one, where strides alone do not tell."""

@@ -23,6 +23,7 @@ from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
+from holdfast.restore.targets import Options, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
@@ -48,7 +49,6 @@ from holdfast.state.optimizers import (
 from holdfast.state.own_errors import naming
 from holdfast.state.placed import local_of, place, torch_dtype
 from holdfast.state.several import Several
-from holdfast.state.targets import Options, only_tensors, target_of
 from holdfast.state.wrapped import stepping
 
 RULES = "same, rank0, redistribute, fresh"

@@ -22,13 +22,13 @@ from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
 from holdfast.format import extras
 from holdfast.layout import Box
+from holdfast.restore.expected import Fitting
+from holdfast.restore.targets import Options, saved_states, target_of
 from holdfast.sources import Group, Master, Source
-from holdfast.state.expected import Fitting
 from holdfast.state.groups import Pairs
 from holdfast.state.live import Live, State, is_optimizer, outline_tensor
 from holdfast.state.optimizers import add_state, add_ties, all_param_names, named_groups
 from holdfast.state.placed import torch_dtype, whole_shape
-from holdfast.state.targets import Options, saved_states, target_of
 
 PLAIN = (int, float, str, type(None), torch.Tensor)
 """Kinds of values that one state of a master may have, beside flat tensors; tensors are 0-dim."""
