@@ -30,12 +30,12 @@ from holdfast.errors import (
 )
 from holdfast.group.board import Board
 from holdfast.group.exchange import Exchange
-from holdfast.group.line import Line
+from holdfast.group.line import StoreLine
 from holdfast.memory.decision import Decision
 from holdfast.memory.node import effects, machine
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Job, Slot, State, Writing
-from holdfast.state.protocol import Outcome, Ready, Verdict, Written
+from holdfast.state.protocol import ReadyToSave, SaveOutcome, Verdict, Written
 from holdfast.wire import KINDS, WireError, decode_error, encode_error, rank_errors
 from holdfast.writers.ranks import Ranks
 
@@ -81,7 +81,7 @@ def boards() -> list[Board]:
     store = dist.HashStore()
     made = [Board(rank, 2, 30.0) for rank in range(2)]
     for board in made:
-        board._line = Line(lambda: store, "rank 0", 0)
+        board._line = StoreLine(lambda: store, "rank 0", 0)
     return made
 
 
@@ -160,14 +160,14 @@ def sent(value: Any) -> Any:
 
 
 def before_a_save(error: HoldfastError) -> HoldfastError:
-    ready = sent(Ready(7, False, "", "", {}, WireError.of(error)))
+    ready = sent(ReadyToSave(7, False, "", "", {}, WireError.of(error)))
     verdict = sent(Verdict(False, [], {}, {}, {1: ready.error}))
     return rank_errors("save of step 7", verdict.errors, 7).causes[1]
 
 
 def after_a_save(error: HoldfastError) -> HoldfastError:
     written = sent(Written(WireError.of(error), None, {}))
-    outcome = sent(Outcome({1: written.error}))
+    outcome = sent(SaveOutcome({1: written.error}))
     return rank_errors("save of step 7", outcome.errors, 7).causes[1]
 
 
@@ -191,7 +191,7 @@ def by_the_agent(error: HoldfastError) -> HoldfastError:
 def by_the_writer_of_records(error: HoldfastError) -> HoldfastError:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        delta_words.send(theirs, delta_words.Wrote((2,), error=WireError.of(error)))
+        delta_words.send(theirs, delta_words.RecordsWrote((2,), error=WireError.of(error)))
         message, _ = delta_words.receive(ours, delta_words.FROM_WRITER)
     queue = Queue(1.0)
     queue._sent[2] = Record(9, 0, 0, 0, 0, 0, ())

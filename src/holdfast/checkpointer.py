@@ -40,14 +40,14 @@ from holdfast.restart import Restart
 from holdfast.restore.extras import RULES
 from holdfast.restore.reading import detected, load_from, open_shared, tell_unused_records
 from holdfast.restore.result import Restored
-from holdfast.restore.targets import Options
+from holdfast.restore.targets import RestoreOptions
 from holdfast.roots import check_own
 from holdfast.schedule import Every, every_of
 from holdfast.state.collecting import collect
 from holdfast.state.live import Live, LiveTensor, State, check_keys, in_order
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
-from holdfast.stopping import Stop, check_thread
+from holdfast.stopping import SigtermStop, check_thread
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Checkpointer:
         self._steering = _steering(every, self._tiers)
         if self._steering is not None:
             self.every = self._steering.every
-        self._stop = Stop(self._group, sigterm_s) if sigterm_s is not None else None
+        self._stop = SigtermStop(self._group, sigterm_s) if sigterm_s is not None else None
         self._ending = Ending(self._group, self._saves, WeakMethod(self._unheard))
 
     def __enter__(self) -> Checkpointer:
@@ -387,7 +387,9 @@ class Checkpointer:
         self._group.together("restore()")
         if self._tiers.delta is not None:
             self._tiers.delta.settle()
-        options = Options(cast=cast, strict=strict, on_resize=self.on_resize, mesh=self._tiers.mesh)
+        options = RestoreOptions(
+            cast=cast, strict=strict, on_resize=self.on_resize, mesh=self._tiers.mesh
+        )
         restart = Restart(self._tiers, self._everything(), options, verify=verify)
         origin = None if restart.candidates else self._origin(source)
         if self._steering is not None:
@@ -404,7 +406,7 @@ class Checkpointer:
         return restored
 
     def _from_source(
-        self, origin: str, restart: Restart, step: int | None, options: Options
+        self, origin: str, restart: Restart, step: int | None, options: RestoreOptions
     ) -> Restored:
         """Begin with a step of another root, or of foreign files."""
         found = load_from(origin, self._group, restart.state, step, options, verify=restart.verify)

@@ -35,7 +35,7 @@ from holdfast.arguments import (
 from holdfast.checkpoint.consolidating import Consolidation
 from holdfast.checkpoint.names import FOLDERS
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.outfiles import Outfile, Progress, Written, check_files, write_files
+from holdfast.checkpoint.outfiles import FileDigests, Outfile, Progress, check_files, write_files
 from holdfast.checkpoint.tidying import attempt_of
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError
@@ -52,7 +52,7 @@ from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.directories import fsync_directories, fsync_directory, walk
 from holdfast.store.oserrors import translated
 from holdfast.version import __version__
-from holdfast.writers.planned import Options, Planned, Rename, weights
+from holdfast.writers.planned import Planned, Rename, WriteOptions, weights
 from holdfast.writers.ranks import converting_ranks
 from holdfast.writers.universal import attempt_name, plan_universal
 
@@ -124,7 +124,9 @@ def convert(
         return _Conversion(found, target, to, options, memory_bytes, verify, progress).run()
 
 
-def _options(max_file_bytes: int, dtype: str | None, rename: Rename | None, key: str) -> Options:
+def _options(
+    max_file_bytes: int, dtype: str | None, rename: Rename | None, key: str
+) -> WriteOptions:
     call = "convert"
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         name = shown(dtype).strip("'").removeprefix("torch.")
@@ -134,10 +136,10 @@ def _options(max_file_bytes: int, dtype: str | None, rename: Rename | None, key:
     if rename is not None:
         function_of(rename, call, "rename", "that takes a name and returns the new one", 1)
     max_file_bytes = count_of(max_file_bytes, call, "max_file_bytes", most=MAX_BYTES)
-    return Options(max_file_bytes, dtype, rename, text_of(key, call, "key"))
+    return WriteOptions(max_file_bytes, dtype, rename, text_of(key, call, "key"))
 
 
-def _check(to: str, options: Options) -> None:
+def _check(to: str, options: WriteOptions) -> None:
     if to not in _WEIGHTS_ONLY and (options.dtype or options.rename):
         what = "dtype" if options.dtype else "rename"
         raise UsageError(
@@ -154,7 +156,7 @@ class _Conversion:
         source: Checkpoint,
         target: str | os.PathLike[str],
         to: str,
-        options: Options,
+        options: WriteOptions,
         memory_bytes: int,
         verify: bool,
         told: Told | None,
@@ -316,7 +318,7 @@ class _Conversion:
         missing = [f for f in files if not _has(self.work, f)]
         for f in missing:
             self.work.delete(f.path)
-        written: list[Written] = []
+        written: list[FileDigests] = []
         if there and self.verify:
             written += self._pass("check", there, None)
         if missing:
@@ -326,7 +328,7 @@ class _Conversion:
             check_files(self.work, written, progress=self._progress("verify", files))
         return len(there)
 
-    def _pass(self, phase: str, files: Sequence[Outfile], store: Store | None) -> list[Written]:
+    def _pass(self, phase: str, files: Sequence[Outfile], store: Store | None) -> list[FileDigests]:
         return write_files(
             self.source,
             store,
@@ -407,7 +409,7 @@ def _local(target: str | os.PathLike[str]) -> str:
     return store.root
 
 
-def _identity(source: Checkpoint, to: str, options: Options) -> str:
+def _identity(source: Checkpoint, to: str, options: WriteOptions) -> str:
     """Return a digest of the source's state and what is asked: a begun conversion with it is this one."""
     manifest = hexdigest(encode(source.manifest))
     files: list[Any] = []

@@ -27,7 +27,7 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.restore.extras import RULES
 from holdfast.restore.reading import load_from, open_shared
-from holdfast.restore.targets import Options
+from holdfast.restore.targets import RestoreOptions
 from holdfast.roots import check_own, sweep_host
 from holdfast.state.collecting import collect
 from holdfast.state.live import State, check_keys
@@ -114,7 +114,7 @@ def load(
     for name, flag in (("cast", cast), ("strict", strict), ("verify", verify)):
         flag_of(flag, "load", name)
     rules = rules_of(on_resize, RULES.split(", "), state, "load", "on_resize")
-    options = Options(patterns, cast, strict, rules)
+    options = RestoreOptions(patterns, cast, strict, rules)
     group = Group(seconds_of(deadline_s, "load", "deadline_s"), "load()")
     try:
         return load_from(url, group, state, step, options, verify=verify)

@@ -13,8 +13,8 @@ ended, the store is asked again.  What there is to tidy up is left to the thread
 (`Patience.tidy`).
 
 Threads that somebody else watches (`holdfast.threads.in_threads`) make their calls themselves: what is
-under way is noted by thread, and whoever waits for them looks at how long it has been (`Watch`).  So a
-large read or write pays for no helper; any other operation pays 15 microseconds.
+under way is noted by thread, and whoever waits for them looks at how long it has been (`ThreadWatch`).
+So a large read or write pays for no helper; any other operation pays 15 microseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATIENCE_S = 600.0
 """Seconds that one operation of storage may take where nobody has said otherwise."""
 
 
-class Operation:
+class StorageCall:
     """One call of storage: what it is, since when it is under way, and whether it is over, or left behind:
     nobody waits for it any more."""
 
@@ -76,8 +76,8 @@ class _Thread(threading.local):
 
     is_watched = False
     """Somebody else looks at how long its operations take."""
-    watch: Watch | None = None
-    """The `Watch` that does so, for one of several threads."""
+    watch: ThreadWatch | None = None
+    """The `ThreadWatch` that does so, for one of several threads."""
     until: float | None = None
     """Time at which its operations have to be done, by `time.monotonic`."""
     limit_s = PATIENCE_S
@@ -85,7 +85,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_under_way: dict[int, Operation] = {}
+_under_way: dict[int, StorageCall] = {}
 """Operations by thread: storage is a resource of the process, and who waits asks for all of it."""
 _idle: list[Helper] = []
 _lock = threading.Lock()
@@ -105,7 +105,7 @@ class Patience:
 
     def __init__(self) -> None:
         self.limit_s: float | None = _thread.limit_s
-        self._stuck: list[Operation] = []
+        self._stuck: list[StorageCall] = []
         """Operations that are left behind and not over."""
         self._untidy: list[Callable[[], object]] = []
         """Calls to make when all of those operations are over."""
@@ -119,7 +119,7 @@ class Patience:
     ) -> R:
         """Do `call`.  Deadline if it has not returned after `limit_s`; it may return later, and `undo` is
         given what nobody takes then."""
-        operation = Operation(what, place, self)
+        operation = StorageCall(what, place, self)
         limit_s = self._limit_s()
         if limit_s is None or _thread.is_watched:
             return _do(operation, call, undo)
@@ -147,7 +147,7 @@ class Patience:
                 return
         self.run(call, what, place)
 
-    def _leave(self, operation: Operation, *, always: bool = False) -> bool:
+    def _leave(self, operation: StorageCall, *, always: bool = False) -> bool:
         """Wait for it no more, unless by now it is over: then False.  The store is not asked again until it
         is, if it took as long as it may or `always`."""
         with _lock:
@@ -158,7 +158,7 @@ class Patience:
                 self._stuck.append(operation)
             return True
 
-    def _over(self, operation: Operation) -> list[Callable[[], object]]:
+    def _over(self, operation: StorageCall) -> list[Callable[[], object]]:
         """Note that an operation is over; return the calls that are to tidy up now."""
         with _lock:
             operation.is_over = True
@@ -182,7 +182,7 @@ class Patience:
             raise operation.given_up()
 
 
-def _do(operation: Operation, call: Callable[[], R], undo: Callable[[R], object] | None) -> R:
+def _do(operation: StorageCall, call: Callable[[], R], undo: Callable[[R], object] | None) -> R:
     """Do `call`.  Whoever was left behind meanwhile does nothing with what it returns: its Deadline."""
     me = threading.get_ident()
     around = _under_way.get(me)
@@ -289,7 +289,7 @@ def within(limit_s: float) -> Iterator[None]:
         _thread.until = before
 
 
-class Watch:
+class ThreadWatch:
     """Threads that one other thread waits for: it looks at how long their operations take, and gives up on
     all of them together.
 
@@ -318,7 +318,7 @@ class Watch:
             if operation.limit_s is not None and operation.took_s > operation.limit_s:
                 self._give_up(operation)
 
-    def _give_up(self, late: Operation) -> None:
+    def _give_up(self, late: StorageCall) -> None:
         if not late.patience._leave(late):
             return
         self.is_over = True
@@ -327,7 +327,7 @@ class Watch:
                 operation.patience._leave(operation, always=True)
         raise late.given_up()
 
-    def _under_way(self) -> list[Operation]:
+    def _under_way(self) -> list[StorageCall]:
         found = [_under_way.get(member) for member in tuple(self._members)]
         return [operation for operation in found if operation is not None]
 

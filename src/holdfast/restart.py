@@ -17,12 +17,12 @@ from holdfast.format.manifest import Manifest
 from holdfast.restore.candidates import Candidate, newest_first, newest_good
 from holdfast.restore.reading import load_step, saved_steps
 from holdfast.restore.result import Restored
-from holdfast.restore.targets import Options
+from holdfast.restore.targets import RestoreOptions
 from holdfast.state.live import State
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
-    from holdfast.delta.log import Log, Step
+    from holdfast.delta.log import Log, RecordedStep
     from holdfast.delta.segment import Identity
 
 
@@ -30,7 +30,7 @@ class Restart:
     """All that the live state can be restored from.  Its methods are collective and block."""
 
     def __init__(
-        self, tiers: Tiers, state: State, options: Options, *, verify: bool = True
+        self, tiers: Tiers, state: State, options: RestoreOptions, *, verify: bool = True
     ) -> None:
         """Looks at all tiers.  Nothing may be under way to them.  `verify`: compare the digests of full
         steps."""
@@ -72,7 +72,7 @@ class Restart:
 
         return msgspec.json.decode(tiers.group.from_rank0(look), type=set[str]) if both else set()
 
-    def _after(self, base: Candidate) -> list[Step]:
+    def _after(self, base: Candidate) -> list[RecordedStep]:
         """The recorded steps that lead on from it."""
         return [] if self.log is None else self.log.after((base.run, base.step))
 

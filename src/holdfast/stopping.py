@@ -20,7 +20,7 @@ def check_thread() -> None:
         )
 
 
-class Stop:
+class SigtermStop:
     """SIGTERM on any rank becomes one step at which all ranks save and stop.
 
     The rank that was told posts the next step's number; every rank that completes that step has by

@@ -20,7 +20,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from holdfast.patience import Watch
+from holdfast.patience import ThreadWatch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class _Crew:
         self._error: BaseException | None = None
         self._left = 0
         self._done = threading.Event()
-        self._watch = Watch()
+        self._watch = ThreadWatch()
 
     def start(self, size: int) -> None:
         has_begun = False

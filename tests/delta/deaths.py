@@ -17,7 +17,7 @@ from delta import dying_writer
 from delta.test_damage import the_writer
 from holdfast import background
 from holdfast.delta import capture, queue
-from holdfast.delta.capture import Open, RecordCapture
+from holdfast.delta.capture import OpenRecord, RecordCapture
 from holdfast.delta.queue import Queue
 from holdfast.store import LocalStore
 
@@ -45,7 +45,7 @@ def arrange(at: str, number: int, out: Path) -> None:
         case "copy":
             whole = RecordCapture._copy_here
 
-            def half(making: RecordCapture, record: Open, grads: list[Any]) -> None:
+            def half(making: RecordCapture, record: OpenRecord, grads: list[Any]) -> None:
                 if now():
                     whole(making, record, grads[: len(grads) // 2])
                     die()

@@ -537,7 +537,7 @@ class InThread:
 
     def __init__(self, command: list[str], pass_fds: list[int], **_: Any) -> None:
         line = socket.socket(fileno=os.dup(pass_fds[0]))
-        one = writer.Writer(line, os.getppid())
+        one = writer.RecordWriter(line, os.getppid())
         self._thread = threading.Thread(target=one.run, daemon=True)
         self._thread.start()
 

@@ -18,7 +18,7 @@ from holdfast.codec.sparse import HEAD_BYTES
 from holdfast.compression.topk import largest
 from holdfast.delta.log import open_log
 from holdfast.delta.packing import BLOCK, PACKED, nonzero, parted
-from holdfast.delta.places import Layout
+from holdfast.delta.places import RecordLayout
 from holdfast.delta.recording import Steps, agree, held
 from holdfast.errors import UsageError
 from holdfast.group import Group
@@ -172,7 +172,7 @@ def test_a_negative_zero_is_something(root: Path) -> None:  # noqa: F811
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-def layout_of(length: int) -> Layout:
+def layout_of(length: int) -> RecordLayout:
     """Of records with a dense gradient whose parameter has so long a name, and a sparse one."""
     dense, thin = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(40_000))
     holdfast.compression.sparse([thin], at_most=0.1)
@@ -183,7 +183,7 @@ def layout_of(length: int) -> Layout:
     live = held(steps, {"c.small": torch.arange(3, dtype=torch.uint8)})
     agreement, tensors = parted(agree(Group(), live, None, 1), 1)
     assert [t.name for t in tensors] == ["b.t.grad"]
-    return Layout.of(agreement, tensors, 0, live, steps, 64)
+    return RecordLayout.of(agreement, tensors, 0, live, steps, 64)
 
 
 @pytest.mark.parametrize("is_page_shorter", [False, True])

@@ -16,20 +16,22 @@ from holdfast.codec.digest import CHUNK_BYTES, num_chunks
 from holdfast.delta import words as w
 from holdfast.delta import writer
 from holdfast.delta.ring import Ring
-from holdfast.delta.segment import Header, Record, read_header, segment_key
+from holdfast.delta.segment import Record, SegmentHeader, read_header, segment_key
 from holdfast.store import LocalStore
 
 DATA_BYTES = 1000
 STEPS = range(4, 7)
 
 
-def orphan(store: LocalStore) -> tuple[writer.Writer, socket.socket]:
+def orphan(store: LocalStore) -> tuple[writer.RecordWriter, socket.socket]:
     """A writer whose training process has handed over three records, and died."""
     parent = subprocess.Popen([sys.executable, "-c", ""])
     mine, theirs = socket.socketpair()
     table_bytes = 8 * num_chunks(DATA_BYTES, CHUNK_BYTES)
     ring = Ring(len(STEPS), 4096)
-    w.send(mine, w.Open(store.url, Header(5, 0, 1, "plan", {}), ring.slots, 4096, 1), (ring.fd,))
+    w.send(
+        mine, w.Open(store.url, SegmentHeader(5, 0, 1, "plan", {}), ring.slots, 4096, 1), (ring.fd,)
+    )
     for slot, step in enumerate(STEPS):
         ring.slot(slot)[:DATA_BYTES] = bytes([step]) * DATA_BYTES
         whole = DATA_BYTES + table_bytes
@@ -37,7 +39,7 @@ def orphan(store: LocalStore) -> tuple[writer.Writer, socket.socket]:
         w.send(mine, w.Put(slot, record))
     ring.close()
     parent.wait()
-    return writer.Writer(theirs, parent.pid), mine
+    return writer.RecordWriter(theirs, parent.pid), mine
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, times: range) -> None:

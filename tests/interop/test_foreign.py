@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, LayoutError
-from holdfast.interop.foreign import Foreign, Part, foreign
+from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.sections import Place
 from holdfast.layout import Box, Fragment, row_major, whole
 from holdfast.store import LocalStore, MemoryStore, Store
@@ -58,7 +58,7 @@ def test_any_part_of_any_view_is_read(
     store = fresh()
     store.put("file", b"xy" + storage.tobytes())
     fragment = Fragment(whole(view.shape), offset, tuple(s // 4 for s in view.strides))
-    part = Part(fragment, (at("file", 2),), "file")
+    part = StoredPart(fragment, (at("file", 2),), "file")
     found = opened(store, Foreign("t", "float32", view.shape, "param", (part,)))
     assert np.array_equal(found.read("t"), view)
     start = [data.draw(st.integers(0, n)) for n in view.shape]
@@ -72,7 +72,7 @@ def test_a_large_transposed_tensor_is_read_block_by_block(tmp_path: Path) -> Non
     (tmp_path / "file").write_bytes(whole_.tobytes())
     fragment = Fragment(Box((0, 0), (900, 1500)), 77, (1, 1201))
     rest = Fragment(Box((900, 0), (1124, 1500)), 977, (1, 1201))
-    parts = tuple(Part(f, (at("file"),), "file") for f in (fragment, rest))
+    parts = tuple(StoredPart(f, (at("file"),), "file") for f in (fragment, rest))
     found = opened(LocalStore(tmp_path), Foreign("t", "float32", (1124, 1500), "param", parts))
     assert np.array_equal(found.read("t"), whole_.T[77:1201])
 
@@ -81,7 +81,7 @@ def test_strides_of_no_array_are_refused() -> None:
     for strides in ((1, 1), (3, 2), (0, 1), (2, 1)):
         with pytest.raises(LayoutError):
             Fragment(Box((0, 0), (3, 3)), 0, strides).stored()
-    part = Part(Fragment(Box((0, 0), (3, 3)), 0, (2, 1)), (at("file"),), "the file")
+    part = StoredPart(Fragment(Box((0, 0), (3, 3)), 0, (2, 1)), (at("file"),), "the file")
     with pytest.raises(FormatError, match="strides") as caught:
         opened(fresh(), Foreign("t", "float32", (3, 3), "param", (part,)))
     assert caught.value.key == "the file"
@@ -94,7 +94,7 @@ def test_the_mean_of_several_sources(dtype: str) -> None:
     store = fresh()
     for i, v in enumerate(values):
         store.put(f"{i}", v.tobytes())
-    part = Part(Fragment.dense(whole((7, 5))), tuple(at(f"{i}") for i in range(3)), "0")
+    part = StoredPart(Fragment.dense(whole((7, 5))), tuple(at(f"{i}") for i in range(3)), "0")
     found = opened(store, Foreign("t", dtype, (7, 5), "param", (part,), "averaged"))
     assert (
         found.read("t").tobytes() == ((values[0] + values[1] + values[2]) / kind.type(3)).tobytes()
@@ -106,20 +106,20 @@ def test_the_mean_of_several_sources(dtype: str) -> None:
 def test_a_scale_multiplies() -> None:
     store = fresh()
     store.put("b", np.arange(6, dtype=np.float32).tobytes())
-    part = Part(Fragment(Box((0,), (6,)), 0, (1,), 0.5), (at("b"),), "b")
+    part = StoredPart(Fragment(Box((0,), (6,)), 0, (1,), 0.5), (at("b"),), "b")
     found = opened(store, Foreign("bias", "float32", (6,), "param", (part,)))
     assert found.read("bias").tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
 
 
 def test_integers_have_no_mean() -> None:
-    part = Part(Fragment.dense(whole((3,))), (at("a"), at("b")), "a")
+    part = StoredPart(Fragment.dense(whole((3,))), (at("a"), at("b")), "a")
     with pytest.raises(FormatError, match="no mean"):
         opened(fresh(), Foreign("t", "int64", (3,), "param", (part,)))
 
 
 def test_holes_and_overlaps_are_refused() -> None:
-    def part(a: int, b: int) -> Part:
-        return Part.of(Box((a,), (b,)), "f", at("f"))
+    def part(a: int, b: int) -> StoredPart:
+        return StoredPart.of(Box((a,), (b,)), "f", at("f"))
 
     for parts in ((part(0, 2),), (part(0, 3), part(2, 4)), (part(0, 5),), ()):
         with pytest.raises(FormatError, match="exactly once"):
@@ -130,7 +130,7 @@ def test_copies_are_checkpoints_of_their_own() -> None:
     store = fresh()
     for i in range(2):
         store.put(f"{i}", np.full(4, i, np.float32).tobytes())
-    parts = [(Part.of(whole((4,)), f"{i}", at(f"{i}")),) for i in range(2)]
+    parts = [(StoredPart.of(whole((4,)), f"{i}", at(f"{i}")),) for i in range(2)]
     found = opened(
         store, Foreign("t", "float32", (4,), "param", parts[0], "replicated", (parts[1],))
     )
@@ -142,7 +142,7 @@ def test_a_column_of_a_matrix() -> None:
     store = fresh()
     matrix = np.arange(12, dtype=np.float32).reshape(4, 3)
     store.put("m", matrix.tobytes())
-    column = Part(Fragment(Box((0,), (4,)), 1, (3,)), (at("m"),), "m")
+    column = StoredPart(Fragment(Box((0,), (4,)), 1, (3,)), (at("m"),), "m")
     found = opened(store, Foreign("t", "float32", (4,), "param", (column,)))
     assert np.array_equal(found.read("t"), matrix[:, 1])
     assert row_major((4, 3)) == (3, 1)

@@ -14,7 +14,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import FormatError
-from holdfast.interop.foreign import Foreign, Part
+from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.megatron.tensors import unflattened
 from holdfast.layout import Box
 
@@ -59,6 +59,6 @@ def test_a_grid_of_another_weight(shape: tuple[int, ...]) -> None:
 
 
 def test_a_part_of_several_ranks() -> None:
-    part = Part.of(Box((0, 0, 0), (2, 1, 12)), "file", lambda: ("file", 0))
+    part = StoredPart.of(Box((0, 0, 0), (2, 1, 12)), "file", lambda: ("file", 0))
     with pytest.raises(FormatError, match="of flattened states"):
         unflattened(Foreign("x", "float32", (2, 1, 12), "exp_avg", (part,)), (4, 6))

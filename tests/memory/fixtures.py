@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.delta.writers import Writing
+from holdfast.delta.writers import WriterEntry
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from memory.agents import await_gone, pid_of
@@ -44,6 +44,6 @@ def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
 
 def is_at_work(mark: Path) -> bool:
     try:
-        return msgspec.json.decode(mark.read_bytes(), type=Writing).is_here()
+        return msgspec.json.decode(mark.read_bytes(), type=WriterEntry).is_here()
     except FileNotFoundError:
         return False

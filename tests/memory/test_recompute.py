@@ -19,7 +19,7 @@ from holdfast.errors import Corrupt, HoldfastError, SegmentLost, UsageError
 from holdfast.memory.node import words as w
 from holdfast.memory.protecting import Protector
 from holdfast.memory.recompute import shadow_of
-from holdfast.memory.twin import MOST_AHEAD, Part, Twin
+from holdfast.memory.twin import MOST_AHEAD, ParamPart, Twin
 from holdfast.state import blockwise
 
 
@@ -70,7 +70,7 @@ def test_the_same_steps(
 ) -> None:
     monkeypatch.setattr(blockwise, "BLOCK_BYTES", block_bytes)
     model, optimizer = made(kind, **options)
-    parts = [Part(name, p) for name, p in model.named_parameters()]
+    parts = [ParamPart(name, p) for name, p in model.named_parameters()]
     twin = Twin(optimizer, parts)
     twin.copy_weights()
     in_blocks = []
@@ -96,7 +96,7 @@ def test_the_same_steps(
 
 def test_gradients_that_wait_are_bounded() -> None:
     model, optimizer = made(torch.optim.SGD)
-    twin = Twin(optimizer, [Part("0.weight", model[0].weight)])
+    twin = Twin(optimizer, [ParamPart("0.weight", model[0].weight)])
     gradients(model, 1)
     taken = [twin.take() for _ in range(MOST_AHEAD + 1)]
     assert taken[-1] is None

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.capture.job import Plan, new_plan
+from holdfast.capture.job import SavePlan, new_plan
 from holdfast.codec.stripes import Stripes, copy, rs
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import FileEntry
@@ -61,7 +61,7 @@ class Replicas:
     def __init__(self, live: Live, num_ranks: int) -> None:
         self.live = live
         agreement = merge([describe(live)], [0] * num_ranks)
-        self.plan: Plan = new_plan(agreement, "a digest")
+        self.plan: SavePlan = new_plan(agreement, "a digest")
         found = [self._image(rank) for rank in range(num_ranks)]
         self.files = [
             FileEntry(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.memory.twin import Part
+from holdfast.memory.twin import ParamPart
 from holdfast.memory.twins import Twins
 from holdfast.state.observer import Observer, Order
 
@@ -28,7 +28,7 @@ class Trained:
         self.learn(1)
 
     def make(self) -> None:
-        parts = [Part(name, p) for name, p in self.model.named_parameters()]
+        parts = [ParamPart(name, p) for name, p in self.model.named_parameters()]
         self.twins.make([(self.optimizer, parts)])
 
     def learn(self, number: int) -> None:

@@ -17,7 +17,7 @@ from holdfast.layout import Mesh
 from holdfast.rules import RuleSet, presets
 from holdfast.rules.loading import source_of
 from holdfast.rules.pattern import Pattern
-from holdfast.rules.source import Source, Span
+from holdfast.rules.source import Span, Text
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 HEAD = "axes tp, pp\ncopies dp\n"
@@ -25,7 +25,7 @@ LETS = {"heads": 4, "experts": 8, "layers": 4, "groups": 2}
 
 
 def pattern(text: str) -> Pattern:
-    return Pattern.of(text, Span(Source("p", text), 1, 0, len(text)))
+    return Pattern.of(text, Span(Text("p", text), 1, 0, len(text)))
 
 
 # -- patterns -------------------------------------------------------------------------------------

@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 from holdfast.layout import Box, tiles
 from holdfast.sources import Master
 from holdfast.state.placed import Placed, parts_in
-from holdfast.state.shards import Shard
+from holdfast.state.shards import TensorShard
 
 ROWS = 4
 
 
-def gated(rank: int, ranks: int, width: int) -> Shard:
+def gated(rank: int, ranks: int, width: int) -> TensorShard:
     """A gate and a value of ROWS rows on each rank; in the whole, all gates come first."""
     halves = [
         (Box((h * ROWS, 0), ((h + 1) * ROWS, width)), ((h * ranks + rank) * ROWS, 0))
         for h in (0, 1)
     ]
-    return Shard("w", (2 * ROWS * ranks, width), (2 * ROWS, width), tuple(halves))
+    return TensorShard("w", (2 * ROWS * ranks, width), (2 * ROWS, width), tuple(halves))
 
 
-def placed(shard: Shard, values: torch.Tensor) -> tuple[Placed, ...]:
+def placed(shard: TensorShard, values: torch.Tensor) -> tuple[Placed, ...]:
     """The parts that a weight has as a checkpoint describes them."""
     return parts_in(Master(values, shape=shard.shape, cut=shard.parts), values, shard.name)
 
@@ -54,9 +54,9 @@ def test_parts_are_views() -> None:
 
 
 def test_a_number_and_a_whole_tensor() -> None:
-    number = Shard("n", (), (), ((Box((), ()), ()),))
+    number = TensorShard("n", (), (), ((Box((), ()), ()),))
     (part,) = placed(number, torch.tensor(3.0))
     assert part.local == 3 and part.cuts == ()
-    square = Shard("w", (2, 2), (2, 2), ((Box((0, 0), (2, 2)), (0, 0)),))
+    square = TensorShard("w", (2, 2), (2, 2), ((Box((0, 0), (2, 2)), (0, 0)),))
     (part,) = placed(square, torch.ones(2, 2))
     assert part.cuts == ()

@@ -17,7 +17,7 @@ import holdfast
 from holdfast.errors import UsageError
 from holdfast.group import Group
 from holdfast.restore.extras import put_common
-from holdfast.restore.targets import Options
+from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -448,4 +448,4 @@ def test_a_malformed_state_that_belongs_to_no_parameter(tmp_path: Path) -> None:
     with holdfast.open(tmp_path) as found:
         found.manifest.extras["optim.common"] = [1]
         with pytest.raises(holdfast.errors.FormatError, match=r"'optim\.common' is no state"):
-            restore(found, {"net": net, "optim": optimizer}, Group(), Options())
+            restore(found, {"net": net, "optim": optimizer}, Group(), RestoreOptions())

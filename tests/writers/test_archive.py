@@ -19,7 +19,7 @@ import holdfast
 from holdfast.checkpoint.outfiles import MIN_MEMORY_BYTES, Outfile, write_files
 from holdfast.errors import UsageError
 from holdfast.store import LocalStore
-from holdfast.writers.archive import Plan, Tensor, add_archive, for_torch
+from holdfast.writers.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
 from holdfast.writers.pickling import dumps
 
 LEAVES = (
@@ -92,10 +92,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> holdfast.Checkpoint:
     return holdfast.open(url)
 
 
-def tree_of(source: holdfast.Checkpoint) -> dict[str, Tensor]:
+def tree_of(source: holdfast.Checkpoint) -> dict[str, ArchivedTensor]:
     infos = [(name, source.info(name)) for name in source.names()]
     return {
-        name.removeprefix("s."): Tensor(i.dtype, i.shape, source.index(name)) for name, i in infos
+        name.removeprefix("s."): ArchivedTensor(i.dtype, i.shape, source.index(name))
+        for name, i in infos
     }
 
 
@@ -116,7 +117,7 @@ def assert_equal(found: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_torch_load_reads_it(source: holdfast.Checkpoint, tmp_path: Path, threads: int) -> None:
-    plan = Plan()
+    plan = ArchivePlan()
     add_archive(plan, tree_of(source) | {"epoch": 3, "array": for_torch(np.arange(3.0))})
     write(source, tmp_path, [plan.outfile("a.pt")], threads)
     for options in ({"weights_only": True}, {"mmap": True}, {"weights_only": False}):
@@ -128,7 +129,7 @@ def test_torch_load_reads_it(source: holdfast.Checkpoint, tmp_path: Path, thread
 
 
 def test_many_archives_in_one_file(source: holdfast.Checkpoint, tmp_path: Path) -> None:
-    plan, places = Plan(), {}
+    plan, places = ArchivePlan(), {}
     for name, tensor in tree_of(source).items():
         plan.align()
         start = plan.at
@@ -143,8 +144,8 @@ def test_many_archives_in_one_file(source: holdfast.Checkpoint, tmp_path: Path) 
 
 
 def test_names_of_one_tensor_share_its_bytes(source: holdfast.Checkpoint, tmp_path: Path) -> None:
-    tied = Tensor("float32", (301, 999), source.index("s.float32"), key="w")
-    plan = Plan()
+    tied = ArchivedTensor("float32", (301, 999), source.index("s.float32"), key="w")
+    plan = ArchivePlan()
     add_archive(plan, {"a": tied, "b": tied})
     write(source, tmp_path, [plan.outfile("t.pt")], 1)
     found = torch.load(tmp_path / "t.pt")
@@ -162,7 +163,7 @@ def test_blocks_may_end_anywhere(sizes: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         holdfast.save(f"{folder}/s", {"s": values}, step=0)
         source = holdfast.open(f"{folder}/s")
-        plan = Plan()
+        plan = ArchivePlan()
         add_archive(plan, tree_of(source))
         write(source, Path(folder), [plan.outfile("a.pt")], 2)
         assert zipfile.ZipFile(f"{folder}/a.pt").testzip() is None

@@ -10,6 +10,6 @@ common and whether a new plan is needed.
 """
 
 from holdfast.capture.capture import Capture, Tier
-from holdfast.capture.job import Job, Save, text_of
+from holdfast.capture.job import Save, SaveJob, text_of
 
-__all__ = ["Capture", "Job", "Save", "Tier", "text_of"]
+__all__ = ["Capture", "Save", "SaveJob", "Tier", "text_of"]

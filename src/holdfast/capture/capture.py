@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-from holdfast.capture.job import Job, Save, text_of
+from holdfast.capture.job import Save, SaveJob, text_of
 from holdfast.capture.planning import Planner
 from holdfast.errors import HoldfastError
 from holdfast.events import emit
@@ -40,31 +40,31 @@ class Tier(Protocol):
     name: str
     """Name of the tier in its events: `save`, `snapshot`."""
 
-    def take(self, job: Job) -> Buffer:
+    def take(self, job: SaveJob) -> Buffer:
         """Memory for the image, which is the job's until `release`.  Blocks; Deadline."""
 
-    def beside(self, job: Job, image: Image, aside: Kept) -> Beside | None:
+    def beside(self, job: SaveJob, image: Image, aside: Kept) -> Beside | None:
         """A reader of whatever else is to be read from the live tensors at the same moment."""
 
-    def write(self, job: Job, image: Image | None, filling: Filling) -> None:
+    def write(self, job: SaveJob, image: Image | None, filling: Filling) -> None:
         """Keep what `filling` fills, on a thread of the tier's own, which ends the job.
 
         No image: this rank could not lay one out, as `filling` says.
         """
 
-    def warm(self, job: Job) -> None:
+    def warm(self, job: SaveJob) -> None:
         """Make the job's memory real, on a thread of the tier's own, and release it.  Raises its error."""
 
-    def follows(self, job: Job) -> bool:
+    def follows(self, job: SaveJob) -> bool:
         """True if the job is to be copied from a replica.  On the training thread."""
 
-    def moment(self, job: Job) -> Moment:
+    def moment(self, job: SaveJob) -> Moment:
         """The state as that replica has it.  Blocks; HoldfastError if it has it no more."""
 
-    def release(self, job: Job) -> None:
+    def release(self, job: SaveJob) -> None:
         """The job needs its memory no more.  Safe to call twice."""
 
-    def ended(self, job: Job, error: BaseException | None) -> None:
+    def ended(self, job: SaveJob, error: BaseException | None) -> None:
         """The job is over, however."""
 
 
@@ -130,10 +130,10 @@ class Capture:
 
     def _new_job(
         self, describe_live: Callable[[], Live], step: int, window: Window | None, *, busy: bool
-    ) -> Job:
+    ) -> SaveJob:
         """A job; what goes wrong here is its error, so that the other ranks learn of it."""
         self._number += 1
-        job = Job(self._number, step, Save(step), window, Moment.of(Live()), busy)
+        job = SaveJob(self._number, step, Save(step), window, Moment.of(Live()), busy)
         try:
             with uncollected():
                 live = describe_live()
@@ -169,7 +169,7 @@ class Capture:
 
     # -- capture thread ---------------------------------------------------------------------------
 
-    def _capture(self, job: Job, tier: Tier) -> None:
+    def _capture(self, job: SaveJob, tier: Tier) -> None:
         self._ready(job, tier)
         verdict = self.planner.agree(job)
         if verdict.errors:
@@ -196,7 +196,7 @@ class Capture:
             self._fill(job, image, filling, beside)
         job.close_window()
 
-    def _try_out(self, job: Job) -> None:
+    def _try_out(self, job: SaveJob) -> None:
         """Lay an image out in real memory; an error is the tier's to report, for the others wait for it."""
         job.plan = self.planner.plan
         try:
@@ -204,16 +204,16 @@ class Capture:
         except Exception as error:
             job.error = error
 
-    def _lay_out(self, job: Job, tier: Tier) -> Image:
+    def _lay_out(self, job: SaveJob, tier: Tier) -> Image:
         if job.follows:
             job.moment = tier.moment(job)
         return self.planner.lay_out(job, self.aside)
 
-    def _make_room(self, job: Job) -> None:
+    def _make_room(self, job: SaveJob) -> None:
         if self.room.size and job.copies is not None:
             self.room.make(source.device for source in job.copies.sources)
 
-    def _beside(self, job: Job, tier: Tier, image: Image | None) -> Beside | None:
+    def _beside(self, job: SaveJob, tier: Tier, image: Image | None) -> Beside | None:
         """The tier's reader; None if it fails: it is dispensable, and other ranks wait for this."""
         if image is None:
             return None
@@ -223,7 +223,7 @@ class Capture:
             emit("beside.failed", step=job.step, error=text_of(error))
             return None
 
-    def _ready(self, job: Job, tier: Tier) -> None:
+    def _ready(self, job: SaveJob, tier: Tier) -> None:
         """Describe the state and take memory; an error is kept for the others to learn of."""
         try:
             with uncollected():
@@ -243,7 +243,7 @@ class Capture:
             self._described = now, live.aliases, description
         return description
 
-    def _alike(self, what: str, errors: dict[int, WireError], job: Job) -> BaseException:
+    def _alike(self, what: str, errors: dict[int, WireError], job: SaveJob) -> BaseException:
         """The error of a failed job on this rank: its own if it is alone, else all ranks'."""
         if self.group.size == 1 and job.error is not None:
             return job.error
@@ -259,7 +259,7 @@ class Capture:
             filling.fail(error)
             return None
 
-    def _check_replicas(self, job: Job) -> None:
+    def _check_replicas(self, job: SaveJob) -> None:
         """LayoutError on every rank if some replicas differ that are not known to agree."""
         assert self.planner.plan is not None
         placement = self.planner.plan.placement
@@ -280,7 +280,7 @@ class Capture:
             self.planner.plan = None  # so that all ranks plan, and compare, anew
             raise
 
-    def _fill(self, job: Job, image: Image, filling: Filling, beside: Beside | None) -> None:
+    def _fill(self, job: SaveJob, image: Image, filling: Filling, beside: Beside | None) -> None:
         """Copy the live tensors into the image; a failure is the tier's to report."""
         try:
             assert job.copies is not None and job.window is not None
@@ -310,7 +310,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, tuple) and one == other)
 
 
-def guarded(work: Callable[[Job, Tier], Any], job: Job, tier: Tier) -> None:
+def guarded(work: Callable[[SaveJob, Tier], Any], job: SaveJob, tier: Tier) -> None:
     """Do part of a job; an error ends it."""
     try:
         work(job, tier)
@@ -321,7 +321,7 @@ def guarded(work: Callable[[Job, Tier], Any], job: Job, tier: Tier) -> None:
             finish(job, tier, error)
 
 
-def finish(job: Job, tier: Tier, error: BaseException | None) -> None:
+def finish(job: SaveJob, tier: Tier, error: BaseException | None) -> None:
     """The job has succeeded, or failed with `error`."""
     tier.ended(job, error)
     if error is None:
@@ -336,7 +336,7 @@ def finish(job: Job, tier: Tier, error: BaseException | None) -> None:
         job.save._future.set_exception(error)
 
 
-def skip(job: Job, tier: Tier) -> None:
+def skip(job: SaveJob, tier: Tier) -> None:
     """The job is left out: some rank was busy."""
     tier.release(job)
     job.close_window()

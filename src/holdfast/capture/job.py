@@ -64,7 +64,7 @@ class Save:
 
 
 @dataclass
-class Plan:
+class SavePlan:
     """An agreement and what follows from it for this rank."""
 
     agreement: Agreement
@@ -77,17 +77,17 @@ class Plan:
     description: bytes = b""
 
 
-def new_plan(agreement: Agreement, digest: str) -> Plan:
+def new_plan(agreement: Agreement, digest: str) -> SavePlan:
     """The closed form of where everything goes, from an agreement."""
     shell = Manifest(
         VERSION, 0, 0, "", "", {}, agreement.mesh, CHUNK_BYTES, ALGORITHM,
         agreement.shardings, agreement.tensors, agreement.aliases, (), {}, {},
     )  # fmt: skip
-    return Plan(agreement, digest, shell.placement)
+    return SavePlan(agreement, digest, shell.placement)
 
 
 @dataclass
-class Job:
+class SaveJob:
     """One save on this rank."""
 
     number: int
@@ -111,7 +111,7 @@ class Job:
     """True if it needs no memory any more."""
     copies: Copies | None = None
     error: BaseException | None = None
-    plan: Plan | None = None
+    plan: SavePlan | None = None
     replaced: str | None = None
     """On rank 0: the attempt that the step had before."""
     uncertain: bool = False

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from holdfast.capture.job import Job, Plan, new_plan
+from holdfast.capture.job import SaveJob, SavePlan, new_plan
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import HoldfastError, RuleError, UsageError
 from holdfast.format.image import ALIGN, Image, plan_image
@@ -18,7 +18,7 @@ from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.state.agreed import Agreement, merge
 from holdfast.state.live import INLINE_BYTES
-from holdfast.state.protocol import Ready, Verdict, check_kinds, sort_extras
+from holdfast.state.protocol import ReadyToSave, Verdict, check_kinds, sort_extras
 from holdfast.state.snapshot import Copies, Kept, fingerprint
 from holdfast.wire import WireError
 
@@ -33,12 +33,12 @@ class Planner:
         self.group = group
         self.mesh = mesh
         self.deadline_s = deadline_s
-        self.plan: Plan | None = None
+        self.plan: SavePlan | None = None
         self._proposed: list[str] = []
         self._kinds: list[str] | None = None
         """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
 
-    def agree(self, job: Job) -> Verdict:
+    def agree(self, job: SaveJob) -> Verdict:
         extras = {
             k: (
                 hexdigest(msgspec.json.encode([v, job.live.contents.get(k, [])], order="sorted")),
@@ -50,7 +50,7 @@ class Planner:
         error = None if job.error is None else WireError.of(job.error)
         large = [k for k in extras if k in job.live.contents]
         digest, kinds = hexdigest(job.description), job.live.kinds
-        ready = Ready(job.step, job.busy, digest, held, extras, error, large, kinds)
+        ready = ReadyToSave(job.step, job.busy, digest, held, extras, error, large, kinds)
         answer = self.group.ask(
             f"agree/{job.number}",
             msgspec.msgpack.encode(ready),
@@ -62,7 +62,7 @@ class Planner:
 
     def _judge(self, answers: list[bytes]) -> bytes:
         """Rank 0: may this save go on, and how?"""
-        ready = [msgspec.msgpack.decode(a, type=Ready) for a in answers]
+        ready = [msgspec.msgpack.decode(a, type=ReadyToSave) for a in answers]
         for rank, r in enumerate(ready):
             if r.step != ready[0].step:
                 raise UsageError(f"rank {rank} saves step {r.step}, rank 0 step {ready[0].step}")
@@ -82,7 +82,7 @@ class Planner:
         _check_large(ready, per_rank)
         return msgspec.msgpack.encode(Verdict(True, describing, per_rank, send))
 
-    def make_plan(self, job: Job, describing: list[int]) -> None:
+    def make_plan(self, job: SaveJob, describing: list[int]) -> None:
         mine = job.description if self.group.rank in describing else b""
         data = self.group.ask(
             f"plan/{job.number}",
@@ -110,7 +110,7 @@ class Planner:
             self.plan.copies.pop(id(view), None)
 
     @uncollected()
-    def lay_out(self, job: Job, aside: Kept) -> Image:
+    def lay_out(self, job: SaveJob, aside: Kept) -> Image:
         """The image for this save: the last one, if nothing that it depends on has changed."""
         plan, verdict, buffer = self.plan, job.verdict, job.buffer
         assert plan is not None and verdict is not None and buffer is not None
@@ -140,7 +140,7 @@ class Planner:
         return image
 
 
-def _check_large(ready: list[Ready], per_rank: Iterable[str]) -> None:
+def _check_large(ready: list[ReadyToSave], per_rank: Iterable[str]) -> None:
     """RuleError for extras that each rank keeps for itself and that refer to tensors, which it does not."""
     large = {key for r in ready for key in r.large}
     for key in (k for k in per_rank if k in large):

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.capture.job import Job
+from holdfast.capture.job import SaveJob
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.format.manifest import VERSION, FileEntry, Manifest
 from holdfast.state.protocol import Written, merge_extras
@@ -16,7 +16,7 @@ from holdfast.version import __version__
 from holdfast.wire import WireError
 
 
-def written(job: Job, file: FileEntry | None, rank: int) -> bytes:
+def written(job: SaveJob, file: FileEntry | None, rank: int) -> bytes:
     """Encode what this rank hands in: its file, and extras that it alone knows, or its error."""
     assert job.verdict is not None
     sent = {k: job.live.extras[k] for k, ranks in job.verdict.send.items() if rank in ranks}
@@ -24,7 +24,7 @@ def written(job: Job, file: FileEntry | None, rank: int) -> bytes:
     return msgspec.msgpack.encode(Written(error, file, sent))
 
 
-def manifest_of(job: Job, run: int, attempt: str, answers: list[Written]) -> Manifest:
+def manifest_of(job: SaveJob, run: int, attempt: str, answers: list[Written]) -> Manifest:
     """On rank 0: the manifest of what all ranks have handed in."""
     assert job.plan is not None and job.verdict is not None
     plan = job.plan.agreement

@@ -28,7 +28,7 @@ from holdfast.checkpoint.claiming import newest_claim
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.names import committed, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.outfiles import Literal, Outfile, Span
+from holdfast.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.checkpoint.tidying import INDEX
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
 from holdfast.errors import UsageError
@@ -174,7 +174,7 @@ def _plan(source: Checkpoint, manifest: Manifest, number: int, file: _File) -> _
     begin = (pieces.offset + image.data_start).tolist()
     tensors = [manifest.tensors[i] for i in pieces.tensor.tolist()]
     spans = tuple(
-        Span(at, source.index(t.name), 0, math.prod(t.shape), t.dtype)
+        ElementSpan(at, source.index(t.name), 0, math.prod(t.shape), t.dtype)
         for at, t in zip(begin, tensors)
     )
     path = f"{manifest.attempt}/{file.name}"

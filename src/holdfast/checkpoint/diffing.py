@@ -32,7 +32,7 @@ SLICE = 1 << 20
 
 
 @dataclass
-class Values:
+class ValueDifferences:
     """Differences between the values of one tensor in two checkpoints.
 
     `num_differing` counts elements whose bits differ; `max_rel` is |a - b| / max(|a|, |b|); elements
@@ -55,7 +55,7 @@ class Difference:
     only_b: list[str] = field(default_factory=list)
     kinds: list[tuple[str, str, str]] = field(default_factory=list)
     """(name, dtype and shape in a, in b)"""
-    values: list[Values] = field(default_factory=list)
+    values: list[ValueDifferences] = field(default_factory=list)
     extras: list[tuple[str, str, str]] = field(default_factory=list)
     """(path, value in a, in b)"""
     notes: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ def compare(
     if only is not None:
         _check_pattern(a, b, only)
     shared = _match_names(a, b, only, found)
-    differing = {t.name: Values(t.name, math.prod(t.shape)) for t in shared}
+    differing = {t.name: ValueDifferences(t.name, math.prod(t.shape)) for t in shared}
     for batch in batches(shared):
         for (t, _), x, y in zip(batch, _read(a, batch), _read(b, batch)):
             _compare_values(differing[t.name], t.dtype, x, y)
@@ -199,7 +199,7 @@ def _read(checkpoint: Checkpoint, batch: list[Part]) -> list[Array]:
     return values
 
 
-def _compare_values(into: Values, dtype: str, a: Array, b: Array) -> None:
+def _compare_values(into: ValueDifferences, dtype: str, a: Array, b: Array) -> None:
     """Add what differs between two runs of raw elements."""
     if np.array_equal(a.view("u1"), b.view("u1")):
         return
@@ -211,7 +211,7 @@ def _compare_values(into: Values, dtype: str, a: Array, b: Array) -> None:
             _measure(into, _numbers(x[bits], dtype), _numbers(y[bits], dtype))
 
 
-def _measure(into: Values, x: Array, y: Array) -> None:
+def _measure(into: ValueDifferences, x: Array, y: Array) -> None:
     lone = np.isnan(x) != np.isnan(y)
     into.num_nan += int(lone.sum())
     differ = (x != y) & ~np.isnan(x) & ~np.isnan(y)

@@ -61,7 +61,7 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ElementSpan:
     """Elements `first..last` (row-major) of a tensor, as `dtype`, at byte `start` of a file.
 
     `tensor` is its number in the source; `start` is a multiple of the size of an element.
@@ -85,13 +85,13 @@ class Outfile:
     path: str
     bytes: int
     literals: tuple[Literal, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[ElementSpan, ...]
     seal: Callable[[], Seal] | None = None
     """Makes the seal of one writing of the file."""
 
 
 @dataclass(frozen=True)
-class Written:
+class FileDigests:
     """Digests of a file's blocks, which say what it ought to hold."""
 
     path: str
@@ -107,20 +107,23 @@ def write_files(
     *,
     memory_bytes: int = 1 << 30,
     progress: Progress | None = None,
-) -> list[Written]:
+) -> list[FileDigests]:
     """Write all files, large ones first.  Blocks; the first error stops all, and no torn file appears.
 
     `memory_bytes` bounds buffers; `progress` is told the bytes just written.  Without a store nothing is
     written: the digests say what a file that is there already ought to hold.
     """
     threads, block_bytes = _shares(memory_bytes)
-    jobs = [_Job(source, store, f, block_bytes) for f in sorted(files, key=lambda f: -f.bytes)]
+    jobs = [
+        _UnfinishedFile(source, store, f, block_bytes)
+        for f in sorted(files, key=lambda f: -f.bytes)
+    ]
     blocks = [(job, start) for job in jobs for start in job.starts()]
     buffers = _Buffers(block_bytes)
     tell = progress or (lambda _: None)
     errors: list[BaseException] = []
 
-    def one(block: tuple[_Job, int]) -> None:
+    def one(block: tuple[_UnfinishedFile, int]) -> None:
         job, start = block
         try:
             tell(job.write(start, buffers.get()))
@@ -144,13 +147,13 @@ def write_files(
 
 
 def check_files(
-    store: LocalStore, files: Sequence[Written], *, progress: Progress | None = None
+    store: LocalStore, files: Sequence[FileDigests], *, progress: Progress | None = None
 ) -> None:
     """Read files back from the disk.  Corrupt, with the first range that is not what was written."""
     tell = progress or (lambda _: None)
     buffers = _Buffers(MAX_BLOCK_BYTES)
 
-    def one(block: tuple[Written, int, int]) -> None:
+    def one(block: tuple[FileDigests, int, int]) -> None:
         file, start, expected = block
         view = buffers.get()[: min(file.block_bytes, file.bytes - start)]
         if len(view):
@@ -195,7 +198,7 @@ class _GivenUpError(Exception):
     """Another block failed."""
 
 
-class _Job:
+class _UnfinishedFile:
     """A file being written; its blocks come from several threads."""
 
     def __init__(
@@ -205,7 +208,7 @@ class _Job:
         self._store = store
         self._file = file
         self._block_bytes = block_bytes
-        self._parts: list[Literal | Span] = sorted(
+        self._parts: list[Literal | ElementSpan] = sorted(
             [*file.literals, *file.spans], key=lambda part: part.start
         )
         self._starts = [part.start for part in self._parts]
@@ -249,8 +252,10 @@ class _Job:
             writer.finish()
             self._writer = None
 
-    def written(self) -> Written:
-        return Written(self._file.path, self._file.bytes, self._block_bytes, tuple(self._digests))
+    def written(self) -> FileDigests:
+        return FileDigests(
+            self._file.path, self._file.bytes, self._block_bytes, tuple(self._digests)
+        )
 
     @contextmanager
     def _in_order(self, start: int) -> Iterator[None]:
@@ -291,7 +296,7 @@ class _Job:
         _zero(block[at - start :])
         read_alone(self._source.files, wants, threads=1)
 
-    def _wants(self, span: Span, at: int, into: memoryview) -> list[Want]:
+    def _wants(self, span: ElementSpan, at: int, into: memoryview) -> list[Want]:
         """Wants that fill `into`, the span's bytes from file byte `at` on; casts are done now."""
         tensor = self._source.manifest.tensors[span.tensor]
         itemsize = DTYPES[span.dtype].bytes
@@ -303,7 +308,7 @@ class _Job:
             self._cast(span, first + begin // itemsize, part)
         return []
 
-    def _cast(self, span: Span, first: int, into: memoryview) -> None:
+    def _cast(self, span: ElementSpan, first: int, into: memoryview) -> None:
         tensor = self._source.manifest.tensors[span.tensor]
         kind = numpy_dtype(tensor.dtype)
         target = np.frombuffer(into, numpy_dtype(span.dtype))

@@ -9,7 +9,7 @@ from holdfast.errors import Corrupt, FormatError, NotFound, Unavailable
 from holdfast.wire import encode_error, rank_errors, wire_error
 
 
-class Window(Protocol):
+class SharedWindow(Protocol):
     """Memory of this rank that the ranks of its host can read."""
 
     mine: memoryview
@@ -40,7 +40,7 @@ class Peers(Protocol):
     def most(self, number: int) -> int:
         """The largest number that any rank says."""
 
-    def window(self, size: int) -> Window:
+    def window(self, size: int) -> SharedWindow:
         """Memory that is shared within the host."""
 
 

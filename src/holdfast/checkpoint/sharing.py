@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.dealing import Deal, deal
 from holdfast.checkpoint.files import Files
-from holdfast.checkpoint.peers import Peers, Window, agree
+from holdfast.checkpoint.peers import Peers, SharedWindow, agree
 from holdfast.checkpoint.reading import (
     BLOCK_CHUNKS,
     Block,
@@ -95,7 +95,7 @@ class Rounds:
                 to.setdefault(rank, []).append((file, a, b, positions[file, a, b]))
         self.to = {r: by_round(runs, self.per_round) for r, runs in to.items()}
 
-    def _all(self, window: Window, size: int, rounds: int) -> BaseException | None:
+    def _all(self, window: SharedWindow, size: int, rounds: int) -> BaseException | None:
         step = self.files.manifest.step
         failed: BaseException | None = None
         with Worker("holdfast-ahead") as ahead:
@@ -116,7 +116,7 @@ class Rounds:
         half = self.per_round * size
         return view[(number % 2) * half : (number % 2 + 1) * half]
 
-    def _read(self, window: Window, number: int, size: int) -> None:
+    def _read(self, window: SharedWindow, number: int, size: int) -> None:
         half = self._half(window.mine, number, size)
         blocks = [
             (self.by_number[file], first, min(first + BLOCK_CHUNKS, b), slot + first - a)
@@ -130,7 +130,7 @@ class Rounds:
 
         in_threads(one, blocks, self.threads)
 
-    def _place(self, window: Window, number: int, size: int) -> None:
+    def _place(self, window: SharedWindow, number: int, size: int) -> None:
         """Copy from the windows that can be seen."""
         work = []
         for reader, runs in self.get.items():
@@ -153,7 +153,7 @@ class Rounds:
         for row in self.indexes[entry.path].touching(at, at + len(view)):
             row.place(view, at)
 
-    def _send(self, window: Window, number: int, size: int) -> Exception | None:
+    def _send(self, window: SharedWindow, number: int, size: int) -> Exception | None:
         """Send bytes to, and place bytes from, ranks whose memory cannot be seen from here."""
         half = self._half(window.mine, number, size)
         out: list[list[memoryview]] = [[] for _ in range(self.peers.size)]

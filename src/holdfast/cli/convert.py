@@ -62,7 +62,7 @@ def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str]
     """New names of a checkpoint's weights.  RuleError if names and renames do not fit each other."""
     from holdfast.looking import open as open_checkpoint
     from holdfast.rules import RuleSet
-    from holdfast.writers.planned import Options, weights
+    from holdfast.writers.planned import WriteOptions, weights
 
     rules = RuleSet.load(file)
     if not rules.renames:
@@ -70,7 +70,7 @@ def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str]
             f"--rules {file}: no rename in it", hint="rename h.{n}.{x:**} -> layers.{n}.{x}"
         )
     with open_checkpoint(url, step=step) as source:
-        found = weights(source, Options(key=key))
+        found = weights(source, WriteOptions(key=key))
     new = rules.renamed([name for w in found for name in (w.name, *w.also)])
     return lambda name: new.get(name, name)
 

@@ -9,7 +9,7 @@ from holdfast.cli.options import Root
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.targets import own_root
 from holdfast.cli.words import bad, dim, good, many, size
-from holdfast.delta.log import Log, Step, open_log
+from holdfast.delta.log import Log, RecordedStep, open_log
 from holdfast.delta.segment import Identity
 from holdfast.interop.detect import near_path
 from holdfast.store import Store
@@ -57,7 +57,7 @@ def _stretches(log: Log, store: Store) -> list[Stretch]:
     for base in saved:
         led |= {step.identity: base.step for step in log.after((base.run, base.step))}
     newest = max([*led, *((s.run, s.step) for s in saved)], default=(0, 0))
-    out: list[list[Step]] = []
+    out: list[list[RecordedStep]] = []
     for step in sorted(log.steps.values(), key=lambda s: s.identity):
         before = out[-1][-1] if out else step
         goes_on = step.parent == before.identity and step.world == before.world

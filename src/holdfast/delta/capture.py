@@ -24,7 +24,7 @@ import torch
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.options import Delta
 from holdfast.delta.packing import NotAsDeclared, Pack, parted
-from holdfast.delta.places import Layout, copy, places, spread
+from holdfast.delta.places import RecordLayout, copy, places, spread
 from holdfast.delta.queue import Queue
 from holdfast.delta.recording import (
     SPARE_ROOM,
@@ -40,9 +40,9 @@ from holdfast.delta.recording import (
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import (
     Applied,
-    Header,
     Identity,
     Record,
+    SegmentHeader,
     aligned,
     encode_header,
     put_plan,
@@ -72,12 +72,12 @@ Groups = dict[str, tuple[tuple[str, ...], ...]]
 
 
 @dataclass
-class Open:
+class OpenRecord:
     """The record that is being made."""
 
     slot: int
     memory: memoryview
-    layout: Layout
+    layout: RecordLayout
     applied: list[Applied] = field(default_factory=list)
     copying: list[Future[None]] = field(default_factory=list)
     extras: bytes = b""
@@ -91,8 +91,8 @@ class Open:
 class RecordPlan:
     """The layout of all records from a plan on, and the memory for them."""
 
-    layout: Layout
-    header: Header
+    layout: RecordLayout
+    header: SegmentHeader
     ring: Ring
 
 
@@ -109,7 +109,7 @@ class RecordCapture:
         mesh: Mesh | None,
         deadline_s: float,
     ) -> None:
-        self.open: Open | None = None
+        self.open: OpenRecord | None = None
         self.failure: HoldfastError | None = None
         """Why a record could not be made, or did not reach the writer."""
         self.space = Space(options.bound, group.size)
@@ -179,10 +179,10 @@ class RecordCapture:
         if self._group.rank == 0:
             put_plan(self._store, self._run, plan)
         room = aligned(max(self._room, len(extras) * 5 // 4 + SPARE_ROOM))
-        layout = Layout.of(agreement, few, self._group.rank, live, steps, room)
+        layout = RecordLayout.of(agreement, few, self._group.rank, live, steps, room)
         kinds = {one.key: kind_of(one.optimizer) for one in steps}
         modules = {one.key: one.modules for one in steps}
-        header = Header(
+        header = SegmentHeader(
             self._run, self._group.rank, self._group.size, name, groups, kinds, modules=modules
         )
         self._check_space(layout.image.total_bytes, len(encode_header(header)))
@@ -232,7 +232,7 @@ class RecordCapture:
             self._options = replace(self._options, batch=batch)
             self._rebatched = self.is_planned
 
-    def _open_queue(self, layout: Layout, header: Header) -> None:
+    def _open_queue(self, layout: RecordLayout, header: SegmentHeader) -> None:
         """Make memory for records, and tell a writer of them.  Blocks while earlier ones are written."""
         layout.forget_places()
         ring = Ring(self._options.slots, aligned(layout.image.total_bytes))
@@ -243,7 +243,7 @@ class RecordCapture:
 
     # -- one record -------------------------------------------------------------------------------
 
-    def begin(self) -> Open | None:
+    def begin(self) -> OpenRecord | None:
         """Begin a record of the planned layout; None without a plan, if no slot can be had, or if storage
         may take no more.  Blocks while the queue is full, and until the writer has the record before: no
         more than one is lost with this process."""
@@ -254,7 +254,7 @@ class RecordCapture:
         slot = self._queue.take(wait=waits) if self._has_handed_over(wait=waits) else None
         if self._plan is None or slot is None:
             return None
-        self.open = Open(slot, self._plan.ring.slot(slot), self._plan.layout)
+        self.open = OpenRecord(slot, self._plan.ring.slot(slot), self._plan.layout)
         return self.open
 
     def _has_handed_over(self, *, wait: bool) -> bool:
@@ -271,7 +271,7 @@ class RecordCapture:
             )
         return bool(done)
 
-    def gradients(self, record: Open, one: Steps) -> None:
+    def gradients(self, record: OpenRecord, one: Steps) -> None:
         """Begin to copy the gradients of one optimizer; they must stay as they are until
         `wait_copied`."""
         differs = any(group.get("differentiable") for group in one.optimizer.param_groups)
@@ -293,7 +293,7 @@ class RecordCapture:
         stream = self._streams[ready.device]
         record.copying.append(self._copier.submit(_copy, grads, ready, stream, record, pack))
 
-    def _copy_here(self, record: Open, grads: list[Any]) -> None:
+    def _copy_here(self, record: OpenRecord, grads: list[Any]) -> None:
         """Copy with as many threads as the optimizer's kernels have."""
         parts = spread(grads, torch.get_num_threads())
         others = [self._beside.submit(_copy_part, record, part) for part in parts[1:]]
@@ -319,7 +319,7 @@ class RecordCapture:
                 self._whole |= rounded
         return found
 
-    def fill(self, record: Open, extras: bytes, values: dict[str, torch.Tensor]) -> str:
+    def fill(self, record: OpenRecord, extras: bytes, values: dict[str, torch.Tensor]) -> str:
         """Copy what the record holds besides gradients; return why it cannot, empty if it can."""
         layout = record.layout
         if len(extras) > layout.image.extras_bytes:
@@ -335,7 +335,7 @@ class RecordCapture:
 
     def hand_over(
         self,
-        record: Open,
+        record: OpenRecord,
         step: int,
         parent: Identity,
         *,
@@ -350,7 +350,7 @@ class RecordCapture:
         self._handing = self._copier.submit(self._put, record, entry)
         return self._run, step
 
-    def _put(self, record: Open, entry: Record) -> None:
+    def _put(self, record: OpenRecord, entry: Record) -> None:
         """Seal the record and put it into the queue: on the copying thread, behind the copies."""
         try:
             for copying in record.copying:
@@ -448,7 +448,7 @@ def _copy(
     grads: list[Any],
     ready: torch.Event,
     stream: torch.Stream,
-    record: Open,
+    record: OpenRecord,
     pack: tuple[Pack, int] | None,
 ) -> None:
     """Copy on the copying thread.  Blocks until all are copied, and what is sparse is packed."""
@@ -459,12 +459,14 @@ def _copy(
     stream.synchronize()
 
 
-def _copy_part(record: Open, grads: list[Any]) -> None:
+def _copy_part(record: OpenRecord, grads: list[Any]) -> None:
     with _declared(record):
         copy(grads)
 
 
-def _pack(record: Open, pack: tuple[Pack, int] | None, each: Callable[..., Iterable[Any]]) -> None:
+def _pack(
+    record: OpenRecord, pack: tuple[Pack, int] | None, each: Callable[..., Iterable[Any]]
+) -> None:
     """Pack an optimizer's sparse gradients, if any.  `each`: a `map`, over threads or not."""
     if pack is None:
         return
@@ -473,7 +475,7 @@ def _pack(record: Open, pack: tuple[Pack, int] | None, each: Callable[..., Itera
 
 
 @contextmanager
-def _declared(record: Open) -> Iterator[None]:
+def _declared(record: OpenRecord) -> Iterator[None]:
     """Keep errors of gradients that are not as declared, to be told when all is copied."""
     try:
         yield

@@ -22,10 +22,10 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.delta.chain import chain_from
 from holdfast.delta.segment import (
     Applied,
-    Header,
     Identity,
-    Plan,
     Record,
+    SegmentHeader,
+    SegmentPlan,
     plan_key,
     read_header,
     read_plan,
@@ -50,7 +50,7 @@ class Found(msgspec.Struct, frozen=True):
     key: str
     start: int
     """Byte of the file at which its records begin."""
-    header: Header
+    header: SegmentHeader
 
 
 def leads_on(store: Store, state: Identity) -> bool:
@@ -149,11 +149,11 @@ def _is_there(store: Store, key: str) -> bool:
     return True
 
 
-def newest_history(log: Log, saved: Iterable[Saved]) -> tuple[Saved, list[Step]]:
+def newest_history(log: Log, saved: Iterable[Saved]) -> tuple[Saved, list[RecordedStep]]:
     """The one of some full steps that leads to the newest state, as a restart takes it, and the records
     by which it does."""
 
-    def newness(way: tuple[Saved, list[Step]]) -> tuple[Identity, int]:
+    def newness(way: tuple[Saved, list[RecordedStep]]) -> tuple[Identity, int]:
         base, steps = way
         return (steps[-1].identity if steps else (base.run, base.step)), base.step
 
@@ -161,7 +161,7 @@ def newest_history(log: Log, saved: Iterable[Saved]) -> tuple[Saved, list[Step]]
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """One step of all ranks."""
 
     run: int
@@ -216,23 +216,23 @@ class Log:
     def __init__(self, store: Store, found: Iterable[Found]) -> None:
         self.store = store
         self._plans: dict[tuple[int, str], Manifest] = {}
-        self._read: dict[tuple[int, str], Plan] = {}
+        self._read: dict[tuple[int, str], SegmentPlan] = {}
         self._left_out: set[str] = set()
-        steps: dict[tuple[int, int, str], Step] = {}
+        steps: dict[tuple[int, int, str], RecordedStep] = {}
         for one in found:
             h = one.header
             for record in h.records:
                 step = steps.setdefault(
                     (h.run, record.step, h.plan),
-                    Step(h.run, record.step, record.parent, h.world, h.plan),
+                    RecordedStep(h.run, record.step, record.parent, h.world, h.plan),
                 )
                 if (record.parent, h.world) == (step.parent, step.world) and h.rank < h.world:
                     step.records[h.rank] = (one, record)
         self.steps = {s.identity: s for s in steps.values() if s.is_whole}
 
     @cached_property
-    def follows(self) -> Mapping[Identity, list[tuple[Identity, Step]]]:
-        found: dict[Identity, list[tuple[Identity, Step]]] = {}
+    def follows(self) -> Mapping[Identity, list[tuple[Identity, RecordedStep]]]:
+        found: dict[Identity, list[tuple[Identity, RecordedStep]]] = {}
         for step in self.steps.values():
             if plan_key(step.run, step.plan) not in self._left_out:
                 found.setdefault(step.parent, []).append((step.identity, step))
@@ -255,7 +255,7 @@ class Log:
         """Leave out all records of these plans: nothing leads on by them."""
         self._left_out.update(plans)
 
-    def after(self, base: Identity) -> list[Step]:
+    def after(self, base: Identity) -> list[RecordedStep]:
         """The steps that lead on from a state, in order."""
         return chain_from(base, self.follows)
 
@@ -265,7 +265,9 @@ class Log:
             s.step for s in self.steps.values() if s.identity > state and s.step > state[1]
         )
 
-    def open(self, step: Step, extras: dict[str, Any], per_rank: dict[str, Any]) -> Checkpoint:
+    def open(
+        self, step: RecordedStep, extras: dict[str, Any], per_rank: dict[str, Any]
+    ) -> Checkpoint:
         """A step's record as a checkpoint.  What its digests do not prove is refused when read."""
         shell = self._sized(step)
         files = tuple(_file(step, rank) for rank in sorted(step.records))
@@ -281,14 +283,14 @@ class Log:
         }
         return Checkpoint(LogStore(self.store, places), manifest)
 
-    def plan(self, step: Step) -> Plan:
+    def plan(self, step: RecordedStep) -> SegmentPlan:
         """The plan of a step's records.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
         key = (step.run, step.plan)
         if key not in self._read:
             self._read[key] = read_plan(self.store, step.run, step.plan)
         return self._read[key]
 
-    def _sized(self, step: Step) -> Manifest:
+    def _sized(self, step: RecordedStep) -> Manifest:
         """The manifest of a step's plan, with the lengths that this step's packed tensors have."""
         shell = self._shell(step)
         sizes = {name: n for _, record in step.records.values() for name, n in record.sizes.items()}
@@ -300,7 +302,7 @@ class Log:
         )
         return msgspec.structs.replace(shell, tensors=tensors)
 
-    def _shell(self, step: Step) -> Manifest:
+    def _shell(self, step: RecordedStep) -> Manifest:
         key = (step.run, step.plan)
         if key not in self._plans:
             plan = self.plan(step)
@@ -312,11 +314,11 @@ class Log:
         return self._plans[key]
 
 
-def _path(step: Step, rank: int) -> str:
+def _path(step: RecordedStep, rank: int) -> str:
     return f"log-{step.run}/r{rank:05d}.safetensors"
 
 
-def _file(step: Step, rank: int) -> FileEntry:
+def _file(step: RecordedStep, rank: int) -> FileEntry:
     record = step.records[rank][1]
     return FileEntry(
         rank,

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from holdfast.capture.exactness import tell_exactness
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.delta.log import Log, Step, open_log
+from holdfast.delta.log import Log, RecordedStep, open_log
 from holdfast.delta.replay import Replay, merged_groups
 from holdfast.delta.segment import Identity
 from holdfast.errors import NotFound, NotRecoverable, UsageError
 from holdfast.group import Group
-from holdfast.restore.targets import Options
+from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
 from holdfast.state.customised import OWN
 from holdfast.state.live import State
@@ -66,7 +66,7 @@ def give_extra(module: nn.Module, name: str) -> None:
     module.__class__ = Extra
 
 
-class Carried:
+class OpaqueState:
     """State of an object that is not here: taken and given back as it is."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     checkpoint = Checkpoint.open(store.url, base)
     state = state_of(checkpoint, steps)
     lost = sorted(checkpoint.manifest.per_rank) if checkpoint.manifest.layout.world > 1 else []
-    options = Options(on_resize=dict.fromkeys(lost, "fresh"))
+    options = RestoreOptions(on_resize=dict.fromkeys(lost, "fresh"))
     group = Group()
     try:
         restore(checkpoint, state, group, options)
@@ -105,10 +105,10 @@ def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     return state, base, lost
 
 
-def _way(store: Store, log: Log, step: int) -> tuple[int, list[Step]]:
+def _way(store: Store, log: Log, step: int) -> tuple[int, list[RecordedStep]]:
     """The full step from which the fewest records lead to the newest state of this number, and these."""
     saved = committed(store)
-    found: list[tuple[Identity, int, list[Step]]] = []
+    found: list[tuple[Identity, int, list[RecordedStep]]] = []
     for base in saved:
         steps = log.after((base.run, base.step))
         for n in (n for n, one in enumerate(steps) if one.step == step):
@@ -124,7 +124,7 @@ def _way(store: Store, log: Log, step: int) -> tuple[int, list[Step]]:
     raise NotFound(f"no records of {store.url} lead to step {step}", step=step, hint=hint)
 
 
-def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
+def state_of(checkpoint: Checkpoint, steps: Iterable[RecordedStep]) -> State:
     """Objects that take a full step and its records: modules, optimizers, and the rest as it is."""
     own = [name for name in checkpoint.manifest.extras if name.endswith(f".{OWN}")]
     if own:
@@ -173,15 +173,19 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[Step]) -> State:
         if is_extra:
             give_extra(state[first], name)
         else:
-            state[key] = Carried()
+            state[key] = OpaqueState()
     for key in checkpoint.manifest.per_rank:
         if "." not in key:
-            state.setdefault(key, Carried())
+            state.setdefault(key, OpaqueState())
     return state
 
 
 def _optimizer(
-    step: Step, key: str, params: dict[str, torch.Tensor], state: State, checkpoint: Checkpoint
+    step: RecordedStep,
+    key: str,
+    params: dict[str, torch.Tensor],
+    state: State,
+    checkpoint: Checkpoint,
 ) -> Optimizer:
     kinds = {found.header.kinds.get(key, "") for found, _ in step.records.values()}
     module, _, name = kinds.pop().partition(":")

@@ -49,7 +49,7 @@ class NotAsDeclared(HoldfastError):
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedPart:
     """A rank's piece of a sparse gradient."""
 
     name: str
@@ -69,7 +69,7 @@ def pays(p: torch.Tensor) -> bool:
     return bool(most_bytes(most, p.numel(), size) < p.numel() * size)
 
 
-def most_in(part: Part, p: torch.Tensor) -> int:
+def most_in(part: PackedPart, p: torch.Tensor) -> int:
     """Number of elements of a part of a parameter's gradient that may be other than zero."""
     return min(most_nonzero(p) or 0, part.box.size)
 
@@ -97,7 +97,7 @@ def parted(agreement: Agreement, world: int) -> tuple[Agreement, tuple[TensorEnt
     return Agreement(agreement.mesh, tuple(shardings), tuple(tensors), agreement.aliases), few
 
 
-def parts_of(agreement: Agreement, few: tuple[TensorEntry, ...], rank: int) -> list[Part]:
+def parts_of(agreement: Agreement, few: tuple[TensorEntry, ...], rank: int) -> list[PackedPart]:
     """A rank's pieces of the tensors that are packed, in order."""
     whole = Agreement(agreement.mesh, agreement.shardings, few, {})
     pieces = new_plan(whole, "").placement.pieces(rank)
@@ -107,11 +107,11 @@ def parts_of(agreement: Agreement, few: tuple[TensorEntry, ...], rank: int) -> l
     ):
         n = len(few[index].shape)
         box = Box(tuple(start[:n]), tuple(stop[:n]))
-        found.append(Part(few[index].name, few[index].dtype, box))
+        found.append(PackedPart(few[index].name, few[index].dtype, box))
     return found
 
 
-def lanes(parts: list[Part]) -> Iterator[list[Part]]:
+def lanes(parts: list[PackedPart]) -> Iterator[list[PackedPart]]:
     """Neighbours of one dtype: their elements are one row."""
     for _, lane in groupby(parts, lambda part: part.dtype):
         yield list(lane)
@@ -122,11 +122,11 @@ class Pack:
     """An optimizer's sparse gradients on this rank."""
 
     name: str
-    parts: list[Part]
+    parts: list[PackedPart]
     params: Mapping[str, torch.Tensor]
-    at: Mapping[Part, tuple[slice, ...] | None]
+    at: Mapping[PackedPart, tuple[slice, ...] | None]
     """Slices of a part in this rank's gradient; None if it is all of it."""
-    most: Mapping[Part, int]
+    most: Mapping[PackedPart, int]
     """Number of a part's elements that may be other than zero: there is room for no more."""
 
     @property
@@ -159,11 +159,11 @@ class Pack:
             end += len(data)
         return end
 
-    def _look(self, part: Part) -> tuple[Ints, NDArray[Any]]:
+    def _look(self, part: PackedPart) -> tuple[Ints, NDArray[Any]]:
         grad = self._grad(part)
         return (_NOWHERE, _NONE) if grad is None else nonzero(grad)
 
-    def _grad(self, part: Part) -> torch.Tensor | None:
+    def _grad(self, part: PackedPart) -> torch.Tensor | None:
         grad, at = self.params[part.name].grad, self.at[part]
         if grad is None:
             return None
@@ -213,7 +213,7 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Entries:
     """Some elements of a tensor."""
 
-    part: Part
+    part: PackedPart
     at: Ints
     """Counted row by row within the part."""
     values: torch.Tensor
@@ -233,7 +233,7 @@ class Entries:
             local.view(local.shape or (1,))[tuple(index)] = values.to(local.device)
 
 
-def entries(parts: list[Part], data: NDArray[np.uint8]) -> Iterator[Entries]:
+def entries(parts: list[PackedPart], data: NDArray[np.uint8]) -> Iterator[Entries]:
     """The entries of each of an optimizer's parts that a rank has packed.  FormatError."""
     for lane in lanes(parts):
         size = dtype_of(lane[0].dtype).bytes

@@ -11,9 +11,17 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.capture.job import Plan as Placing
+from holdfast.capture.job import SavePlan as Placing
 from holdfast.capture.job import new_plan
-from holdfast.delta.packing import PACKED, NotAsDeclared, Pack, Part, most_in, packed_name, parts_of
+from holdfast.delta.packing import (
+    PACKED,
+    NotAsDeclared,
+    Pack,
+    PackedPart,
+    most_in,
+    packed_name,
+    parts_of,
+)
 from holdfast.delta.recording import Steps, grad_name
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import TensorEntry
@@ -30,7 +38,7 @@ MOST_ROUNDED = 1 << 24
 
 
 @dataclass
-class Piece:
+class RecordPiece:
     """A part of a tensor, and where in a record it goes."""
 
     name: str
@@ -49,13 +57,13 @@ class Piece:
 
 
 @dataclass
-class Layout:
+class RecordLayout:
     """The places of everything in this rank's records."""
 
     image: Image
-    grads: dict[str, list[Piece]]
+    grads: dict[str, list[RecordPiece]]
     """Pieces of gradients, by optimizer's key."""
-    values: list[Piece]
+    values: list[RecordPiece]
     tensors: tuple[TensorEntry, ...]
     """Tensors of the image; those that are packed have as many bytes as they may take."""
     packs: dict[str, tuple[Pack, int]] = field(default_factory=dict)
@@ -85,7 +93,7 @@ class Layout:
         live: Live,
         steps: list[Steps],
         room: int,
-    ) -> Layout:
+    ) -> RecordLayout:
         """`few`: the tensors that are packed.  `room`: bytes for extras."""
         owner = {grad_name(one.key, name): (one.key, p) for one in steps for name, p in one.params}
         packs = packs_of(agreement, few, rank, live, {n: p for n, (_, p) in owner.items()})
@@ -94,7 +102,7 @@ class Layout:
         placing: Placing = new_plan(msgspec.structs.replace(agreement, tensors=tensors), "")
         pieces = placing.placement.pieces(rank)
         image = plan_image(tensors, pieces, extras_bytes=room)
-        layout = Layout(image, {one.key: [] for one in steps}, [], tensors)
+        layout = RecordLayout(image, {one.key: [] for one in steps}, [], tensors)
         columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
         for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
             entry = tensors[index]
@@ -108,7 +116,7 @@ class Layout:
             key, source = owner.get(entry.name, ("", live.tensors[entry.name].source))
             pieces_of = layout.grads[key] if key else layout.values
             dtype = torch_dtype(entry.dtype)
-            pieces_of.append(Piece(entry.name, source, at, where, size, dtype))
+            pieces_of.append(RecordPiece(entry.name, source, at, where, size, dtype))
         return layout
 
     def seal(self, memory: memoryview, sizes: dict[str, int], extras: bytes) -> Image:
@@ -164,7 +172,7 @@ def packs_of(
     params: dict[str, torch.Tensor],
 ) -> dict[str, Pack]:
     """The parts of the tensors `few` that this rank packs, by optimizer's key."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[PackedPart]] = {}
     for part in parts_of(agreement, few, rank) if few else ():
         found.setdefault(part.key, []).append(part)
     return {
@@ -183,13 +191,13 @@ def packs_of(
 class Place:
     """The place of a piece in a slot of the ring, as tensor and array."""
 
-    piece: Piece
+    piece: RecordPiece
     into: torch.Tensor
     raw: np.ndarray[Any, Any] | None
     """For large pieces on the CPU: torch would copy them with threads that the training needs."""
 
 
-def places(memory: memoryview, pieces: Iterable[Piece]) -> list[Place]:
+def places(memory: memoryview, pieces: Iterable[RecordPiece]) -> list[Place]:
     """Places of pieces in the memory of a slot."""
     found = []
     for piece in pieces:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from holdfast.background import ending, spawn
 from holdfast.delta import words as w
 from holdfast.delta.ring import Ring
-from holdfast.delta.segment import Header, Record
+from holdfast.delta.segment import Record, SegmentHeader
 from holdfast.delta.writers import announce, writing_key
 from holdfast.errors import AgentError, Deadline, HoldfastError
 from holdfast.events import emit, span
@@ -47,7 +47,7 @@ class Queue:
         self._restarts = 0
         self._closing = False
 
-    def open(self, store: Store, header: Header, ring: Ring, batch: int) -> None:
+    def open(self, store: Store, header: SegmentHeader, ring: Ring, batch: int) -> None:
         """Write records of this kind from now on; what is on its way is written before.
 
         Blocks; StoreError, and as `flush`.
@@ -185,11 +185,11 @@ class Queue:
                 self._replace()
                 return
             with self._changed:
-                if isinstance(message, w.Wrote):
+                if isinstance(message, w.RecordsWrote):
                     self._wrote(message)
                 self._changed.notify_all()
 
-    def _wrote(self, message: w.Wrote) -> None:
+    def _wrote(self, message: w.RecordsWrote) -> None:
         if message.error is not None:
             self.error = message.error.error(step=self._sent[message.slots[0]].step)
             return

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from holdfast.compression.marks import HALVES, rounded_to
 from holdfast.delta.packing import SPARSE, pays
-from holdfast.delta.segment import Plan
+from holdfast.delta.segment import SegmentPlan
 from holdfast.errors import UsageError
 from holdfast.format.manifest import TensorEntry
 from holdfast.group import Group
@@ -183,8 +183,10 @@ def _one_state(agreement: Agreement, descriptions: list[bytes]) -> Agreement:
     return msgspec.structs.replace(agreement, tensors=tuple(tensors))
 
 
-def plan_of(agreement: Agreement, few: tuple[TensorEntry, ...]) -> Plan:
-    return Plan(agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases, few)
+def plan_of(agreement: Agreement, few: tuple[TensorEntry, ...]) -> SegmentPlan:
+    return SegmentPlan(
+        agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases, few
+    )
 
 
 def check_grad(name: str, p: torch.Tensor, *, read_only: bool) -> None:

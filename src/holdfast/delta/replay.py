@@ -17,8 +17,8 @@ from holdfast.checkpoint.names import segments
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import ArrayTarget, Want
-from holdfast.delta.log import Found, Log, Step, read_headers
-from holdfast.delta.packing import PACKED, Part, entries, packed_name, parts_of
+from holdfast.delta.log import Found, Log, RecordedStep, read_headers
+from holdfast.delta.packing import PACKED, PackedPart, entries, packed_name, parts_of
 from holdfast.delta.recording import (
     GRAD,
     ROUNDED,
@@ -46,14 +46,14 @@ from holdfast.layout import Box
 from holdfast.restore.compare import Problems, judge_together
 from holdfast.restore.extras import Extras, put_groups
 from holdfast.restore.former import are_former
-from holdfast.restore.targets import Options, is_known, only_tensors, target_of
+from holdfast.restore.targets import RestoreOptions, is_known, only_tensors, target_of
 from holdfast.restore.transaction import alike
 from holdfast.state.agreed import Agreement
 from holdfast.state.blockwise import Blockwise, steps_by_itself
 from holdfast.state.live import Live, State, named_parameters, outline_tensor, stages
 from holdfast.state.observer import hooked, hooks_after, unhooked, without_hooks_before
 from holdfast.state.placed import local_of
-from holdfast.state.protocol import Ready, merge_extras, sort_extras
+from holdfast.state.protocol import ReadyToSave, merge_extras, sort_extras
 from holdfast.state.wrapped import ELEMENTWISE, stepping
 from holdfast.store import Store
 from holdfast.threads import Worker
@@ -107,10 +107,12 @@ class Replay:
     log: Log
     group: Group
     state: State
-    options: Options
-    _packing: dict[tuple[int, str], dict[tuple[str, int], list[Part]]] = field(default_factory=dict)
+    options: RestoreOptions
+    _packing: dict[tuple[int, str], dict[tuple[str, int], list[PackedPart]]] = field(
+        default_factory=dict
+    )
 
-    def run(self, steps: list[Step]) -> Step | None:
+    def run(self, steps: list[RecordedStep]) -> RecordedStep | None:
         """Apply as many as prove sound; return the last, with its extras put back.  None if none does."""
         self.steps = optimizers(self.state)
         self._blockwise = {one.key: Blockwise(one.optimizer) for one in self.steps}
@@ -121,7 +123,7 @@ class Replay:
         self._check(steps)
         sets = [Gradients(self.steps), Gradients(self.steps)]
         newest: dict[str, torch.Tensor] = {}
-        last: Step | None = None
+        last: RecordedStep | None = None
         with Worker("holdfast-replay") as ahead, span("replay") as fields:
             reading = ahead.submit(self._read, steps[0], sets[0])
             for number, step in enumerate(steps):
@@ -154,7 +156,7 @@ class Replay:
             for name, value in values.items():
                 self.values[name].copy_(value)
 
-    def _check(self, steps: list[Step]) -> None:
+    def _check(self, steps: list[RecordedStep]) -> None:
         """Before anything is applied: NotRecoverable for what only the recorded layout can do again,
         StateMismatch for gradients and changed values that no rank has a place for."""
         for step in steps:
@@ -178,7 +180,7 @@ class Replay:
             )
         self._warn_of_hooks(steps)
 
-    def _lacking(self, steps: list[Step]) -> tuple[str, ...]:
+    def _lacking(self, steps: list[RecordedStep]) -> tuple[str, ...]:
         """Recorded gradients that no rank has a parameter for, and values of tensors that no rank has.
         Collective."""
         plans = {(s.run, s.plan): s for s in steps}.values()
@@ -221,7 +223,7 @@ class Replay:
             )
         )
 
-    def _check_dtypes(self, steps: list[Step]) -> None:
+    def _check_dtypes(self, steps: list[RecordedStep]) -> None:
         """StateMismatch for a model that was restored into another dtype: it makes other steps."""
         for step in {(s.run, s.plan): s for s in steps}.values():
             for t in self.log.plan(step).tensors:
@@ -234,7 +236,7 @@ class Replay:
                         hint=f"restore(step={steps[0].parent[1]}, cast=True) takes the full step alone",
                     )
 
-    def _check_scales(self, step: Step) -> None:
+    def _check_scales(self, step: RecordedStep) -> None:
         """On another layout, what each rank's GradScaler said must be the same."""
         for key, ranks in step.applied().items():
             scales = {(one.found_inf, one.grad_scale) for one in ranks.values()}
@@ -246,7 +248,7 @@ class Replay:
                     hint="restart on that layout once and save durably; then change it",
                 )
 
-    def _warn_of_hooks(self, steps: list[Step]) -> None:
+    def _warn_of_hooks(self, steps: list[RecordedStep]) -> None:
         """Warn of missing hooks after a step: they write to weights again what no record has."""
         for one in self.steps:
             applied = [a for s in steps for a in s.applied().get(one.key, {}).values()]
@@ -257,7 +259,7 @@ class Replay:
                     f"{here} now: what they write to weights is missing; register them before restore()"
                 )
 
-    def _is_resized(self, step: Step) -> bool:
+    def _is_resized(self, step: RecordedStep) -> bool:
         """True if the records were made on another layout.  NotRecoverable if that cannot be replayed."""
         checkpoint = self.log.open(step, {}, {})
         lenient = _lenient(self.options)
@@ -272,7 +274,7 @@ class Replay:
             )
         return resized
 
-    def _read(self, step: Step, into: Gradients) -> None:
+    def _read(self, step: RecordedStep, into: Gradients) -> None:
         """Read what is used of a record: gradients, the buffers that it changed, extras.  Collective."""
         with alike(self.group, step.step):
             checkpoint = self.log.open(step, {}, {})
@@ -285,7 +287,7 @@ class Replay:
                 self._unpack(step, few, into.packed)
 
     def _wanted(
-        self, step: Step, checkpoint: Checkpoint, into: Gradients
+        self, step: RecordedStep, checkpoint: Checkpoint, into: Gradients
     ) -> tuple[list[Want], dict[str, torch.Tensor]]:
         """Return what to read into gradients, room for packed ones and buffers, and the gradients by
         name that have to be unpacked then."""
@@ -311,7 +313,10 @@ class Replay:
         return wants, few
 
     def _unpack(
-        self, step: Step, few: dict[str, torch.Tensor], packed: dict[str, np.ndarray[Any, Any]]
+        self,
+        step: RecordedStep,
+        few: dict[str, torch.Tensor],
+        packed: dict[str, np.ndarray[Any, Any]],
     ) -> None:
         """Unpack gradients of which only what is not zero was recorded.  FormatError."""
         for tensor in few.values():
@@ -323,20 +328,20 @@ class Replay:
                     box = self.live.tensors[one.part.name].placed.box
                     one.into(local_of(few[one.part.name]), box)
 
-    def _parts(self, step: Step) -> dict[tuple[str, int], list[Part]]:
+    def _parts(self, step: RecordedStep) -> dict[tuple[str, int], list[PackedPart]]:
         """The parts that were packed, by optimizer and rank; the same for all records of a plan."""
         known = (step.run, step.plan)
         if known not in self._packing:
             plan = self.log.plan(step)
             agreement = Agreement(plan.mesh, plan.shardings, plan.tensors, plan.aliases)
-            found: dict[tuple[str, int], list[Part]] = {}
+            found: dict[tuple[str, int], list[PackedPart]] = {}
             for rank in range(step.world):
                 for part in parts_of(agreement, plan.packed, rank):
                     found.setdefault((part.key, rank), []).append(part)
             self._packing[known] = found
         return self._packing[known]
 
-    def _changed(self, step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    def _changed(self, step: RecordedStep, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         """Memory for the values that a step changed."""
         same = step.unchanged()
         here = [n for n in self.values if n not in same and is_known(checkpoint, n)]
@@ -355,7 +360,7 @@ class Replay:
             return []
         return [Want(index, placed.box, target_of(local_of(tensor), entry.dtype))]
 
-    def _apply(self, step: Step, grads: Gradients) -> None:
+    def _apply(self, step: RecordedStep, grads: Gradients) -> None:
         known = {one.key: one for one in self.steps}
         is_resized = self._resized[step.run, step.plan]
         for key, ranks in step.applied(0 if is_resized else self.group.rank).items():
@@ -375,7 +380,7 @@ class Replay:
             with amp, without_hooks_before(one.optimizer):
                 _make_step(one.optimizer, self._blockwise[one.key])
 
-    def _put_rest(self, step: Step) -> None:
+    def _put_rest(self, step: RecordedStep) -> None:
         """Put buffers and extras back as they were after the step."""
         extras, per_rank = self._extras(step)
         checkpoint = self.log.open(step, extras, per_rank)
@@ -389,10 +394,10 @@ class Replay:
         with alike(self.group, step.step):
             plan.put()
 
-    def _extras(self, step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _extras(self, step: RecordedStep) -> tuple[dict[str, Any], dict[str, Any]]:
         """Extras that all ranks share, and keys of those of each rank, as a full save has them."""
         ready = [
-            Ready(step.step, False, "", "", record.notes)
+            ReadyToSave(step.step, False, "", "", record.notes)
             for _, (_, record) in sorted(step.records.items())
         ]
         per_rank, send = sort_extras(ready)
@@ -405,7 +410,7 @@ class Replay:
         return extras, per_rank
 
 
-def _late(step: Step) -> set[str] | None:
+def _late(step: RecordedStep) -> set[str] | None:
     """Names of tensors written after the step began, on any rank; None if nothing in it may read any."""
     told = [record.late for _, record in step.records.values() if record.late is not None]
     return set().union(*told) if told else None
@@ -419,15 +424,15 @@ def _room_for_packed(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def merged_groups(step: Step, key: str) -> Any:
+def merged_groups(step: RecordedStep, key: str) -> Any:
     """An optimizer's parameter groups at a step, over all ranks, encoded as extras are."""
     ranks = step.applied()[key]
     return merge_extras(key, [_tree(step.groups(key, r), a.hyper) for r, a in ranks.items()])
 
 
-def _lenient(options: Options) -> Options:
+def _lenient(options: RestoreOptions) -> RestoreOptions:
     """These options for a record, which may lack tensors: it holds gradients, and no parameters."""
-    return Options(strict=False, on_resize=options.on_resize, mesh=options.mesh)
+    return RestoreOptions(strict=False, on_resize=options.on_resize, mesh=options.mesh)
 
 
 def _tree(groups: tuple[tuple[str, ...], ...], hyper: tuple[Any, ...]) -> Any:

@@ -74,7 +74,7 @@ class Record(msgspec.Struct, frozen=True):
     """Lengths of tensors whose length differs from record to record, by name: sparse gradients."""
 
 
-class Header(msgspec.Struct, frozen=True):
+class SegmentHeader(msgspec.Struct, frozen=True):
     """The description of a segment and its records, at its beginning."""
 
     run: int
@@ -90,7 +90,7 @@ class Header(msgspec.Struct, frozen=True):
     """Keys of the modules that have an optimizer's parameters, by optimizer; older logs lack it."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class SegmentPlan(msgspec.Struct, frozen=True):
     """The contents of all ranks' records: a manifest's part that does not change from step to step."""
 
     mesh: tuple[tuple[str, int], ...]
@@ -112,7 +112,7 @@ def plan_key(run: int, name: str) -> str:
     return f"log/{run:010d}/plan-{name}.json"
 
 
-def put_plan(store: Store, run: int, plan: Plan) -> str:
+def put_plan(store: Store, run: int, plan: SegmentPlan) -> str:
     """Store a plan under the digest of its bytes; returns that."""
     data = msgspec.json.encode(plan)
     name = hexdigest(data)
@@ -120,14 +120,14 @@ def put_plan(store: Store, run: int, plan: Plan) -> str:
     return name
 
 
-def read_plan(store: Store, run: int, name: str) -> Plan:
+def read_plan(store: Store, run: int, name: str) -> SegmentPlan:
     """Read a plan, verified.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
     key = plan_key(run, name)
     data = store.get(key)
     if (found := hexdigest(data)) != name:
         raise Corrupt("a plan differs from what was written", key=key, expected=name, found=found)
     try:
-        plan = msgspec.json.decode(data, type=Plan)
+        plan = msgspec.json.decode(data, type=SegmentPlan)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"malformed plan: {error}", key=key) from None
     if plan.version > VERSION:
@@ -139,14 +139,14 @@ def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def encode_header(header: Header) -> bytes:
+def encode_header(header: SegmentHeader) -> bytes:
     """The bytes before a segment's first record, padded to `ALIGN`."""
     body = msgspec.json.encode(header)
     head = MAGIC + len(body).to_bytes(8, "little") + digest(body).to_bytes(8, "little") + body
     return head.ljust(aligned(len(head)), b"\0")
 
 
-def read_header(reader: Reader, key: str) -> tuple[Header, int]:
+def read_header(reader: Reader, key: str) -> tuple[SegmentHeader, int]:
     """A segment's header, and where its records begin.  Corrupt, FormatError, UnsupportedVersion."""
     head = bytearray(HEAD_BYTES)
     reader.read(0, memoryview(head))
@@ -164,7 +164,7 @@ def read_header(reader: Reader, key: str) -> tuple[Header, int]:
     if digest(body) != int.from_bytes(head[16:24], "little"):
         raise Corrupt("its header differs from what was written", key=key, start=0, stop=size)
     try:
-        header = msgspec.json.decode(body, type=Header)
+        header = msgspec.json.decode(body, type=SegmentHeader)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"malformed header: {error}", key=key) from None
     return header, aligned(HEAD_BYTES + size)

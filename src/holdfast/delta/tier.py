@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from holdfast.capture import Save
 from holdfast.codec.digest import hexdigest
-from holdfast.delta.capture import Groups, Open, RecordCapture
+from holdfast.delta.capture import Groups, OpenRecord, RecordCapture
 from holdfast.delta.clock import Clock, Spent
-from holdfast.delta.log import Log, Step
+from holdfast.delta.log import Log, RecordedStep
 from holdfast.delta.options import Delta
 from holdfast.delta.recording import (
     GRAD,
@@ -40,7 +40,7 @@ from holdfast.errors import AgentError, HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Box, Mesh
-from holdfast.restore.targets import Options
+from holdfast.restore.targets import RestoreOptions
 from holdfast.state.customised import asked_once
 from holdfast.state.live import Live, State, is_optimizer
 from holdfast.state.observer import Observer, Order, StepCall
@@ -257,7 +257,9 @@ class DeltaTier:
         """Return what is recorded after step `since`, in this run's root.  Collective; Deadline."""
         return survey(self._store, self.group, since, self._run)
 
-    def replay(self, log: Log, steps: list[Step], state: State, options: Options) -> Step | None:
+    def replay(
+        self, log: Log, steps: list[RecordedStep], state: State, options: RestoreOptions
+    ) -> RecordedStep | None:
         """Do recorded steps again from the live state they lead on from; return the last that proved sound,
         None if none did.  Collective."""
         changed = {t.name for t in log.plan(steps[-1]).tensors if t.state == "buffer"}
@@ -358,7 +360,7 @@ class DeltaTier:
             "they are recorded whole from now on"
         )
 
-    def _opened(self) -> Open | None:
+    def _opened(self) -> OpenRecord | None:
         """The record under way; a new one if there is none.  Blocks while the queue is full."""
         if self._capture.open is not None:
             return self._capture.open
@@ -474,7 +476,7 @@ class DeltaTier:
 
     def _finish(
         self,
-        record: Open,
+        record: OpenRecord,
         step: int,
         parent: Identity,
         *,
@@ -506,7 +508,7 @@ class DeltaTier:
         self._clock.made()
         self._observer.come_last()
 
-    def _count_idle(self, record: Open) -> None:
+    def _count_idle(self, record: OpenRecord) -> None:
         """Tell of many records without an optimizer's step: a graph that holds the whole step, say,
         calls no hooks; nor is what it writes counted."""
         self._idle = 0 if record.applied else self._idle + 1

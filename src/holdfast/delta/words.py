@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.delta.segment import Header, Record
+from holdfast.delta.segment import Record, SegmentHeader
 from holdfast.wire import WireError
 
 
@@ -15,7 +15,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     """To the writer: what to write where, from which memory.  Records that wait are of the order before."""
 
     root: str
-    header: Header
+    header: SegmentHeader
     slots: int
     slot_bytes: int
     batch: int
@@ -32,7 +32,7 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
     """To the writer: write what there is, though it is no whole batch; answered with `Flushed`."""
 
 
-class Wrote(msgspec.Struct, frozen=True, tag=True):
+class RecordsWrote(msgspec.Struct, frozen=True, tag=True):
     """From the writer: these slots are free; with an `error`, they were not written."""
 
     slots: tuple[int, ...]
@@ -49,7 +49,7 @@ class Flushed(msgspec.Struct, frozen=True, tag=True):
 
 
 TO_WRITER = Open | Put | Flush
-FROM_WRITER = Wrote | Flushed
+FROM_WRITER = RecordsWrote | Flushed
 
 
 def send(line: socket.socket, message: Any, fds: tuple[int, ...] = ()) -> None:

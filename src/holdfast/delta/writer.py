@@ -19,13 +19,19 @@ import numpy as np
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
 from holdfast.delta import words as w
 from holdfast.delta.ring import Ring
-from holdfast.delta.segment import Header, Record, aligned, encode_header, read_header, segment_key
+from holdfast.delta.segment import (
+    Record,
+    SegmentHeader,
+    aligned,
+    encode_header,
+    read_header,
+    segment_key,
+)
 from holdfast.delta.writers import withdraw
 from holdfast.errors import Exists
 from holdfast.format.image import ALIGN
 from holdfast.here import yield_to_training
-from holdfast.store import Store, be_patient, open_store
-from holdfast.store import Writer as File
+from holdfast.store import Store, Writer, be_patient, open_store
 from holdfast.store.contract import check_blocks
 from holdfast.wire import WireError
 
@@ -34,7 +40,7 @@ PAUSES_S = (0.1, 1.0, 5.0)
 """Seconds before each further try to write a segment that nobody else has any more."""
 
 
-class Writer:
+class RecordWriter:
     """Collects records and writes them in batches.  `parent`: the training process."""
 
     def __init__(self, line: socket.socket, parent: int) -> None:
@@ -44,7 +50,7 @@ class Writer:
             self._parent = [os.pidfd_open(parent)]
         self._is_orphan = os.getppid() != parent
         """True if the training process died before this one had begun."""
-        self._order = w.Open("", Header(0, 0, 0, "", {}), 0, 0, 1)
+        self._order = w.Open("", SegmentHeader(0, 0, 0, "", {}), 0, 0, 1)
         self._ring: Ring | None = None
         self._store: Store | None = None
         self._batch: list[w.Put] = []
@@ -123,7 +129,7 @@ class Writer:
             size, fixed_s = self._persist(batch)
         except Exception as error:
             failure = WireError.of(error)
-            self._say(w.Wrote(slots, error=failure))
+            self._say(w.RecordsWrote(slots, error=failure))
             if self._is_alone():
                 steps = f"{batch[0].record.step} to {batch[-1].record.step}"
                 with suppress(OSError):  # who read that may be gone as well
@@ -133,7 +139,7 @@ class Writer:
                     )
             return
         took = time.monotonic() - began
-        self._say(w.Wrote(slots, batch[-1].record.step, size, took, fixed_s))
+        self._say(w.RecordsWrote(slots, batch[-1].record.step, size, took, fixed_s))
 
     def _persist(self, batch: list[w.Put]) -> tuple[int, float]:
         """Write a segment, and try again after errors if the training process is gone, which would
@@ -184,7 +190,7 @@ class Writer:
             raise
         return size, opened - began + time.monotonic() - written
 
-    def _check_same(self, key: str, header: Header) -> None:
+    def _check_same(self, key: str, header: SegmentHeader) -> None:
         """Accept what a writer wrote that died before it said so; Exists if it is another."""
         assert self._store is not None
         reader = self._store.open(key)
@@ -196,7 +202,7 @@ class Writer:
             raise Exists("another record of this run and step is there", key=key)
 
     @staticmethod
-    def _image(file: File, at: int, view: memoryview, record: Record) -> None:
+    def _image(file: Writer, at: int, view: memoryview, record: Record) -> None:
         size = aligned(record.bytes)
         view[record.bytes : size] = bytes(size - record.bytes)
         for start in range(0, size, WRITE_BYTES):
@@ -216,7 +222,7 @@ def main() -> int:
     yield_to_training()
     Path("/proc/self/comm").write_text("holdfast-writer")
     line, parent = map(int, sys.argv[1:3])
-    Writer(socket.socket(fileno=line), parent).run()
+    RecordWriter(socket.socket(fileno=line), parent).run()
     return 0
 
 

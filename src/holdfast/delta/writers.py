@@ -20,7 +20,7 @@ WAIT_S = 120.0
 """Seconds to wait for a writer that is alive: storage may be slow."""
 
 
-class Writing(msgspec.Struct, frozen=True):
+class WriterEntry(msgspec.Struct, frozen=True):
     """A writer at work."""
 
     place: str
@@ -40,7 +40,7 @@ def announce(store: Store, run: int, rank: int, pid: int) -> None:
     """Announce that a process writes what a rank records.  The rank does so before it hands
     anything over: it may be dead before its writer has so much as begun.  Blocks; StoreError.
     """
-    writer = Writing(place() or "", pid, started(pid) or "")
+    writer = WriterEntry(place() or "", pid, started(pid) or "")
     store.put(writing_key(run, rank, pid), msgspec.json.encode(writer))
 
 
@@ -62,7 +62,7 @@ def await_others(store: Store, run: int, limit_s: float = WAIT_S) -> list[str]:
             if _WRITING.fullmatch(key) is None or int(key.split("/")[1]) >= run:
                 continue
             try:
-                one = msgspec.json.decode(store.get(key), type=Writing)
+                one = msgspec.json.decode(store.get(key), type=WriterEntry)
             except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
                 continue
             fields["waited"] = fields.get("waited", 0) + one.is_here()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.capture import Capture, Job, Save, Tier
+from holdfast.capture import Capture, Save, SaveJob, Tier
 from holdfast.capture.capture import finish, guarded
 from holdfast.capture.together import manifest_of, written
 from holdfast.checkpoint.claiming import Claim
@@ -22,7 +22,7 @@ from holdfast.format.image import Image
 from holdfast.format.manifest import Manifest
 from holdfast.patience import slowest
 from holdfast.state.live import Live
-from holdfast.state.protocol import Outcome, Written
+from holdfast.state.protocol import SaveOutcome, Written
 from holdfast.state.snapshot import Buffer, Filling, Kept, Moment, PrivateBuffer, touch
 from holdfast.store import Store
 from holdfast.threads import Worker
@@ -128,14 +128,14 @@ class Durable:
         with self._lock:
             self._pending[self.capture.next_number] = step
 
-    def let_go(self, job: Job) -> None:
+    def let_go(self, job: SaveJob) -> None:
         """Say that the job is over: its step is no longer kept from being tidied away."""
         with self._lock:
             self._pending.pop(job.number, None)
 
     # -- capture thread ---------------------------------------------------------------------------
 
-    def take(self, job: Job) -> Buffer:
+    def take(self, job: SaveJob) -> Buffer:
         """Wait for the image's memory: the save before may still be writing it."""
         if not self._free.is_set():
             emit("save.queued", step=job.step)
@@ -155,26 +155,26 @@ class Durable:
                 'save less often, or leave such saves out with when_busy="skip"; this is told once'
             )
 
-    def follows(self, job: Job) -> bool:
+    def follows(self, job: SaveJob) -> bool:
         return False
 
-    def moment(self, job: Job) -> Moment:
+    def moment(self, job: SaveJob) -> Moment:
         return job.moment
 
-    def release(self, job: Job) -> None:
+    def release(self, job: SaveJob) -> None:
         """The memory may be filled again."""
         if job.buffer is not None:
             job.buffer = None
             self._free.set()
 
-    def ended(self, job: Job, error: BaseException | None) -> None:
+    def ended(self, job: SaveJob, error: BaseException | None) -> None:
         """The job is over."""
         self.let_go(job)
 
-    def warm(self, job: Job) -> None:
+    def warm(self, job: SaveJob) -> None:
         """Make memory for the image real, so that the first save does not have to."""
 
-        def work(job: Job, _: object) -> None:
+        def work(job: SaveJob, _: object) -> None:
             if job.error is not None:
                 raise job.error
             assert job.buffer is not None
@@ -183,10 +183,10 @@ class Durable:
 
         self._persist.submit(guarded, work, job, self)
 
-    def beside(self, job: Job, image: Image, aside: Kept) -> None:
+    def beside(self, job: SaveJob, image: Image, aside: Kept) -> None:
         """Nothing else is to be read."""
 
-    def write(self, job: Job, image: Image | None, filling: Filling) -> None:
+    def write(self, job: SaveJob, image: Image | None, filling: Filling) -> None:
         """Write behind the copier, then commit together."""
         self._persist.submit(
             guarded, lambda job, _: self.write_and_commit(job, image, filling, self), job, self
@@ -194,7 +194,9 @@ class Durable:
 
     # -- persist thread ---------------------------------------------------------------------------
 
-    def write_and_commit(self, job: Job, image: Image | None, filling: Filling, tier: Tier) -> None:
+    def write_and_commit(
+        self, job: SaveJob, image: Image | None, filling: Filling, tier: Tier
+    ) -> None:
         """Write this rank's image, which is `tier`'s, and commit with the others.  Blocks; RankErrors."""
         assert job.verdict is not None and job.plan is not None
         file = None
@@ -220,7 +222,7 @@ class Durable:
             )
         finally:
             tier.release(job)
-        outcome = msgspec.msgpack.decode(answer, type=Outcome)
+        outcome = msgspec.msgpack.decode(answer, type=SaveOutcome)
         if outcome.errors:
             if not job.uncertain:
                 self.discard(job.step, attempt)
@@ -228,7 +230,7 @@ class Durable:
         finish(job, tier, None)
         self.tidy(job)
 
-    def _decide(self, job: Job, attempt: str, answers: list[bytes]) -> bytes:
+    def _decide(self, job: SaveJob, attempt: str, answers: list[bytes]) -> bytes:
         """Rank 0: commit if every rank has written."""
         given = [msgspec.msgpack.decode(a, type=Written) for a in answers]
         errors = {r: w.error for r, w in enumerate(given) if w.error is not None}
@@ -239,9 +241,9 @@ class Durable:
             except Exception as error:
                 errors = {0: WireError.of(error, "commit")}
                 job.uncertain = isinstance(error, (Unavailable, Deadline))
-        return msgspec.msgpack.encode(Outcome(errors))
+        return msgspec.msgpack.encode(SaveOutcome(errors))
 
-    def commit(self, job: Job, manifest: Manifest) -> None:
+    def commit(self, job: SaveJob, manifest: Manifest) -> None:
         """Rank 0: make a step exist, all the files of which are written."""
         with self._committing:
             job.replaced = attempt_of(self.store, job.step)
@@ -256,12 +258,12 @@ class Durable:
         except HoldfastError as error:
             emit("discard.failed", step=step, error=str(error))
 
-    def tidy(self, job: Job) -> None:
+    def tidy(self, job: SaveJob) -> None:
         """On rank 0: tidy up after a commit, in the background."""
         if self.group.rank == 0:
             self._tidying.submit(self._tidy, job)
 
-    def _tidy(self, job: Job) -> None:
+    def _tidy(self, job: SaveJob) -> None:
         """After a commit, delete what it replaced, what `keep` lets go, what crashes left."""
         try:
             with span("tidy", step=job.step):

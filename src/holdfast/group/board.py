@@ -2,7 +2,7 @@
 
 Who is ready, who failed, is it committed?  A wait on the board has a deadline and names who is missing; it
 works from background threads and does not disturb a collective under way.  Also a rank 0 that is stopped
-keeps nobody longer: the board is asked on a `Line`.
+keeps nobody longer: the board is asked on a `StoreLine`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from holdfast.addresses import own_address
 from holdfast.errors import AgentError, Deadline
-from holdfast.group.line import Line
+from holdfast.group.line import StoreLine
 from holdfast.group.meeting import Meeting, Met, named
 from holdfast.wire import decode_error, encode_error
 
@@ -49,7 +49,7 @@ class Board:
         self.rank = rank
         self.size = size
         self.deadline_s = deadline_s
-        self._line: Line | None = None
+        self._line: StoreLine | None = None
         """The line to the board; None with one rank, and when this rank has left."""
         if meeting is not None and met is not None:
             self._line = self._open(meeting, met)
@@ -61,7 +61,7 @@ class Board:
         self.silent: Deadline | None = None
         """The error, on rank 0, of a rank that has shown no sign of life for too long."""
 
-    def _open(self, meeting: Meeting, met: Met) -> Line:
+    def _open(self, meeting: Meeting, met: Met) -> StoreLine:
         """Open the line to the board; rank 0 tells where its board is in the store of the job."""
         until = time.monotonic() + self.deadline_s
         timeout = timedelta(seconds=self.deadline_s)
@@ -83,13 +83,13 @@ class Board:
                 host, port, None, False, timeout=timeout, wait_for_workers=False, use_libuv=True
             )
 
-        line = Line(connect, "rank 0", 0)
+        line = StoreLine(connect, "rank 0", 0)
         line.ask(
             f"connect to {host}:{port}", lambda _: None, max(until - time.monotonic(), 0.0) + LATE_S
         )
         return line
 
-    def _host(self, meeting: Meeting, met: Met, timeout: timedelta) -> Line:
+    def _host(self, meeting: Meeting, met: Met, timeout: timedelta) -> StoreLine:
         host, port, problem, failed = "", 0, "", None
         try:
             host = os.environ.get("HOLDFAST_HOST") or own_address()
@@ -103,7 +103,7 @@ class Board:
         meeting.post(met, "board", place, self.deadline_s)
         if problem:
             raise _closed(host, problem) from failed
-        return Line(lambda: board, "rank 0", 0)
+        return StoreLine(lambda: board, "rank 0", 0)
 
     def _ask(self, what: str, question: Callable[[Any], T], limit_s: float | None = None) -> T:
         """Return what the board says, which may take `limit_s`.  Deadline also if this rank has left:

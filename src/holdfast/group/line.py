@@ -23,7 +23,7 @@ T = TypeVar("T")
 _Question = tuple[Callable[[Any], Any], Future[Any]]
 
 
-class Line:
+class StoreLine:
     """Questions to one store, one after the other; from any thread."""
 
     def __init__(self, connect: Callable[[], Any], host: str, rank: int | None) -> None:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from holdfast.errors import AgentError, Deadline, UsageError, warn_user
 from holdfast.group.gloo import Gloo
-from holdfast.group.line import Line
+from holdfast.group.line import StoreLine
 
 COUNT = 20
 """Bits of a meeting's counter that count ranks; above them lies the sum of their marks, of 16 bits each."""
@@ -84,7 +84,7 @@ class Met:
 class Meeting:
     """The ranks of a job, and the store over which they meet."""
 
-    def __init__(self, line: Line, rank: int, size: int) -> None:
+    def __init__(self, line: StoreLine, rank: int, size: int) -> None:
         self.line = line
         self.rank = rank
         self.size = size
@@ -396,7 +396,7 @@ def meeting_over(store: Any, rank: int, size: int) -> Meeting:
     """
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = "torchrun on the first node" if by_launcher else "rank 0"
-    line = Line(
+    line = StoreLine(
         lambda: store,
         f"{host}, which hosts the store of the job,",
         None if by_launcher else 0,

@@ -17,11 +17,11 @@ from holdfast.errors import FormatError, NotFound
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.dcptree import arranged
-from holdfast.interop.foreign import Foreign, Part, foreign
+from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.sections import Archive, Place, Strided
 from holdfast.interop.torchfile import More, PartFile, TensorRef, kind_of, read_tree, table
 from holdfast.interop.typed import ints, text
-from holdfast.interop.unpickle import Record, check_size, record, unpickle
+from holdfast.interop.unpickle import UnknownInstance, check_size, record, unpickle
 from holdfast.layout import Box
 from holdfast.store import Store
 
@@ -50,10 +50,10 @@ class Contents:
     """Contents of `.metadata`: tensors, and where the archives of other values lie, by name."""
 
     tensors: list[Foreign]
-    objects: dict[str, Record]
+    objects: dict[str, UnknownInstance]
     archives: list[Archive]
     """Archives of tensors and of other values."""
-    meta: Record
+    meta: UnknownInstance
 
 
 def is_dcp(store: Store) -> bool:
@@ -94,19 +94,19 @@ def read_contents(store: Store, folder: str = "", more: More | None = None) -> C
 
 
 def _contents(store: Store, folder: str, meta: Any) -> Contents:
-    if not isinstance(meta, Record) or meta.name != "Metadata":
+    if not isinstance(meta, UnknownInstance) or meta.name != "Metadata":
         raise FormatError("not the metadata of DCP")
-    places: dict[Key, Record] = {}
+    places: dict[Key, UnknownInstance] = {}
     for index, info in _dict(meta["storage_data"]).items():
-        if not (isinstance(index, Record) and isinstance(info, Record)):
+        if not (isinstance(index, UnknownInstance) and isinstance(info, UnknownInstance)):
             raise FormatError("malformed storage_data")
-        here = Record(info.name)
+        here = UnknownInstance(info.name)
         here.fields = info.fields | {"relative_path": folder + text(info["relative_path"])}
         offset = index.get("offset")
         places[text(index["fqn"]), None if offset is None else ints(offset)] = here
     tensors, objects = [], {}
     for name, entry in _dict(meta["state_dict_metadata"]).items():
-        if not isinstance(entry, Record):
+        if not isinstance(entry, UnknownInstance):
             raise FormatError(f"malformed entry of {text(name)!r}")
         if entry.name == "BytesStorageMetadata":
             objects[text(name)] = _place(places, (text(name), None))
@@ -117,7 +117,9 @@ def _contents(store: Store, folder: str, meta: Any) -> Contents:
     )
 
 
-def _tensor(store: Store, name: str, entry: Record, places: dict[Key, Record]) -> Foreign:
+def _tensor(
+    store: Store, name: str, entry: UnknownInstance, places: dict[Key, UnknownInstance]
+) -> Foreign:
     shape, dtype = ints(entry["size"]), _dtype(entry["properties"])
     parts = []
     for chunk in entry["chunks"]:
@@ -127,14 +129,14 @@ def _tensor(store: Store, name: str, entry: Record, places: dict[Key, Record]) -
             continue
         info = _place(places, (name, start))
         where = partial(_where, store, name, info, sizes, dtype)
-        parts.append(Part.of(box, str(info["relative_path"]), where))
+        parts.append(StoredPart.of(box, str(info["relative_path"]), where))
     return Foreign(name, dtype, shape, "tensor", tuple(parts))
 
 
 def _dtype(properties: Any) -> str:
     """Properties are pickled as a tuple, the dtype first, or as fields."""
-    found = properties.get("dtype") if isinstance(properties, Record) else None
-    if found is None and isinstance(properties, Record):
+    found = properties.get("dtype") if isinstance(properties, UnknownInstance) else None
+    if found is None and isinstance(properties, UnknownInstance):
         state = properties.get("state")
         found = state[0] if isinstance(state, tuple) and state else None
     if text(found) not in DTYPES:
@@ -142,7 +144,7 @@ def _dtype(properties: Any) -> str:
     return text(found)
 
 
-def _place(places: dict[Key, Record], key: Key) -> Record:
+def _place(places: dict[Key, UnknownInstance], key: Key) -> UnknownInstance:
     found = places.get(key)
     if found is None:
         at = "" if key[1] is None else f" at {list(key[1])}"
@@ -152,7 +154,7 @@ def _place(places: dict[Key, Record], key: Key) -> Record:
     return found
 
 
-def section_range(info: Record) -> Archive:
+def section_range(info: UnknownInstance) -> Archive:
     """The file of a value, and the bytes in it that are its archive."""
     path, offset, length = str(info["relative_path"]), int(info["offset"]), int(info["length"])
     if offset < 0 or length < 0:
@@ -160,7 +162,7 @@ def section_range(info: Record) -> Archive:
     return path, offset, offset + length
 
 
-def section_tree(store: Store, info: Record, more: More | None = None) -> Any:
+def section_tree(store: Store, info: UnknownInstance, more: More | None = None) -> Any:
     """Return what an archive in the middle of a file holds, tensors as `TensorRef`s."""
     path, start, stop = section_range(info)
     reader = store.open(path)
@@ -171,7 +173,7 @@ def section_tree(store: Store, info: Record, more: More | None = None) -> Any:
 
 
 def _where(
-    store: Store, name: str, info: Record, sizes: tuple[int, ...], dtype: str
+    store: Store, name: str, info: UnknownInstance, sizes: tuple[int, ...], dtype: str
 ) -> Place | Strided:
     """Return where the bytes of one chunk begin in its file; `Strided` if not row-major."""
     found = section_tree(store, info)
@@ -185,7 +187,7 @@ def _where(
     return found.path, found.offset
 
 
-def _value(store: Store, info: Record) -> Any:
+def _value(store: Store, info: UnknownInstance) -> Any:
     """A value that is no tensor, as extras hold it; tensors in it stay behind."""
     path = str(info["relative_path"])
 

@@ -23,7 +23,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.interop.byindex import parameters, proved_names, stated_names
 from holdfast.interop.foreign import Foreign
 from holdfast.interop.sections import place_of
-from holdfast.interop.unpickle import Record
+from holdfast.interop.unpickle import UnknownInstance
 from holdfast.store import Store
 
 Path = tuple[Any, ...]
@@ -31,7 +31,7 @@ Groups = dict[str, list[dict[str, Any]]]
 
 
 def arranged(
-    store: Store, tensors: list[Foreign], values: dict[str, Any], meta: Record
+    store: Store, tensors: list[Foreign], values: dict[str, Any], meta: UnknownInstance
 ) -> tuple[list[Foreign], dict[str, Any]]:
     """Tensors and extras under the names of our own checkpoints.  `values`: as extras hold them."""
     tree = _Tree(tensors, values, _paths(meta))
@@ -45,7 +45,7 @@ def arranged(
     return tree.tensors, tree.values
 
 
-def _paths(meta: Record) -> dict[str, Path]:
+def _paths(meta: UnknownInstance) -> dict[str, Path]:
     """Path of each flat name in the saved dict: (key, key or index, ...)."""
     found = meta.get("planner_data")
     if not isinstance(found, dict):

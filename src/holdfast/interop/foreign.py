@@ -54,7 +54,7 @@ MAX_CORNERS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A fragment, and the storages that hold it; of several the mean is taken.
 
     `sources` are asked when the part is read; `path` is for messages.
@@ -65,9 +65,9 @@ class Part:
     path: str
 
     @staticmethod
-    def of(box: Box, path: str, place: Source) -> Part:
+    def of(box: Box, path: str, place: Source) -> StoredPart:
         """A box that lies dense at a place."""
-        return Part(Fragment.dense(box), (place,), path)
+        return StoredPart(Fragment.dense(box), (place,), path)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Foreign:
     dtype: str
     shape: tuple[int, ...]
     state: str
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
     replica: Replica = "unique"
-    copies: tuple[tuple[Part, ...], ...] = ()
+    copies: tuple[tuple[StoredPart, ...], ...] = ()
 
 
 class Listed(Placement):
@@ -214,7 +214,7 @@ def _opened(
     return found
 
 
-def _section(t: Foreign, part: Part) -> Section:
+def _section(t: Foreign, part: StoredPart) -> Section:
     itemsize = DTYPES[t.dtype].bytes
     fragment = part.fragment
     computed = len(part.sources) > 1 or fragment.scale != 1.0
@@ -224,7 +224,7 @@ def _section(t: Foreign, part: Part) -> Section:
     return Section(part.sources, fragment.offset * itemsize, size, t.dtype, fragment.scale)
 
 
-def _stored(t: Foreign, part: Part) -> Stored | None:
+def _stored(t: Foreign, part: StoredPart) -> Stored | None:
     if part.fragment.is_dense:
         return None
     try:

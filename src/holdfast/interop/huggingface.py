@@ -20,7 +20,7 @@ from holdfast.checkpoint.reading import threads_here
 from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.format.safetensors import Entry, Header, read_header
 from holdfast.interop.folder import OneFile, top
-from holdfast.interop.foreign import Foreign, Part, foreign
+from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.sections import Place
 from holdfast.layout import whole
 from holdfast.near import near
@@ -203,7 +203,7 @@ def _check_index(index: Index, headers: dict[str, Header]) -> None:
 
 def _tensor(file: str, entry: Entry) -> Foreign:
     box = whole(entry.shape)
-    parts = (Part.of(box, file, partial(_place, file, entry.start)),) if box.size else ()
+    parts = (StoredPart.of(box, file, partial(_place, file, entry.start)),) if box.size else ()
     return Foreign(f"model.{entry.name}", entry.dtype, entry.shape, "param", parts)
 
 

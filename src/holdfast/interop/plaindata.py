@@ -12,7 +12,7 @@ import numpy as np
 
 from holdfast.errors import FormatError
 from holdfast.interop.typed import text
-from holdfast.interop.unpickle import Record, new_set, record
+from holdfast.interop.unpickle import UnknownInstance, new_set, record
 
 
 def _encode(text: Any, how: Any) -> bytes:
@@ -70,18 +70,18 @@ TABLE: dict[tuple[str, str], Any] = {
 
 def plain(value: Any) -> Any:
     """Return the value that a Record of `TABLE` stands for.  FormatError for anything else."""
-    if isinstance(value, Record) and value.name == "Namespace":
+    if isinstance(value, UnknownInstance) and value.name == "Namespace":
         return dict(value.fields)
-    if isinstance(value, Record) and value.name in ("scalar", "ndarray", "dtype"):
+    if isinstance(value, UnknownInstance) and value.name in ("scalar", "ndarray", "dtype"):
         try:
             return _numpy(value)
         except (TypeError, ValueError, IndexError, LookupError, AttributeError) as error:
             raise FormatError(f"malformed {value.name} of numpy: {error}") from None
-    kind = value.name if isinstance(value, Record) else type(value).__name__
+    kind = value.name if isinstance(value, UnknownInstance) else type(value).__name__
     raise FormatError(f"a {kind}, which is not known to be data")
 
 
-def _numpy(value: Record) -> Any:
+def _numpy(value: UnknownInstance) -> Any:
     if value.name == "dtype":
         return str(_dtype(value))
     if value.name == "scalar":

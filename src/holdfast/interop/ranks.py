@@ -18,11 +18,11 @@ import numpy as np
 from holdfast.errors import FormatError
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES, numpy_dtype
-from holdfast.interop.foreign import Part
+from holdfast.interop.foreign import StoredPart
 from holdfast.interop.plaindata import plain
 from holdfast.interop.torchdist import Shards
 from holdfast.interop.torchfile import TensorRef
-from holdfast.interop.unpickle import Record
+from holdfast.interop.unpickle import UnknownInstance
 from holdfast.layout import Box, whole
 from holdfast.store import Store
 
@@ -36,7 +36,7 @@ class Tensor:
 
     dtype: str
     shape: tuple[int, ...]
-    sets: tuple[tuple[Part, ...], ...]
+    sets: tuple[tuple[StoredPart, ...], ...]
     whole: tuple[TensorRef, ...] = ()
     same: Any = None
 
@@ -69,7 +69,7 @@ def merged(trees: Sequence[Any], files: Sequence[str], path: str = "") -> Any:
         items = [merged([t[i] for t in trees], files, f"{path}[{i}]") for i in range(len(first))]
         return items if isinstance(first, list) else tuple(items)
     if len(trees) == 1:
-        return merged([plain(first)], files, path) if isinstance(first, Record) else first
+        return merged([plain(first)], files, path) if isinstance(first, UnknownInstance) else first
     if alike and not isinstance(first, (dict, list, tuple, TensorRef, Shards)):
         if all(_json(t) == _json(first) for t in trees):
             return merged([first], files, path)
@@ -99,17 +99,17 @@ def _tensor(leaves: Sequence[TensorRef | Shards], files: Sequence[str], path: st
     return Tensor(first.dtype, first.shape, sets, tuple(plain_ones), same)
 
 
-def _parts(tensor: TensorRef, box: Box | None, path: str) -> tuple[Part, ...]:
+def _parts(tensor: TensorRef, box: Box | None, path: str) -> tuple[StoredPart, ...]:
     try:
         return tensor.parts(box)
     except FormatError as error:
         raise FormatError(f"{path!r}: {error.message}", key=error.key, hint=error.hint) from None
 
 
-def _sets(leaves: Sequence[Shards], path: str) -> tuple[tuple[Part, ...], ...]:
+def _sets(leaves: Sequence[Shards], path: str) -> tuple[tuple[StoredPart, ...], ...]:
     """Return sets of parts that each make up the tensor: as many as every box has holders."""
     _check_ranks(leaves, path)
-    holders: dict[Box, list[tuple[Part, ...]]] = {}
+    holders: dict[Box, list[tuple[StoredPart, ...]]] = {}
     for leaf in leaves:
         for box, tensor in leaf.held:
             holders.setdefault(box, []).append(_parts(tensor, box, path))

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.errors import FormatError
 from holdfast.interop.torchfile import TensorRef, enumerated, kind_of, rebuild, rebuild_parameter
 from holdfast.interop.typed import ints, text
-from holdfast.interop.unpickle import Global, Record, check_size, record
+from holdfast.interop.unpickle import Global, UnknownInstance, check_size, record
 from holdfast.layout import Box, chunk, whole
 
 
@@ -31,7 +31,7 @@ class Shards:
 
 def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """`torch._tensor._rebuild_from_type_v2`: a tensor that has attributes or is of a subclass."""
-    name = function.name if isinstance(function, Record) else function
+    name = function.name if isinstance(function, UnknownInstance) else function
     if name == "torch._utils._rebuild_wrapper_subclass":
         if kind.name.endswith(".DTensor"):
             return _dtensor(state[1]["_local_tensor"], state[1]["_spec"])
@@ -50,7 +50,7 @@ def _wrapped(*_: Any) -> Any:
 # -- DTensor --------------------------------------------------------------------------------------
 
 
-def _dtensor(local: Any, spec: Record) -> Shards:
+def _dtensor(local: Any, spec: UnknownInstance) -> Shards:
     mesh, meta = spec["mesh"], spec["tensor_meta"]
     shape, dtype = ints(meta.args[0]), text(meta.args[2])
     sizes, coordinate = _mesh_shape(mesh), ints(mesh.get("_coordinate_on_dim") or ())
@@ -72,12 +72,12 @@ def _dtensor(local: Any, spec: Record) -> Shards:
     return Shards(dtype, shape, held, rank if isinstance(rank, int) else None, None)
 
 
-def _mesh_shape(mesh: Record) -> tuple[int, ...]:
+def _mesh_shape(mesh: UnknownInstance) -> tuple[int, ...]:
     """Sizes of a mesh's dims: as torch 2.13, 2.9 and 2.6 write them."""
     layout = mesh.get("_layout")
-    if isinstance(layout, Record) and "axes" in layout.fields:
+    if isinstance(layout, UnknownInstance) and "axes" in layout.fields:
         return tuple(prod(_flat(axis["shape"])) for axis in layout["axes"])
-    if isinstance(layout, Record) and "shape" in layout.fields:
+    if isinstance(layout, UnknownInstance) and "shape" in layout.fields:
         shape = layout["shape"]
         return tuple(prod(_flat(n)) for n in (shape if isinstance(shape, tuple) else (shape,)))
     ranks = mesh.get("mesh") or mesh.get("_mesh")
@@ -93,7 +93,7 @@ def _flat(sizes: Any) -> tuple[int, ...]:
     return tuple(n for part in sizes for n in _flat(part))
 
 
-def _order(spec: Record, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+def _order(spec: UnknownInstance, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """(mesh dim, tensor dim) of every cut, in the order in which they apply.
 
     Mesh dims apply from first to last, but a strided one waits until later cuts of its dim have made
@@ -129,7 +129,7 @@ def _order(spec: Record, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 # -- ShardedTensor --------------------------------------------------------------------------------
 
 
-def _sharded_tensor(shards: Any, metadata: Record, group: Record) -> Shards:
+def _sharded_tensor(shards: Any, metadata: UnknownInstance, group: UnknownInstance) -> Shards:
     shape, properties = ints(metadata["size"]), metadata["tensor_properties"]
     dtype = text(properties["state"][0] if "state" in properties.fields else properties["dtype"])
     held = []
@@ -145,9 +145,9 @@ def _sharded_tensor(shards: Any, metadata: Record, group: Record) -> Shards:
     )
 
 
-def _attribute(owner: Any, name: Any) -> Global | Record:
+def _attribute(owner: Any, name: Any) -> Global | UnknownInstance:
     """`getattr`: the one class that torch pickles as an attribute of another, and enumerations."""
-    full_name = owner.name if isinstance(owner, Record) else owner
+    full_name = owner.name if isinstance(owner, UnknownInstance) else owner
     if name == "ProcessGroupState" and str(full_name).endswith(".ShardedTensor"):
         return Global(name, record(name))
     return enumerated(owner, name)

@@ -20,9 +20,9 @@ from typing import Any
 
 from holdfast.errors import Corrupt, FormatError, HoldfastError
 from holdfast.format.dtypes import DTYPES
-from holdfast.interop.foreign import Part
+from holdfast.interop.foreign import StoredPart
 from holdfast.interop.sections import Place
-from holdfast.interop.unpickle import Record, new_set, unpickle
+from holdfast.interop.unpickle import UnknownInstance, new_set, unpickle
 from holdfast.layout import Box, Fragment, whole
 from holdfast.store import Reader
 
@@ -55,7 +55,7 @@ class TensorRef:
             expected *= size
         return True
 
-    def parts(self, box: Box | None = None) -> tuple[Part, ...]:
+    def parts(self, box: Box | None = None) -> tuple[StoredPart, ...]:
         """Return where the elements lie; `box`: the part of a larger tensor that this is.
 
         A dim of stride 0 (`expand`) holds the same elements again and again: a part for each.
@@ -73,9 +73,9 @@ class TensorRef:
         place = partial(_place, self.path, self.offset)
         wide = [n for n, s in zip(self.shape, self.strides) if s or n == 1]
         if len(wide) == len(self.shape):
-            return (Part(Fragment(box, 0, self.strides), (place,), self.path),)
+            return (StoredPart(Fragment(box, 0, self.strides), (place,), self.path),)
         return tuple(
-            Part(Fragment(_one_of(box, at, again), 0, self.strides), (place,), self.path)
+            StoredPart(Fragment(_one_of(box, at, again), 0, self.strides), (place,), self.path)
             for at in product(*again)
         )
 
@@ -158,7 +158,7 @@ class _StorageKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ArchiveMember:
     """A member of an archive: where its own header lies in the section, its length and its CRC-32."""
 
     name: str
@@ -171,7 +171,7 @@ class Member:
 class Archive:
     """The members of a torch.save file, by name without the folder that they all lie in."""
 
-    members: dict[str, Member]
+    members: dict[str, ArchiveMember]
 
     @property
     def has_crc(self) -> bool:
@@ -224,16 +224,18 @@ def _is_tree(name: str) -> bool:
     return name.rpartition("/")[2] == "data.pkl"
 
 
-def _member(section: PartFile, info: zipfile.ZipInfo, top: str, path: str) -> Member:
+def _member(section: PartFile, info: zipfile.ZipInfo, top: str, path: str) -> ArchiveMember:
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
         kind = "encrypted" if info.flag_bits & 1 else "compressed"
         raise FormatError(f"member {info.filename!r} is {kind}", key=path, hint=RESAVE)
     if info.file_size < 0 or info.file_size != info.compress_size:
         raise Corrupt(f"member {info.filename!r} has two lengths", key=path)
-    return Member(info.filename.removeprefix(top), info.header_offset, info.file_size, info.CRC)
+    return ArchiveMember(
+        info.filename.removeprefix(top), info.header_offset, info.file_size, info.CRC
+    )
 
 
-def start_of(section: PartFile, member: Member, path: str) -> int:
+def start_of(section: PartFile, member: ArchiveMember, path: str) -> int:
     """Return where a member's bytes begin, counted from the start of the file of the section."""
     section.seek(member.header)
     head = section.read(30)
@@ -285,7 +287,7 @@ def _read_member(
     return data
 
 
-def check_crc(member: Member, start: int, found: int, path: str) -> None:
+def check_crc(member: ArchiveMember, start: int, found: int, path: str) -> None:
     """Corrupt if the bytes of a member have another CRC-32 than was written."""
     if found != member.crc:
         raise Corrupt(
@@ -355,11 +357,11 @@ def _rebuild_v3(
     return rebuild(storage, offset, shape, strides, metadata=metadata, dtype=dtype)
 
 
-def enumerated(owner: Any, name: Any) -> Record:
+def enumerated(owner: Any, name: Any) -> UnknownInstance:
     """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it; nothing is looked up."""
-    if not isinstance(owner, Record) or not isinstance(name, str):
+    if not isinstance(owner, UnknownInstance) or not isinstance(name, str):
         raise FormatError("an attribute of something that is no class")
-    return Record(f"{owner.name}.{name}")
+    return UnknownInstance(f"{owner.name}.{name}")
 
 
 def table() -> dict[tuple[str, str], Any]:

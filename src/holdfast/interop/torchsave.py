@@ -22,7 +22,7 @@ from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.plaindata import plain
 from holdfast.interop.ranks import ByRank, Tensor, of_all, scalar
 from holdfast.interop.torchfiles import trees_of
-from holdfast.interop.unpickle import Record
+from holdfast.interop.unpickle import UnknownInstance
 from holdfast.store import Store
 
 MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module")
@@ -43,7 +43,7 @@ def open_torch(store: Store, step: int | None = None) -> Checkpoint:
 
 
 def _open(store: Store, step: int | None) -> Checkpoint:
-    found = _Found(store)
+    found = _FileContents(store)
     sections = [s for tree in trees_of(store) for s in _sections(tree)]
     names = [key for key, _ in sections]
     twice = next((k for k in names if names.count(k) > 1), None)
@@ -152,7 +152,7 @@ def clean_names(names: list[str]) -> dict[str, str]:
 
 
 @dataclass
-class _Found:
+class _FileContents:
     """Tensors by our names, and extras, that have been found in a file."""
 
     store: Store
@@ -217,7 +217,7 @@ class _Found:
             if isinstance(leaf, ByRank):
                 ranks = [self._encoded(f"{key}.{path}.{r}", v) for r, v in enumerate(leaf.values)]
                 return {"ranks": ranks}
-            if isinstance(leaf, Record):
+            if isinstance(leaf, UnknownInstance):
                 return extras.encode(plain(leaf), on_other, path)
             if not isinstance(leaf, Tensor):
                 raise FormatError(f"{key}.{path}: a {type(leaf).__name__}")

@@ -7,7 +7,7 @@ needs, keeps its memo in a dict, and turns every global into what a table says, 
     tree = unpickle(data, {("collections", "OrderedDict"): dict})
 
 A table maps (module, name) to a function, which is called where the pickle calls the global, or to a
-plain value (a dtype's name, say).  Classes whose instances only carry fields are `Record`s.
+plain value (a dtype's name, say).  Classes whose instances only carry fields are `UnknownInstance`s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COST_PER_BYTE, PART_COST = 64, 16
 """A byte of a pickle may make functions look at four parts, or at 64 characters of text."""
 
 
-class Record:
+class UnknownInstance:
     """An instance of a class that is known by name only: what it was made from, and its fields."""
 
     def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
@@ -46,9 +46,9 @@ class Record:
         return self.fields.get(field, default)
 
 
-def record(name: str) -> Callable[..., Record]:
+def record(name: str) -> Callable[..., UnknownInstance]:
     """Return a table's entry for a class whose instances become Records."""
-    return lambda *args: Record(name, args)
+    return lambda *args: UnknownInstance(name, args)
 
 
 _CONTAINERS = (tuple, list, dict, set, frozenset)
@@ -185,7 +185,7 @@ class _Machine:
 
     def build(self) -> None:
         state, target = _value(self.pop()), self.stack[-1]
-        if isinstance(target, Record):
+        if isinstance(target, UnknownInstance):
             parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
             for part in parts:
                 if isinstance(part, dict):
@@ -204,7 +204,7 @@ def _value(x: Any) -> Any:
         raise _Refuse("a mark where a value should be")
     if isinstance(x, Global):
         if callable(x.value):
-            return Record(x.name)
+            return UnknownInstance(x.name)
         return x.value
     return x
 
@@ -214,7 +214,11 @@ def check_size(value: Any, most: int | None = None) -> None:
     count, most, todo = 1, most or MAX_NODES, [value]
     while todo:
         node = todo.pop()
-        parts = (*node.args, *node.fields.values()) if isinstance(node, Record) else _parts(node)
+        parts = (
+            (*node.args, *node.fields.values())
+            if isinstance(node, UnknownInstance)
+            else _parts(node)
+        )
         count += len(parts)  # before they are held: a list may hold itself a thousand times
         if count > most:
             raise FormatError(f"malformed pickle: a value of more than {most} parts")

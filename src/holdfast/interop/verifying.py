@@ -19,7 +19,7 @@ from holdfast.checkpoint.verifying import Findings, Progress, Report
 from holdfast.errors import HoldfastError
 from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Sections
-from holdfast.interop.torchfile import Member, PartFile, check_crc, read_archive, start_of
+from holdfast.interop.torchfile import ArchiveMember, PartFile, check_crc, read_archive, start_of
 from holdfast.threads import in_threads
 
 BLOCK_BYTES = 4 << 20
@@ -43,14 +43,14 @@ def verify_foreign(
 
     Raises nothing for what is wrong with the files: that is in the report.
     """
-    work = _Verification(checkpoint, quick, progress)
+    work = _ForeignVerification(checkpoint, quick, progress)
     began = time.perf_counter()
     work.run()
     work.report.seconds = time.perf_counter() - began
     return work.report
 
 
-class _Verification:
+class _ForeignVerification:
     def __init__(self, checkpoint: Checkpoint, quick: bool, progress: Progress | None) -> None:
         assert isinstance(checkpoint.store, Sections)
         self.checkpoint = checkpoint
@@ -125,7 +125,7 @@ class _Verification:
             self.findings.blame(error, file)
         return True
 
-    def _member(self, section: PartFile, member: Member, file: str) -> None:
+    def _member(self, section: PartFile, member: ArchiveMember, file: str) -> None:
         section = section.part((section.start, section.start + section.bytes))
         try:
             start = start_of(section, member, file)

@@ -26,13 +26,13 @@ import torch
 from msgspec import structs
 
 from holdfast.capture.exactness import Exactness
-from holdfast.capture.job import Job, Plan, text_of
+from holdfast.capture.job import SaveJob, SavePlan, text_of
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.format.image import Image
 from holdfast.layout import Box, whole
 from holdfast.memory.replica import pieces_of
-from holdfast.memory.twin import Part
+from holdfast.memory.twin import ParamPart
 from holdfast.memory.twins import Twins
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import (
@@ -63,7 +63,7 @@ Named = tuple[str, Any, list[tuple[str, torch.Tensor]]]
 class Fed:
     """One part of a parameter in a twin, and under which names it is saved."""
 
-    part: Part
+    part: ParamPart
     name: str
     """Name of the weight."""
     prefix: str
@@ -115,7 +115,7 @@ class Feed:
         sharded, it must not be gathered."""
         self._made_of: list[Named] = []
         """Each optimizer's parameters by name, as they were when the twins were made."""
-        self._made_for: Plan | None = None
+        self._made_for: SavePlan | None = None
         self._names: list[str] = []
         self._trained: set[str] = set()
         self._where: Where = {}
@@ -218,7 +218,7 @@ class Feed:
 
     # -- capture thread ---------------------------------------------------------------------------
 
-    def moment(self, job: Job) -> Moment:
+    def moment(self, job: SaveJob) -> Moment:
         """The state of a snapshot, as the replica has it.  Blocks; HoldfastError if it is lost."""
         if job.plan is not self._made_for:
             self.twins.forget("the ranks have planned anew")
@@ -238,7 +238,7 @@ class Feed:
 
     # -- memory thread ----------------------------------------------------------------------------
 
-    def filled(self, job: Job, image: Image | None) -> None:
+    def filled(self, job: SaveJob, image: Image | None) -> None:
         """Make use of a snapshot's complete image.  That it is complete does not depend on the
         replica: an error here ends the replica alone."""
         try:
@@ -248,7 +248,7 @@ class Feed:
             self.twins.end(text_of(error))
         self.twins.go_on(job.number)
 
-    def _look_at(self, job: Job, image: Image) -> None:
+    def _look_at(self, job: SaveJob, image: Image) -> None:
         """Make the replica, let it learn, or compare it, by an image of the live state."""
         assert job.plan is not None and job.buffer is not None
         if job.plan is not self._made_for:
@@ -258,7 +258,7 @@ class Feed:
         else:
             self._learn(job, job.buffer.view)
 
-    def _make(self, job: Job, plan: Plan, image: Image) -> None:
+    def _make(self, job: SaveJob, plan: SavePlan, image: Image) -> None:
         """Make twins for what this rank saves by a plan; they learn from the snapshot after."""
         self.restart()
         named = self._made_of = self._named
@@ -308,12 +308,12 @@ class Feed:
             for box in found:
                 at = box.within(weight.placed.box.start) if box.shape else None
                 yield Fed(
-                    Part(f"{prefix}{box}", p, at), weight.name, prefix, box, optimizer,
+                    ParamPart(f"{prefix}{box}", p, at), weight.name, prefix, box, optimizer,
                     frozenset(states.keys() - whole_ones),
                     {s: states[s].placed.local.dtype for s in whole_ones},
                 )  # fmt: skip
 
-    def _learn(self, job: Job, view: memoryview) -> None:
+    def _learn(self, job: SaveJob, view: memoryview) -> None:
         def states() -> list[list[dict[str, torch.Tensor]]]:
             return [
                 [self._state_of(fed, mine, view) for mine, fed in zip(twin.weights, some)]
@@ -362,7 +362,7 @@ class Feed:
                 LiveTensor(name, parts[0][2], placed[0], True, parts[0][1], tuple(placed[1:])),
             )
 
-    def _compare(self, job: Job, view: memoryview) -> None:
+    def _compare(self, job: SaveJob, view: memoryview) -> None:
         """Compare the replica with the live state in an image: it is proved, or learns anew."""
         if not self.twins.at(job.number, self._deadline_s):
             return

@@ -12,7 +12,7 @@ from holdfast.events import emit
 from holdfast.format.manifest import Manifest
 from holdfast.group import Group
 from holdfast.memory.node.holdings import Holdings, Key, SnapshotStore, image_of
-from holdfast.restore.targets import Options
+from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
 from holdfast.state.live import State
 from holdfast.store import Store
@@ -24,7 +24,7 @@ def load_snapshot(
     behind: Store,
     group: Group,
     state: State,
-    options: Options,
+    options: RestoreOptions,
     again: Callable[[Holdings], None],
     *,
     verify: bool,

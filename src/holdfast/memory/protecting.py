@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from holdfast.capture import Job
+from holdfast.capture import SaveJob
 from holdfast.codec.digest import hexdigest
 from holdfast.codec.stripes import Stripes
 from holdfast.errors import Corrupt, HoldfastError, OutOfSpace, SegmentLost
@@ -88,7 +88,7 @@ class Protector:
 
     # -- capture thread ---------------------------------------------------------------------------
 
-    def begin(self, job: Job) -> Making | None:
+    def begin(self, job: SaveJob) -> Making | None:
         """Return what makes, from this rank's own replica, what it keeps for its group; None if it
         holds no replica, or cannot make that now."""
         agreed, plan = self._agreed, job.plan
@@ -127,7 +127,7 @@ class Protector:
 
     # -- memory thread ----------------------------------------------------------------------------
 
-    def holding(self, job: Job) -> str:
+    def holding(self, job: SaveJob) -> str:
         """Return a digest of which parts of all tensors this rank holds."""
         if job.plan is not None and self._holding[0] != job.plan.digest:
             held = [
@@ -138,7 +138,7 @@ class Protector:
             self._holding = job.plan.digest, hexdigest(msgspec.msgpack.encode(held))
         return self._holding[1]
 
-    def reserve(self, job: Job, decision: Decision) -> None:
+    def reserve(self, job: SaveJob, decision: Decision) -> None:
         """Get memory for two snapshots of this rank and for what it keeps of its group's; the
         newest snapshot of before the restart is one of the two.
 
@@ -175,7 +175,7 @@ class Protector:
         """This rank's group."""
         return next(g for g in found if self._rank in g)
 
-    def protect(self, job: Job, decision: Decision) -> None:
+    def protect(self, job: SaveJob, decision: Decision) -> None:
         """Have the agent make what this rank keeps for its group; all ranks have theirs, or none.
 
         Collective.  RankErrors if it failed anywhere.
@@ -192,12 +192,12 @@ class Protector:
         except Exception as failed:
             job.error, error = failed, encode_error(failed)
 
-        def judge(_: Job, answers: list[bytes]) -> Decision:
+        def judge(_: SaveJob, answers: list[bytes]) -> Decision:
             return Decision({r: wire_error(a) for r, a in enumerate(answers) if a})
 
         self._tier.agree("protected", job, error, judge)
 
-    def _source(self, job: Job) -> str:
+    def _source(self, job: SaveJob) -> str:
         """Return the source of what this rank keeps: `peers`, `recomputed` or `replica`."""
         if job.number not in self._begun:
             return "peers"
@@ -208,7 +208,9 @@ class Protector:
         current."""
         return self.shadow if self.shadow is not None and self.shadow.twins.current else None
 
-    def _ask(self, job: Job, decision: Decision, scheme: Scheme, group: tuple[int, ...]) -> None:
+    def _ask(
+        self, job: SaveJob, decision: Decision, scheme: Scheme, group: tuple[int, ...]
+    ) -> None:
         files = decode(decision.manifest, "snapshot").file_of
         here = tuple(f for f in map(files.get, group) if f is not None)
         self._agreed = None
@@ -234,7 +236,7 @@ class Protector:
 
     def _finish_own(
         self,
-        job: Job,
+        job: SaveJob,
         order: w.Protect,
         begun: tuple[FileEntry, ...],
         here: tuple[FileEntry, ...],
@@ -266,7 +268,7 @@ class Protector:
         return True
 
     def _learn(
-        self, job: Job, here: tuple[FileEntry, ...], stripes: Stripes, lease: w.Lease
+        self, job: SaveJob, here: tuple[FileEntry, ...], stripes: Stripes, lease: w.Lease
     ) -> None:
         """Let the shadow learn from the copy of another rank's image that the agent has just
         fetched."""

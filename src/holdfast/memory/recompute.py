@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.capture.job import Plan
+from holdfast.capture.job import SavePlan
 from holdfast.errors import UsageError
 from holdfast.format.manifest import FileEntry, TensorEntry
 from holdfast.memory.replica import image_of, pieces_of
-from holdfast.memory.twin import Part
+from holdfast.memory.twin import ParamPart
 from holdfast.memory.twins import Twins
 from holdfast.state.live import Live, LiveTensor, State
 from holdfast.state.optimizers import named_groups, param_names
@@ -59,7 +59,7 @@ class Shadow:
             twin.copy_weights()
 
     def learn(
-        self, number: int, plan: Plan, file: FileEntry, live: Live, image: memoryview
+        self, number: int, plan: SavePlan, file: FileEntry, live: Live, image: memoryview
     ) -> None:
         """Learn the states from the image of the other rank, as it was at that mark; make the twins
         anew if they are of other parameters."""
@@ -93,7 +93,7 @@ class Shadow:
                 for state, value in found.items()
             }
 
-    def _parts(self, prefixes: set[str]) -> list[tuple[Any, list[Part]]]:
+    def _parts(self, prefixes: set[str]) -> list[tuple[Any, list[ParamPart]]]:
         """Return (optimizer, parts): each optimizer's parameters whose states' names begin with one
         of `prefixes`."""
         found = []
@@ -101,7 +101,7 @@ class Shadow:
             groups = [(g, g["params"]) for g in optimizer.param_groups]
             pairs = named_groups(groups, self._names(groups))
             named = [(f"{key}.{name}.", p) for some in pairs for name, p in some]
-            parts = [Part(prefix, p) for prefix, p in named if prefix in prefixes]
+            parts = [ParamPart(prefix, p) for prefix, p in named if prefix in prefixes]
             if parts:
                 found.append((optimizer, parts))
         return found

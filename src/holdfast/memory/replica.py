@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from holdfast.capture.job import Plan
+from holdfast.capture.job import SavePlan
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks
 from holdfast.codec.stripes import Contribution, Stripes
 from holdfast.format.image import Image, plan_image
@@ -106,7 +106,7 @@ class ReplicaImage:
 
 
 def replica_image(
-    plan: Plan, file: FileEntry, live: Live, redone: Mapping[str, LiveTensor]
+    plan: SavePlan, file: FileEntry, live: Live, redone: Mapping[str, LiveTensor]
 ) -> ReplicaImage | None:
     """The image that `file` describes; None if this rank does not hold all of its tensors.
 
@@ -124,7 +124,7 @@ def replica_image(
     return ReplicaImage(image, found)
 
 
-def image_of(plan: Plan, file: FileEntry) -> Image | None:
+def image_of(plan: SavePlan, file: FileEntry) -> Image | None:
     """Return the layout of the image of a rank by a plan; None if the file is laid out in another
     way."""
     pieces = plan.placement.pieces(file.rank)
@@ -133,7 +133,9 @@ def image_of(plan: Plan, file: FileEntry) -> Image | None:
     return image if laid_out == (file.data, file.extras, file.table, file.bytes) else None
 
 
-def pieces_of(plan: Plan, image: Image, rank: int) -> Iterator[tuple[TensorEntry, Box, int, int]]:
+def pieces_of(
+    plan: SavePlan, image: Image, rank: int
+) -> Iterator[tuple[TensorEntry, Box, int, int]]:
     """(tensor, part of it, offset in the image, bytes) of each piece of a rank's image."""
     pieces = plan.placement.pieces(rank)
     columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
@@ -260,7 +262,7 @@ def _windows(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def replica_guard(
-    plan: Plan,
+    plan: SavePlan,
     live: Live,
     redone: Mapping[str, LiveTensor],
     stripes: Stripes,

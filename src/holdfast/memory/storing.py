@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.capture import Job
+from holdfast.capture import SaveJob
 from holdfast.capture.capture import finish, guarded
 from holdfast.checkpoint.names import step_prefix
 from holdfast.errors import (
@@ -52,14 +52,14 @@ class Storing:
         self.left_to_agents = False
         """On rank 0: True if a step is for its agent to commit, when this process has left."""
 
-    def begin(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
+    def begin(self, job: SaveJob, file: FileEntry | None, manifest: bytes) -> None:
         """Start to store a snapshot; returns at once.  `file` is this rank's image, None if it has
         none."""
         self.handed_over.clear()
         store = lambda j, _: self._store(j, file, manifest)  # noqa: E731
         self.thread.submit(guarded, store, job, self._tier)
 
-    def _store(self, job: Job, file: FileEntry | None, manifest: bytes) -> None:
+    def _store(self, job: SaveJob, file: FileEntry | None, manifest: bytes) -> None:
         """Have the agent write the image to storage, then commit together."""
         tier = self._tier
         self.handed_over.set()
@@ -88,7 +88,7 @@ class Storing:
         finish(job, tier, None)
         tier.durable.tidy(job)
 
-    def _judge(self, job: Job, answers: list[bytes], manifest: bytes) -> Decision:
+    def _judge(self, job: SaveJob, answers: list[bytes], manifest: bytes) -> Decision:
         """Commit, on rank 0, if every rank's image is in storage."""
         gone = WireError.of(AgentError("it came to its end, the agents go on"))
         left = {r: gone for r, a in enumerate(answers) if a == LEFT}
@@ -104,7 +104,7 @@ class Storing:
                 job.uncertain = isinstance(failed, (Unavailable, Deadline))
         return Decision(errors)
 
-    def _order(self, job: Job, file: FileEntry) -> w.Persist:
+    def _order(self, job: SaveJob, file: FileEntry) -> w.Persist:
         tier = self._tier
         claim = tier.durable.claim
         mine = msgspec.json.encode(claim) if tier.group.rank == 0 and claim is not None else b""

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from holdfast.capture import Capture, Job, Save
+from holdfast.capture import Capture, Save, SaveJob
 from holdfast.capture.capture import finish, guarded
 from holdfast.capture.exactness import of_all
 from holdfast.capture.together import manifest_of, written
@@ -43,7 +43,7 @@ from holdfast.memory.recompute import Shadow, shadow_of
 from holdfast.memory.slots import SlotBuffer, Slots
 from holdfast.memory.storing import Storing
 from holdfast.patience import slowest
-from holdfast.restore.targets import Options
+from holdfast.restore.targets import RestoreOptions
 from holdfast.state.live import Live, State
 from holdfast.state.protocol import Written
 from holdfast.state.snapshot import Beside, Filling, Kept, Moment, PrivateBuffer
@@ -307,7 +307,13 @@ class MemoryTier:
         return helds, mine.card.agent if mine is not None else ""
 
     def load(
-        self, holdings: Holdings, attempt: str, state: State, options: Options, *, verify: bool
+        self,
+        holdings: Holdings,
+        attempt: str,
+        state: State,
+        options: RestoreOptions,
+        *,
+        verify: bool,
     ) -> Manifest:
         """Read a snapshot into the live state; return its manifest.  Collective; see `load_snapshot`."""
         manifest = holdings.find(attempt)
@@ -338,7 +344,7 @@ class MemoryTier:
 
     # -- capture thread ---------------------------------------------------------------------------
 
-    def take(self, job: Job) -> SlotBuffer:
+    def take(self, job: SaveJob) -> SlotBuffer:
         """Wait for the snapshot before, then return memory: every rank knows that one as the newest
         before the next begins.
 
@@ -351,7 +357,7 @@ class MemoryTier:
         spare = self._spare if job.durable else None
         return SlotBuffer(self.slots, lambda size: self.lease(job, "share", size), spare)
 
-    def release(self, job: Job) -> None:
+    def release(self, job: SaveJob) -> None:
         """Let the next snapshot begin."""
         with self._lock:
             self._pending -= not job.released
@@ -362,17 +368,17 @@ class MemoryTier:
             job.buffer = None
             self._free.set()
 
-    def ended(self, job: Job, error: BaseException | None) -> None:
+    def ended(self, job: SaveJob, error: BaseException | None) -> None:
         """Note that the job is over."""
         if job.durable:
             self.durable.let_go(job)
         if job.durable and not job.save.skipped:
             self._last_save = max(self._last_save, (job.number, error is not None))
 
-    def attempt(self, job: Job) -> str:
+    def attempt(self, job: SaveJob) -> str:
         return f"{self.run:04d}-{job.number:06d}"
 
-    def lease(self, job: Job, kind: str, size: int) -> w.Lease:
+    def lease(self, job: SaveJob, kind: str, size: int) -> w.Lease:
         """Return a lease of memory of the agent; if there is no agent any more, of a new one."""
         message = w.Take(
             self.job, os.getpid(), kind, self.group.rank, self.attempt(job), job.step, size
@@ -386,7 +392,7 @@ class MemoryTier:
             lease = self.client.ask(message, w.Lease)
         return lease
 
-    def _greet(self, job: Job) -> None:
+    def _greet(self, job: SaveJob) -> None:
         """Say hello, for the agent may be another one than before, and tell it the commit that it
         was not told."""
         before = self.card
@@ -397,12 +403,12 @@ class MemoryTier:
             self.client.ask(self._untold)
         self._untold = None
 
-    def warm(self, job: Job) -> None:
+    def warm(self, job: SaveJob) -> None:
         """Once the agent has made the memory real: have all that snapshots will need, and give it
         back."""
         self._thread.submit(guarded, self._give_back, job, self)
 
-    def _give_back(self, job: Job, _: object) -> None:
+    def _give_back(self, job: SaveJob, _: object) -> None:
         image = job.plan.image if job.plan is not None else None
         size = 0 if image is None or _is_empty(image) else image.total_bytes
         mine = self._filled(job, b"", size, WireError.of(job.error) if job.error else None)
@@ -415,34 +421,34 @@ class MemoryTier:
         finish(job, self, None)
 
     @staticmethod
-    def _judge_room(_: Job, answers: list[bytes]) -> Decision:
+    def _judge_room(_: SaveJob, answers: list[bytes]) -> Decision:
         """Decide, on rank 0, whether every rank could plan its image."""
         filled = [msgspec.msgpack.decode(a, type=Filled) for a in answers]
         errors = {r: f.refusal for r, f in enumerate(filled) if f.refusal}
         return Decision(errors) if errors else decided(filled)
 
-    def beside(self, job: Job, image: Image, aside: Kept) -> Beside | None:
+    def beside(self, job: SaveJob, image: Image, aside: Kept) -> Beside | None:
         """Return what makes, in the window, what this rank keeps for its group; None where it
         cannot be."""
         return None if job.follows else self._protector.begin(job)
 
-    def follows(self, job: Job) -> bool:
+    def follows(self, job: SaveJob) -> bool:
         if self._feed is None or self.capture.replicas.mode == "verify":
             return False
         return self._feed.follows(job.live, durable=job.durable)
 
-    def moment(self, job: Job) -> Moment:
+    def moment(self, job: SaveJob) -> Moment:
         assert self._feed is not None
         job.exactness = self._feed.exactness
         return self._feed.moment(job)
 
-    def write(self, job: Job, image: Image | None, filling: Filling) -> None:
+    def write(self, job: SaveJob, image: Image | None, filling: Filling) -> None:
         """Have the agent digest the image, then commit together."""
         self._thread.submit(guarded, lambda j, _: self._keep(j, image, filling), job, self)
 
     # -- memory thread ----------------------------------------------------------------------------
 
-    def _keep(self, job: Job, image: Image | None, filling: Filling) -> None:
+    def _keep(self, job: SaveJob, image: Image | None, filling: Filling) -> None:
         file = None
         try:
             with span("snapshot.digest", step=job.step):
@@ -483,7 +489,7 @@ class MemoryTier:
         if not job.durable:
             finish(job, self, None)
 
-    def _filled(self, job: Job, given: bytes, size: int, refusal: WireError | None) -> bytes:
+    def _filled(self, job: SaveJob, given: bytes, size: int, refusal: WireError | None) -> bytes:
         holding = self._protector.holding(job)
         image = job.plan.image if job.plan is not None else None
         memory = image.memory_bytes if image is not None else 0
@@ -503,7 +509,7 @@ class MemoryTier:
             self.client.ask(commit)
         self._untold = None
 
-    def _protected(self, job: Job, decision: Decision) -> Decision:
+    def _protected(self, job: SaveJob, decision: Decision) -> Decision:
         """Return the decision, when all ranks have what they keep.  A save does not depend on that:
         else it goes to storage without the agents."""
         try:
@@ -516,13 +522,17 @@ class MemoryTier:
         return decision
 
     @staticmethod
-    def _refusal(job: Job) -> WireError | None:
+    def _refusal(job: SaveJob) -> WireError | None:
         """Why this rank's image is not in the agent's memory; None if it is."""
         refusal = job.buffer.refusal if isinstance(job.buffer, SlotBuffer) else None
         return None if refusal is None else WireError.of(refusal)
 
     def agree(
-        self, what: str, job: Job, mine: bytes, decide: Callable[[Job, list[bytes]], Decision]
+        self,
+        what: str,
+        job: SaveJob,
+        mine: bytes,
+        decide: Callable[[SaveJob, list[bytes]], Decision],
     ) -> Decision:
         """Rank 0's decision from what all ranks say; RankErrors if something failed anywhere."""
         answer = self.group.ask(
@@ -538,7 +548,7 @@ class MemoryTier:
             raise rank_errors(text, decision.errors, job.step) from job.error
         return decision
 
-    def _digested(self, job: Job, image: Image | None, filling: Filling) -> FileEntry | None:
+    def _digested(self, job: SaveJob, image: Image | None, filling: Filling) -> FileEntry | None:
         filling.conclude()
         if self._feed is not None:
             self._feed.filled(job, image)
@@ -558,7 +568,7 @@ class MemoryTier:
             image.table_start, digest,
         )  # fmt: skip
 
-    def _decide(self, job: Job, answers: list[bytes]) -> Decision:
+    def _decide(self, job: SaveJob, answers: list[bytes]) -> Decision:
         """Decide, on rank 0: the manifest, if every rank has its image."""
         filled = [msgspec.msgpack.decode(a, type=Filled) for a in answers]
         given = [msgspec.msgpack.decode(f.written, type=Written) for f in filled]
@@ -575,7 +585,7 @@ class MemoryTier:
             return Decision({0: WireError.of(error)})
         return decided(filled, manifest)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: SaveJob) -> None:
         """Free the memory of a snapshot that failed.  Best effort: an agent that is gone has
         nothing to drop."""
         with suppress(HoldfastError):

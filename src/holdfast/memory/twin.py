@@ -33,7 +33,7 @@ States = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamPart:
     """A part of a parameter."""
 
     name: str
@@ -64,7 +64,7 @@ class Gradient:
 class Twin:
     """An optimizer of the same kind as another, on the host."""
 
-    def __init__(self, optimizer: Any, parts: Sequence[Part]) -> None:
+    def __init__(self, optimizer: Any, parts: Sequence[ParamPart]) -> None:
         self.outer = optimizer
         self.parts = list(parts)
         likes = [part.of(part.param) for part in parts]
@@ -176,7 +176,7 @@ def _host(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
 
 
-def _events(parts: Sequence[Part]) -> list[torch.Event]:
+def _events(parts: Sequence[ParamPart]) -> list[torch.Event]:
     """Return events after all that the training thread's streams have been given, one for each
     device but the CPU."""
     found = []

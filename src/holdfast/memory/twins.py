@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from holdfast.events import emit
-from holdfast.memory.twin import Gradient, Part, Twin
+from holdfast.memory.twin import Gradient, ParamPart, Twin
 from holdfast.state.observer import Observer, Order, StepCall
 
 FAILED = "a step of the optimizer did not end"
@@ -137,7 +137,9 @@ class Twins:
     # -- capture and memory threads ---------------------------------------------------------------
 
     def make(
-        self, wanted: Sequence[tuple[Any, Sequence[Part]]], then: Callable[[], None] = lambda: None
+        self,
+        wanted: Sequence[tuple[Any, Sequence[ParamPart]]],
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         """Make other twins than before: for each optimizer, parts of its parameters.
 

@@ -135,7 +135,7 @@ def simulate(
     strategy: Strategy, cluster: Cluster, failures: Iterable[Failure], until_s: float
 ) -> Outcome:
     """Simulate one job of `until_s` seconds."""
-    job = _Job(strategy, cluster)
+    job = _SimulatedJob(strategy, cluster)
     for failure in failures:
         if failure.time_s >= until_s:
             break
@@ -186,7 +186,7 @@ class _Run:
 
 
 @dataclass(slots=True)
-class _Job:
+class _SimulatedJob:
     """A job in the course of a simulation."""
 
     strategy: Strategy

@@ -15,7 +15,7 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
 from holdfast.near import matching_nothing, near, near_pattern
-from holdfast.restore.targets import Options, is_known
+from holdfast.restore.targets import RestoreOptions, is_known
 from holdfast.state.customised import OWN
 from holdfast.state.live import Live, State
 
@@ -36,7 +36,7 @@ class Problems:
     unexpected: list[str] = field(default_factory=list)
 
 
-def compare(checkpoint: Checkpoint, live: Live, state: State, options: Options) -> Problems:
+def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOptions) -> Problems:
     """Find what of this rank's live tensors does not match the checkpoint."""
     found = Problems()
     find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
@@ -89,7 +89,7 @@ def judge_together(
     problems: Problems,
     error: Exception | None,
     group: Group,
-    options: Options,
+    options: RestoreOptions,
 ) -> bool:
     """Raise StateMismatch on every rank if any has a problem; returns whether the mesh differs."""
     mine = _Compared(
@@ -165,7 +165,7 @@ def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
 
 
 def _combine(
-    checkpoint: Checkpoint, live: Live, answers: list[bytes], size: int, options: Options
+    checkpoint: Checkpoint, live: Live, answers: list[bytes], size: int, options: RestoreOptions
 ) -> bytes:
     found = [msgspec.msgpack.decode(a, type=_Compared) for a in answers]
     missing = list(dict.fromkeys(n for f in found for n in f.missing))
@@ -200,7 +200,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 def _unexpected(
-    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: Options
+    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
 ) -> list[str]:
     """Saved tensors for which no rank has a place, under the keys that are being loaded."""
     bits = np.zeros(-(-len(checkpoint.manifest.tensors) // 8), np.uint8)
@@ -218,7 +218,7 @@ def _unexpected(
 
 
 def _unexpected_extras(
-    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: Options
+    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
 ) -> list[str]:
     """Saved extras: what modules had besides their tensors, for which no rank has such a module."""
     if options.only is not None:
@@ -235,7 +235,7 @@ def _unexpected_extras(
     ]
 
 
-def _matching_nothing(checkpoint: Checkpoint, live: Live, options: Options) -> list[str]:
+def _matching_nothing(checkpoint: Checkpoint, live: Live, options: RestoreOptions) -> list[str]:
     if not options.only:
         return []
     loaded = [n for n in (*live.tensors, *live.aliases, *live.owned) if is_known(checkpoint, n)]
@@ -243,7 +243,7 @@ def _matching_nothing(checkpoint: Checkpoint, live: Live, options: Options) -> l
 
 
 def _idle_patterns(
-    checkpoint: Checkpoint, found: list[_Compared], keys: set[str], options: Options
+    checkpoint: Checkpoint, found: list[_Compared], keys: set[str], options: RestoreOptions
 ) -> list[str]:
     """Patterns of `only` by which no rank loads anything: misspelled, or of extras."""
     names = [n for n in checkpoint.names() if n.split(".", 1)[0] in keys]

@@ -23,7 +23,7 @@ from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
-from holdfast.restore.targets import Options, only_tensors, target_of
+from holdfast.restore.targets import RestoreOptions, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
@@ -38,7 +38,7 @@ from holdfast.state.live import (
     outline_tensor,
     stages,
 )
-from holdfast.state.nested import LIVE, OBJECT, Nested, Slot, nested
+from holdfast.state.nested import LIVE, OBJECT, Nested, StateSlot, nested
 from holdfast.state.optimizers import (
     common_name,
     holder_of,
@@ -58,7 +58,12 @@ class Extras:
     """The non-tensor part of a restore: planned before anything is written, put back at the end."""
 
     def __init__(
-        self, checkpoint: Checkpoint, state: State, live: Live, group: Group, options: Options
+        self,
+        checkpoint: Checkpoint,
+        state: State,
+        live: Live,
+        group: Group,
+        options: RestoreOptions,
     ) -> None:
         self.checkpoint = checkpoint
         self.state = state
@@ -403,7 +408,7 @@ class Extras:
             if tag == "$at":
                 found = self._loaded.get(body)
                 return known[body.split(".", 1)[1]] if found is None else found
-            if tag == LIVE and isinstance(body, Slot):
+            if tag == LIVE and isinstance(body, StateSlot):
                 return body.live
             if tag == OBJECT:
                 return extras.decode(body, on_other)

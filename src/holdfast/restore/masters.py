@@ -23,7 +23,7 @@ from holdfast.checkpoint.rows import Want
 from holdfast.format import extras
 from holdfast.layout import Box
 from holdfast.restore.expected import Fitting
-from holdfast.restore.targets import Options, saved_states, target_of
+from holdfast.restore.targets import RestoreOptions, saved_states, target_of
 from holdfast.sources import Group, Master, Source
 from holdfast.state.groups import Pairs
 from holdfast.state.live import Live, State, is_optimizer, outline_tensor
@@ -88,7 +88,7 @@ class MasterChange:
 
 
 def master_changes(
-    checkpoint: Checkpoint, state: State, live: Live, options: Options
+    checkpoint: Checkpoint, state: State, live: Live, options: RestoreOptions
 ) -> list[MasterChange]:
     """Places in `live` for the states of every such optimizer; the optimizers are as they were."""
     changes = []
@@ -116,7 +116,7 @@ def _fits(
     change: MasterChange,
     fitting: Fitting | None,
     states: dict[str, list[str]],
-    options: Options,
+    options: RestoreOptions,
 ) -> bool:
     """True if the inner optimizer can go on with the saved states of a master's parameters."""
     if fitting is None:
@@ -147,7 +147,7 @@ def _plan(
     change: MasterChange,
     states: dict[str, list[str]],
     all_names: dict[int, list[str]],
-    options: Options,
+    options: RestoreOptions,
 ) -> None:
     """Find a place for each saved state of a master's parameters."""
     key, params = change.key, change.params

@@ -95,7 +95,8 @@ class Aside:
     @property
     def _reach(self) -> int:
         """Elements from the first to the last of the shared memory."""
-        return 1 + sum((n - 1) * s for n, s in zip(self.shared.shape, self.shared.stride()))
+        steps = zip(self.shared.shape, self.shared.stride())
+        return 1 + int(sum((n - 1) * stride for n, stride in steps))
 
 
 def set_aside(checkpoint: Checkpoint, live: Live) -> dict[int, Aside]:

@@ -23,7 +23,7 @@ from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
 from holdfast.origins import foreign_format
 from holdfast.patience import bounded, opening
-from holdfast.restore.targets import Options
+from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import alike, restore
 from holdfast.state.live import State
 from holdfast.store import Store, be_patient, in_one, open_store
@@ -37,7 +37,7 @@ def load_from(
     group: Group,
     state: State,
     step: int | None,
-    options: Options,
+    options: RestoreOptions,
     *,
     verify: bool = True,
 ) -> int:
@@ -96,7 +96,13 @@ def tell_unused_records(url: str, group: Group, step: int) -> None:
 
 
 def load_step(
-    store: Store, group: Group, step: int, state: State, options: Options, *, verify: bool = True
+    store: Store,
+    group: Group,
+    step: int,
+    state: State,
+    options: RestoreOptions,
+    *,
+    verify: bool = True,
 ) -> str:
     """Load one step, with the same manifest on every rank; read again if it was replaced meanwhile.
     Return how exact it is."""

@@ -58,7 +58,7 @@ OFFLOADED = "_hf_hook"
 
 
 @dataclass(frozen=True)
-class Options:
+class RestoreOptions:
     """Options of a restore: what may differ between checkpoint and live state."""
 
     only: tuple[str, ...] | None = None
@@ -163,7 +163,9 @@ def _device_for(tensor: torch.Tensor) -> torch.device:
     return torch.get_default_device()
 
 
-def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Live, list[Change]]:
+def targets(
+    checkpoint: Checkpoint, state: State, options: RestoreOptions
+) -> tuple[Live, list[Change]]:
     """Every live tensor that the checkpoint may fill, with the optimizer states to be made for it.
 
     Those of masters that serve several weights are `holdfast.restore.masters`'.
@@ -208,7 +210,7 @@ def targets(checkpoint: Checkpoint, state: State, options: Options) -> tuple[Liv
     return live, changes
 
 
-def _add_own(live: Live, key: str, module: nn.Module, options: Options) -> None:
+def _add_own(live: Live, key: str, module: nn.Module, options: RestoreOptions) -> None:
     """Add what modules have of their own, before the rest, which some of them move when asked."""
     found = customised(key, module)
     mine = Live()
@@ -284,7 +286,7 @@ def _optimizer_targets(
     key: str,
     optimizer: Any,
     all_names: dict[int, list[str]],
-    options: Options,
+    options: RestoreOptions,
 ) -> list[Change]:
     """Add places for an optimizer's states to `live`; the changes returned are not made yet."""
     states = saved_states(checkpoint, key)

@@ -26,7 +26,7 @@ from holdfast.layout import whole
 from holdfast.restore.compare import Problems, compare, judge_together
 from holdfast.restore.extras import Extras
 from holdfast.restore.overlapping import Aside, set_aside
-from holdfast.restore.targets import Change, Options, materialise, target_of, targets
+from holdfast.restore.targets import Change, RestoreOptions, materialise, target_of, targets
 from holdfast.state.kinds import writing
 from holdfast.state.live import Live, State, check_keys, in_order, is_of_framework, stages
 from holdfast.state.placed import Placed
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from holdfast.restore.masters import MasterChange
 
 
-def restore(checkpoint: Checkpoint, state: State, group: Group, options: Options) -> None:
+def restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
     """Load everything that `state` names from an opened step.  Collective.
 
     StateMismatch, RuleError and UsageError leave the live tensors untouched.  Corrupt or a store's
@@ -119,7 +119,9 @@ class _Prepared:
     put_extras: Callable[[], None]
 
 
-def _prepare(checkpoint: Checkpoint, state: State, group: Group, options: Options) -> _Prepared:
+def _prepare(
+    checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions
+) -> _Prepared:
     error: Exception | None = None
     live, problems = Live(), Problems()
     changes: list[Change] = []
@@ -190,7 +192,7 @@ def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
 
 
 def _master_changes(
-    checkpoint: Checkpoint, state: State, live: Live, options: Options
+    checkpoint: Checkpoint, state: State, live: Live, options: RestoreOptions
 ) -> list[MasterChange]:
     """Changes to the states of masters that serve several weights, if a framework has any."""
     if not live.sources.of_frameworks():
@@ -200,7 +202,7 @@ def _master_changes(
     return master_changes(checkpoint, state, live, options)
 
 
-def _tell_unfit(problems: Problems, live: Live, options: Options) -> None:
+def _tell_unfit(problems: Problems, live: Live, options: RestoreOptions) -> None:
     """Tell of states with which an optimizer cannot go on, which are left out if the load is not strict,
     and of those that it will have and not look at."""
     if options.strict:

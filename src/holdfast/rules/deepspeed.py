@@ -37,7 +37,7 @@ from holdfast.rules.affine import view_of_map
 from holdfast.rules.coverage import gap, gap_or_overlap
 from holdfast.rules.pattern import Pattern
 from holdfast.rules.ruleset import RuleSet
-from holdfast.rules.source import Source, Span
+from holdfast.rules.source import Span, Text
 from holdfast.rules.statements import Replica
 from holdfast.rules.ucp import fragment_params, params_to_average, replicated_params
 
@@ -308,7 +308,7 @@ def _starts(pattern: str, name: str) -> bool:
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     text = f"/{pattern}/"
-    span = Span(Source("universal_checkpoint_info", text), 1, 0, len(text))
+    span = Span(Text("universal_checkpoint_info", text), 1, 0, len(text))
     return Pattern.of(text, span).regex
 
 

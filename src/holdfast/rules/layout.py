@@ -77,8 +77,8 @@ class Shape:
                 raise Unfit(step.span, error.message, error.hint) from None
         return self._powered(view)
 
-    def _place(self, coordinates: Mapping[str, int]) -> steps.Place:
-        return steps.Place(coordinates, self.mesh.sizes, self._numbers)
+    def _place(self, coordinates: Mapping[str, int]) -> steps.Coordinates:
+        return steps.Coordinates(coordinates, self.mesh.sizes, self._numbers)
 
     def _powered(self, view: View) -> View:
         if view.scale == 1:

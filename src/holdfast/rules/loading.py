@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.errors import RuleError
 from holdfast.near import near
 from holdfast.rules.parser import MAX_TEXT, parsed
-from holdfast.rules.source import Source
+from holdfast.rules.source import Text
 from holdfast.rules.statements import Include, Let, Statement
 
 SUFFIX = ".rules"
@@ -26,16 +26,16 @@ def presets() -> list[str]:
     return sorted(p.name.removesuffix(SUFFIX) for p in folder.iterdir() if p.name.endswith(SUFFIX))
 
 
-def source_of(what: str, folder: Path | None = None) -> Source:
+def source_of(what: str, folder: Path | None = None) -> Text:
     """A preset by its name; else a file, relative to `folder`.  RuleError if there is neither."""
     if what in presets():
-        return Source(
+        return Text(
             what, (files("holdfast.rules") / "presets" / (what + SUFFIX)).read_text("utf-8")
         )
     path = (folder or Path()) / what
     try:
         if path.is_file() and path.stat().st_size <= 4 * MAX_TEXT:
-            return Source(str(path), path.read_text("utf-8"))
+            return Text(str(path), path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise RuleError(f"rules {what!r} cannot be read: {error}") from None
     if path.exists():
@@ -46,7 +46,7 @@ def source_of(what: str, folder: Path | None = None) -> Source:
     )
 
 
-def statements_of(source: Source, seen: tuple[str, ...] = ()) -> Iterator[Statement]:
+def statements_of(source: Text, seen: tuple[str, ...] = ()) -> Iterator[Statement]:
     """A text's statements, in the place of each include what it includes."""
     inside = (*seen, source.path)
     for statement in parsed(source):

@@ -15,7 +15,7 @@ from holdfast.errors import RuleError
 from holdfast.rules import steps
 from holdfast.rules.expression import SIZE, Expression, Item, Named, Operator
 from holdfast.rules.pattern import Pattern
-from holdfast.rules.source import Source, Span, unknown
+from holdfast.rules.source import Span, Text, unknown
 from holdfast.rules.statements import (
     REPLICAS,
     Axes,
@@ -51,7 +51,7 @@ class Token:
         return bool(_NAME.fullmatch(self.text))
 
 
-def parsed(source: Source) -> list[Statement]:
+def parsed(source: Text) -> list[Statement]:
     """The statements of a text, in order.  RuleError at the first that is none."""
     if len(source.text) > MAX_TEXT:
         raise RuleError(f"{source.path}: rules of more than {MAX_TEXT} characters")
@@ -67,7 +67,7 @@ def _optional(statement: Statement) -> Statement:
     return statement
 
 
-def _statements(source: Source) -> Iterator[list[tuple[int, str]]]:
+def _statements(source: Text) -> Iterator[list[tuple[int, str]]]:
     """Lines of each statement, with their numbers, without comments."""
     found: list[tuple[int, str]] = []
     for number, line in enumerate(source.text.split("\n"), 1):
@@ -92,7 +92,7 @@ def _statements(source: Source) -> Iterator[list[tuple[int, str]]]:
 class _Parser:
     """One statement: its first words, or its tokens from one of them on."""
 
-    source: Source
+    source: Text
     lines: list[tuple[int, str]]
     tokens: list[Token] = field(default_factory=list)
     at: int = 0
@@ -241,9 +241,9 @@ class _Parser:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def step(self) -> steps.Step:
+    def step(self) -> steps.RuleStep:
         word = self.take()
-        kinds: dict[str, Callable[[], Callable[[Span], steps.Step]]] = {
+        kinds: dict[str, Callable[[], Callable[[Span], steps.RuleStep]]] = {
             "shard": self.shard,
             "fused": self.fused,
             "interleaved": self.interleaved,
@@ -261,7 +261,7 @@ class _Parser:
         made = kinds[word.text]()
         return made(word.span.to(self.tokens[self.at - 1].span))
 
-    def shard(self) -> Callable[[Span], steps.Step]:
+    def shard(self) -> Callable[[Span], steps.RuleStep]:
         dim, axes = self.dim(), self.over()
         for how in ("even", "balanced"):
             if self.accept(how):
@@ -273,18 +273,18 @@ class _Parser:
             widths.append(self.numbers())
         return lambda span: steps.Shard(span, dim, axes, "widths", tuple(widths))
 
-    def fused(self) -> Callable[[Span], steps.Step]:
+    def fused(self) -> Callable[[Span], steps.RuleStep]:
         dim, sizes = self.dim(), self.numbers()
         return lambda span: steps.Fused(span, dim, sizes)
 
-    def interleaved(self) -> Callable[[Span], steps.Step]:
+    def interleaved(self) -> Callable[[Span], steps.RuleStep]:
         dim, groups = self.dim(), self.expression()
         self.expect("of")
         sizes = self.numbers()
         logical = "stored" if self.accept("stored") else "parts"
         return lambda span: steps.Interleaved(span, dim, groups, sizes, logical)
 
-    def padded(self) -> Callable[[Span], steps.Step]:
+    def padded(self) -> Callable[[Span], steps.RuleStep]:
         dim = self.dim()
         original = self.expression() if self.accept("from") else None
         if self.expect("to", "multiple").text == "to":
@@ -293,7 +293,7 @@ class _Parser:
         multiple = self.expression()
         return lambda span: steps.Padded(span, dim, multiple=multiple, original=original)
 
-    def experts(self) -> Callable[[Span], steps.Step]:
+    def experts(self) -> Callable[[Span], steps.RuleStep]:
         if self.next.text.isdigit():
             dim, axes = self.dim(), self.over()
             return lambda span: steps.Experts(span, dim, axes)
@@ -306,7 +306,7 @@ class _Parser:
         named = Expression((expert,), expert.span)
         return lambda span: steps.ExpertTensors(span, named, count, over)
 
-    def transposed(self) -> Callable[[Span], steps.Step]:
+    def transposed(self) -> Callable[[Span], steps.RuleStep]:
         if not self.accept("("):
             return lambda span: steps.Transposed(span)
         order = [self.dim()]
@@ -315,16 +315,16 @@ class _Parser:
         self.expect(")")
         return lambda span: steps.Transposed(span, tuple(order))
 
-    def scaled(self) -> Callable[[Span], steps.Step]:
+    def scaled(self) -> Callable[[Span], steps.RuleStep]:
         factor = self.expression()
         return lambda span: steps.Scaled(span, factor)
 
-    def flat(self) -> Callable[[Span], steps.Step]:
+    def flat(self) -> Callable[[Span], steps.RuleStep]:
         axes = self.over()
         multiple = self.expression() if self.accept("multiple") else None
         return lambda span: steps.Flat(span, axes, multiple)
 
-    def on(self) -> Callable[[Span], steps.Step]:
+    def on(self) -> Callable[[Span], steps.RuleStep]:
         axis = self.axis()
         coordinates = self.numbers() if self.next.text == "(" else (self.expression(),)
         return lambda span: steps.On(span, (axis,), coordinates)

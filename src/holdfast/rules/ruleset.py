@@ -31,7 +31,7 @@ from holdfast.rules.expression import SIZE, Expression
 from holdfast.rules.layout import Layout, Shape
 from holdfast.rules.loading import source_of, statements_of
 from holdfast.rules.renaming import first, renamed, renamed_back
-from holdfast.rules.source import Source, unknown
+from holdfast.rules.source import Text, unknown
 from holdfast.rules.statements import Axes, Let, Need, Rename, Rule, Statement
 
 Captures = tuple[tuple[str, str], ...]
@@ -68,7 +68,7 @@ class RuleSet:
         text: str, path: str = "<rules>", *, let: Mapping[str, int | Fraction] | None = None
     ) -> RuleSet:
         """Make a rule set from text; `let` gives values to variables, before the text does."""
-        return RuleSet(statements_of(Source(path, text)), path, let or {})
+        return RuleSet(statements_of(Text(path, text)), path, let or {})
 
     @staticmethod
     def load(what: str, *, let: Mapping[str, int | Fraction] | None = None) -> RuleSet:

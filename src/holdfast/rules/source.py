@@ -18,7 +18,7 @@ MAX_SHOWN = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Text:
     """A text and what it is called in messages: a path, or the name of a preset."""
 
     path: str
@@ -29,7 +29,7 @@ class Source:
 class Span:
     """`width` columns of a line from `column` on; lines count from 1, columns from 0."""
 
-    source: Source
+    source: Text
     line: int
     column: int
     width: int

@@ -8,7 +8,7 @@ from typing import Literal
 from holdfast.rules.expression import Expression, Named
 from holdfast.rules.pattern import Pattern
 from holdfast.rules.source import Span
-from holdfast.rules.steps import Step
+from holdfast.rules.steps import RuleStep
 
 Replica = Literal["unique", "replicated", "averaged"]
 REPLICAS: tuple[Replica, ...] = ("unique", "replicated", "averaged")
@@ -23,7 +23,7 @@ class Rule:
 
     pattern: Pattern
     replica: Replica
-    steps: tuple[Step, ...]
+    steps: tuple[RuleStep, ...]
     span: Span
     text: str
     named_axes: tuple[Named, ...] = ()

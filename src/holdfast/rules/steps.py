@@ -19,7 +19,7 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Coordinates:
     """Coordinates on the axes, their sizes, and what names in expressions stand for."""
 
     coordinates: Mapping[str, int]
@@ -42,7 +42,7 @@ class Place:
         return expression.whole({**self.numbers, SIZE: Fraction(size)})
 
 
-class Step(Protocol):
+class RuleStep(Protocol):
     """The attributes and methods that all steps have."""
 
     @property
@@ -53,7 +53,7 @@ class Step(Protocol):
 
     @property
     def expressions(self) -> tuple[Expression, ...]: ...
-    def apply(self, view: View, place: Place) -> View: ...
+    def apply(self, view: View, place: Coordinates) -> View: ...
 
 
 def length(view: View, dim: int) -> int:
@@ -75,7 +75,7 @@ class Shard:
     def expressions(self) -> tuple[Expression, ...]:
         return tuple(e for each in self.widths for e in each)
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         part, parts = place.part(self.axes), place.parts(self.axes)
         if self.how == "widths":
             size = length(view, self.dim)
@@ -102,7 +102,7 @@ class Fused:
     def expressions(self) -> tuple[Expression, ...]:
         return self.sizes
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         size = length(view, self.dim)
         return view.fused(self.dim, [place.number(e, size) for e in self.sizes])
 
@@ -122,7 +122,7 @@ class Interleaved:
     def expressions(self) -> tuple[Expression, ...]:
         return (self.groups, *self.sizes)
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         size = length(view, self.dim)
         sizes = [place.number(e, size) for e in self.sizes]
         groups = place.number(self.groups, size)
@@ -146,7 +146,7 @@ class Padded:
     def expressions(self) -> tuple[Expression, ...]:
         return tuple(e for e in (self.to, self.multiple, self.original) if e is not None)
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         size = length(view, self.dim)
         if self.original is not None:
             original = place.number(self.original, size)
@@ -167,7 +167,7 @@ class Experts:
     axes: Axes
     expressions: tuple[Expression, ...] = ()
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         return view.experts(self.dim, place.part(self.axes), place.parts(self.axes))
 
 
@@ -184,7 +184,7 @@ class ExpertTensors:
     def expressions(self) -> tuple[Expression, ...]:
         return (self.expert, self.count)
 
-    def holder(self, place: Place) -> int:
+    def holder(self, place: Coordinates) -> int:
         """The part of `axes` that holds the expert."""
         expert, count = place.number(self.expert), place.number(self.count)
         parts = place.parts(self.axes)
@@ -194,7 +194,7 @@ class ExpertTensors:
             raise self.span.error(f"{count} experts do not divide into {parts} equal parts")
         return expert // (count // parts)
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         return view if place.part(self.axes) == self.holder(place) else view.absent()
 
 
@@ -210,7 +210,7 @@ class On:
     def expressions(self) -> tuple[Expression, ...]:
         return self.coordinates
 
-    def allowed(self, place: Place) -> tuple[int, ...]:
+    def allowed(self, place: Coordinates) -> tuple[int, ...]:
         """Return the coordinates, ascending.  RuleError for one that the axis does not have."""
         size, found = place.parts(self.axes), set()
         for expression in self.coordinates:
@@ -220,7 +220,7 @@ class On:
             found.add(at)
         return tuple(sorted(found))
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         return view if place.part(self.axes) in self.allowed(place) else view.absent()
 
 
@@ -233,7 +233,7 @@ class Transposed:
     axes: Axes = ()
     expressions: tuple[Expression, ...] = ()
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         return view.transposed(self.order)
 
 
@@ -249,7 +249,7 @@ class Scaled:
     def expressions(self) -> tuple[Expression, ...]:
         return (self.factor,)
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         return view.scaled(float(self.factor.value(place.numbers)))
 
 
@@ -265,6 +265,6 @@ class Flat:
     def expressions(self) -> tuple[Expression, ...]:
         return () if self.multiple is None else (self.multiple,)
 
-    def apply(self, view: View, place: Place) -> View:
+    def apply(self, view: View, place: Coordinates) -> View:
         multiple = 1 if self.multiple is None else place.number(self.multiple)
         return view.flat_shard(place.part(self.axes), place.parts(self.axes), multiple)

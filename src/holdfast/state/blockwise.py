@@ -41,7 +41,7 @@ IN_PHASES = frozenset(["ASGD", "RAdam"])
 
 
 @dataclass(frozen=True)
-class Block:
+class ParamBlock:
     """Elements of a parameter on this rank; in one dim, or in its own shape if they are all."""
 
     param: torch.Tensor
@@ -133,9 +133,9 @@ class Blockwise:
                 }
                 make(one)
 
-    def _blocks(self, params: Sequence[torch.Tensor]) -> Iterator[list[Block]]:
+    def _blocks(self, params: Sequence[torch.Tensor]) -> Iterator[list[ParamBlock]]:
         """Each list is one step: a block of a large parameter, or some small ones."""
-        small: list[Block] = []
+        small: list[ParamBlock] = []
         size = 0
         for p in params:
             if p.grad is None:
@@ -144,9 +144,9 @@ class Blockwise:
             elements = self._block_bytes // p.itemsize
             if count > elements:
                 for start in range(0, count, elements):
-                    yield [Block(p, start, min(start + elements, count))]
+                    yield [ParamBlock(p, start, min(start + elements, count))]
                 continue
-            small.append(Block(p, 0, count))
+            small.append(ParamBlock(p, 0, count))
             size += count
             if size >= elements:
                 yield small

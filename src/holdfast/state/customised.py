@@ -35,7 +35,7 @@ from torch import nn
 
 from holdfast.errors import HoldfastError, UsageError, warn_user
 from holdfast.state.asking import asked, asks_whole, entries_of
-from holdfast.state.held import Held, is_same, memory_of
+from holdfast.state.held import SavedTensors, is_same, memory_of
 from holdfast.state.ignoring import Ignored
 from holdfast.state.live import Live, encode, unwrap
 from holdfast.state.wrappers import Names, parts
@@ -191,13 +191,13 @@ def named_entries(part: nn.Module) -> dict[str, Any]:
     return {names.plain(entry): value for entry, value in entries_of(part).items()}
 
 
-def _held(own: Own, inner: list[Own]) -> Held:
+def _held(own: Own, inner: list[Own]) -> SavedTensors:
     """All that is saved anyway.  `inner`: what submodules, and what it wraps, have of their own."""
     whole = asks_whole(own.part)
     start = f"{own.path}." if own.path else ""
     below = [one for one in inner if one.path == own.path or one.path.startswith(start)]
     named = [one for one in below if whole or one.path != own.path]
-    return Held(
+    return SavedTensors(
         own.part,
         whole=whole,
         names=[one.name(e)[len(start) :] for one in named for e in (*one.tensors, *one.made)],
@@ -205,7 +205,7 @@ def _held(own: Own, inner: list[Own]) -> Held:
     )
 
 
-def _not_held(key: str, own: Own, entries: Mapping[str, Any], held: Held) -> dict[str, Any]:
+def _not_held(key: str, own: Own, entries: Mapping[str, Any], held: SavedTensors) -> dict[str, Any]:
     """Entries that nothing else in the module holds.  UsageError for two that are one without wrappers."""
     names = Names(own.part)
     rest: dict[str, Any] = {}
@@ -267,7 +267,7 @@ def _check_steady(key: str, own: Own) -> None:
         )
 
 
-def _tell_copies(key: str, own: Own, held: Held) -> None:
+def _tell_copies(key: str, own: Own, held: SavedTensors) -> None:
     """HoldfastWarning for made values that are copies of parameters or buffers, under other names."""
     made = {e: v for e, v in own.made.items() if _is_plain(v) and _varies(v)}
     by_kind: dict[Any, list[tuple[str, torch.Tensor]]] = {}

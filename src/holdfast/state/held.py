@@ -55,7 +55,7 @@ def _span(tensor: torch.Tensor) -> Span | None:
     return (local.device, local.untyped_storage().data_ptr()), start, start + (reach + 1) * size
 
 
-class Held:
+class SavedTensors:
     """The tensors of a module that are saved anyway; with `whole`, those of its submodules, too.
 
     `names` and `tensors` are known to be saved besides.

@@ -28,7 +28,7 @@ from holdfast.errors import HoldfastError, StateMismatch, warn_user
 from holdfast.state.asking import asks_whole, entries_of
 from holdfast.state.bitsandbytes import has_quant_states, put_quant_states
 from holdfast.state.customised import Own, form, named_entries
-from holdfast.state.held import Held, is_same
+from holdfast.state.held import SavedTensors, is_same
 from holdfast.state.wrappers import Names
 
 
@@ -51,7 +51,7 @@ def unloadable(key: str, own: Own, saved: Mapping[str, Any]) -> list[str]:
 class _Looking(TorchFunctionMode):
     """Sees whether anything is computed from tensors that are held; views and attributes are not."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: SavedTensors) -> None:
         super().__init__()
         self.seen = False
         self._held = held
@@ -68,7 +68,7 @@ class _Looking(TorchFunctionMode):
 def _reads_tensors(own: Own) -> bool:
     """True if a module computes something from its tensors when asked for its state_dict()."""
     tensors = own.tensors.values()
-    with _Looking(Held(own.part, whole=asks_whole(own.part), tensors=tensors)) as looking:
+    with _Looking(SavedTensors(own.part, whole=asks_whole(own.part), tensors=tensors)) as looking:
         entries_of(own.part)
     return looking.seen
 

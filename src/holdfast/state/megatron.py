@@ -21,7 +21,14 @@ from holdfast.errors import UsageError
 from holdfast.layout import Box
 from holdfast.sources import Cut, Framework, Group, Master, Source
 from holdfast.state.live import unwrap
-from holdfast.state.shards import Shard, is_megatrons, is_model, is_wrapped, names_of, shards_of
+from holdfast.state.shards import (
+    TensorShard,
+    is_megatrons,
+    is_model,
+    is_wrapped,
+    names_of,
+    shards_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +48,7 @@ class Megatron(Source):
 
     framework = "Megatron-Core"
 
-    shards: dict[int, Shard]
+    shards: dict[int, TensorShard]
     """Shards of the models' parameters and buffers, by id."""
     optimizers: list[Any] = field(default_factory=list)
     """Megatron's, those of a chain one by one."""
@@ -72,7 +79,7 @@ class Megatron(Source):
             is_padded=shard.padded,
         )
 
-    def shard(self, p: torch.Tensor) -> Shard:
+    def shard(self, p: torch.Tensor) -> TensorShard:
         """The shard that tells how a parameter or buffer lies in the whole model."""
         found = self.shards.get(id(p))
         if found is None:
@@ -159,7 +166,7 @@ class MegatronCore(Framework):
                 "an optimizer of Megatron-Core without its model: only the model knows names and places",
                 hint="hand over both: {'model': model, 'optim': optimizer}",
             )
-        shards: dict[int, Shard] = {}
+        shards: dict[int, TensorShard] = {}
         for model in models:
             shards |= shards_of(unwrap(model))
         found = Megatron(shards)

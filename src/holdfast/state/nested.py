@@ -23,7 +23,7 @@ LIVE, OBJECT = "$live", "$object"
 
 
 @dataclass
-class Slot:
+class StateSlot:
     """A live object and the saved tree of its state, in whose place it stands."""
 
     path: str
@@ -37,7 +37,7 @@ class Nested:
 
     tree: Any = None
     """The saved tree with `{"$live": Slot}` in the place of each object's state."""
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[StateSlot] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """Problems: objects here that the checkpoint does not have."""
     homeless: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
                 f"{path}: no state of an object was saved, and here is a {type(live).__name__}"
             )
             return tree
-        slot = Slot(path, live, tree[OBJECT] if is_saved else tree)
+        slot = StateSlot(path, live, tree[OBJECT] if is_saved else tree)
         into.slots.append(slot)
         return {LIVE: slot}
     if is_saved:

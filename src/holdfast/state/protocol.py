@@ -1,9 +1,9 @@
 """The messages of ranks to each other in a save, and what rank 0 makes of them.
 
 Before: each rank says which step it saves, the digest of its description and of each of its extras
-(`Ready`); rank 0 answers whether to go on, who must describe, and whose extras are whose (`Verdict`).
+(`ReadyToSave`); rank 0 answers whether to go on, who must describe, and whose extras are whose (`Verdict`).
 After: each rank hands in its file or its error (`Written`); rank 0 tells all what became of it
-(`Outcome`).
+(`SaveOutcome`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.state.live import PER_RANK
 from holdfast.wire import WireError
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True):
+class ReadyToSave(msgspec.Struct, frozen=True, array_like=True):
     """A rank's message to rank 0 before a save."""
 
     step: int
@@ -36,7 +36,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of rank 0 to all ranks' `Ready`."""
+    """The answer of rank 0 to all ranks' `ReadyToSave`."""
 
     go: bool
     describe: list[int]
@@ -55,13 +55,13 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     extras: dict[str, Any]
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class SaveOutcome(msgspec.Struct, frozen=True, array_like=True):
     """The answer of rank 0 to all `Written`: errors by rank, none if the save is committed."""
 
     errors: dict[int, WireError]
 
 
-def check_kinds(ready: list[Ready]) -> None:
+def check_kinds(ready: list[ReadyToSave]) -> None:
     """UsageError for a key whose values are of one kind on one rank and of another on another, of which
     nothing could be restored.  A rank that has nothing (None, an empty list) is of no kind."""
     first: dict[str, tuple[int, tuple[str, str]]] = {}
@@ -77,7 +77,7 @@ def check_kinds(ready: list[Ready]) -> None:
 
 
 def sort_extras(
-    ready: list[Ready],
+    ready: list[ReadyToSave],
 ) -> tuple[dict[str, str | None], dict[str, list[int]]]:
     """Return which extras each rank keeps for itself (with the rule), and who sends common ones."""
     per_rank: dict[str, str | None] = {}
@@ -105,7 +105,7 @@ def sort_extras(
     return per_rank, {k: v for k, v in send.items() if v}
 
 
-def _optimizer_like(key: str, ready: list[Ready]) -> bool:
+def _optimizer_like(key: str, ready: list[ReadyToSave]) -> bool:
     return ready[0].extras[key][1] == "merge"
 
 

@@ -60,7 +60,7 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
     """True if some rank has not looked at its tensors."""
 
 
-class _Found(msgspec.Struct, frozen=True, array_like=True):
+class _Differences(msgspec.Struct, frozen=True, array_like=True):
     """Text that names two ranks that differ, by name of the tensor or buffer."""
 
     tensors: dict[str, str]
@@ -122,7 +122,7 @@ class Replicas:
                 limit_s,
                 awaited,
             )
-            found = msgspec.msgpack.decode(answer, type=_Found)
+            found = msgspec.msgpack.decode(answer, type=_Differences)
             if found.tensors:
                 raise _mixture(found.tensors)
             if group.rank == 0 and live is not None:
@@ -192,7 +192,7 @@ def _differing(answers: list[bytes]) -> bytes:
 def _compare(answers: list[bytes], names: tuple[str, ...]) -> bytes:
     """On rank 0: find which tensors differ, and on which ranks."""
     first: dict[tuple[int, int], tuple[int, int]] = {}
-    found = _Found({}, {})
+    found = _Differences({}, {})
     for rank, answer in enumerate(answers):
         for (_, _, is_buffer), rows in msgspec.msgpack.decode(
             answer, type=list[tuple[Class, list[Row]]]

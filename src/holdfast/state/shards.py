@@ -34,7 +34,7 @@ BY_LAYER = {"non_homogeneous_layers": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TensorShard:
     """A rank's tensor of `local` shape, as boxes of a whole tensor: (box of the local, its start)."""
 
     name: str
@@ -91,13 +91,13 @@ def is_model(module: nn.Module) -> bool:
 # -- models ---------------------------------------------------------------------------------------
 
 
-def shards_of(model: nn.Module) -> dict[int, Shard]:
+def shards_of(model: nn.Module) -> dict[int, TensorShard]:
     """The shard that tells how a parameter or buffer lies in the whole model, by its id."""
     return _shards_in(model.sharded_state_dict(metadata=dict(BY_LAYER)))
 
 
-def _shards_in(tree: Any) -> dict[int, Shard]:
-    found: dict[int, Shard] = {}
+def _shards_in(tree: Any) -> dict[int, TensorShard]:
+    found: dict[int, TensorShard] = {}
     for entry in _leaves(tree):
         if _is_tensor(entry):
             build = getattr(entry, "build", None)
@@ -135,7 +135,7 @@ def _leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def _shard(entry: Any, tensors: list[Any]) -> Shard:
+def _shard(entry: Any, tensors: list[Any]) -> TensorShard:
     """The shard of one ShardedTensor, or of those that a factory makes of a weight."""
     first, data = tensors[0], entry.data
     name, axes = template(first.key)
@@ -153,7 +153,7 @@ def _shard(entry: Any, tensors: list[Any]) -> Shard:
         raise LayoutError(f"{entry.key!r}: its parts do not make it up")
     stage, rank = (0, 0) if isinstance(first.replica_id, int) else first.replica_id[:2]
     padded = bool(first.allow_shape_mismatch)
-    return Shard(
+    return TensorShard(
         name.format(*at), shape, tuple(data.shape), pieces, padded, bool(stage), bool(rank)
     )
 

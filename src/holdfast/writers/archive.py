@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.outfiles import Literal, Outfile, Span
+from holdfast.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.torchfile import STORAGES
 from holdfast.layout import row_major
-from holdfast.writers.pickling import Call, Global, Persistent, dumps
+from holdfast.writers.pickling import Persistent, PickledCall, PickledGlobal, dumps
 
 ALIGN = 64
 _FLAGS = 0x0808  # names are UTF-8; CRC and sizes follow the data
@@ -31,7 +31,7 @@ _KINDS = {dtype: name for name, dtype in STORAGES.items() if dtype}
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class ArchivedTensor:
     """A tensor for an archive: elements `first..` of tensor number `number` of the source, or `data`.
 
     Tensors with one `key` share their bytes.
@@ -50,12 +50,12 @@ class Tensor:
 
 
 @dataclass
-class Plan:
+class ArchivePlan:
     """Parts of a file, from front to back."""
 
     at: int = 0
     literals: list[Literal] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[ElementSpan] = field(default_factory=list)
     crcs: list[Crc] = field(default_factory=list)
 
     def put(self, data: bytes) -> None:
@@ -90,8 +90,8 @@ class _Member:
     descriptor_at: int
 
 
-def add_archive(plan: Plan, tree: Any, name: str = "archive") -> None:
-    """Append what torch.save(tree) would write; `Tensor`s in the tree are taken from the source.
+def add_archive(plan: ArchivePlan, tree: Any, name: str = "archive") -> None:
+    """Append what torch.save(tree) would write; `ArchivedTensor`s in the tree are taken from the source.
 
     Begins at a multiple of 64, and so do tensors' bytes.
     """
@@ -111,7 +111,9 @@ def add_archive(plan: Plan, tree: Any, name: str = "archive") -> None:
 def for_torch(value: Any) -> Any:
     """A decoded extra with arrays as tensors and numpy's scalars as Python's."""
     if isinstance(value, np.ndarray):
-        return Tensor(str(value.dtype), value.shape, data=np.ascontiguousarray(value).tobytes())
+        return ArchivedTensor(
+            str(value.dtype), value.shape, data=np.ascontiguousarray(value).tobytes()
+        )
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
@@ -126,11 +128,11 @@ class _Storages:
     """Turns tensors in a tree into what rebuilds them, one storage each."""
 
     def __init__(self) -> None:
-        self.found: list[Tensor] = []
+        self.found: list[ArchivedTensor] = []
         self._known: dict[Any, int] = {}
 
     def replace(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, ArchivedTensor):
             return self._rebuild(value)
         if isinstance(value, dict):
             return {k: self.replace(v) for k, v in value.items()}
@@ -138,46 +140,48 @@ class _Storages:
             return type(value)(self.replace(v) for v in value)
         return value
 
-    def _rebuild(self, t: Tensor) -> Call:
+    def _rebuild(self, t: ArchivedTensor) -> PickledCall:
         known = self._known.get(t.key) if t.key is not None else None
         number = len(self.found) if known is None else known
         if known is None:
             self.found.append(t)
             if t.key is not None:
                 self._known[t.key] = number
-        hooks = Call(Global("collections", "OrderedDict"), ())
+        hooks = PickledCall(PickledGlobal("collections", "OrderedDict"), ())
         rest = (0, t.shape, row_major(t.shape), False, hooks)
         kind = _KINDS.get(t.dtype)
         if kind is not None:
-            storage = ("storage", Global("torch", kind), str(number), "cpu", prod(t.shape))
-            return Call(Global("torch._utils", "_rebuild_tensor_v2"), (Persistent(storage), *rest))
-        untyped = Global("torch.storage", "UntypedStorage")
+            storage = ("storage", PickledGlobal("torch", kind), str(number), "cpu", prod(t.shape))
+            return PickledCall(
+                PickledGlobal("torch._utils", "_rebuild_tensor_v2"), (Persistent(storage), *rest)
+            )
+        untyped = PickledGlobal("torch.storage", "UntypedStorage")
         storage = ("storage", untyped, str(number), "cpu", t.bytes)
-        return Call(
-            Global("torch._utils", "_rebuild_tensor_v3"),
-            (Persistent(storage), *rest, Global("torch", t.dtype)),
+        return PickledCall(
+            PickledGlobal("torch._utils", "_rebuild_tensor_v3"),
+            (Persistent(storage), *rest, PickledGlobal("torch", t.dtype)),
         )
 
 
-def _literal(plan: Plan, begin: int, name: str, data: bytes) -> _Member:
+def _literal(plan: ArchivePlan, begin: int, name: str, data: bytes) -> _Member:
     header_at = _header(plan, name, len(data))
     at = plan.at
     plan.put(data)
     return _ended(plan, begin, name, header_at, at, zlib.crc32(data))
 
 
-def _storage(plan: Plan, begin: int, name: str, tensor: Tensor) -> _Member:
+def _storage(plan: ArchivePlan, begin: int, name: str, tensor: ArchivedTensor) -> _Member:
     if tensor.data is not None:
         return _literal(plan, begin, name, tensor.data)
     header_at = _header(plan, name, tensor.bytes)
     at, last = plan.at, tensor.first + prod(tensor.shape)
     if tensor.bytes:
-        plan.spans.append(Span(at, tensor.number, tensor.first, last, tensor.dtype))
+        plan.spans.append(ElementSpan(at, tensor.number, tensor.first, last, tensor.dtype))
     plan.at += tensor.bytes
     return _ended(plan, begin, name, header_at, at, None)
 
 
-def _header(plan: Plan, name: str, size: int) -> int:
+def _header(plan: ArchivePlan, name: str, size: int) -> int:
     """The header in front of a member, padded so that data begins aligned; returns its place."""
     at, raw = plan.at, name.encode()
     large = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LARGE else b""
@@ -190,7 +194,7 @@ def _header(plan: Plan, name: str, size: int) -> int:
 
 
 def _ended(
-    plan: Plan, begin: int, name: str, header_at: int, data_at: int, crc: int | None
+    plan: ArchivePlan, begin: int, name: str, header_at: int, data_at: int, crc: int | None
 ) -> _Member:
     """Put the descriptor behind a member's data."""
     size, at = plan.at - data_at, plan.at
@@ -199,7 +203,7 @@ def _ended(
     return _Member(name.encode(), header_at - begin, size, crc, data_at, at)
 
 
-def _central(plan: Plan, begin: int, members: Sequence[_Member]) -> None:
+def _central(plan: ArchivePlan, begin: int, members: Sequence[_Member]) -> None:
     """The directory at the end of an archive; offsets count from the archive's first byte."""
     start = plan.at
     for m in members:

@@ -20,9 +20,9 @@ from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
-from holdfast.writers.archive import Plan, Tensor, add_archive, for_torch
-from holdfast.writers.pickling import Call, Global, Instance, dumps
-from holdfast.writers.planned import Options, Planned
+from holdfast.writers.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
+from holdfast.writers.pickling import Instance, PickledCall, PickledGlobal, dumps
+from holdfast.writers.planned import Planned, WriteOptions
 
 METADATA = ".metadata"
 CHUNK_BYTES = 128 << 20
@@ -47,12 +47,12 @@ class _Files:
 
     def __init__(self, max_file_bytes: int) -> None:
         self._max = max_file_bytes
-        self.plans: list[Plan] = [Plan()]
+        self.plans: list[ArchivePlan] = [ArchivePlan()]
 
     def add(self, tree: Any, size: int = 0) -> tuple[str, int, int]:
         """Append an archive: (file, start, length)."""
         if self.plans[-1].at and self.plans[-1].at + size > self._max:
-            self.plans.append(Plan())
+            self.plans.append(ArchivePlan())
         plan = self.plans[-1]
         plan.align()
         start = plan.at
@@ -64,7 +64,7 @@ class _Files:
         return f"__{number}_0.distcp"
 
 
-def plan_dcp(source: Checkpoint, options: Options) -> Planned:
+def plan_dcp(source: Checkpoint, options: WriteOptions) -> Planned:
     """Plan all tensors and all extras but those that each rank had for itself."""
     extras, left_out = keep_extras(source)
     files, entries = _Files(options.max_file_bytes), _Entries()
@@ -97,7 +97,7 @@ def _chunks(files: _Files, number: int, t: TensorEntry) -> Iterator[_Chunk]:
     for first in range(0, rows, step) if prod(t.shape) else ():
         count = min(step, rows - first)
         sizes = (count, *t.shape[1:]) if t.shape else ()
-        part = Tensor(t.dtype, sizes, number, first * row)
+        part = ArchivedTensor(t.dtype, sizes, number, first * row)
         offsets = (first, *(0 for _ in t.shape[1:])) if t.shape else ()
         yield _Chunk(offsets, sizes, *files.add(part, part.bytes))
 
@@ -181,31 +181,31 @@ class _Entries:
     def tensor(self, path: Path, dtype: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> None:
         name = self._name(path)
         state = (
-            Global("torch", dtype),
-            Call(Global("torch.serialization", "_get_layout"), ("torch.strided",)),
+            PickledGlobal("torch", dtype),
+            PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("torch.strided",)),
             False,
-            Call(Global(_META, "_MEM_FORMAT_ENCODING"), (0,)),
+            PickledCall(PickledGlobal(_META, "_MEM_FORMAT_ENCODING"), (0,)),
             False,
         )
         listed = [
             Instance(
-                Global(_META, "ChunkStorageMetadata"),
+                PickledGlobal(_META, "ChunkStorageMetadata"),
                 {"offsets": _size(c.offsets), "sizes": _size(c.sizes)},
             )
             for c in chunks
         ]
         fields = {
-            "properties": Instance(Global(_META, "TensorProperties"), state),
+            "properties": Instance(PickledGlobal(_META, "TensorProperties"), state),
             "size": _size(shape),
             "chunks": listed,
         }
-        self._tensors[name] = Instance(Global(_META, "TensorStorageMetadata"), fields)
+        self._tensors[name] = Instance(PickledGlobal(_META, "TensorStorageMetadata"), fields)
         for i, c in enumerate(chunks):
             self._place(name, _size(c.offsets), i, (c.file, c.start, c.length))
 
     def value(self, path: Path, place: tuple[str, int, int]) -> None:
         name = self._name(path)
-        self._tensors[name] = Instance(Global(_META, "BytesStorageMetadata"), {})
+        self._tensors[name] = Instance(PickledGlobal(_META, "BytesStorageMetadata"), {})
         self._place(name, None, None, place)
 
     def _name(self, path: Path) -> str:
@@ -217,13 +217,13 @@ class _Entries:
 
     def _place(self, name: str, offset: Any, index: Any, place: tuple[str, int, int]) -> None:
         key = Instance(
-            Global(_META, "MetadataIndex"), {"fqn": name, "offset": offset, "index": index}
+            PickledGlobal(_META, "MetadataIndex"), {"fqn": name, "offset": offset, "index": index}
         )
         path, start, length = place
         fields = {
             "relative_path": path, "offset": start, "length": length, "transform_descriptors": None,
         }  # fmt: skip
-        info = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+        info = PickledGlobal("torch.distributed.checkpoint.filesystem", "_StorageInfo")
         self._places[key] = Instance(info, fields)
 
     def metadata(self) -> bytes:
@@ -235,8 +235,8 @@ class _Entries:
             "storage_meta": None,
             "version": "1.0.0",
         }
-        return dumps(Instance(Global(_META, "Metadata"), fields))
+        return dumps(Instance(PickledGlobal(_META, "Metadata"), fields))
 
 
-def _size(shape: tuple[int, ...]) -> Call:
-    return Call(Global("torch", "Size"), (tuple(shape),))
+def _size(shape: tuple[int, ...]) -> PickledCall:
+    return PickledCall(PickledGlobal("torch", "Size"), (tuple(shape),))

@@ -21,9 +21,9 @@ from holdfast.checkpoint.outfiles import Outfile
 from holdfast.errors import UsageError
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
-from holdfast.writers.archive import Plan, Tensor, add_archive, for_torch
-from holdfast.writers.pickling import Call, Global, Instance
-from holdfast.writers.planned import Options, Planned, is_float
+from holdfast.writers.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
+from holdfast.writers.pickling import Instance, PickledCall, PickledGlobal
+from holdfast.writers.planned import Planned, WriteOptions, is_float
 
 VERSION = "0.16.0"
 """Version of DeepSpeed to name if the source does not say; loaders refuse files that name none."""
@@ -39,7 +39,7 @@ SCALER_FIELDS = {
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def plan_deepspeed(source: Checkpoint, options: Options) -> Planned:
+def plan_deepspeed(source: Checkpoint, options: WriteOptions) -> Planned:
     """Plan weights, optimizer states, groups, counters and the scheduler."""
     tag = f"global_step{source.step}_universal"
     extras, left_out = keep_extras(source)
@@ -106,11 +106,11 @@ def _tagged(source: Checkpoint, tag: str, body: Any) -> Any:
         return plain_tensor(tag, body)
     number = source.index(body)
     t = source.manifest.tensors[number]
-    return Tensor(t.dtype, t.shape, number)
+    return ArchivedTensor(t.dtype, t.shape, number)
 
 
 def _archive(path: str, tree: Any) -> Outfile:
-    plan = Plan()
+    plan = ArchivePlan()
     add_archive(plan, tree)
     return plan.outfile(path)
 
@@ -128,7 +128,7 @@ def _parameters(
         if not optim or not t.name.startswith(f"{optim}.") or name not in params:
             continue
         if state == "step":
-            value = Tensor(t.dtype, t.shape, number)
+            value = ArchivedTensor(t.dtype, t.shape, number)
             files.append(_archive(f"{folder}/{name}/step.pt", value))
             done.add(name)
         else:
@@ -141,7 +141,7 @@ def _parameters(
 
 def _tensor(path: str, number: int, t: TensorEntry) -> Outfile:
     dtype = "float32" if is_float(t.dtype) else t.dtype
-    return _archive(path, {"param": Tensor(dtype, t.shape, number), "cat_dim": 0})
+    return _archive(path, {"param": ArchivedTensor(dtype, t.shape, number), "cat_dim": 0})
 
 
 def _optimizer_state(
@@ -170,8 +170,10 @@ def _scaler(saved: Any) -> dict[str, Any]:
         return {}
     fields = {k: v for k, v in saved.items() if k not in ("dynamic_loss_scale", "overflow")}
     dtype = str(fields.get("dtype", "float16")).removeprefix("torch.")
-    state = {**for_torch(fields), "dynamic": True, "dtype": Global("torch", dtype)}
-    scaler = Instance(Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"), state)
+    state = {**for_torch(fields), "dynamic": True, "dtype": PickledGlobal("torch", dtype)}
+    scaler = Instance(
+        PickledGlobal("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"), state
+    )
     return {"loss_scaler": scaler, "dynamic_loss_scale": True}
 
 
@@ -179,7 +181,7 @@ def _step(source: Checkpoint, plain: dict[str, Any], optim: str | None) -> Any:
     """The step of the first parameter that has one."""
     for number, t in enumerate(source.manifest.tensors):
         if optim and t.state == "step" and t.name.startswith(f"{optim}."):
-            return Tensor(t.dtype, t.shape, number)
+            return ArchivedTensor(t.dtype, t.shape, number)
     for states in (plain[optim]["state"] if optim else {}).values():
         if "step" in states:
             return for_torch(states["step"])
@@ -196,11 +198,13 @@ def _model_states(
     """Return all that is not sharded; weights stay out of it, buffers do not."""
     params = _params(source, key)
     buffers = {
-        t.name.removeprefix(f"{key}."): Tensor(t.dtype, t.shape, i)
+        t.name.removeprefix(f"{key}."): ArchivedTensor(t.dtype, t.shape, i)
         for i, t in enumerate(source.manifest.tensors)
         if t.name.startswith(f"{key}.") and t.name.removeprefix(f"{key}.") not in params
     }
-    shapes = {n: Call(Global("torch", "Size"), (t.shape,)) for n, (_, t) in params.items()}
+    shapes = {
+        n: PickledCall(PickledGlobal("torch", "Size"), (t.shape,)) for n, (_, t) in params.items()
+    }
     engine = plain.get(f"{optim}.engine") or {}
     schedulers = [plain[k] for k in SCHEDULERS if k in plain] + [engine.get("lr_scheduler")]
     counters = {k: engine[k] for k in COUNTERS if isinstance(engine.get(k), int)}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.outfiles import Literal, Outfile, Span
+from holdfast.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.checkpoint.tidying import INDEX
 from holdfast.format.dtypes import dtype_of
-from holdfast.writers.planned import Options, Planned, Weight, weights
+from holdfast.writers.planned import Planned, Weight, WriteOptions, weights
 
 NAME = "model"
 ALIGN = 64
 
 
-def plan_huggingface(source: Checkpoint, options: Options) -> Planned:
+def plan_huggingface(source: Checkpoint, options: WriteOptions) -> Planned:
     """The model's weights, in files of at most `max_file_bytes` unless one tensor is larger."""
     shards = shard(weights(source, options), options.max_file_bytes)
     count = len(shards)
@@ -51,12 +51,14 @@ def safetensors_file(path: str, some: list[Weight]) -> Outfile:
             "data_offsets": [at, at + w.bytes],
         }
         if w.bytes:
-            spans.append(Span(at, w.number, 0, w.bytes // dtype.bytes, w.dtype))
+            spans.append(ElementSpan(at, w.number, 0, w.bytes // dtype.bytes, w.dtype))
         at += w.bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN)
     header = len(text).to_bytes(8, "little") + text
-    moved = tuple(Span(s.start + len(header), s.tensor, s.first, s.last, s.dtype) for s in spans)
+    moved = tuple(
+        ElementSpan(s.start + len(header), s.tensor, s.first, s.last, s.dtype) for s in spans
+    )
     return Outfile(path, len(header) + at, (Literal(0, header),), moved)
 
 

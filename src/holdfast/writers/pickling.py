@@ -5,7 +5,7 @@ made here, of protocol 2 (which torch's own restricted loader accepts):
 
     dumps({"param": Call(Global("torch._utils", "_rebuild_tensor_v2"), (...))})
 
-Nothing is looked up or imported: a `Global` is two strings.
+Nothing is looked up or imported: a `PickledGlobal` is two strings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
+class PickledGlobal:
     """A class or function, by name."""
 
     module: str
@@ -27,10 +27,10 @@ class Global:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PickledCall:
     """The result of a function that the reader calls."""
 
-    function: Global
+    function: PickledGlobal
     args: tuple[Any, ...]
 
 
@@ -38,7 +38,7 @@ class Call:
 class Instance:
     """An instance made without `__init__` and given its state (usually a dict of fields)."""
 
-    cls: Global
+    cls: PickledGlobal
     state: Any
 
 
@@ -69,8 +69,12 @@ class _Pickler:
             case str():
                 self._once(value, lambda: b"X" + _sized(value.encode("utf-8", "surrogatepass")))
             case bytes():
-                self.write(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
-            case Global():
+                self.write(
+                    PickledCall(
+                        PickledGlobal("_codecs", "encode"), (value.decode("latin1"), "latin1")
+                    )
+                )
+            case PickledGlobal():
                 self._once(value, lambda: f"c{value.module}\n{value.name}\n".encode())
             case tuple():
                 self._tuple(value)
@@ -81,7 +85,7 @@ class _Pickler:
                 _check_keys(value)
                 self.out += b"}"
                 self._marked((x for pair in value.items() for x in pair), b"u")
-            case Call():
+            case PickledCall():
                 self.write(value.function)
                 self._tuple(value.args)
                 self.out += b"R"
@@ -95,9 +99,11 @@ class _Pickler:
                 self.out += b"Q"
             case set() | frozenset():
                 _check_keys(value)
-                self.write(Call(Global("builtins", "set"), (list(value),)))
+                self.write(PickledCall(PickledGlobal("builtins", "set"), (list(value),)))
             case complex():
-                self.write(Call(Global("builtins", "complex"), (value.real, value.imag)))
+                self.write(
+                    PickledCall(PickledGlobal("builtins", "complex"), (value.real, value.imag))
+                )
             case _:
                 raise UsageError(f"a {type(value).__name__} cannot be written for torch.load")
 

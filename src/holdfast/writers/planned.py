@@ -22,7 +22,7 @@ Rename = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class WriteOptions:
     """`dtype`: that of weights in formats that hold weights alone.  `rename`: their new names."""
 
     max_file_bytes: int = 5_000_000_000
@@ -60,7 +60,7 @@ class Weight:
         return size
 
 
-def weights(source: Checkpoint, options: Options) -> list[Weight]:
+def weights(source: Checkpoint, options: WriteOptions) -> list[Weight]:
     """The model's parameters and buffers, named without their key, then renamed, and cast."""
     found = _of_key(source, options.key)
     new = {name: _renamed(name, options) for name, _, _ in found}
@@ -77,7 +77,7 @@ def weights(source: Checkpoint, options: Options) -> list[Weight]:
     ]
 
 
-def _renamed(name: str, options: Options) -> str:
+def _renamed(name: str, options: WriteOptions) -> str:
     try:
         new = name if options.rename is None else options.rename(name)
     except Exception as error:

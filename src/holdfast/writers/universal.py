@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.checkpoint.consolidating import Consolidation, plan_consolidation
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.store import Store
-from holdfast.writers.planned import Options
+from holdfast.writers.planned import WriteOptions
 
 
 def attempt_name(identity: str) -> str:
@@ -14,7 +14,7 @@ def attempt_name(identity: str) -> str:
 
 
 def plan_universal(
-    source: Checkpoint, target: Store, identity: str, options: Options
+    source: Checkpoint, target: Store, identity: str, options: WriteOptions
 ) -> Consolidation:
     """Plan a step of `target`; the same `identity` gives the same files."""
     return plan_consolidation(source, target, attempt_name(identity), options.max_file_bytes)

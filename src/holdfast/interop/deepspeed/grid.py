@@ -13,16 +13,16 @@ from typing import Any
 
 from holdfast.errors import FormatError, NotFound
 from holdfast.interop.deepspeed import model, rest, zero
-from holdfast.interop.deepspeed.tags import Files
+from holdfast.interop.deepspeed.tags import TagFiles
 from holdfast.interop.deepspeed.trees import Tree, read
-from holdfast.interop.deepspeed.zero import Flat, Shape
+from holdfast.interop.deepspeed.zero import FlatGroup, Shape
 from holdfast.interop.torchfile import TensorRef
-from holdfast.interop.unpickle import Record
+from holdfast.interop.unpickle import UnknownInstance
 from holdfast.store import Store
 
 
 @dataclass(frozen=True)
-class Shard:
+class ModelRank:
     """A model-parallel rank: its model file, and what its data-parallel ranks hold of the optimizer."""
 
     pp: int
@@ -31,15 +31,15 @@ class Shard:
     module: dict[str, Any]
     """The state_dict; in a pipeline that of the layers."""
     optim: Sequence[Tree]
-    flats: Sequence[Flat]
+    flats: Sequence[FlatGroup]
 
     @property
-    def trained(self) -> dict[str, Flat]:
+    def trained(self) -> dict[str, FlatGroup]:
         """The group that holds each parameter, by name."""
         return {name: flat for flat in self.flats for name in flat.shapes}
 
 
-def shards(store: Store, files: Files) -> list[Shard]:
+def shards(store: Store, files: TagFiles) -> list[ModelRank]:
     """All model-parallel ranks.  FormatError or NotFound if files are of different saves, or missing."""
     trees = _trees(store, files)
     tp = _tensor_ranks(trees[0], files, len(trees))
@@ -53,12 +53,12 @@ def shards(store: Store, files: Files) -> list[Shard]:
         module = modules[mp] if tree.root.get("module") is None else tree.get("module", dict)
         module = module | _experts(store, files, mp)
         every = {n: v for one in modules[mp % tp :: tp] for n, v in one.items()} | module
-        found.append(Shard(mp // tp, mp % tp, tree, module, optim, _flats(tree, every, optim)))
+        found.append(ModelRank(mp // tp, mp % tp, tree, module, optim, _flats(tree, every, optim)))
     _check_alike(found)
     return found
 
 
-def _trees(store: Store, files: Files) -> list[Tree]:
+def _trees(store: Store, files: TagFiles) -> list[Tree]:
     """The model files, one per model-parallel rank; under ZeRO-3 its first data-parallel rank's."""
     first = {mp: min(at for at in files.model if at[1] == mp) for _, mp in files.model}
     for mp in range(max(first) + 1):
@@ -75,7 +75,7 @@ def _renamed(files: dict[tuple[int, int], str], what: str, number: int) -> str:
     return re.sub(rf"{what}_\d+", f"{what}_{number:0{width}}", files[min(files)])
 
 
-def _tensor_ranks(tree: Tree, files: Files, ranks: int) -> int:
+def _tensor_ranks(tree: Tree, files: TagFiles, ranks: int) -> int:
     """Number of tensor-parallel ranks that a pipeline stage has."""
     said = tree.maybe("checkpoint_parallel_dimensions", dict)
     tp = said.get("tp_degree") if said else len({t for _, t in files.layers}) or ranks
@@ -93,7 +93,7 @@ def _tensor_ranks(tree: Tree, files: Files, ranks: int) -> int:
     return tp
 
 
-def _layers(store: Store, files: Files, tp: int) -> dict[tuple[int, int], Tree]:
+def _layers(store: Store, files: TagFiles, tp: int) -> dict[tuple[int, int], Tree]:
     for layer, t in files.layers:
         for other in range(tp):
             if (layer, other) not in files.layers or t >= tp:
@@ -104,7 +104,7 @@ def _layers(store: Store, files: Files, tp: int) -> dict[tuple[int, int], Tree]:
     return {at: read(store, path) for at, path in files.layers.items()}
 
 
-def _experts(store: Store, files: Files, mp: int) -> dict[str, Any]:
+def _experts(store: Store, files: TagFiles, mp: int) -> dict[str, Any]:
     """Return what the expert files of a model-parallel rank hold."""
     found: dict[str, Any] = {}
     for _, path in sorted((at, path) for at, path in files.experts.items() if at[2] == mp):
@@ -155,7 +155,7 @@ def _owner(
     return ranks[0], f"{layer}."
 
 
-def _flats(tree: Tree, module: dict[str, Any], optim: Sequence[Tree]) -> list[Flat]:
+def _flats(tree: Tree, module: dict[str, Any], optim: Sequence[Tree]) -> list[FlatGroup]:
     if not optim:
         return []
     shapes = model.shapes(tree)
@@ -182,7 +182,7 @@ def _mapped(optim: Sequence[Tree], module: dict[str, Any]) -> list[dict[str, Sha
     return found
 
 
-def _ranks(store: Store, files: Files, mp: int) -> list[Tree]:
+def _ranks(store: Store, files: TagFiles, mp: int) -> list[Tree]:
     """The optimizer files of a model-parallel rank, by data-parallel rank; of one save, and all there."""
     mine = {at: path for at, path in files.optim.items() if at[1] == mp}
     if not mine:
@@ -216,13 +216,13 @@ def _partitions(tree: Tree) -> int:
 
 def _stage(tree: Tree) -> int:
     found = tree.root.get("zero_stage", 1)  # BF16_Optimizer does not say
-    stage = found.args[0] if isinstance(found, Record) and found.args else found
+    stage = found.args[0] if isinstance(found, UnknownInstance) and found.args else found
     if stage not in (1, 2, 3):
         raise FormatError(f"ZeRO stage {stage!r}", key=tree.path)
     return int(stage)
 
 
-def _check_alike(found: Sequence[Shard]) -> None:
+def _check_alike(found: Sequence[ModelRank]) -> None:
     """Check that all files are of one save, as far as their counters and options tell."""
     first = found[0]
     for shard in found:

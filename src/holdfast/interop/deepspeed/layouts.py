@@ -24,7 +24,7 @@ VOCABULARY = "vocabulary_parameter_patterns"
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParamLayout:
     """A parameter's shape, and what each tensor-parallel rank stores of it."""
 
     name: str
@@ -68,14 +68,14 @@ class Layouts:
             with _said_in(path):
                 self._slices = Slices(info, shapes)
 
-    def of(self, name: str) -> Layout:
+    def of(self, name: str) -> ParamLayout:
         """Return the layout of one parameter."""
         if self._slices is None:
-            return Layout(name, self._shapes[name][0])
+            return ParamLayout(name, self._shapes[name][0])
         with _said_in(self._path):
             shape, replica = self._slices.shape(name), self._slices.replica(name)
         unique = self._slices.tp == 1
-        return Layout(name, shape, "unique" if unique else replica, self._slices, self._path)
+        return ParamLayout(name, shape, "unique" if unique else replica, self._slices, self._path)
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from typing import Any
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.interop.deepspeed import experts, model, rest, stage0, tensors, universal
-from holdfast.interop.deepspeed.grid import Shard, shards
+from holdfast.interop.deepspeed.grid import ModelRank, shards
 from holdfast.interop.deepspeed.layouts import INFO, Layouts
-from holdfast.interop.deepspeed.tags import Files, files_of, folders, latest, marked, step_in
+from holdfast.interop.deepspeed.tags import TagFiles, files_of, folders, latest, marked, step_in
 from holdfast.interop.deepspeed.trees import MALFORMED, Tree, read
-from holdfast.interop.deepspeed.zero import Flat, Shape
+from holdfast.interop.deepspeed.zero import FlatGroup, Shape
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.torchfile import TensorRef
 from holdfast.store import Store
@@ -68,7 +68,7 @@ def _counted(tree: Tree) -> int:
 
 
 @dataclass
-class _Found:
+class _TagContents:
     """Tensors, extras and other names that the files have given so far."""
 
     tensors: list[Foreign] = field(default_factory=list)
@@ -101,7 +101,7 @@ def _open(store: Store, folder: str) -> Checkpoint:
     files = files_of(store, folder)
     grid = shards(store, files)
     tree = grid[0].tree
-    found = _Found()
+    found = _TagContents()
     found.add(*rest.of_model(tree))
     if files.universal:
         trained = _add_universal(store, folder, files, grid, found)
@@ -123,7 +123,7 @@ def _open(store: Store, folder: str) -> Checkpoint:
     )
 
 
-def _layouts(grid: Sequence[Shard], shapes: dict[str, list[Shape]]) -> Layouts:
+def _layouts(grid: Sequence[ModelRank], shapes: dict[str, list[Shape]]) -> Layouts:
     """Return layouts by what the user's model, or DeepSpeed's own, says of tensor parallelism."""
     trees = [grid[0].tree, *grid[0].optim[:1]]
     for tree in trees:
@@ -134,10 +134,10 @@ def _layouts(grid: Sequence[Shard], shapes: dict[str, list[Shape]]) -> Layouts:
 
 
 def _columns(
-    grid: Sequence[Shard], name: str, flats: Sequence[dict[str, Flat]]
-) -> list[list[Flat]]:
+    grid: Sequence[ModelRank], name: str, flats: Sequence[dict[str, FlatGroup]]
+) -> list[list[FlatGroup]]:
     """For each stage that has a parameter, the groups that hold it on its tensor-parallel ranks."""
-    stages: dict[int, list[Flat]] = {}
+    stages: dict[int, list[FlatGroup]] = {}
     for shard, held in zip(grid, flats):
         if name in held:
             stages.setdefault(shard.pp, []).append(held[name])
@@ -148,7 +148,7 @@ def _columns(
     return [stages[pp] for pp in sorted(stages)]
 
 
-def _add_trained(found: _Found, grid: Sequence[Shard]) -> set[str]:
+def _add_trained(found: _TagContents, grid: Sequence[ModelRank]) -> set[str]:
     """Add what ZeRO has cut over the ranks; return the parameters' names."""
     flats = [shard.trained for shard in grid]
     names = dict.fromkeys(name for held in flats for name in held)
@@ -168,7 +168,7 @@ def _add_trained(found: _Found, grid: Sequence[Shard]) -> set[str]:
 
 
 def _add_universal(
-    store: Store, folder: str, files: Files, grid: Sequence[Shard], found: _Found
+    store: Store, folder: str, files: TagFiles, grid: Sequence[ModelRank], found: _TagContents
 ) -> set[str]:
     """Add what ds_to_universal has put together; return the parameters' names."""
     said: list[dict[str, Shape]] = []
@@ -184,7 +184,9 @@ def _add_universal(
     return set(known or files.universal)
 
 
-def _add_whole(store: Store, files: Files, grid: Sequence[Shard], found: _Found) -> set[str]:
+def _add_whole(
+    store: Store, files: TagFiles, grid: Sequence[ModelRank], found: _TagContents
+) -> set[str]:
     """Add a model file that holds everything, without ZeRO; return parameters with a master copy."""
     tree = grid[0].tree
     if tree.maybe("optimizer", dict) is None:
@@ -214,7 +216,9 @@ def _add_whole(store: Store, files: Files, grid: Sequence[Shard], found: _Found)
     return {t.name.partition(".")[2] for t in held if t.name.startswith("model.")}
 
 
-def _add_frozen(store: Store, files: Files, grid: Sequence[Shard], found: _Found) -> set[str]:
+def _add_frozen(
+    store: Store, files: TagFiles, grid: Sequence[ModelRank], found: _TagContents
+) -> set[str]:
     """Add frozen parameters of ZeRO-3, which are cut over the ranks; return their names."""
     tree = grid[0].tree
     shapes = tree.maybe("frozen_param_shapes", dict)
@@ -227,7 +231,7 @@ def _add_frozen(store: Store, files: Files, grid: Sequence[Shard], found: _Found
     return set(shapes)
 
 
-def _add_others(found: _Found, grid: Sequence[Shard], trained: set[str]) -> None:
+def _add_others(found: _TagContents, grid: Sequence[ModelRank], trained: set[str]) -> None:
     """Add buffers, frozen parameters and tied ones: what `module` has besides."""
     done = set(trained)
     for first in (shard for shard in grid if shard.tp == 0):
@@ -245,7 +249,9 @@ def _add_others(found: _Found, grid: Sequence[Shard], trained: set[str]) -> None
         found.tie(ties)
 
 
-def _other(grid: Sequence[Shard], name: str, column: Sequence[Shard], is_buffer: bool) -> Foreign:
+def _other(
+    grid: Sequence[ModelRank], name: str, column: Sequence[ModelRank], is_buffer: bool
+) -> Foreign:
     """A buffer, of which every rank has its own and the first counts; or a frozen parameter."""
     tree = column[0].tree
     refs = [ref for s in column if isinstance(ref := s.module.get(name), TensorRef)]

@@ -18,10 +18,10 @@ import numpy as np
 
 from holdfast.interop.deepspeed.tensors import plain
 from holdfast.interop.deepspeed.trees import Tree
-from holdfast.interop.deepspeed.zero import Flat, param_groups
+from holdfast.interop.deepspeed.zero import FlatGroup, param_groups
 from holdfast.interop.foreign import Foreign
 from holdfast.interop.torchfile import TensorRef
-from holdfast.interop.unpickle import Record
+from holdfast.interop.unpickle import UnknownInstance
 
 _MODEL = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -78,7 +78,7 @@ def of_optimizer(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
     said = {k: v for k, v in tree.root.items() if k not in _WEIGHTS and v is not None}
     found = {"deepspeed": {"optimizer": tree.encode(said, on_tensor, "deepspeed.optimizer")}}
     scaler = {k: tree.root[k] for k in _SCALER if k in tree.root}
-    if isinstance(scaler.get("loss_scaler"), Record):
+    if isinstance(scaler.get("loss_scaler"), UnknownInstance):
         scaler |= scaler.pop("loss_scaler").fields
     if scaler:
         found["scaler"] = tree.encode(scaler)
@@ -102,7 +102,7 @@ def signature(tree: Tree) -> Any:
     return [hyper(tree, group) for group in param_groups(tree)], of_optimizer(tree)[1]
 
 
-def groups(stages: Iterable[tuple[Tree, Sequence[Flat]]]) -> dict[str, Any]:
+def groups(stages: Iterable[tuple[Tree, Sequence[FlatGroup]]]) -> dict[str, Any]:
     """The extra `optim`: each group's parameters and hyper-parameters, each parameter's plain states.
 
     Groups of pipeline stages become one where they have the same number and hyper-parameters.
@@ -124,7 +124,7 @@ def groups(stages: Iterable[tuple[Tree, Sequence[Flat]]]) -> dict[str, Any]:
     return {"$optimizer": {"groups": found, "state": {n: s for n, s in states.items() if s}}}
 
 
-def _numbers(tree: Tree, flat: Flat, hyper: dict[str, Any]) -> dict[str, Any]:
+def _numbers(tree: Tree, flat: FlatGroup, hyper: dict[str, Any]) -> dict[str, Any]:
     """A group's states that are plain; the step, where the group itself counts it."""
     found = {k: v for k, v in flat.scalars.items() if not isinstance(v, TensorRef)}
     if "step" in hyper and "step" not in flat.scalars and len(flat.states) > 1:
@@ -156,7 +156,7 @@ def tie(optim: dict[str, Any], names: dict[str, list[str]]) -> None:
 
 
 def opaque(
-    tree: Tree, flats: Iterable[Flat], prefix: str = ""
+    tree: Tree, flats: Iterable[FlatGroup], prefix: str = ""
 ) -> tuple[list[Foreign], dict[str, Any]]:
     """States that belong to a rank's part and to no parameter: tensors `zero.<name>`, and values."""
     tensors: list[Foreign] = []

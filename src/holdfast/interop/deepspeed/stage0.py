@@ -16,7 +16,7 @@ from holdfast.errors import FormatError
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.byindex import proved_names, stated_names
 from holdfast.interop.deepspeed import experts, rest
-from holdfast.interop.deepspeed.layouts import Layout
+from holdfast.interop.deepspeed.layouts import ParamLayout
 from holdfast.interop.deepspeed.tensors import plain, trained
 from holdfast.interop.deepspeed.trees import Tree
 from holdfast.interop.deepspeed.zero import MASTER, Shape, flat_cuts, sorted_group
@@ -156,7 +156,7 @@ def _flattened(tree: Tree, params: Mapping[str, TensorRef]) -> Held:
         flat = sorted_group([tree], g, g, shapes, cuts, [master], [{size}])
         flats.append(flat)
         if shapes:
-            tensors += [t for n, s in shapes.items() for t in trained(Layout(n, s), [[flat]])]
+            tensors += [t for n, s in shapes.items() for t in trained(ParamLayout(n, s), [[flat]])]
         else:
             tensors += [plain(f"zero.group{g}.{s}", "tensor", r[0]) for s, r in flat.states.items()]
     return tensors, {"optim": rest.groups([(tree, flats)])}

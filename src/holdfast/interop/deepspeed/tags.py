@@ -38,7 +38,7 @@ At = tuple[int, int]
 
 
 @dataclass
-class Files:
+class TagFiles:
     """The keys of one tag's files, by what they hold."""
 
     model: dict[At, str] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Files:
     """Files of the universal format, by parameter, then state."""
 
 
-def files_of(store: Store, folder: str) -> Files:
+def files_of(store: Store, folder: str) -> TagFiles:
     """The files of a tag.  FormatError if two claim the same part."""
-    found, stage_3 = Files(), dict[At, str]()
+    found, stage_3 = TagFiles(), dict[At, str]()
     for key in store.list(folder):
         name = key[len(folder) :]
         if match := _MODEL.fullmatch(name):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.errors import FormatError
-from holdfast.interop.deepspeed.layouts import Layout
+from holdfast.interop.deepspeed.layouts import ParamLayout
 from holdfast.interop.deepspeed.trees import source
-from holdfast.interop.deepspeed.zero import MASTER, Cut, Flat, Shape
-from holdfast.interop.foreign import Foreign, Part
+from holdfast.interop.deepspeed.zero import MASTER, FlatCut, FlatGroup, Shape
+from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.torchfile import TensorRef
 from holdfast.layout import Fragment
 from holdfast.layout.view import View
@@ -23,24 +23,24 @@ def plain(name: str, state: str, ref: TensorRef) -> Foreign:
     return Foreign(name, ref.dtype, ref.shape, state, ref.parts())
 
 
-def viewed(layout: Layout, refs: Sequence[TensorRef]) -> Foreign:
+def viewed(layout: ParamLayout, refs: Sequence[TensorRef]) -> Foreign:
     """A parameter of which each tensor-parallel rank holds a part, not flattened."""
     name = named(layout.name, MASTER)
     if any(not ref.contiguous or ref.dtype != refs[0].dtype for ref in refs):
         raise FormatError(f"{name!r}: parts that do not fit together", key=refs[0].path)
     sets = [
-        tuple(Part(f, (source(ref),), ref.path) for f in view.fragments())
+        tuple(StoredPart(f, (source(ref),), ref.path) for f in view.fragments())
         for ref, view in zip(refs, layout.views())
     ]
     return _joined(name, refs[0].dtype, "param", layout, [sets])
 
 
-def cut(name: str, shape: Shape, cuts: Sequence[Cut], refs: Sequence[TensorRef]) -> Foreign:
+def cut(name: str, shape: Shape, cuts: Sequence[FlatCut], refs: Sequence[TensorRef]) -> Foreign:
     """A parameter that was flattened and cut by itself."""
     sources = [source(ref) for ref in refs]
     view = View.whole(shape)
     parts = tuple(
-        Part(fragment, (sources[c.rank],), refs[c.rank].path)
+        StoredPart(fragment, (sources[c.rank],), refs[c.rank].path)
         for c in cuts
         for fragment in view.flat(c.start, c.stop).fragments(c.at)
     )
@@ -52,7 +52,7 @@ def named(name: str, state: str) -> str:
     return f"model.{name}" if state == MASTER else f"optim.{name}.{state}"
 
 
-def trained(layout: Layout, columns: Sequence[Sequence[Flat]]) -> list[Foreign]:
+def trained(layout: ParamLayout, columns: Sequence[Sequence[FlatGroup]]) -> list[Foreign]:
     """A parameter and its states.
 
     A column is the flat groups that hold it on the tensor-parallel ranks of a pipeline stage; of a
@@ -79,7 +79,7 @@ def trained(layout: Layout, columns: Sequence[Sequence[Flat]]) -> list[Foreign]:
     ]
 
 
-def _where(flat: Flat, name: str, view: View) -> Where:
+def _where(flat: FlatGroup, name: str, view: View) -> Where:
     return [
         (cut.rank, fragment)
         for cut in flat.cuts[name]
@@ -87,18 +87,20 @@ def _where(flat: Flat, name: str, view: View) -> Where:
     ]
 
 
-def _parts(flat: Flat, name: str, state: str, where: Where) -> tuple[Part, ...]:
+def _parts(flat: FlatGroup, name: str, state: str, where: Where) -> tuple[StoredPart, ...]:
     refs = flat.states.get(state)
     if refs is None:
         raise FormatError(
             f"{name!r} has no {state!r} here, other ranks have it", key=flat.states[MASTER][0].path
         )
     sources = flat.sources[state]
-    return tuple(Part(fragment, (sources[rank],), refs[rank].path) for rank, fragment in where)
+    return tuple(
+        StoredPart(fragment, (sources[rank],), refs[rank].path) for rank, fragment in where
+    )
 
 
 def _joined(
-    name: str, dtype: str, state: str, layout: Layout, sets: list[list[tuple[Part, ...]]]
+    name: str, dtype: str, state: str, layout: ParamLayout, sets: list[list[tuple[StoredPart, ...]]]
 ) -> Foreign:
     """Make one tensor of what the ranks hold: parts of it, copies of each other, or values to average."""
     if layout.replica == "unique":
@@ -111,12 +113,12 @@ def _joined(
     return Foreign(name, dtype, layout.shape, state, whole_sets[0], kind, tuple(whole_sets[1:]))
 
 
-def _averaged(name: str, column: Sequence[tuple[Part, ...]]) -> tuple[Part, ...]:
+def _averaged(name: str, column: Sequence[tuple[StoredPart, ...]]) -> tuple[StoredPart, ...]:
     """Return parts that are the mean of the ranks' parts."""
     first = column[0]
     if any([p.fragment for p in parts] != [p.fragment for p in first] for parts in column):
         raise FormatError(f"{name!r} is to be averaged, but cut differently by each rank")
     return tuple(
-        Part(same[0].fragment, tuple(s for p in same for s in p.sources), same[0].path)
+        StoredPart(same[0].fragment, tuple(s for p in same for s in p.sources), same[0].path)
         for same in zip(*column)
     )

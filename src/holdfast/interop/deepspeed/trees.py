@@ -1,7 +1,8 @@
 """DeepSpeed's pickles as data: trees with typed access, and their values as extras.
 
 Most of what is pickled is plain.  Objects of DeepSpeed's and Megatron's own classes (loss scalers, stages,
-enumerations, arguments) become `Record`s, which hold fields and run nothing; any other class is refused.
+enumerations, arguments) become `UnknownInstance`s, which hold fields and run nothing; any other class is
+refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.interop import plaindata
 from holdfast.interop.sections import Place
 from holdfast.interop.torchfile import PartFile, TensorRef, enumerated, read_tree, table
-from holdfast.interop.unpickle import Record, check_size, record
+from holdfast.interop.unpickle import UnknownInstance, check_size, record
 from holdfast.store import Store
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class _Packages(dict[tuple[str, str], Any]):
 
 def _rebuild_as_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """A tensor with attributes of its own, which are left out."""
-    if not isinstance(function, Record) or not isinstance(args, tuple):
+    if not isinstance(function, UnknownInstance) or not isinstance(args, tuple):
         raise FormatError("a tensor made by no function")
     module, _, name = function.name.rpartition(".")
     make = table().get((module, name))
@@ -61,11 +62,11 @@ def _rebuild_as_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
 STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
-def _member(owner: Any, name: Any) -> Record:
+def _member(owner: Any, name: Any) -> UnknownInstance:
     """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it; of stages by its number."""
     found = enumerated(owner, name)
     is_stage = owner.name.endswith("ZeroStageEnum") and name in STAGES
-    return Record(owner.name, (STAGES.index(name),)) if is_stage else found
+    return UnknownInstance(owner.name, (STAGES.index(name),)) if is_stage else found
 
 
 _KNOWN: ChainMap[tuple[str, str], Any] = ChainMap(
@@ -130,7 +131,7 @@ class Tree:
         def other(leaf: Any, where: str) -> Any:
             if isinstance(leaf, TensorRef):
                 return on_tensor(leaf, where) if on_tensor else self._inline(leaf)
-            if isinstance(leaf, Record):
+            if isinstance(leaf, UnknownInstance):
                 return extras.encode(_plain(leaf), other, where, where.count(".") + 1)
             raise FormatError(f"{where}: a {type(leaf).__name__}", key=self.path)
 
@@ -174,7 +175,7 @@ def read(store: Store, path: str, bare: str | None = None) -> Tree:
     return Tree(store, path, root)
 
 
-def _plain(value: Record) -> Any:
+def _plain(value: UnknownInstance) -> Any:
     """Return what a Record stands for, without its class."""
     if value.name in ("scalar", "ndarray", "dtype", "Namespace"):
         return plaindata.plain(value)

@@ -16,8 +16,8 @@ from holdfast.errors import FormatError
 from holdfast.interop.deepspeed import rest
 from holdfast.interop.deepspeed.tensors import named, plain
 from holdfast.interop.deepspeed.trees import Tree, read, source
-from holdfast.interop.deepspeed.zero import MASTER, Flat, Shape, param_groups, state_of
-from holdfast.interop.foreign import Foreign, Part
+from holdfast.interop.deepspeed.zero import MASTER, FlatGroup, Shape, param_groups, state_of
+from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.sections import Place
 from holdfast.interop.torchfile import TensorRef
 from holdfast.layout import whole
@@ -54,7 +54,7 @@ def parameters(
                 numbers |= {name: number} if number else {}
             else:
                 place = source(ref) if state == MASTER else partial(_place, store, path, ref)
-                parts = (Part.of(whole(shape), path, place),) if prod(shape) else ()
+                parts = (StoredPart.of(whole(shape), path, place),) if prod(shape) else ()
                 kind = "param" if state == MASTER else state
                 tensors.append(Foreign(named(name, state), ref.dtype, shape, kind, parts))
     return tensors, numbers
@@ -111,7 +111,7 @@ def groups(
     owners = {i: g for g, group in enumerate(hypers) for i in group.get("params") or ()}
     if not owners and len(said) == len(hypers):
         owners = {i: i for i in range(len(said))}
-    flats = [Flat(group, {}, {}, {}, {}, owners.get(i, -1)) for i, group in enumerate(said)]
+    flats = [FlatGroup(group, {}, {}, {}, {}, owners.get(i, -1)) for i, group in enumerate(said)]
     found = rest.groups([(tree, flats)])
     found["$optimizer"]["state"] |= numbers
     return found

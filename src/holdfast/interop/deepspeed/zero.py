@@ -7,7 +7,7 @@ DeepSpeed flattens the parameters of an optimizer group and cuts the result over
     stage 3       each parameter by itself into ceil(n / ranks) elements per rank, the last ones padded; the
                   parts that a rank has of a (sub)group's parameters lie end to end
 
-Either way a parameter is a list of `Cut`s, and the same cuts hold of its master copy and of every state
+Either way a parameter is a list of `FlatCut`s, and the same cuts hold of its master copy and of every state
 that the optimizer keeps by element, whatever its name.
 """
 
@@ -30,7 +30,7 @@ MASTER = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class FlatCut:
     """Elements `start..stop` of a flattened parameter lie in the flat array of `rank` from `at` on."""
 
     rank: int
@@ -40,11 +40,11 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatGroup:
     """A group of parameters as it is cut over ranks: flat arrays by state, and what is said of them all."""
 
     shapes: dict[str, Shape]
-    cuts: dict[str, list[Cut]]
+    cuts: dict[str, list[FlatCut]]
     states: dict[str, list[TensorRef]]
     """Flat arrays of the ranks, by state; `fp32` is the master copy."""
     scalars: dict[str, Any]
@@ -60,14 +60,14 @@ class Flat:
         return {state: [source(ref) for ref in refs] for state, refs in self.states.items()}
 
 
-def flat_cuts(shapes: dict[str, Shape], gaps: Sequence[int], part: int) -> dict[str, list[Cut]]:
+def flat_cuts(shapes: dict[str, Shape], gaps: Sequence[int], part: int) -> dict[str, list[FlatCut]]:
     """Cuts of parameters that lie end to end, with `gaps` after them, in parts of `part` elements."""
-    found: dict[str, list[Cut]] = {}
+    found: dict[str, list[FlatCut]] = {}
     begin = 0
     for (name, shape), gap in zip(shapes.items(), gaps):
         end = begin + prod(shape)
         found[name] = [
-            Cut(rank, low - rank * part, low - begin, high - begin)
+            FlatCut(rank, low - rank * part, low - begin, high - begin)
             for rank in range(begin // part, -(-end // part))
             for low, high in [(max(begin, rank * part), min(end, (rank + 1) * part))]
             if low < high
@@ -76,15 +76,15 @@ def flat_cuts(shapes: dict[str, Shape], gaps: Sequence[int], part: int) -> dict[
     return found
 
 
-def even_cuts(shapes: dict[str, Shape], ranks: int) -> dict[str, list[Cut]]:
+def even_cuts(shapes: dict[str, Shape], ranks: int) -> dict[str, list[FlatCut]]:
     """Cuts of parameters each of which is divided by itself."""
-    found: dict[str, list[Cut]] = {}
+    found: dict[str, list[FlatCut]] = {}
     at = 0
     for name, shape in shapes.items():
         size = prod(shape)
         part = -(-size // ranks)
         found[name] = [
-            Cut(rank, at, rank * part, min(size, (rank + 1) * part))
+            FlatCut(rank, at, rank * part, min(size, (rank + 1) * part))
             for rank in range(ranks)
             if rank * part < size
         ]
@@ -94,7 +94,7 @@ def even_cuts(shapes: dict[str, Shape], ranks: int) -> dict[str, list[Cut]]:
 
 def stages_1_2(
     shapes: Sequence[dict[str, Shape]], ranks: Sequence[Tree], config: Mapping[str, Any]
-) -> list[Flat]:
+) -> list[FlatGroup]:
     """The groups of a ZeRO-1 or 2 optimizer; `ranks` are its files, by data-parallel rank.
 
     A group of experts is cut over fewer ranks: those that hold the same experts.
@@ -131,7 +131,7 @@ def _zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _end_to_end(shapes: dict[str, Shape], ranks: Sequence[Tree], g: int, groups: int) -> Flat:
+def _end_to_end(shapes: dict[str, Shape], ranks: Sequence[Tree], g: int, groups: int) -> FlatGroup:
     """One group, its parameters end to end over `ranks`."""
     first = ranks[0]
     masters = [t.get("single_partition_of_fp32_groups", list) for t in ranks]
@@ -152,7 +152,7 @@ def _end_to_end(shapes: dict[str, Shape], ranks: Sequence[Tree], g: int, groups:
     return sorted_group(ranks, g, g, shapes, cuts, refs, lengths)
 
 
-def _check_slices(flat: Flat, names: Sequence[str], ranks: Sequence[Tree], g: int) -> None:
+def _check_slices(flat: FlatGroup, names: Sequence[str], ranks: Sequence[Tree], g: int) -> None:
     """Check that the slices that each rank lists are the cuts."""
     cuts = dict(zip(names, flat.cuts.values()))
     for rank, tree in enumerate(ranks):
@@ -187,7 +187,7 @@ def _check_parts(ranks: Sequence[Tree], refs: list[TensorRef], part: int, total:
         )
 
 
-def stage_3(shapes: Sequence[dict[str, Shape]], ranks: Sequence[Tree]) -> list[Flat]:
+def stage_3(shapes: Sequence[dict[str, Shape]], ranks: Sequence[Tree]) -> list[FlatGroup]:
     """The sub-groups of a ZeRO-3 optimizer."""
     masters = [t.get("fp32_flat_groups", list) for t in ranks]
     for tree, found in zip(ranks, masters):
@@ -259,12 +259,12 @@ def sorted_group(
     index: int,
     hyper: int,
     shapes: dict[str, Shape],
-    cuts: dict[str, list[Cut]],
+    cuts: dict[str, list[FlatCut]],
     masters: list[TensorRef],
     lengths: Sequence[set[int]],
-) -> Flat:
+) -> FlatGroup:
     """Sort the optimizer's states of a group by what they are."""
-    flat = Flat(shapes, cuts, {MASTER: masters}, {}, {}, hyper)
+    flat = FlatGroup(shapes, cuts, {MASTER: masters}, {}, {}, hyper)
     found = [state_of(tree, index) for tree in ranks]
     for name in dict.fromkeys(name for state in found for name in state):
         lacking = next((t.path for t, state in zip(ranks, found) if name not in state), None)

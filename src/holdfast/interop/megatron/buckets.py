@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.interop.dcp import Contents, section_tree
-from holdfast.interop.foreign import Foreign, Part
+from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.megatron.rest import known, of_ref
 from holdfast.interop.sections import Place, place_of
 from holdfast.interop.torchfile import TensorRef
@@ -43,7 +43,7 @@ Rank = tuple[int, int]
 """A data-parallel group's buffers: (optimizer of a chain, index of the group)."""
 
 
-class Flat:
+class FlatTensor:
     """Elements of a tensor in row-major order, from wherever its parts lie."""
 
     def __init__(self, store: Store, tensor: Foreign) -> None:
@@ -59,7 +59,7 @@ class Flat:
     def size(self) -> int:
         return whole(self.tensor.shape).size
 
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, Part]]:
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, StoredPart]]:
         """(start, stop, offset in the part's storage, part) of what makes up `start..stop`."""
         at = max(bisect_right(self._starts, start) - 1, 0)
         for first, part in zip(self._starts[at:], self._parts[at:]):
@@ -80,12 +80,12 @@ class Flat:
             self._store.read(path, begin + offset * dtype.itemsize, into[:size])
         return np.frombuffer(data, dtype)
 
-    def _place(self, part: Part) -> Place:
+    def _place(self, part: StoredPart) -> Place:
         if id(part) not in self._places:
             self._places[id(part)] = place_of(part.sources[0])
         return self._places[id(part)]
 
-    def box_parts(self, start: int, box: Box) -> Iterator[Part]:
+    def box_parts(self, start: int, box: Box) -> Iterator[StoredPart]:
         """Parts of `box` of another tensor, which lies here from `start` on, row-major."""
         for low, high, offset, part in self.pieces(start, start + box.size):
             for piece in flat_range(box.shape, low - start, high - start):
@@ -93,7 +93,7 @@ class Flat:
                     tuple(a + b for a, b in zip(piece.start, box.start)),
                     tuple(a + b for a, b in zip(piece.stop, box.start)),
                 )
-                yield Part(Fragment.dense(moved, offset), part.sources, part.path)
+                yield StoredPart(Fragment.dense(moved, offset), part.sources, part.path)
                 offset += piece.size
 
 
@@ -107,7 +107,7 @@ class Bucket:
     title: str
     dtype: str
     """Dtype of the parameters; states have their own."""
-    states: dict[str, Flat] = field(default_factory=dict)
+    states: dict[str, FlatTensor] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -119,14 +119,14 @@ class Bucket:
         return {r for flat in self.states.values() for p in flat.tensor.parts for r in writer(p)}
 
 
-def writer(part: Part) -> list[int]:
+def writer(part: StoredPart) -> list[int]:
     """The rank that wrote a part's file; none if its name does not tell."""
     match = _WRITER.fullmatch(part.path)
     return [int(match[1])] if match else []
 
 
 @dataclass
-class Stored:
+class BucketOptimizers:
     """Optimizers that a checkpoint stores by bucket."""
 
     buckets: list[Bucket]
@@ -134,7 +134,7 @@ class Stored:
     """Each chained optimizer's hyper-parameters and loss scaler, as one data-parallel group wrote them."""
 
 
-def stored(store: Store, contents: Contents) -> Stored | None:
+def stored(store: Store, contents: Contents) -> BucketOptimizers | None:
     """The buckets of a checkpoint; None if it has none.  FormatError if they are malformed."""
     found: dict[tuple[Rank, int, int], Bucket] = {}
     for t in contents.tensors:
@@ -146,7 +146,7 @@ def stored(store: Store, contents: Contents) -> Stored | None:
             raise FormatError(f"{t.name!r}: no state of a bucket that is known")
         key = (rank, int(at[1]), int(at[3]))
         one = found.setdefault(key, Bucket(rank, int(at[1]), t.name.rpartition(".")[0], at[2]))
-        one.states[at[4]] = Flat(store, t)
+        one.states[at[4]] = FlatTensor(store, t)
     objects: dict[str, dict[Rank, Any]] = {}
     for name, info in contents.objects.items():
         match = BY_BUCKET.fullmatch(name.partition("/")[0])
@@ -157,7 +157,7 @@ def stored(store: Store, contents: Contents) -> Stored | None:
     if not found:
         return None
     _check(list(found.values()))
-    return Stored([one for _, one in sorted(found.items())], _saved(objects))
+    return BucketOptimizers([one for _, one in sorted(found.items())], _saved(objects))
 
 
 def _rank(match: re.Match[str]) -> Rank:
@@ -183,7 +183,7 @@ def _coalesced(store: Store, rank: Rank, state: Any) -> Iterator[tuple[int, Buck
             for name, ref in tensors.items():
                 if isinstance(ref, TensorRef) and len(ref.shape) == 1:
                     tensor = of_ref(f"{title}.{number}.{name}", ref, name, whole(ref.shape))
-                    one.states[name] = Flat(store, tensor)
+                    one.states[name] = FlatTensor(store, tensor)
             yield int(number), one
 
 

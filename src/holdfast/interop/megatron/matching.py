@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import numpy_dtype
-from holdfast.interop.foreign import Foreign, Part
-from holdfast.interop.megatron.buckets import MASTER, Bucket, Flat, Rank, writer
+from holdfast.interop.foreign import Foreign, StoredPart
+from holdfast.interop.megatron.buckets import MASTER, Bucket, FlatTensor, Rank, writer
 from holdfast.interop.sections import Place, place_of
 from holdfast.layout import Box
 from holdfast.store import Store
@@ -62,12 +62,12 @@ class NotProved(Exception):
 
 
 @dataclass(eq=False)
-class Shard:
+class RankPart:
     """The part of a weight that one rank has stored."""
 
     name: str
-    part: Part
-    flat: Flat
+    part: StoredPart
+    flat: FlatTensor
     """Its elements, row-major."""
 
     @property
@@ -88,13 +88,13 @@ def states_of(
     up of weights, or if it is in doubt of which.
     """
     known = _Shards(store, weights)
-    found: dict[int, tuple[Shard, Bucket, int]] = {}
+    found: dict[int, tuple[RankPart, Bucket, int]] = {}
     used: dict[Rank, set[int]] = {}
     for (rank, _), some in groupby(buckets, key=lambda b: (b.rank, b.buffer)):
         slots = [s for b in some for s in _walk(b, known, used.setdefault(rank, set()))]
         for slot, shard in zip(slots, ordered(slots)):
             found.setdefault(id(shard), (shard, slot.bucket, slot.start))  # replicas: the first
-    by_weight: dict[str, list[tuple[Shard, Bucket, int]]] = {}
+    by_weight: dict[str, list[tuple[RankPart, Bucket, int]]] = {}
     for one in found.values():
         by_weight.setdefault(one[0].name, []).append(one)
     for name, places in by_weight.items():
@@ -108,12 +108,12 @@ def states_of(
 
 
 def _states(
-    weight: Foreign, places: list[tuple[Shard, Bucket, int]]
+    weight: Foreign, places: list[tuple[RankPart, Bucket, int]]
 ) -> Iterator[tuple[str, Foreign]]:
     """Every state of a weight, as the bucket's elements from `start` on."""
     proofs = [_Proof(shard, bucket, start) for shard, bucket, start in places]
     for state in places[0][1].states:
-        parts: list[Part] = []
+        parts: list[StoredPart] = []
         for (shard, bucket, start), proof in zip(places, proofs):
             if state not in bucket.states:
                 raise NotProved(f"{bucket.title!r} has no {state!r}")
@@ -126,12 +126,12 @@ def _states(
 class _Proof:
     """Proof that elements of a bucket are a weight's: all are compared before the first is read."""
 
-    def __init__(self, shard: Shard, bucket: Bucket, start: int) -> None:
+    def __init__(self, shard: RankPart, bucket: Bucket, start: int) -> None:
         self._shard, self._bucket, self._start = shard, bucket, start
         self._lock = threading.Lock()
         self._proved = False
 
-    def before(self, part: Part) -> Callable[[], Place]:
+    def before(self, part: StoredPart) -> Callable[[], Place]:
         """Return a source that gives where a part lies, once the proof is there."""
 
         def place() -> Place:
@@ -149,7 +149,7 @@ class _Proof:
         return place
 
 
-def same(shard: Shard, bucket: Bucket, start: int) -> bool:
+def same(shard: RankPart, bucket: Bucket, start: int) -> bool:
     """True if the masters from `start` on, rounded, equal a shard, element by element."""
     return all(
         _equal(shard, bucket, start, a, min(a + _BLOCK, shard.size))
@@ -157,7 +157,7 @@ def same(shard: Shard, bucket: Bucket, start: int) -> bool:
     )
 
 
-def _equal(shard: Shard, bucket: Bucket, start: int, a: int, b: int) -> bool:
+def _equal(shard: RankPart, bucket: Bucket, start: int, a: int, b: int) -> bool:
     here, there = shard.flat.read(a, b), bucket.states[MASTER].read(start + a, start + b)
     return np.array_equal(_bits(_rounded(there, bucket.dtype)), _bits(here))
 
@@ -177,22 +177,22 @@ class _Shards:
     """All shards of the weights, by their first elements."""
 
     def __init__(self, store: Store, weights: Weights) -> None:
-        self._by_head: dict[tuple[str, int], dict[bytes, list[Shard]]] = {}
+        self._by_head: dict[tuple[str, int], dict[bytes, list[RankPart]]] = {}
         for name, weight in weights.items():
             for part in weight.parts:
                 self._add(store, name, weight, part)
 
-    def _add(self, store: Store, name: str, weight: Foreign, part: Part) -> None:
+    def _add(self, store: Store, name: str, weight: Foreign, part: StoredPart) -> None:
         box, f = part.fragment.box, part.fragment
         if not box.size or not f.is_dense or weight.dtype not in ("float32", "float16", "bfloat16"):
             return
         alone = replace(weight, shape=(box.size,), parts=(_line(part),))
-        shard = Shard(name, part, Flat(store, alone))
+        shard = RankPart(name, part, FlatTensor(store, alone))
         n = min(ENDS, box.size)
         head = _bits(shard.flat.read(0, n)).tobytes()
         self._by_head.setdefault((weight.dtype, n), {}).setdefault(head, []).append(shard)
 
-    def at(self, bucket: Bucket, start: int) -> list[Shard]:
+    def at(self, bucket: Bucket, start: int) -> list[RankPart]:
         """Return the shards whose first and last elements are what lies at `start` of a bucket."""
         left = min(bucket.size - start, ENDS)
         head = _rounded(bucket.states[MASTER].read(start, start + left), bucket.dtype)
@@ -202,11 +202,11 @@ class _Shards:
                 found += by_head.get(_bits(head[:n]).tobytes(), [])
         return [s for s in found if start + s.size <= bucket.size and self._ends(s, bucket, start)]
 
-    def _ends(self, shard: Shard, bucket: Bucket, start: int) -> bool:
+    def _ends(self, shard: RankPart, bucket: Bucket, start: int) -> bool:
         return _equal(shard, bucket, start, max(shard.size - ENDS, 0), shard.size)
 
 
-def _line(part: Part) -> Part:
+def _line(part: StoredPart) -> StoredPart:
     """The same elements as a tensor of one dim."""
     size = part.fragment.box.size
     return replace(part, fragment=replace(part.fragment, box=Box((0,), (size,)), strides=(1,)))
@@ -218,7 +218,7 @@ class _Slot:
 
     bucket: Bucket
     start: int
-    shards: list[Shard]
+    shards: list[RankPart]
 
 
 def _walk(bucket: Bucket, known: _Shards, used: set[int]) -> Iterator[_Slot]:
@@ -259,7 +259,7 @@ def _next(bucket: Bucket, known: _Shards, used: set[int], at: int, bases: set[in
 # -- weights that are equal -----------------------------------------------------------------------
 
 
-def ordered(slots: list[_Slot]) -> list[Shard]:
+def ordered(slots: list[_Slot]) -> list[RankPart]:
     """Return the shard of each slot of a buffer.
 
     Equal ones are dealt out by Megatron's order: layers and the modules in them, the last one first.  There
@@ -288,7 +288,7 @@ def ordered(slots: list[_Slot]) -> list[Shard]:
     return result
 
 
-def _named(shards: list[Shard]) -> str:
+def _named(shards: list[RankPart]) -> str:
     names = sorted({repr(s.name) for s in shards})
     return f"shards of {', '.join(names[:4])}" + (" and others" if len(names) > 4 else "")
 

@@ -17,9 +17,9 @@ from holdfast.interop.megatron import optimizer
 from holdfast.interop.megatron.buckets import BY_BUCKET, MASTER, stored
 from holdfast.interop.megatron.matching import SAVE_BY_PARAMETER, NotProved, states_of
 from holdfast.interop.megatron.names import MASTERS, split, template, unfused
-from holdfast.interop.megatron.rest import COMMON, Values, extra_state, known, read_common
+from holdfast.interop.megatron.rest import COMMON, ExtrasValues, extra_state, known, read_common
 from holdfast.interop.megatron.tensors import by_name, unflattened
-from holdfast.interop.unpickle import Record, check_size
+from holdfast.interop.unpickle import UnknownInstance, check_size
 from holdfast.store import Store
 
 MARKER = "latest_checkpointed_iteration.txt"
@@ -110,7 +110,7 @@ def _open(store: Store, folder: str, named: int | None) -> Checkpoint:
     common = read_common(store, folder)
     step = _step(common, named, folder)
     contents = read_contents(store, folder, known())
-    values = Values(store)
+    values = ExtrasValues(store)
     weights, states, saved, refused = _state(store, contents, common)
     tensors, rest = _optimizer(common, saved, weights, None if refused else states, values)
     rest |= _objects(store, contents, values)
@@ -184,7 +184,7 @@ def _optimizer(
     saved: Any,
     weights: Tensors,
     states: dict[str, Tensors] | None,
-    values: Values,
+    values: ExtrasValues,
 ) -> tuple[list[Foreign], dict[str, Any]]:
     """All tensors by their names in a checkpoint, and what extras tell of the optimizer.
 
@@ -204,7 +204,9 @@ def _optimizer(
     served = {n for found in (states or {}).values() for n in found} or weights.keys()
     shapes = {n: t.shape for n, t in weights.items() if n in served}
     args = common.get("args")
-    members = optimizer.grouped(groups, shapes, args.fields if isinstance(args, Record) else {})
+    members = optimizer.grouped(
+        groups, shapes, args.fields if isinstance(args, UnknownInstance) else {}
+    )
     if members is None or states is None:
         rest["optimizer_groups"] = values.encode("optimizer_groups", groups)
         return tensors, rest
@@ -214,7 +216,7 @@ def _optimizer(
     return tensors, rest | {"optim": optimizer.extra_of(values, groups, members, steps)}
 
 
-def _objects(store: Store, contents: Contents, values: Values) -> dict[str, Any]:
+def _objects(store: Store, contents: Contents, values: ExtrasValues) -> dict[str, Any]:
     """Return what each rank keeps for itself, by shard, and modules' extra states, by name."""
     found: dict[str, Any] = {}
     for name, info in contents.objects.items():

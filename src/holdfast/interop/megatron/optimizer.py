@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.errors import FormatError
 from holdfast.interop.foreign import Foreign
-from holdfast.interop.megatron.rest import Values, inline, of_ref
+from holdfast.interop.megatron.rest import ExtrasValues, inline, of_ref
 from holdfast.interop.torchfile import TensorRef
 from holdfast.layout import whole
 
@@ -107,7 +107,10 @@ def steps_of(saved: Any, groups: list[Group]) -> TensorRef | float | None:
 
 
 def extra_of(
-    values: Values, groups: list[Group], members: list[list[str]], steps: TensorRef | float | None
+    values: ExtrasValues,
+    groups: list[Group],
+    members: list[list[str]],
+    steps: TensorRef | float | None,
 ) -> dict[str, Any]:
     """An optimizer as extras hold it.  A step that is a number becomes a tensor of each parameter."""
     plain: dict[str, Any] = {}

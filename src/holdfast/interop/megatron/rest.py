@@ -13,10 +13,10 @@ from holdfast.errors import Corrupt, FormatError
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.dcp import section_range, section_tree
-from holdfast.interop.foreign import Foreign, Part
+from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.plaindata import TABLE, plain
 from holdfast.interop.torchfile import PartFile, TensorRef, read_tree
-from holdfast.interop.unpickle import Record, check_size, record
+from holdfast.interop.unpickle import UnknownInstance, check_size, record
 from holdfast.layout import Box, whole
 from holdfast.store import Store
 
@@ -40,11 +40,13 @@ def _is_megatron(module: str) -> bool:
     return module.split(".", 1)[0] == "megatron"
 
 
-def _member(owner: Any, name: Any) -> Record:
+def _member(owner: Any, name: Any) -> UnknownInstance:
     """Stand-in for `getattr`, as which Python 3.11 pickles enums: for Megatron's classes alone."""
-    if not (isinstance(owner, Record) and _is_megatron(owner.name) and isinstance(name, str)):
+    if not (
+        isinstance(owner, UnknownInstance) and _is_megatron(owner.name) and isinstance(name, str)
+    ):
         raise FormatError("a pickle that takes an attribute of something")
-    return Record(f"{owner.name}.{name}")
+    return UnknownInstance(f"{owner.name}.{name}")
 
 
 def known() -> dict[tuple[str, str], Any]:
@@ -78,7 +80,7 @@ def read_common(store: Store, folder: str) -> dict[str, Any]:
     return {str(k): v for k, v in found.items()}
 
 
-def extra_state(store: Store, info: Record) -> Any:
+def extra_state(store: Store, info: UnknownInstance) -> Any:
     """Return what a module keeps beside its weights: Transformer Engine's own bytes or tensor, as they are.
 
     An archive that names classes that are not known is kept as it is: `{"archive": bytes}`.
@@ -94,7 +96,7 @@ def extra_state(store: Store, info: Record) -> Any:
         return {"archive": bytes(data)}
 
 
-class Values:
+class ExtrasValues:
     """Values on their way into extras; tensors in them are read if they are small."""
 
     def __init__(self, store: Store) -> None:
@@ -109,10 +111,10 @@ class Values:
     def _leaf(self, leaf: Any, name: str) -> Any:
         if isinstance(leaf, TensorRef):
             return self._tensor(leaf, name)
-        if isinstance(leaf, Record) and leaf.name == "BytesIO":
+        if isinstance(leaf, UnknownInstance) and leaf.name == "BytesIO":
             state = leaf.get("state")
             return extras.encode(bytes(state[0]) if state else b"")
-        if isinstance(leaf, Record) and _is_megatron(leaf.name):
+        if isinstance(leaf, UnknownInstance) and _is_megatron(leaf.name):
             return leaf.name + (f"({', '.join(map(repr, leaf.args))})" if leaf.args else "")
         return self.encode(name, plain(leaf))
 
@@ -131,7 +133,7 @@ class Values:
 
 def of_ref(name: str, t: TensorRef, state: str, box: Box) -> Foreign:
     """Return a tensor of a torch.save file; `box` is the whole of it."""
-    parts = (Part.of(box, t.path, lambda: (t.path, t.offset)),) if box.size else ()
+    parts = (StoredPart.of(box, t.path, lambda: (t.path, t.offset)),) if box.size else ()
     return Foreign(name, t.dtype, t.shape, state, parts)
 
 

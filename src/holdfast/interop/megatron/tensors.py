@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 
 from holdfast.errors import FormatError
-from holdfast.interop.foreign import Foreign, Part
+from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.megatron.names import template
 from holdfast.layout import Box, Fragment, flat_range
 
@@ -44,7 +44,7 @@ def unflattened(t: Foreign, shape: tuple[int, ...]) -> Foreign:
     return replace(t, shape=shape, parts=parts)
 
 
-def _lines(part: Part, local: tuple[int, ...]) -> Iterator[Part]:
+def _lines(part: StoredPart, local: tuple[int, ...]) -> Iterator[StoredPart]:
     """Elements of the flattened `local` parts of a grid, as boxes of the whole."""
     box, f = part.fragment.box, part.fragment
     if prod(box.shape[:-1]) != 1:
@@ -64,7 +64,7 @@ def _unstacked(t: Foreign) -> Iterator[Foreign]:
     counts = t.shape[:axes]
     if len(counts) < axes or prod(counts) > MAX_STACKED:
         raise FormatError(f"{t.name!r}: a stack of shape {t.shape}")
-    parts: dict[tuple[int, ...], list[Part]] = {}
+    parts: dict[tuple[int, ...], list[StoredPart]] = {}
     for part in t.parts:
         box = part.fragment.box
         ranges = [range(a, b) for a, b in zip(box.start[:axes], box.stop[:axes])]
@@ -100,7 +100,7 @@ def _joined(tensors: dict[str, Foreign]) -> dict[str, Foreign]:
     return found
 
 
-def _moved(part: Part, rows: int) -> Part:
+def _moved(part: StoredPart, rows: int) -> StoredPart:
     (a, *start), (b, *stop) = part.fragment.box.start, part.fragment.box.stop
     box = Box((a + rows, *start), (b + rows, *stop))
     return replace(part, fragment=replace(part.fragment, box=box))

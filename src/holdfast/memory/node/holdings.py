@@ -47,7 +47,7 @@ Key = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """An image or guard with its name, and the agent that holds it."""
 
     held: w.Held
@@ -69,13 +69,13 @@ class Holdings:
         self.here = here
         self.helds = {held.card.agent: held for held in helds}
         self._peers = {h.card.agent: Peer(h.card) for h in helds if h.card.agent != here}
-        self._places: dict[Key, Place] = {}
+        self._places: dict[Key, Location] = {}
         """Places by kind, attempt and rank; where several agents have one, this node's."""
         for held in sorted(self.helds.values(), key=lambda h: (h.card.agent != here, h.card.agent)):
             for image in held.images:
                 key = (image.kind, image.attempt, image.rank)
                 if key not in self._lost:
-                    self._places.setdefault(key, Place(held, image))
+                    self._places.setdefault(key, Location(held, image))
 
     @cached_property
     def manifests(self) -> list[Manifest]:
