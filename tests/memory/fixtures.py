@@ -13,7 +13,7 @@ from holdfast.memory.node.client import Client
 from memory.agents import await_gone, pid_of
 from memory.zygote import Lives
 
-WRITERS_S = 20.0
+WRITERS_S = 120.0
 
 
 @pytest.fixture(scope="package")

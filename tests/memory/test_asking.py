@@ -23,7 +23,7 @@ class Ranks:
         self.size = size
         self.said: list[bytes] = [b""] * size
         self.sent = 0
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=120)
 
     def rank(self, number: int) -> Rank:
         return Rank(self, number)

@@ -67,7 +67,7 @@ def test_connections_of_a_node_that_vanished_are_closed(tmp_path: Path) -> None:
                 time.sleep(0.02)
             host, port = json.loads(card.read_bytes())["address"].split(":")
             before = len(os.listdir(f"/proc/{process.pid}/fd"))
-            lines = [socket.create_connection((host, int(port)), timeout=20) for _ in range(5)]
+            lines = [socket.create_connection((host, int(port)), timeout=120) for _ in range(5)]
             for line in lines:
                 line.sendall(b"GET /v1/x HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert line.recv(1 << 16).startswith(b"HTTP/1.1 401")

@@ -99,7 +99,7 @@ def test_a_silent_agent_that_is_killed_has_a_successor(
         with pytest.raises(AgentUnreachable, match=f"process {pid}, does not answer"):
             client.start()
         kill(client.root)
-        monkeypatch.setattr(c, "START_S", 20.0)
+        monkeypatch.setattr(c, "START_S", 120.0)
         client.start("127.0.0.1")
     assert pid_of(client.root) != pid
     assert len(client.ask(w.Ask(JOB), w.Held).images) == 1

@@ -20,7 +20,7 @@ def serve(port: str) -> None:
 
 
 def ask(host: str, port: str) -> None:
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=120)
     connection.settimeout(0.2)
     while True:
         print(heard(connection), flush=True)
@@ -38,7 +38,7 @@ def heard(connection: socket.socket) -> str:
 
 
 def send(host: str, port: str, num_bytes: str) -> None:
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=120)
     started = time.monotonic()
     connection.sendall(bytes(int(num_bytes)))
     connection.shutdown(socket.SHUT_WR)
