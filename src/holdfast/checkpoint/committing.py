@@ -1,5 +1,19 @@
 """Committing: the one write that makes a step exist.
 
+A step is many files of many ranks, and each of these may die at any time.  So the files come first, in a
+folder of this attempt alone, where no reader looks.  The manifest names every file, with its length and
+digests.  When all files are durable, rank 0 puts the manifest, and a store shows that whole or not at all:
+
+    ranks     steps/0000000005/0002-000007/r00000.safetensors    a crash from here on leaves files
+              steps/0000000005/0002-000007/r00001.safetensors    that no manifest names: the next
+              ...                                                save sweeps them
+    rank 0    is run 2 the newest claim?  does it see all files, at their lengths?
+              steps/0000000005/manifest.json                     from here on the step exists
+              delete the attempt that was there before           a crash here costs nothing but space
+
+The order is all that protects a step: there is no lock that a dead process could hold.  Two processes that
+save one step at once are told apart by the last put, which asks that the manifest be as it was seen first.
+
 Invariants (docs/reference/format.md states them for other implementations):
 
 * *must*: every byte that a manifest names is durable before the manifest is written;

@@ -1,7 +1,22 @@
 """Replay: from a restored state through the records to the newest step, by the real optimizers.
 
+A step of a training is a function: weights, optimizer states and gradients in, weights and states out.
+Gradients come from data and are lost with the process; the rest follows from them.  So a record holds the
+gradients of one step as the optimizer read them (reduced, clipped), the hyperparameters that it used, and
+the little that changed beside it, such as buffers.  A replay has the optimizer make the same steps again,
+without data, forward or backward:
+
+    full step 4          record 5           record 6           record 7
+    weights, states      gradients          gradients          gradients
+         |                   |                  |                  |
+         +---> step() of ----+----> step() -----+----> step() -----+----> the state after step 7,
+               the live                                                   bit for bit
+               optimizer
+
 Each record is read and verified whole before any of it is applied, so a record that proves damaged ends
-the replay exactly at the step before.  The next record is read while one is applied.
+the replay exactly at the step before.  The next record is read while one is applied.  Records are laid out
+by the shardings of their run, so they are resharded in reading, as a full step is; optimizers that look at
+whole tensors need the layout of the recording.
 """
 
 from __future__ import annotations

@@ -5,10 +5,19 @@ cut axes hold the same part of every tensor of the class; they are its replicas 
 their parts, one tensor after the other, make one long string of bytes, which is divided evenly among
 them.  A division inside a large tensor falls on a row; a small tensor is never divided.  A rank's
 *pieces* are its share of every class, class after class (wide dtypes first, so that elements stay
-aligned), and pieces lie back to back in its image.  Hence the offset of any element in any rank's
-image follows from the shardings alone: no list of ranks x tensors exists anywhere, and `locate`
-answers for one reader in time proportional to what the reader wants.
+aligned), and pieces lie back to back in its image.  For four ranks, as axes dp = 2 and tp = 2, and a
+class of three tensors that tp cuts:
 
+    coordinates     tp = 0                        tp = 1
+    the part        | a0   | b0   | c0   |        | a1   | b1   | c1   |
+    dp shares it    |-- dp 0 --|-- dp 1 --|       |-- dp 0 --|-- dp 1 --|
+    written by      rank 0       rank 2           rank 1       rank 3
+
+Hence the offset of any element in any rank's image follows from the shardings alone: no list of
+ranks x tensors exists anywhere, and `locate` answers for one reader in time proportional to what the
+reader wants.
+
+    >>> from holdfast.layout import Cut
     >>> table = Table.of([("w", (8, 4), 4, Sharding((Cut(0, ("dp",)),)))])
     >>> placement = Placement(Mesh((("dp", 2),)), table)
     >>> placement.pieces(1).start.tolist(), placement.pieces(1).bytes.tolist()

@@ -1,8 +1,17 @@
 """The twins of a process: the order in which they make their steps, and how far they have come.
 
-The training thread puts gradients and *marks*, one for each snapshot, into a queue, and a thread takes them
-out: it makes the steps, and stops at a mark until that snapshot has what it needs.  The training does not
-wait for it: what gets too far behind is forgotten, and learned anew.
+A twin is a copy of an optimizer and its parameters in host memory, which makes each step again from a copy
+of its gradients.  A snapshot is copied from the twins, so the training is not held up by it.  The training
+thread puts gradients and *marks*, one for each snapshot, into a queue.  A thread takes them out: it makes
+the steps, and stops at a mark until that snapshot has what it needs:
+
+    training    step 1    step 2    mark A    step 3    step 4    mark B
+                  |         |         |         |         |
+    queue         g1        g2        A         g3        g4      ...
+                            |
+    twins             have made g1, make g2; stop at A until the image of snapshot A is filled
+
+The training does not wait for it: what gets too far behind is forgotten, and learned anew.
 """
 
 from __future__ import annotations
