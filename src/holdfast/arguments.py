@@ -3,10 +3,12 @@
 A checker takes the value, the name of the call and that of the argument; it returns the value as the
 library goes on with it, or raises a UsageError which says what was given and what is expected:
 
+    >>> import numpy
     >>> step_of(numpy.int64(7), "save")
     7
     >>> step_of(7.0, "save")
-    UsageError: save(step=7.0): must be an integer from 0 to 9999999999, not float
+    Traceback (most recent call last):
+    holdfast.errors.UsageError: save(step=7.0): must be an integer from 0 to 9999999999, not float
 
 *Invariants.*  Numbers of any library are taken (numpy's, torch's, `fractions`), and leave as Python's own,
 so that nothing behind the call has to know of the others: a step goes into file names and JSON.  A bool is

@@ -53,7 +53,7 @@ def proved_names(
     `groups`: numbers of each group; `shapes`: those known, by number; `model`: parameters in order.
 
     >>> proved_names([[0, 1]], {0: (4, 2), 1: (4,)}, [("w", (4, 2)), ("b", (4,))])
-    {0: 'w', 1: 'b'}
+    {1: 'b', 0: 'w'}
     """
     numbers = [i for group in groups for i in group]
     if len(numbers) != len(model) or any(i not in shapes for i in numbers):

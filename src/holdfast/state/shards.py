@@ -4,7 +4,8 @@ A model of Megatron-Core says of every weight which part of which whole tensor t
 its name and boxes: layers and experts by their numbers in the whole model, the halves of a gated layer as
 two boxes, a tied embedding of the last stage under the first one's name.
 
-    >>> shard = Shard("w", (8, 4), (4, 4), ((Box((0, 0), (4, 4)), (4, 0)),))   # the lower half
+    >>> lower_half = ((Box((0, 0), (4, 4)), (4, 0)),)
+    >>> shard = TensorShard("w", (8, 4), (4, 4), lower_half)
     >>> [str(box) for box, _ in shard.parts(torch.zeros(4, 4))]
     ['4:8,0:4']
 
