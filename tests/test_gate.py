@@ -19,6 +19,6 @@ def test_a_pattern_that_keeps_nothing_ends_the_run(
     own = Path(__file__).name
     monkeypatch.setitem(gate.KEPT, own, (r"test_every.*", r"test_that_was_renamed\[a\]"))
     monkeypatch.setattr(pytestconfig, "args", [own])
+    mine = [item for item in request.session.items if item.path.name == own]
     with pytest.raises(pytest.UsageError, match=r"not there: test_gate.py: test_that_was_renamed"):
-        mine = [item for item in request.session.items if item.path.name == own]
         gate.leave_to_the_soak(pytestconfig, mine)
