@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("two_ranks.py")
+TESTS = Path(__file__).parents[1]
 
 
 def experiment(kind: str, root: Path) -> list[dict]:
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), kind, str(root)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-m", "crash.two_ranks", kind, str(root)],
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
         timeout=300,

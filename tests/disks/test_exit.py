@@ -89,7 +89,9 @@ def test_a_failure_that_nobody_has_asked_about_is_told(ended: Ended) -> None:
 def test_what_is_dropped_is_told(ended: Ended) -> None:
     status, said, root = ended("with_storage_that_does_not_answer")
     assert status == 0
-    dropped = r"Python ended before the save of step 5 was done, which was given (\d+) s: it is dropped"
+    dropped = (
+        r"Python ended before the save of step 5 was done, which was given (\d+) s: it is dropped"
+    )
     given = re.search(dropped, said)
     assert given and int(given[1]) >= 1, said
     assert f"'{root}/steps/" in said

@@ -46,7 +46,7 @@ def launch(
     A module of another folder of tests goes by its dotted name.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-launch-") as logs:
-        torchrun = "forking" if forked else "torch.distributed.run"
+        torchrun = "forking" if forked else "torchrun"
         command = [sys.executable, "-m", torchrun, "--standalone"]
         command += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}", "--redirects=3"]
         command += ["-m", module if "." in module else f"distributed.{module}", *map(str, args)]
