@@ -30,7 +30,7 @@ TESTS = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 NUM_PROCESSES = 2
-DEADLINE_S = 120
+DEADLINE_S = 400
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 from ports import free_port
 
 SUITE = Path(__file__).with_name("deepspeed_suite.py")
-DEADLINE_S = 300
+DEADLINE_S = 500
 
 
 @pytest.mark.distributed
