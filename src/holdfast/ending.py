@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from weakref import WeakMethod
 
-from holdfast.capture import Save
 from holdfast.errors import HoldfastError, HoldfastWarning, warn_user
 from holdfast.group import Group
 from holdfast.patience import slowest
+from holdfast.saving import Save
 from holdfast.threads import at_exit, idle
 
 LINGER_S = 3.0

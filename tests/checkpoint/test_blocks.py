@@ -14,8 +14,8 @@ from builders import memory
 from holdfast.checkpoint.names import read_manifest, step_prefix
 from holdfast.checkpoint.verifying import verify
 from holdfast.converting import convert
-from holdfast.durable.writing import WRITE_BYTES
 from holdfast.errors import UsageError
+from holdfast.saving.writing import WRITE_BYTES
 from holdfast.store import LocalStore, Store, Writer
 
 MIB = 1 << 20

@@ -53,7 +53,7 @@ def train(
         step += 1
         run.step(step)
         ckpt.step(step)
-        ckpt._tiers.durable._tidying.settle(60)
+        ckpt._tiers.durable.steps.worker.settle(60)
         see()
         ckpt.wait()
 

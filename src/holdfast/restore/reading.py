@@ -6,7 +6,6 @@ import os
 
 import msgspec
 
-from holdfast.capture.exactness import tell_exactness
 from holdfast.checkpoint.names import (
     Saved,
     check_step,
@@ -25,6 +24,7 @@ from holdfast.origins import foreign_format
 from holdfast.patience import bounded, opening
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import alike, restore
+from holdfast.saving.exactness import tell_exactness
 from holdfast.state.live import State
 from holdfast.store import Store, be_patient, in_one, open_store
 

@@ -38,10 +38,33 @@ from holdfast.state.optimizers import (
     refuse_common,
 )
 from holdfast.state.own_errors import naming
+from holdfast.state.rng import Rng
 from holdfast.state.several import as_seen, parts_of
 from holdfast.state.shared_states import tell_shared
 from holdfast.state.wrapped import check_own_state
 from holdfast.state.wrappers import check_names
+
+
+class RunState:
+    """What a run keeps: what the script has handed over, and the generators of random numbers."""
+
+    def __init__(self, given: State, on_resize: dict[str, str]) -> None:
+        self.given = given
+        self.on_resize = on_resize
+        """What becomes of extras when the number of ranks changes, by key."""
+        self._rng = {} if "rng" in given else {"rng": Rng()}
+        self._placed: dict[str, LiveTensor] = {}
+        """The steady tensors of the last save: others may be gone, and are not kept alive."""
+
+    def everything(self) -> State:
+        """The state as it is now, with the generators, in one order on all ranks."""
+        return in_order({**self.given, **self._rng})
+
+    def collect(self) -> Live:
+        """Name and place everything; see `collect`."""
+        live = collect(self.everything(), self.on_resize, self._placed)
+        self._placed = {name: t for name, t in live.tensors.items() if t.steady}
+        return live
 
 
 def collect(
