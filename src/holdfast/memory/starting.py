@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from holdfast.addresses import own_address
 from holdfast.capture import Capture
+from holdfast.checkpoint.peers import alike
 from holdfast.durable import Durable
 from holdfast.errors import warn_user
 from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
-from holdfast.restore.transaction import alike
 from holdfast.state.live import State
 
 

@@ -29,6 +29,7 @@ from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
 from holdfast.state.groups import HOW, match_groups
 from holdfast.state.live import (
+    RULES,
     Live,
     State,
     extra_states,
@@ -51,7 +52,7 @@ from holdfast.state.placed import local_of, place, torch_dtype
 from holdfast.state.several import Several
 from holdfast.state.wrapped import stepping
 
-RULES = "same, rank0, redistribute, fresh"
+_RULES = ", ".join(RULES)
 
 
 class Extras:
@@ -261,14 +262,14 @@ class Extras:
                 f"{', '.join(map(repr, lost))}: saved by each rank of [{saved}] for itself; "
                 f"what becomes of it on {here} rank(s) arranged differently is not declared",
                 step=self.checkpoint.step,
-                hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {RULES}",
+                hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {_RULES}",
             )
         for key in self.checkpoint.manifest.per_rank:
             if key in known and self._rule(key) == "redistribute":
                 if not callable(getattr(self.state.get(key), "redistribute", None)):
                     raise RuleError(
                         f"{key!r} has no method redistribute(states, rank, world_size)",
-                        hint=f"write one, or choose another rule of {RULES}",
+                        hint=f"write one, or choose another rule of {_RULES}",
                     )
 
     def _rule(self, key: str) -> str | None:
