@@ -31,7 +31,7 @@ from holdfast.arguments import (
 )
 from holdfast.capture import Save
 from holdfast.checkpoint.tidying import Keep
-from holdfast.ending import Ending
+from holdfast.ending import Ending, SigtermStop, check_thread
 from holdfast.errors import HoldfastError, UsageError, warn_user
 from holdfast.events import emit, span
 from holdfast.group import Group
@@ -42,7 +42,6 @@ from holdfast.state.collecting import collect
 from holdfast.state.live import RULES, Live, LiveTensor, State, check_keys, in_order
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
-from holdfast.stopping import SigtermStop, check_thread
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from holdfast.addresses import own_address
 from holdfast.capture import Capture
 from holdfast.checkpoint.peers import alike
 from holdfast.durable import Durable
 from holdfast.errors import warn_user
+from holdfast.here import own_address
 from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory

@@ -23,11 +23,12 @@ from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
+from holdfast.restore.groups import HOW, match_groups
+from holdfast.restore.nested import LIVE, OBJECT, Nested, StateSlot, nested
 from holdfast.restore.targets import RestoreOptions, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
-from holdfast.state.groups import HOW, match_groups
 from holdfast.state.live import (
     RULES,
     Live,
@@ -39,7 +40,6 @@ from holdfast.state.live import (
     outline_tensor,
     stages,
 )
-from holdfast.state.nested import LIVE, OBJECT, Nested, StateSlot, nested
 from holdfast.state.optimizers import (
     common_name,
     holder_of,

@@ -38,8 +38,6 @@ from holdfast.store.contract import (
     seen_view,
     target_view,
 )
-from holdfast.store.descriptor import Descriptor
-from holdfast.store.direct import DirectReader
 from holdfast.store.directories import (
     fsync_directories,
     fsync_directory,
@@ -47,8 +45,8 @@ from holdfast.store.directories import (
     remove_empty_directories,
     walk,
 )
-from holdfast.store.obstacles import obstacle
-from holdfast.store.oserrors import translated
+from holdfast.store.oserrors import obstacle, translated
+from holdfast.store.reading import Descriptor, DirectReader
 from holdfast.store.replacing import held, whole
 from holdfast.store.tempfiles import TempFile, open_temp, sweep
 from holdfast.threads import in_threads
