@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import readers
-from holdfast.checkpoint.readers import Readers
+from holdfast.checkpoint.files import Readers
 from holdfast.errors import NotFound, Unavailable
 from holdfast.store import LocalStore, MemoryStore
 from holdfast.testing import Counting, Faulty

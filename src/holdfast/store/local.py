@@ -24,10 +24,10 @@ from urllib.parse import quote
 from holdfast.arguments import flag_of, path_of
 from holdfast.errors import UsageError
 from holdfast.patience import Patience, patient, patient_or
-from holdfast.store.base import Bytes
 from holdfast.store.contract import (
     BLOCK_BYTES,
     HIDDEN,
+    Bytes,
     Parts,
     byte_view,
     check_key,
