@@ -30,25 +30,19 @@ from holdfast.arguments import (
     unfit,
 )
 from holdfast.checkpoint.tidying import Keep
-from holdfast.ending import Ending
+from holdfast.ending import Ending, SigtermStop, check_thread
 from holdfast.errors import UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.notices import Notices
-from holdfast.restart import Restart
-from holdfast.restore.extras import RULES
-from holdfast.restore.reading import detected, load_from, open_shared, tell_unused_records
-from holdfast.restore.result import Restored
-from holdfast.restore.targets import RestoreOptions
-from holdfast.roots import check_own
+from holdfast.roots import check_own, open_shared
 from holdfast.saving import Save
 from holdfast.schedule import Every, every_of
 from holdfast.state.collecting import RunState
-from holdfast.state.live import Live, State, check_keys
+from holdfast.state.live import RULES, Live, State, check_keys
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
-from holdfast.stopping import SigtermStop, check_thread
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -56,6 +50,9 @@ if TYPE_CHECKING:
     from holdfast.memory.options import Memory
     from holdfast.memory.tier import MemoryTier
     from holdfast.policy.tuning import Auto
+    from holdfast.restart import Restart
+    from holdfast.restore.result import Restored
+    from holdfast.restore.targets import RestoreOptions
     from holdfast.steering import Steering
 
 NO_RECORDS = (
@@ -110,7 +107,7 @@ class Checkpointer:
         check_keys(state)
         _check_choices(call, when_busy, on_error, replicas)
         _check_tiers(memory, delta, keep)
-        on_resize = rules_of(on_resize, RULES.split(", "), (*state, "rng"), call, "on_resize")
+        on_resize = rules_of(on_resize, RULES, (*state, "rng"), call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
         if sigterm_s is not None:
@@ -348,6 +345,9 @@ class Checkpointer:
         `verify` are as of `load`, and so is `only`, of what `source` gives: a run's own steps are restored
         whole.  Collective; blocks.
         """
+        from holdfast.restart import Restart
+        from holdfast.restore.targets import RestoreOptions
+
         call = "Checkpointer.restore"
         step = None if step is None else step_of(step, call)
         source = None if source is None else path_of(source, call, "source")
@@ -386,6 +386,9 @@ class Checkpointer:
         self, origin: str, restart: Restart, step: int | None, options: RestoreOptions
     ) -> Restored:
         """Begin with a step of another root, or of foreign files."""
+        from holdfast.restore.reading import load_from, tell_unused_records
+        from holdfast.restore.result import Restored
+
         found = load_from(origin, self._group, restart.state, step, options, verify=restart.verify)
         if step is None:
             tell_unused_records(origin, self._group, found)
@@ -419,6 +422,8 @@ class Checkpointer:
         """Return the URL that a run without steps begins with; rank 0 looks into the root."""
         if source is not None:
             return os.fspath(source)
+        from holdfast.restore.reading import detected
+
         found = self._group.from_rank0(lambda: detected(self._root, self._group))
         return self._root if found else None
 

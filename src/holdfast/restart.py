@@ -19,11 +19,11 @@ from holdfast.restore.result import Restored
 from holdfast.restore.targets import RestoreOptions
 from holdfast.saving.exactness import EXACT, tell_exactness
 from holdfast.state.live import State
-from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
     from holdfast.delta.log import Log, RecordedStep
     from holdfast.delta.segment import Identity
+    from holdfast.tiers import Tiers
 
 
 class Restart:

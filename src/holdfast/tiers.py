@@ -15,7 +15,6 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.patience import within
-from holdfast.restore.transaction import alike
 from holdfast.roots import claim_together, sweep_host
 from holdfast.saving import Saver
 from holdfast.saving.durable import Durable
@@ -78,6 +77,7 @@ class Tiers:
 
     def keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
         """Keep a record of every step.  Collective."""
+        from holdfast.checkpoint.peers import alike
         from holdfast.delta.log import tidy_log
         from holdfast.delta.tier import DeltaTier
 

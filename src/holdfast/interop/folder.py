@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 
 from holdfast.store import LocalStore, Reader, Store, Writer, open_store
-from holdfast.store.base import Bytes
-from holdfast.store.contract import HIDDEN
+from holdfast.store.contract import HIDDEN, Bytes
 from holdfast.store.oserrors import translated
 
 SUFFIXES = (

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from holdfast.addresses import own_address
+from holdfast.checkpoint.peers import alike
 from holdfast.errors import warn_user
+from holdfast.here import own_address
 from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
-from holdfast.restore.transaction import alike
 from holdfast.saving import Saver
 from holdfast.saving.durable import Durable
 from holdfast.state.live import State

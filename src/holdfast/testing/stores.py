@@ -21,7 +21,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from holdfast.errors import Corrupt, Exists, NotFound, UsageError
-from holdfast.store.base import Store, Writer
+from holdfast.store.contract import Store, Writer
 
 T = TypeVar("T")
 P = ParamSpec("P")
