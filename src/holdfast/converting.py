@@ -32,7 +32,7 @@ from holdfast.arguments import (
     text_of,
     unfit,
 )
-from holdfast.checkpoint.consolidating import Consolidation
+from holdfast.checkpoint.consolidating import Consolidation, plan_consolidation
 from holdfast.checkpoint.names import FOLDERS
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import FileDigests, Outfile, Progress, check_files, write_files
@@ -54,7 +54,6 @@ from holdfast.store.oserrors import translated
 from holdfast.version import __version__
 from holdfast.writers.planned import Planned, Rename, WriteOptions, weights
 from holdfast.writers.ranks import converting_ranks
-from holdfast.writers.universal import attempt_name, plan_universal
 
 FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
 PARTIAL = ".partial"
@@ -206,14 +205,15 @@ class _Conversion:
 
                 return plan_dcp(self.source, self.options)
             case "huggingface":
-                from holdfast.writers.huggingface import plan_huggingface
+                from holdfast.writers.weights import plan_huggingface
 
                 return plan_huggingface(self.source, self.options)
             case "torch":
-                from holdfast.writers.torchsave import plan_torch
+                from holdfast.writers.weights import plan_torch
 
                 return plan_torch(self.source, self.options, os.path.basename(self.target))
-        return plan_universal(self.source, open_store(self.target), self.identity, self.options)
+        target, most = open_store(self.target), self.options.max_file_bytes
+        return plan_consolidation(self.source, target, _attempt_name(self.identity), most)
 
     def _begin(self, files: Sequence[Outfile], held: ExitStack) -> bool:
         """Go on with what an interrupted conversion of the same has left, or clear it away.
@@ -264,7 +264,7 @@ class _Conversion:
     def _is_result(self, files: Sequence[Outfile]) -> bool:
         """True if the target is what this conversion makes."""
         if self.to == "universal":
-            return self._attempt() == attempt_name(self.identity)
+            return self._attempt() == _attempt_name(self.identity)
         if not os.path.lexists(self.target):
             return False
         root = os.path.dirname(self.target) if self.to == "torch" else self.target
@@ -393,6 +393,11 @@ class _Conversion:
         for directory in {os.path.dirname(f.path) for f in files}:
             fsync_directories(os.path.join(target.root, directory), target.root)
         plan.commit(target)
+
+
+def _attempt_name(identity: str) -> str:
+    """Return the attempt name of a step, by the identity of the conversion that writes it."""
+    return f"convert-{identity}"
 
 
 def _has(store: LocalStore, file: Outfile) -> bool:

@@ -10,10 +10,10 @@ import re
 from typing import Any
 
 from holdfast.errors import FormatError, NotFound, UsageError
-from holdfast.interop import plaindata, torchdist
+from holdfast.interop import plaindata
 from holdfast.interop.folder import OneFile, top
 from holdfast.interop.huggingface import Index, missing_files, read_index
-from holdfast.interop.ranks import merged
+from holdfast.interop.ranks import DISTRIBUTED, merged
 from holdfast.interop.torchfile import RESAVE, PartFile, read_tree
 from holdfast.interop.unpickle import check_size
 from holdfast.store import Store
@@ -23,7 +23,7 @@ INDEX = ".bin.index.json"
 _RANK = re.compile(
     r"(?P<before>.*?)(?<![mp]p_)(?<![a-z])rank[-_]?(?P<rank>\d+)(?P<after>.*)\.(pt|pth|bin|ckpt)"
 )
-_KNOWN = plaindata.TABLE | torchdist.TABLE
+_KNOWN = plaindata.TABLE | DISTRIBUTED
 
 
 def is_torch(store: Store) -> bool:

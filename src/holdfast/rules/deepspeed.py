@@ -34,7 +34,7 @@ from holdfast.errors import RuleError
 from holdfast.layout import Mesh
 from holdfast.layout.view import View
 from holdfast.rules.affine import view_of_map
-from holdfast.rules.coverage import gap, gap_or_overlap
+from holdfast.rules.layout import gap, gap_or_overlap
 from holdfast.rules.pattern import Pattern
 from holdfast.rules.ruleset import RuleSet
 from holdfast.rules.source import Span, Text

@@ -8,12 +8,12 @@ from typing import Any
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, UsageError
-from holdfast.interop.deepspeed import experts, model, rest, stage0, tensors, universal
+from holdfast.interop.deepspeed import model, rest, stage0, tensors, universal
 from holdfast.interop.deepspeed.grid import ModelRank, shards
-from holdfast.interop.deepspeed.layouts import INFO, Layouts
 from holdfast.interop.deepspeed.tags import TagFiles, files_of, folders, latest, marked, step_in
+from holdfast.interop.deepspeed.tensors import INFO, Layouts
 from holdfast.interop.deepspeed.trees import MALFORMED, Tree, read
-from holdfast.interop.deepspeed.zero import FlatGroup, Shape
+from holdfast.interop.deepspeed.zero import FlatGroup, Shape, experts_of_rank, is_expert
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.torchfile import TensorRef
 from holdfast.store import Store
@@ -204,8 +204,8 @@ def _add_whole(
     held: list[Foreign] = []
     for rank in ranks or [0]:
         file = read(store, files.expert_optim[rank, 0]) if ranks else tree
-        mine = set(experts.of_rank(params, rank, len(ranks))) if ranks else set()
-        own = {n: r for n, r in params.items() if n in mine or not experts.is_expert(n)}
+        mine = set(experts_of_rank(params, rank, len(ranks))) if ranks else set()
+        own = {n: r for n, r in params.items() if n in mine or not is_expert(n)}
         more, values = stage0.optimizer(file, own, rank)
         if rank:
             stage0.join(found.extras["optim"], values["optim"])

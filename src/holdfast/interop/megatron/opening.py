@@ -16,9 +16,15 @@ from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.megatron import optimizer
 from holdfast.interop.megatron.buckets import BY_BUCKET, MASTER, stored
 from holdfast.interop.megatron.matching import SAVE_BY_PARAMETER, NotProved, states_of
-from holdfast.interop.megatron.names import MASTERS, split, template, unfused
 from holdfast.interop.megatron.rest import COMMON, ExtrasValues, extra_state, known, read_common
-from holdfast.interop.megatron.tensors import by_name, unflattened
+from holdfast.interop.megatron.tensors import (
+    MASTERS,
+    by_name,
+    split,
+    template,
+    unflattened,
+    unfused,
+)
 from holdfast.interop.unpickle import UnknownInstance, check_size
 from holdfast.store import Store
 
