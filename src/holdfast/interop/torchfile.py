@@ -13,7 +13,6 @@ import zlib
 from collections import ChainMap
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -21,10 +20,10 @@ from typing import Any
 from holdfast.errors import Corrupt, FormatError, HoldfastError
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.foreign import StoredPart
-from holdfast.interop.sections import Place
-from holdfast.interop.unpickle import UnknownInstance, new_set, unpickle
+from holdfast.interop.sections import Source, at_place
+from holdfast.interop.unpickle import UnknownInstance, check_size, new_set, unpickle
 from holdfast.layout import Box, Fragment, whole
-from holdfast.store import Reader
+from holdfast.store import Reader, Store
 
 More = MutableMapping[tuple[str, str], Any]
 """Globals that a file may name besides those that all may; they are looked up first."""
@@ -55,6 +54,11 @@ class TensorRef:
             expected *= size
         return True
 
+    @property
+    def source(self) -> Source:
+        """The place of its first element, for a `StoredPart`."""
+        return at_place(self.path, self.offset)
+
     def parts(self, box: Box | None = None) -> tuple[StoredPart, ...]:
         """Return where the elements lie; `box`: the part of a larger tensor that this is.
 
@@ -70,18 +74,15 @@ class TensorRef:
                 key=self.path,
                 hint="save tensor.contiguous()",
             )
-        place = partial(_place, self.path, self.offset)
         wide = [n for n, s in zip(self.shape, self.strides) if s or n == 1]
         if len(wide) == len(self.shape):
-            return (StoredPart(Fragment(box, 0, self.strides), (place,), self.path),)
+            return (StoredPart(Fragment(box, 0, self.strides), (self.source,), self.path),)
         return tuple(
-            StoredPart(Fragment(_one_of(box, at, again), 0, self.strides), (place,), self.path)
+            StoredPart(
+                Fragment(_one_of(box, at, again), 0, self.strides), (self.source,), self.path
+            )
             for at in product(*again)
         )
-
-
-def _place(path: str, start: int) -> Place:
-    return path, start
 
 
 def _one_of(box: Box, at: tuple[int, ...], again: list[Any]) -> Box:
@@ -271,6 +272,20 @@ def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
     except FormatError as error:
         error.key = error.key or path
         raise
+
+
+def read_file(store: Store, path: str, more: More | None = None) -> Any:
+    """Return what a file of torch.save holds, as `read_tree`, with no more parts than a value may have."""
+    reader = store.open(path)
+    try:
+        tree = read_tree(PartFile(reader, 0, store.size(path)), path, more)
+        check_size(tree)
+    except FormatError as error:
+        error.key = error.key or path
+        raise
+    finally:
+        reader.close()
+    return tree
 
 
 def _read_member(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import FormatError, LayoutError, RuleError
 from holdfast.format.manifest import Replica
-from holdfast.interop.deepspeed.trees import source
 from holdfast.interop.deepspeed.zero import MASTER, FlatCut, FlatGroup, Shape
 from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.torchfile import TensorRef
@@ -106,7 +105,7 @@ def viewed(layout: ParamLayout, refs: Sequence[TensorRef]) -> Foreign:
     if any(not ref.contiguous or ref.dtype != refs[0].dtype for ref in refs):
         raise FormatError(f"{name!r}: parts that do not fit together", key=refs[0].path)
     sets = [
-        tuple(StoredPart(f, (source(ref),), ref.path) for f in view.fragments())
+        tuple(StoredPart(f, (ref.source,), ref.path) for f in view.fragments())
         for ref, view in zip(refs, layout.views())
     ]
     return _joined(name, refs[0].dtype, "param", layout, [sets])
@@ -114,7 +113,7 @@ def viewed(layout: ParamLayout, refs: Sequence[TensorRef]) -> Foreign:
 
 def cut(name: str, shape: Shape, cuts: Sequence[FlatCut], refs: Sequence[TensorRef]) -> Foreign:
     """A parameter that was flattened and cut by itself."""
-    sources = [source(ref) for ref in refs]
+    sources = [ref.source for ref in refs]
     view = View.whole(shape)
     parts = tuple(
         StoredPart(fragment, (sources[c.rank],), refs[c.rank].path)

@@ -16,15 +16,15 @@ Experts are numbered twice: a rank numbers its own from 0, files and holdfast nu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from holdfast.errors import FormatError
-from holdfast.interop.deepspeed.trees import Tree, source
-from holdfast.interop.sections import Place
+from holdfast.interop.deepspeed.trees import Tree
+from holdfast.interop.sections import Source
 from holdfast.interop.torchfile import TensorRef
 
 Shape = tuple[int, ...]
@@ -57,9 +57,9 @@ class FlatGroup:
     """Index of the optimizer's group that it is of."""
 
     @cached_property
-    def sources(self) -> dict[str, list[Callable[[], Place]]]:
+    def sources(self) -> dict[str, list[Source]]:
         """Sources that give where each rank's flat array begins, by state."""
-        return {state: [source(ref) for ref in refs] for state, refs in self.states.items()}
+        return {state: [ref.source for ref in refs] for state, refs in self.states.items()}
 
 
 def flat_cuts(shapes: dict[str, Shape], gaps: Sequence[int], part: int) -> dict[str, list[FlatCut]]:

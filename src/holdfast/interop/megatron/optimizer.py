@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import FormatError
+from holdfast.format.extras import inlined
 from holdfast.interop.foreign import Foreign
-from holdfast.interop.megatron.rest import ExtrasValues, inline, of_ref
+from holdfast.interop.megatron.rest import ExtrasValues, of_ref
 from holdfast.interop.torchfile import TensorRef
 from holdfast.layout import whole
 
@@ -115,7 +116,7 @@ def extra_of(
     """An optimizer as extras hold it.  A step that is a number becomes a tensor of each parameter."""
     plain: dict[str, Any] = {}
     if isinstance(steps, (int, float)):
-        step = {"step": inline("float32", (), struct.pack("<f", steps))}
+        step = {"step": inlined("float32", (), struct.pack("<f", steps))}
         plain = {name: step for params in members for name in params}
     hypers = [
         {"params": params, "hyper": values.encode("optim", _hyper(group))}

@@ -6,7 +6,6 @@ kept as text: nothing of Megatron is imported or called.
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
 from holdfast.errors import Corrupt, FormatError
@@ -15,8 +14,8 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.interop.dcp import section_range, section_tree
 from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.plaindata import TABLE, plain
-from holdfast.interop.torchfile import PartFile, TensorRef, read_tree
-from holdfast.interop.unpickle import UnknownInstance, check_size, record
+from holdfast.interop.torchfile import TensorRef, read_file
+from holdfast.interop.unpickle import UnknownInstance, record
 from holdfast.layout import Box, whole
 from holdfast.store import Store
 
@@ -66,15 +65,7 @@ def known() -> dict[tuple[str, str], Any]:
 def read_common(store: Store, folder: str) -> dict[str, Any]:
     """`common.pt`, tensors as `TensorRef`s."""
     key = folder + COMMON
-    size, reader = store.size(key), store.open(key)
-    try:
-        found = read_tree(PartFile(reader, 0, size), key, known())
-        check_size(found)
-    except FormatError as error:
-        error.key = error.key or key
-        raise
-    finally:
-        reader.close()
+    found = read_file(store, key, known())
     if not isinstance(found, dict):
         raise FormatError("not the common state of Megatron-Core", key=key)
     return {str(k): v for k, v in found.items()}
@@ -128,15 +119,10 @@ class ExtrasValues:
         data = bytearray(size)
         if size:
             self._store.read(t.path, t.offset, memoryview(data))
-        return inline(t.dtype, t.shape, bytes(data))
+        return extras.inlined(t.dtype, t.shape, bytes(data))
 
 
 def of_ref(name: str, t: TensorRef, state: str, box: Box) -> Foreign:
     """Return a tensor of a torch.save file; `box` is the whole of it."""
-    parts = (StoredPart.of(box, t.path, lambda: (t.path, t.offset)),) if box.size else ()
+    parts = (StoredPart.of(box, t.path, t.source),) if box.size else ()
     return Foreign(name, t.dtype, t.shape, state, parts)
-
-
-def inline(dtype: str, shape: tuple[int, ...], data: bytes) -> dict[str, Any]:
-    """A small tensor inside extras."""
-    return {"$tensor": [dtype, list(shape), base64.b64encode(data).decode()]}
