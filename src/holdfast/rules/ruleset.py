@@ -36,8 +36,8 @@ from holdfast.near import near
 from holdfast.rules.checking import MAX_PROBLEMS, check_covered, matching, problems_of_names
 from holdfast.rules.expression import SIZE, Expression
 from holdfast.rules.layout import Layout, Shape
-from holdfast.rules.loading import source_of, statements_of
-from holdfast.rules.source import Text, unknown
+from holdfast.rules.parser import statements_of
+from holdfast.rules.source import Text, source_of, unknown
 from holdfast.rules.statements import Axes, Let, Need, Rename, Rule, Statement
 
 Captures = tuple[tuple[str, str], ...]
