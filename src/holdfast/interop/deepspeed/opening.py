@@ -8,8 +8,18 @@ from typing import Any
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, UsageError
-from holdfast.interop.deepspeed import model, rest, stage0, tensors, universal
-from holdfast.interop.deepspeed.grid import ModelRank, shards
+from holdfast.interop.deepspeed import rest, stage0, tensors, universal
+from holdfast.interop.deepspeed.grid import (
+    ModelRank,
+    buffer_names,
+    checked_shapes,
+    frozen_3,
+    is_stage_3,
+    param_shapes,
+    parameters,
+    shards,
+    tied,
+)
 from holdfast.interop.deepspeed.tags import TagFiles, files_of, folders, latest, marked, step_in
 from holdfast.interop.deepspeed.tensors import INFO, Layouts
 from holdfast.interop.deepspeed.trees import MALFORMED, Tree, read
@@ -173,7 +183,7 @@ def _add_universal(
     """Add what ds_to_universal has put together; return the parameters' names."""
     said: list[dict[str, Shape]] = []
     for shard in grid:
-        for g, group in enumerate(model.shapes(shard.tree) or ()):
+        for g, group in enumerate(param_shapes(shard.tree) or ()):
             said[g : g + 1] = [{**said[g], **group} if g < len(said) else group]
     known = {name: shape for group in said for name, shape in group.items()}
     tree = read(store, folder + universal.STATE)
@@ -197,7 +207,7 @@ def _add_whole(
             key=tree.path,
             hint="save with zero_optimization stage 1",
         )
-    params = model.parameters(tree, grid[0].module)
+    params = parameters(tree, grid[0].module)
     ranks = sorted({rank for rank, _ in files.expert_optim})
     if ranks != list(range(len(ranks))):
         raise NotFound(f"of expert-parallel ranks only {ranks} have files", key=tree.path)
@@ -222,12 +232,12 @@ def _add_frozen(
     """Add frozen parameters of ZeRO-3, which are cut over the ranks; return their names."""
     tree = grid[0].tree
     shapes = tree.maybe("frozen_param_shapes", dict)
-    if not shapes or not model.is_stage_3(tree):
+    if not shapes or not is_stage_3(tree):
         return set()
     if len(grid) > 1:
         raise FormatError("frozen parameters of ZeRO-3 under tensor parallelism", key=tree.path)
     trees = [tree] + [read(store, files.model[at]) for at in sorted(files.model)[1:]]
-    found.tensors += model.frozen_3(trees, model.checked(tree, shapes))
+    found.tensors += frozen_3(trees, checked_shapes(tree, shapes))
     return set(shapes)
 
 
@@ -236,8 +246,8 @@ def _add_others(found: _TagContents, grid: Sequence[ModelRank], trained: set[str
     done = set(trained)
     for first in (shard for shard in grid if shard.tp == 0):
         column = [shard for shard in grid if shard.pp == first.pp]
-        buffers = model.buffers(first.tree)
-        ties = model.tied(first.tree, first.module, trained)
+        buffers = buffer_names(first.tree)
+        ties = tied(first.tree, first.module, trained)
         for name, value in first.module.items():
             if name in done or name in ties:
                 continue
@@ -257,7 +267,7 @@ def _other(
     refs = [ref for s in column if isinstance(ref := s.module.get(name), TensorRef)]
     if is_buffer:
         return tensors.plain(f"model.{name}", "buffer", refs[0])
-    if refs[0].shape == (0,) and model.is_stage_3(tree):
+    if refs[0].shape == (0,) and is_stage_3(tree):
         raise FormatError(f"no file holds the values of {name!r}", key=tree.path)
     if len(column) == 1:
         return tensors.plain(f"model.{name}", "param", refs[0])
