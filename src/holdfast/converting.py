@@ -117,10 +117,11 @@ def convert(
         function_of(progress, call, "progress", "that takes a phase and two numbers of bytes", 3)
     options = _options(max_file_bytes, dtype, rename, key)
     _check(to, options)
-    if isinstance(source, Checkpoint):
-        return _Conversion(source, target, to, options, memory_bytes, verify, progress).run()
-    with open_checkpoint(source, step=step) as found:
-        return _Conversion(found, target, to, options, memory_bytes, verify, progress).run()
+    with ExitStack() as opened:
+        if not isinstance(source, Checkpoint):
+            source = opened.enter_context(open_checkpoint(source, step=step))
+        place = _local(target)
+        return _Conversion(source, place, to, options, memory_bytes, verify, progress).run()
 
 
 def _options(
@@ -147,30 +148,23 @@ def _check(to: str, options: WriteOptions) -> None:
         )
 
 
+@dataclass
 class _Conversion:
     """One conversion on one rank."""
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        target: str | os.PathLike[str],
-        to: str,
-        options: WriteOptions,
-        memory_bytes: int,
-        verify: bool,
-        told: Told | None,
-    ) -> None:
-        self.source = source
-        self.target = _local(target)
-        self.to = to
-        self.options = options
-        self.memory_bytes = memory_bytes
-        self.verify = verify
-        self.told = told or (lambda phase, done, total: None)
+    source: Checkpoint
+    target: str
+    to: str
+    options: WriteOptions
+    memory_bytes: int
+    verify: bool
+    told: Told | None
+
+    def __post_init__(self) -> None:
         self.partial = LocalStore(self.target + PARTIAL)
         """The mark, and the folder of what is written."""
         self.work = LocalStore(os.path.join(self.partial.root, "files"), durable=False)
-        self.identity = _identity(source, to, options)
+        self.identity = _identity(self.source, self.to, self.options)
 
     def run(self) -> Converted:
         begin = time.monotonic()
@@ -339,8 +333,9 @@ class _Conversion:
 
     def _progress(self, phase: str, files: Sequence[Outfile]) -> Progress:
         total = sum(f.bytes for f in files)
-        self.told(phase, 0, total)
-        return lambda done: self.told(phase, done, total)
+        told = self.told or (lambda phase, done, total: None)
+        told(phase, 0, total)
+        return lambda done: told(phase, done, total)
 
     def _end(self, plan: Planned | Consolidation, files: Sequence[Outfile]) -> None:
         """Make the result exist, unless it does; then nothing of the work is left."""

@@ -15,8 +15,8 @@ from cli.calling import call, call_json
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.cli.main import VERBS
-from holdfast.cli.screen import ranks_text, size
 from holdfast.cli.targets import split_target
+from holdfast.cli.words import ranks_text, size
 from holdfast.layout import Cut, Mesh, Sharding
 from holdfast.sizes import parse_size
 from holdfast.store import LocalStore

@@ -9,7 +9,8 @@ from typing import Annotated
 import msgspec
 
 from holdfast.cli.options import Argument, Option
-from holdfast.cli.screen import Result, dim, good, many, say, size, table
+from holdfast.cli.screen import Result, say, table
+from holdfast.cli.words import dim, good, many, size
 from holdfast.errors import AgentUnreachable, UsageError
 from holdfast.here import fate
 from holdfast.memory.node import words as w

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import Annotated
 
 from holdfast.cli.options import Argument, Option, Target
-from holdfast.cli.screen import Result, good, many, phases, say, size
+from holdfast.cli.screen import Result, phases, say
 from holdfast.cli.targets import split_target
+from holdfast.cli.words import good, many, size
 from holdfast.converting import FORMATS, Converted, convert
 from holdfast.errors import UsageError
 from holdfast.sizes import parse_size

@@ -12,21 +12,10 @@ from typing import Annotated, Any
 from holdfast.checkpoint.brief import brief, cut_short
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.cli.options import Argument, ShowAll, Target
-from holdfast.cli.screen import (
-    Result,
-    Row,
-    age,
-    dim,
-    fields,
-    heading,
-    many,
-    say,
-    shape_text,
-    size,
-    table,
-)
+from holdfast.cli.screen import Result, Row, fields, heading, say, table
 from holdfast.cli.targets import opened
 from holdfast.cli.tensor import entry_data, in_parts, show_tensor, tensor_bytes, tensor_data
+from holdfast.cli.words import age, dim, many, shape_text, size
 from holdfast.errors import UsageError
 from holdfast.format.extras import decode
 from holdfast.format.manifest import Manifest, TensorEntry, to_sharding

@@ -6,7 +6,8 @@ from typing import Any
 
 from holdfast.checkpoint.listing import Listing, Step, survey
 from holdfast.cli.options import Root
-from holdfast.cli.screen import Result, age, age_s, bad, dim, good, heading, many, say, size, table
+from holdfast.cli.screen import Result, heading, say, table
+from holdfast.cli.words import age, age_s, bad, dim, good, many, size
 from holdfast.errors import HoldfastError
 from holdfast.interop.detect import detect, near_path, open_as, steps_as
 from holdfast.interop.foreign import file_of

@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 from holdfast.cli.options import Parser, filled
-from holdfast.cli.screen import deliver, say, style
+from holdfast.cli.screen import deliver, say
+from holdfast.cli.words import style
 from holdfast.errors import HoldfastError, HoldfastWarning, NotFound, NotRecoverable, UsageError
 from holdfast.near import near
 from holdfast.version import __version__

@@ -10,7 +10,8 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.ruling import Ruled, Ruling, Share
 from holdfast.cli.inspect import KINDS, fold
 from holdfast.cli.plan import coordinates
-from holdfast.cli.screen import Row, dim, heading, many, say, shape_text, size, table
+from holdfast.cli.screen import Row, heading, say, table
+from holdfast.cli.words import dim, many, shape_text, size
 from holdfast.errors import UsageError
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout.view import View

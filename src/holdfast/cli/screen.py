@@ -1,87 +1,19 @@
 """The result of a verb, and its writing: lines, tables and bars for people, JSON for programs.
 
-Numbers, times and ranks are written by one function each, words in colour on terminals.
-
 rich is imported when a bar or a table too wide for the terminal is drawn, and not before (60 ms).
 """
 
 from __future__ import annotations
 
-import calendar
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any, TextIO
 
-from holdfast.sizes import size_text
-
-size = size_text
-
-_CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
-
-
-def style(text: str, *names: str) -> str:
-    """A text in a colour, `bold` or `dim`; what is no terminal is written without."""
-    return "".join(f"\x1b[{_CODES[name]}m" for name in names) + text + "\x1b[0m"
-
-
-def good(text: str) -> str:
-    return style(text, "green")
-
-
-def bad(text: str) -> str:
-    return style(text, "red")
-
-
-def dim(text: str) -> str:
-    return style(text, "dim")
-
-
-def many(count: int, noun: str, plural: str | None = None) -> str:
-    """`1 tensor`, `60,000 tensors`."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
-
-
-def age_s(created: str) -> float | None:
-    """Seconds since a time that a manifest states; None if it states none."""
-    try:
-        return max(time.time() - calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")), 0)
-    except ValueError:
-        return None
-
-
-def age(created: str) -> str:
-    """`3 h ago`."""
-    seconds = age_s(created)
-    if seconds is None:
-        return "?"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length or (unit == "min" and seconds >= length):
-            return f"{int(seconds // length)} {unit} ago"
-    return "just now" if seconds < 10 else f"{int(seconds)} s ago"
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    return " × ".join(f"{n:,}" for n in shape) if shape else "scalar"
-
-
-def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
-    """`0–3, 8`: runs of ranks; long lists are cut."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs]
-    if len(texts) > most:
-        return ", ".join(texts[: most - 1]) + f", … ({len(ranks):,} ranks)"
-    return ", ".join(texts)
-
+from holdfast.cli.words import dim, style
 
 Row = Sequence[str | int]
 """Cells of a table's line.  Numbers are written with commas; cells that lack at the end are empty."""
@@ -200,19 +132,12 @@ def phases(is_quiet: bool = False) -> Iterator[Callable[[str, int, int], object]
     if is_quiet or not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    columns = (TextColumn("{task.description:>9}"), BarColumn(), DownloadColumn(),
-               TransferSpeedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (rich.TextColumn("{task.description:>9}"), rich.BarColumn(), rich.DownloadColumn(),
+               rich.TransferSpeedColumn(), rich.TimeRemainingColumn())  # fmt: skip
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         tasks: dict[str, Any] = {}
 
         def advance(phase: str, done: int, total: int) -> None:

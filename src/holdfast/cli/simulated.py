@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.cli.screen import Row, dim, fields, heading, say, size, table
+from holdfast.cli.screen import Row, fields, heading, say, table
+from holdfast.cli.words import dim, size
 from holdfast.errors import UsageError
 from holdfast.policy.cluster import HOUR_S, Cluster, at_random, from_trace
 from holdfast.policy.simulate import Outcome, simulate, strategies

@@ -24,18 +24,8 @@ import numpy as np
 
 from holdfast.checkpoint.brief import cut_short
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.cli.screen import (
-    Row,
-    dim,
-    fields,
-    heading,
-    many,
-    ranks_text,
-    say,
-    shape_text,
-    size,
-    table,
-)
+from holdfast.cli.screen import Row, fields, heading, say, table
+from holdfast.cli.words import dim, many, ranks_text, shape_text, size
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
 from holdfast.interop.foreign import file_of

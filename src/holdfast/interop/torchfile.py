@@ -180,6 +180,7 @@ class Archive:
         return any(m.crc for m in self.members.values())
 
 
+_TREE = "data.pkl"
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 """First bytes of files of torch before 1.6."""
 RESOLVE = "save tensor.resolve_conj().resolve_neg()"
@@ -202,7 +203,8 @@ def read_archive(section: PartFile, path: str) -> Archive:
         )
     try:
         infos = zipfile.ZipFile(section).infolist()
-        top = next((n[: -len("data.pkl")] for n in _names(infos) if _is_tree(n)), None)
+        names = (info.filename for info in infos)
+        top = next((n[: -len(_TREE)] for n in names if n.rpartition("/")[2] == _TREE), None)
         if top is None:
             raise FormatError("not a file of torch.save: it has no data.pkl", key=path)
         members = [_member(section, info, top, path) for info in infos]
@@ -215,14 +217,6 @@ def read_archive(section: PartFile, path: str) -> Archive:
     if len(found) != len(members):
         raise Corrupt("two members of the archive have one name", key=path)
     return Archive(found)
-
-
-def _names(infos: list[zipfile.ZipInfo]) -> list[str]:
-    return [info.filename for info in infos]
-
-
-def _is_tree(name: str) -> bool:
-    return name.rpartition("/")[2] == "data.pkl"
 
 
 def _member(section: PartFile, info: zipfile.ZipInfo, top: str, path: str) -> ArchiveMember:
@@ -252,7 +246,7 @@ def start_of(section: PartFile, member: ArchiveMember, path: str) -> int:
 def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
     """Return what torch.save was given, tensors as `TensorRef`s.  FormatError or Corrupt if unsound."""
     archive = read_archive(section, path)
-    data = _read_member(section, archive, "data.pkl", path)
+    data = _read_member(section, archive, _TREE, path)
     if "byteorder" in archive.members:
         if _read_member(section, archive, "byteorder", path, most=6) != b"little":
             raise FormatError("a file of a big-endian machine", key=path)
@@ -359,17 +353,10 @@ def rebuild(
     return TensorRef(kind, shape, strides, storage.path, storage.start + at, content)
 
 
-def _rebuild_v3(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    grad: Any,
-    hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-) -> TensorRef:
-    return rebuild(storage, offset, shape, strides, metadata=metadata, dtype=dtype)
+def _rebuild_v3(*args: Any) -> TensorRef:
+    """`torch._utils._rebuild_tensor_v3`, whose seventh argument is a dtype."""
+    *before, dtype = args[:7]
+    return rebuild(*before, *args[7:], dtype=dtype)
 
 
 def enumerated(owner: Any, name: Any) -> UnknownInstance:

@@ -55,26 +55,24 @@ def choose(num_nodes: int) -> Scheme:
 
 
 def groups(
-    nodes: Sequence[str],
-    scheme: Scheme,
-    holdings: Sequence[int] | None = None,
-    most: int = MAX_GROUP,
+    nodes: Sequence[str], scheme: Scheme, holdings: Sequence[int] | None = None
 ) -> list[tuple[int, ...]]:
     """Ranks in groups, from the name of each rank's node; every rank is in one.
 
     `holdings`: numbers that ranks share which hold the same state.  Where such ranks are on enough nodes,
     they are one another's group: each can make what it keeps from its own replica.  Else the i-th ranks of
-    all nodes make up groups.  These are of even size, `most` at most.  Where nodes have different numbers
-    of ranks and some would be left over, ranks are dealt to as many groups as the fullest node has ranks.
-    On a single node, its ranks are a group: that mends damage, not the loss of the node.  UsageError if a
-    rank finds too few others.
+    all nodes make up groups.  These are of even size, `MAX_GROUP` at most.  Where nodes have different
+    numbers of ranks and some would be left over, ranks are dealt to as many groups as the fullest node has
+    ranks.  On a single node, its ranks are a group: that mends damage, not the loss of the node.
+    UsageError if a rank finds too few others.
     """
     if not scheme.losses:
         return [(rank,) for rank in range(len(nodes))]
     least = scheme.losses + 1
+    most = max(MAX_GROUP, least)
     alike = replicas_apart(nodes, scheme, holdings)
     if alike is not None:
-        return [group for row in alike for group in _even(row, least, max(most, least))]
+        return [group for row in alike for group in _even(row, least, most)]
     if len(set(nodes)) == 1:
         rows = [list(range(len(nodes)))]
     else:
@@ -84,10 +82,10 @@ def groups(
             place = seen[node] = seen.get(node, -1) + 1
             by_place.setdefault(place, []).append(rank)
         rows = [by_place[place] for place in sorted(by_place)]
-    found = [group for row in rows for group in _even(row, least, max(most, least))]
+    found = [group for row in rows for group in _even(row, least, most)]
     short = [group for group in found if len(group) <= scheme.losses]
     if short and len(rows) > 1:
-        found = _dealt(nodes, least, max(most, least)) or found
+        found = _dealt(nodes, least, most) or found
         short = [group for group in found if len(group) <= scheme.losses]
     if short:
         raise UsageError(

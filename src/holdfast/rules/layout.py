@@ -32,28 +32,22 @@ class Unfit(LayoutError):
         self.span = span
 
 
+@dataclass(eq=False)
 class Shape:
     """All tensors of a shape that one rule lays out alike over a mesh.
 
     `numbers` are those that its expressions name, `copies` the axes along which there may be copies.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        rule: Rule,
-        mesh: Mesh,
-        numbers: Mapping[str, Fraction],
-        state: str,
-        copies: tuple[str, ...],
-    ) -> None:
-        self.shape = shape
-        self.rule = rule
-        self.mesh = mesh
-        self.state = state
-        self.axes = tuple(a for a, n in mesh.axes if n > 1 and a in rule.axes)
-        self._numbers = numbers
-        self._copies = copies
+    shape: tuple[int, ...]
+    rule: Rule
+    mesh: Mesh
+    numbers: Mapping[str, Fraction]
+    state: str
+    copies: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self.axes = tuple(a for a, n in self.mesh.axes if n > 1 and a in self.rule.axes)
         self.view = lru_cache(1 << 12)(self._view)
         self.real = lru_cache(1 << 12)(self._real)
 
@@ -79,7 +73,7 @@ class Shape:
         return self._powered(view)
 
     def _place(self, coordinates: Mapping[str, int]) -> steps.Coordinates:
-        return steps.Coordinates(coordinates, self.mesh.sizes, self._numbers)
+        return steps.Coordinates(coordinates, self.mesh.sizes, self.numbers)
 
     def _powered(self, view: View) -> View:
         if view.scale == 1:
@@ -124,7 +118,7 @@ class Shape:
         """Message and hint, if ranks do not hold every element exactly once."""
         if self.rule.replica == "unique":
             for axis, size in self.mesh.axes:
-                if size > 1 and axis not in self.rule.axes + self._copies:
+                if size > 1 and axis not in self.rule.axes + self.copies:
                     return (
                         f"it is unique, but all {size} ranks along {axis} hold it",
                         f"divide it over {axis}, or say replicated, or `copies {axis}` above all rules",

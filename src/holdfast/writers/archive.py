@@ -90,7 +90,7 @@ class _Member:
     descriptor_at: int
 
 
-def add_archive(plan: ArchivePlan, tree: Any, name: str = "archive") -> None:
+def add_archive(plan: ArchivePlan, tree: Any) -> None:
     """Append what torch.save(tree) would write; `ArchivedTensor`s in the tree are taken from the source.
 
     Begins at a multiple of 64, and so do tensors' bytes.
@@ -99,12 +99,12 @@ def add_archive(plan: ArchivePlan, tree: Any, name: str = "archive") -> None:
     begin, storages = plan.at, _Storages()
     data = dumps(storages.replace(tree))
     members = [
-        _literal(plan, begin, f"{name}/data.pkl", data),
-        _literal(plan, begin, f"{name}/byteorder", b"little"),
+        _literal(plan, begin, "archive/data.pkl", data),
+        _literal(plan, begin, "archive/byteorder", b"little"),
     ]
     for number, tensor in enumerate(storages.found):
-        members.append(_storage(plan, begin, f"{name}/data/{number}", tensor))
-    members.append(_literal(plan, begin, f"{name}/version", b"3\n"))
+        members.append(_storage(plan, begin, f"archive/data/{number}", tensor))
+    members.append(_literal(plan, begin, "archive/version", b"3\n"))
     _central(plan, begin, members)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.format.extras import inlined
+from holdfast.interop.byindex import hyper_of
 from holdfast.interop.deepspeed.tensors import plain
 from holdfast.interop.deepspeed.trees import Tree
 from holdfast.interop.deepspeed.zero import FlatGroup, param_groups
@@ -135,7 +136,7 @@ def _numbers(tree: Tree, flat: FlatGroup, hyper: dict[str, Any]) -> dict[str, An
 
 def hyper(tree: Tree, group: dict[str, Any]) -> Any:
     """A group's hyper-parameters."""
-    return tree.encode({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    return tree.encode(hyper_of(group))
 
 
 def number(tree: Tree, state: str, value: Any) -> Any:
