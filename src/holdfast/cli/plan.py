@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
 from holdfast.checkpoint.opened import Checkpoint
@@ -51,7 +50,7 @@ def run(
     reshape = Reshape.onto(checkpoint.manifest, parse_mesh(mesh))
     ranks = [rank] if rank is not None else _ranks(reshape.mesh.world, show_all)
     readings = [reshape.reading(r) for r in ranks]
-    data, show_memory = _data(checkpoint, reshape, readings), None
+    data, found = _data(checkpoint, reshape, readings), None
     if nodes is not None:
         share = -(-tensor_bytes(reshape) // reshape.mesh.world)  # a save divides evenly
         found = found_for(
@@ -59,9 +58,6 @@ def run(
             mtbf_hours=node_mtbf_hours, repair_minutes=repair_minutes,
         )  # fmt: skip
         data |= {"memory": _protection_data(found)}
-        show_memory = partial(
-            _show_protection, found, nodes, node_mtbf_hours, repair_minutes, show_all=show_all
-        )
 
     def show() -> None:
         _show_head(checkpoint, reshape)
@@ -69,8 +65,8 @@ def run(
             _show_rank(reshape, readings[0])
         else:
             _show_ranks(checkpoint, reshape, readings)
-        if show_memory is not None:
-            show_memory()
+        if nodes is not None and found is not None:
+            _show_protection(found, nodes, node_mtbf_hours, repair_minutes, show_all=show_all)
 
     return Result(lambda: data, show)
 

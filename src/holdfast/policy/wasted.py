@@ -247,23 +247,15 @@ def _with(
     allowed."""
     least_d, least_m, least_b = floors(c)
     periods = _grid(least_m, max(least_m, rarest)) if memory else np.array([np.nan])
-    batches = (
-        _grid(least_b, min(MAX_BATCH, most_batch, max(least_d, rarest)))
-        if delta
-        else np.array([np.nan])
-    )
+    largest = min(MAX_BATCH, most_batch, max(least_d, rarest))
+    batches = _grid(least_b, largest) if delta else np.array([np.nan])
     if not len(batches):
         return
     m, b = (a.ravel() for a in np.meshgrid(periods, batches, indexing="ij"))
     mem, bat = m if memory else None, b if delta else None
-    others = terms(c, rates, np.inf, mem, bat)[0] + np.zeros(
-        len(m)
-    )  # the overhead without durable saves
-    with np.errstate(divide="ignore", invalid="ignore"):
-        allowed = c.durable_stall_s / c.step_s / np.maximum(overhead - others, 0)
-    allowed = np.nan_to_num(allowed, nan=1.0, posinf=np.inf)  # 0 / 0: durable saves do not stall
-    least = np.maximum(np.ceil(allowed - 1e-9), max(least_d, 1))
-    least = np.fmax(least, b)
+    without_durable = terms(c, rates, np.inf, mem, bat)
+    others = without_durable[0] + np.zeros(len(m))  # the overhead
+    least = np.fmax(np.maximum(_shortest(c, overhead - others), max(least_d, 1)), b)
     fits = (others <= overhead) & (least <= max(rarest, least_d)) & ~(b > m)
     if not fits.any():
         return
@@ -278,15 +270,17 @@ def _with(
         d = np.maximum(np.minimum(d, rarest), least)
         total = sum(terms(c, rates, d, mem, bat))
         i = int(np.argmin(total))
-        yield (
-            float(total[i]),
-            Frequencies(
-                int(d[i]),
-                int(m[i]) if memory else None,
-                1 if delta else None,
-                int(b[i]) if delta else None,
-            ),
-        )
+        of_memory = int(m[i]) if memory else None
+        of_records = (1, int(b[i])) if delta else (None, None)
+        yield float(total[i]), Frequencies(int(d[i]), of_memory, *of_records)
+
+
+def _shortest(c: Costs, spare: Any) -> Any:
+    """The shortest durable periods whose stalls take no more than what is spare of the overhead."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        allowed = c.durable_stall_s / c.step_s / np.maximum(spare, 0)
+    allowed = np.nan_to_num(allowed, nan=1.0, posinf=np.inf)  # 0 / 0: durable saves do not stall
+    return np.ceil(allowed - 1e-9)
 
 
 def _grid(least: int, most: int) -> _Grid:

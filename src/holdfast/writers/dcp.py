@@ -21,7 +21,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
 from holdfast.writers.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
-from holdfast.writers.pickling import Instance, PickledCall, PickledGlobal, dumps
+from holdfast.writers.pickling import Instance, PickledCall, PickledGlobal, called, dumps
 from holdfast.writers.planned import Planned, WriteOptions
 
 METADATA = ".metadata"
@@ -182,9 +182,9 @@ class _Entries:
         name = self._name(path)
         state = (
             PickledGlobal("torch", dtype),
-            PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("torch.strided",)),
+            called("torch.serialization", "_get_layout", "torch.strided"),
             False,
-            PickledCall(PickledGlobal(_META, "_MEM_FORMAT_ENCODING"), (0,)),
+            called(_META, "_MEM_FORMAT_ENCODING", 0),
             False,
         )
         sizes = [{"offsets": _size(c.offsets), "sizes": _size(c.sizes)} for c in chunks]
@@ -236,4 +236,4 @@ def _meta(name: str, state: Any) -> Instance:
 
 
 def _size(shape: tuple[int, ...]) -> PickledCall:
-    return PickledCall(PickledGlobal("torch", "Size"), (tuple(shape),))
+    return called("torch", "Size", tuple(shape))

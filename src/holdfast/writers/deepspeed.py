@@ -22,7 +22,7 @@ from holdfast.errors import UsageError
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
 from holdfast.writers.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
-from holdfast.writers.pickling import Instance, PickledCall, PickledGlobal
+from holdfast.writers.pickling import Instance, PickledGlobal, called
 from holdfast.writers.planned import Planned, WriteOptions, is_float
 
 VERSION = "0.16.0"
@@ -202,9 +202,7 @@ def _model_states(
         for i, t in enumerate(source.manifest.tensors)
         if t.name.startswith(f"{key}.") and t.name.removeprefix(f"{key}.") not in params
     }
-    shapes = {
-        n: PickledCall(PickledGlobal("torch", "Size"), (t.shape,)) for n, (_, t) in params.items()
-    }
+    shapes = {n: called("torch", "Size", t.shape) for n, (_, t) in params.items()}
     engine = plain.get(f"{optim}.engine") or {}
     schedulers = [plain[k] for k in SCHEDULERS if k in plain] + [engine.get("lr_scheduler")]
     counters = {k: engine[k] for k in COUNTERS if isinstance(engine.get(k), int)}

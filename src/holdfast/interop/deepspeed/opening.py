@@ -79,8 +79,12 @@ def _counted(tree: Tree) -> int:
 
 @dataclass
 class _TagContents:
-    """Tensors, extras and other names that the files have given so far."""
+    """The files and ranks of a tag, and the tensors, extras and other names that they have given so far."""
 
+    store: Store
+    folder: str
+    files: TagFiles
+    grid: Sequence[ModelRank]
     tensors: list[Foreign] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -109,25 +113,22 @@ class _TagContents:
 
 def _open(store: Store, folder: str) -> Checkpoint:
     files = files_of(store, folder)
-    grid = shards(store, files)
-    tree = grid[0].tree
-    found = _TagContents()
-    found.add(*rest.of_model(tree))
+    found = _TagContents(store, folder, files, shards(store, files))
+    first = found.grid[0]
+    found.add(*rest.of_model(first.tree))
     if files.universal:
-        trained = _add_universal(store, folder, files, grid, found)
-    elif grid[0].flats:
-        trained = _add_trained(found, grid)
+        trained = _add_universal(found)
     else:
-        trained = _add_whole(store, files, grid, found)
-    trained |= _add_frozen(store, files, grid, found)
-    _add_others(found, grid, trained)
+        trained = _add_trained(found) if first.flats else _add_whole(found)
+    trained |= _add_frozen(found)
+    _add_others(found, trained)
     found.add([], rest.engine(found.extras))
     named = step_in(store, folder)
     return foreign(
         store,
         found.tensors,
-        step=_counted(tree) if named is None else named,
-        software={"deepspeed": str(tree.root.get("ds_version", "unknown"))},
+        step=_counted(first.tree) if named is None else named,
+        software={"deepspeed": str(first.tree.root.get("ds_version", "unknown"))},
         extras=found.extras,
         aliases=found.aliases,
     )
@@ -158,8 +159,9 @@ def _columns(
     return [stages[pp] for pp in sorted(stages)]
 
 
-def _add_trained(found: _TagContents, grid: Sequence[ModelRank]) -> set[str]:
+def _add_trained(found: _TagContents) -> set[str]:
     """Add what ZeRO has cut over the ranks; return the parameters' names."""
+    grid = found.grid
     flats = [shard.trained for shard in grid]
     names = dict.fromkeys(name for held in flats for name in held)
     columns = {name: _columns(grid, name, flats) for name in names}
@@ -177,27 +179,25 @@ def _add_trained(found: _TagContents, grid: Sequence[ModelRank]) -> set[str]:
     return set(names)
 
 
-def _add_universal(
-    store: Store, folder: str, files: TagFiles, grid: Sequence[ModelRank], found: _TagContents
-) -> set[str]:
+def _add_universal(found: _TagContents) -> set[str]:
     """Add what ds_to_universal has put together; return the parameters' names."""
     said: list[dict[str, Shape]] = []
-    for shard in grid:
+    store, files = found.store, found.files.universal
+    for shard in found.grid:
         for g, group in enumerate(param_shapes(shard.tree) or ()):
             said[g : g + 1] = [{**said[g], **group} if g < len(said) else group]
     known = {name: shape for group in said for name, shape in group.items()}
-    tree = read(store, folder + universal.STATE)
-    held, numbers = universal.parameters(store, files.universal, known)
-    more, other_numbers = universal.steps(tree, said, files.universal)
+    tree = read(store, found.folder + universal.STATE)
+    held, numbers = universal.parameters(store, files, known)
+    more, other_numbers = universal.steps(tree, said, files)
     found.add(held + more, {"optim": universal.groups(tree, said, numbers | other_numbers)})
     found.add(*rest.of_optimizer(tree))
-    return set(known or files.universal)
+    return set(known or files)
 
 
-def _add_whole(
-    store: Store, files: TagFiles, grid: Sequence[ModelRank], found: _TagContents
-) -> set[str]:
+def _add_whole(found: _TagContents) -> set[str]:
     """Add a model file that holds everything, without ZeRO; return parameters with a master copy."""
+    grid, files = found.grid, found.files
     tree = grid[0].tree
     if tree.maybe("optimizer", dict) is None:
         return set()
@@ -213,7 +213,7 @@ def _add_whole(
         raise NotFound(f"of expert-parallel ranks only {ranks} have files", key=tree.path)
     held: list[Foreign] = []
     for rank in ranks or [0]:
-        file = read(store, files.expert_optim[rank, 0]) if ranks else tree
+        file = read(found.store, files.expert_optim[rank, 0]) if ranks else tree
         mine = set(experts_of_rank(params, rank, len(ranks))) if ranks else set()
         own = {n: r for n, r in params.items() if n in mine or not is_expert(n)}
         more, values = stage0.optimizer(file, own, rank)
@@ -226,24 +226,22 @@ def _add_whole(
     return {t.name.partition(".")[2] for t in held if t.name.startswith("model.")}
 
 
-def _add_frozen(
-    store: Store, files: TagFiles, grid: Sequence[ModelRank], found: _TagContents
-) -> set[str]:
+def _add_frozen(found: _TagContents) -> set[str]:
     """Add frozen parameters of ZeRO-3, which are cut over the ranks; return their names."""
-    tree = grid[0].tree
+    model, tree = found.files.model, found.grid[0].tree
     shapes = tree.maybe("frozen_param_shapes", dict)
     if not shapes or not is_stage_3(tree):
         return set()
-    if len(grid) > 1:
+    if len(found.grid) > 1:
         raise FormatError("frozen parameters of ZeRO-3 under tensor parallelism", key=tree.path)
-    trees = [tree] + [read(store, files.model[at]) for at in sorted(files.model)[1:]]
+    trees = [tree] + [read(found.store, model[at]) for at in sorted(model)[1:]]
     found.tensors += frozen_3(trees, checked_shapes(tree, shapes))
     return set(shapes)
 
 
-def _add_others(found: _TagContents, grid: Sequence[ModelRank], trained: set[str]) -> None:
+def _add_others(found: _TagContents, trained: set[str]) -> None:
     """Add buffers, frozen parameters and tied ones: what `module` has besides."""
-    done = set(trained)
+    grid, done = found.grid, set(trained)
     for first in (shard for shard in grid if shard.tp == 0):
         column = [shard for shard in grid if shard.pp == first.pp]
         buffers = buffer_names(first.tree)
