@@ -22,9 +22,8 @@ from typing import Annotated, Any
 
 from holdfast.checkpoint.diffing import Difference, compare, total_bytes
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.cli.options import Argument, Option, ShowAll
+from holdfast.cli.options import Argument, Option, ShowAll, opened
 from holdfast.cli.screen import Result, heading, progress, say, table
-from holdfast.cli.targets import opened
 from holdfast.cli.words import dim, good, many, size
 
 MOST = 20

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reshaping import Reading, Reshape, parse_mesh, tensor_bytes
-from holdfast.cli.options import Option, ShowAll, Target
+from holdfast.cli.options import Option, ShowAll, Target, opened
 from holdfast.cli.screen import Result, Row, fields, heading, say, table
-from holdfast.cli.targets import opened
 from holdfast.cli.words import dim, many, ranks_text, size
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
