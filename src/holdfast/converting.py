@@ -41,6 +41,7 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import encode
+from holdfast.here import boot_id
 from holdfast.interop.detect import split
 from holdfast.interop.folder import OneFile
 from holdfast.interop.foreign import file_of
@@ -227,7 +228,8 @@ class _Conversion:
                 f"{self.partial.root} is in the way, and is not of a conversion",
                 hint="remove it, or give another target",
             )
-        mark = {"conversion": self.identity, "boot": _boot()}
+        # files from before a power cut may not have become durable, and are written anew
+        mark = {"conversion": self.identity, "boot": boot_id()}
         same = marked == mark
         self._clear(files if same else ())
         self.partial.put(_MARK, msgspec.json.encode(mark))
@@ -448,16 +450,6 @@ def _locked(directory: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def _boot() -> str:
-    """Return the boot's id: files from before a power cut may not have become durable, and are written
-    anew."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 __all__ = ["FORMATS", "Converted", "convert"]

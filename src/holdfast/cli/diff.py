@@ -120,7 +120,7 @@ def _plain(found: Difference) -> dict[str, Any]:
     return row
 
 
-# -- extras in few lines -----------------------------------------------------------------------------
+# -- extras in few lines --------------------------------------------------------------------------
 
 
 Row = tuple[str, str, str]

@@ -27,6 +27,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -197,25 +198,18 @@ def _element(kind: Any) -> tuple[bool, Callable[[str], Any]]:
     several = any(get_origin(k) is list for k in (kind, *get_args(kind)))
     kinds = {kind, *get_args(kind), *(e for k in get_args(kind) for e in get_args(k))}
     if int in kinds:
-        return several, _whole_number
-    return several, _number if float in kinds else str
+        return several, partial(_number, int, "whole number")
+    return several, partial(_number, float, "number") if float in kinds else str
 
 
-def _whole_number(text: str) -> int:
+def _number(make: Callable[[str], float], what: str, text: str) -> float:
     try:
-        return int(text)
+        return make(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no whole number") from None
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no {what}") from None
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no number") from None
-
-
-# -- targets -----------------------------------------------------------------------------------------
+# -- targets --------------------------------------------------------------------------------------
 
 
 MAX_DIGITS = 40

@@ -171,7 +171,7 @@ def _data(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) -> 
     }
 
 
-# -- snapshots in memory -----------------------------------------------------------------------------
+# -- snapshots in memory --------------------------------------------------------------------------
 
 
 HOUR_S = 3600.0

@@ -205,7 +205,7 @@ def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> li
     return rows
 
 
-# -- drawing -----------------------------------------------------------------------------------------
+# -- drawing --------------------------------------------------------------------------------------
 
 
 Held = tuple[Box, tuple[int, ...]]

@@ -148,7 +148,7 @@ def _even(row: list[int], least: int, most: int) -> list[tuple[int, ...]]:
     return [tuple(row[a:b]) for a, b in zip(cuts, cuts[1:])]
 
 
-# -- what a scheme costs and bears -------------------------------------------------------------------
+# -- what a scheme costs and bears ----------------------------------------------------------------
 
 
 SNAPSHOTS = 2

@@ -171,7 +171,7 @@ def best_period(stall_s: float, step_s: float, rate: float, step_of_age_s: Any) 
     return (2 * stall_s / (step_s * rate * step_of_age_s)) ** 0.5
 
 
-# -- one kind of failure, one base -----------------------------------------------------------------
+# -- one kind of failure, one base ----------------------------------------------------------------
 
 
 def one_base(
@@ -194,7 +194,7 @@ def changed(f: Frequencies, knob: str, to: Frequencies) -> Frequencies:
     return replace(f, **{knob: getattr(to, knob)})
 
 
-# -- the best frequencies ----------------------------------------------------------------------------
+# -- the best frequencies -------------------------------------------------------------------------
 
 
 MAX_BATCH = 1024

@@ -358,7 +358,7 @@ def _literal(name: str) -> str:
     return f"/{escaped}/"
 
 
-# -- affine maps -------------------------------------------------------------------------------------
+# -- affine maps ----------------------------------------------------------------------------------
 
 
 def view_of_map(name: str, entry: Mapping[str, Any], rank: int, state: str) -> View:

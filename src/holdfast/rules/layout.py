@@ -204,7 +204,7 @@ def _place_text(at: Mapping[str, int]) -> str:
     return ", ".join(f"{axis} {i}" for axis, i in at.items()) or "the rank"
 
 
-# -- holes and overlaps ------------------------------------------------------------------------------
+# -- holes and overlaps ---------------------------------------------------------------------------
 
 
 MAX_CORNERS = 1 << 22

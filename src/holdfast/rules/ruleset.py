@@ -275,7 +275,7 @@ def _lets(statements: list[Statement], given: Mapping[str, Fraction]) -> tuple[L
     return tuple(found.values())
 
 
-# -- renames -----------------------------------------------------------------------------------------
+# -- renames --------------------------------------------------------------------------------------
 
 
 KEEP = "rename {x:**} -> {x}  as the last one keeps all other names"

@@ -73,7 +73,7 @@ def _index(names: list[str], shards: list[list[Weight]]) -> tuple[tuple[str, byt
     return ((NAME + INDEX, (json.dumps(index, indent=2) + "\n").encode()),)
 
 
-# -- torch.save --------------------------------------------------------------------------------------
+# -- torch.save -----------------------------------------------------------------------------------
 
 
 def plan_torch(source: Checkpoint, options: WriteOptions, path: str) -> Planned:

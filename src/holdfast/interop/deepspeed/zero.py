@@ -308,7 +308,7 @@ def _agree(ranks: Sequence[Tree], group: int, name: str, values: list[Any]) -> b
     return odd is None
 
 
-# -- experts -----------------------------------------------------------------------------------------
+# -- experts --------------------------------------------------------------------------------------
 
 
 _EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(\..*)")

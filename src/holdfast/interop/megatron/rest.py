@@ -136,7 +136,7 @@ def of_ref(name: str, t: TensorRef, state: str, box: Box) -> Foreign:
     return Foreign(name, t.dtype, t.shape, state, parts)
 
 
-# -- optimizers --------------------------------------------------------------------------------------
+# -- optimizers -----------------------------------------------------------------------------------
 
 
 Group = dict[str, Any]
