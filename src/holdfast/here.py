@@ -15,14 +15,21 @@ from pathlib import Path
 from typing import Literal
 
 
+def boot_id() -> str:
+    """The id of this boot of the host; empty if the system does not say."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 @cache
 def place() -> str | None:
     """Host, boot and pid namespace in one line; None if the system does not say."""
+    boot = boot_id()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         processes = os.stat("/proc/self/ns/pid").st_ino
-        if os.readlink("/proc/self") != str(os.getpid()):
-            return None  # /proc shows the processes of another namespace
+        if not boot or os.readlink("/proc/self") != str(os.getpid()):
+            return None  # /proc shows the processes of another namespace, or no boot
     except OSError:
         return None
     return f"{socket.gethostname()} {boot} {processes}"
