@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.capture.exactness import Exactness, of_all
 from holdfast.errors import UsageError
 from holdfast.memory.feed import Feed
 from holdfast.memory.twin import Gradient, Twin
+from holdfast.saving.exactness import Exactness, of_all
 from holdfast.state import snapshot
 from memory.agents import kill
 
@@ -356,9 +356,9 @@ def test_what_the_replica_has_not_is_of_the_same_step(
     run, going_on = Run(folder), threading.Event()
     moment = Feed.moment
 
-    def late(feed: Feed, job: Any) -> Any:
+    def late(feed: Feed, op: Any, plan: Any) -> Any:
         assert going_on.wait(120)
-        return moment(feed, job)
+        return moment(feed, op, plan)
 
     for _ in range(4):
         run.train()
@@ -385,9 +385,9 @@ def test_an_average_that_begins_while_a_snapshot_waits(
     run.averages = False
     moment = Feed.moment
 
-    def late(feed: Feed, job: Any) -> Any:
+    def late(feed: Feed, op: Any, plan: Any) -> Any:
         assert going_on.wait(120)
-        return moment(feed, job)
+        return moment(feed, op, plan)
 
     for _ in range(4):
         run.train()
@@ -540,7 +540,7 @@ def test_a_proof_that_is_left_out_is_made_up_for(folder: Path) -> None:
         run.train()
         run.save()
     for _ in range(3):
-        feed.count_durable(must_prove=False)  # as of saves that were skipped: the proof among them
+        feed.proof.count_durable(must_prove=False)  # as of saves that were skipped: the proof among them
     run.train()
     run.ckpt.save(run.step).wait(120)
     assert not run.seen("feed.followed")  # the proof that is owed
@@ -564,14 +564,14 @@ def test_a_proof_that_ends_meanwhile_is_another_one_s(
     feed, arranged = run.ckpt._tiers.memory._feed, Feed.arranged
 
     def compared(feed: Feed, live: Any) -> Any:
-        feed._owes_proof = False
+        feed.proof.is_owed = False
         return arranged(feed, live)
 
     monkeypatch.setattr(Feed, "arranged", compared)
     run.train()
     run.ckpt.save(run.step).wait(120)
     assert not run.seen("feed.followed")
-    assert feed._compared == 4
+    assert feed.proof.compared == 4
     run.ckpt.close()
 
 
@@ -593,9 +593,9 @@ def test_a_durable_save_whose_replica_is_lost(
         run.save()
     moment = Feed.moment
 
-    def lost(feed: Feed, job: Any) -> Any:
+    def lost(feed: Feed, op: Any, plan: Any) -> Any:
         feed.twins.forget("a test")
-        return moment(feed, job)
+        return moment(feed, op, plan)
 
     monkeypatch.setattr(Feed, "moment", lost)
     run.train()

@@ -120,12 +120,12 @@ def test_three_differences_end_it_and_three_failures_do_not(
     def ask(*_: Any) -> None:
         raise error
 
-    tier = SimpleNamespace(client=SimpleNamespace(ask=ask))
+    tier = SimpleNamespace(agent=SimpleNamespace(client=SimpleNamespace(ask=ask)))
     rank: Any = SimpleNamespace(_tier=tier, _guard=SimpleNamespace(seen=()), _redone=lambda: shadow)
-    job: Any = SimpleNamespace(step=1)
+    op: Any = SimpleNamespace(step=1)
     order = w.Protect("j", "", "a", 0, (), 1, 1, 0, 0)
     for _ in range(3):
-        assert not Protector._finish_own(rank, job, order, (), (), w.Lease("guard", 0))
+        assert not Protector._finish_own(rank, op, order, (), (), w.Lease("guard", 0))
     assert len(ends) == ended
 
 

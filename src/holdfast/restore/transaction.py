@@ -7,8 +7,7 @@ in one error); read every rank's boxes together, straight into the live tensors;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import Want
 from holdfast.errors import Deadline, HoldfastError, warn_user
@@ -76,22 +76,6 @@ def _tell_left_behind(error: Exception) -> None:
             "that are in it now"
         )
         error.hint = f"{error.hint}; {late}" if error.hint else late
-
-
-@contextmanager
-def alike(group: Group, step: int) -> Iterator[None]:
-    """Make what fails in this block on one rank fail on all.  Collective."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as failed:
-        error = failed
-    if group.size > 1:
-        from holdfast.checkpoint.peers import agree
-
-        agree(group, error, step)
-    elif error is not None:
-        raise error
 
 
 def count_writes(live: Live) -> None:
