@@ -12,9 +12,17 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process that crashes says 
 settings.register_profile("holdfast", deadline=None)  # a busy machine is no failure
 settings.load_profile("holdfast")
 
-from gate import leave_to_the_soak  # noqa: E402  after the environment is set
+from gate import in_order, leave_to_the_soak  # noqa: E402  after the environment is set
+from memory.fixtures import lives, zygote  # noqa: E402
+
+__all__ = ["lives", "zygote"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # of pytest-xdist: files have their order here
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not wanted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leave_to_the_soak(config, items)
+    items[:] = in_order(items)

@@ -11,6 +11,7 @@ asked for, so that what is left to the soak is not prepared in vain.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,6 +99,41 @@ KEPT: dict[str, tuple[str, ...]] = {
     "nodes/test_elastic_memory.py": (),
 }
 """By file, below this folder."""
+
+
+FIRST = (
+    "strangers/test_strangers.py",
+    "crash/test_mixed_overwrite.py",
+    "delta/test_kills.py",
+    "nodes/test_elastic_durable.py",
+    "distributed/test_matrix.py",
+    "distributed/test_deepspeed_engine.py",
+    "distributed/test_megatron.py",
+    "memory/test_lives.py",
+    "memory/test_deaths.py",
+    "disks/test_exit.py",
+    "delta/test_topk.py",
+    "nodes/test_elastic_page.py",
+    "partners/test_partners.py",
+    "partners/test_meetings.py",
+    "delta/test_delta_lives.py",
+    "distributed/test_saving.py",
+    "distributed/test_loading.py",
+    "distributed/test_files.py",
+    "distributed/test_converting.py",
+)
+"""Files of few tests that take long: begun first, so that none is left at the end for one worker alone."""
+
+
+def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """File by file: those named above, then the others, those of many tests before those of few."""
+    sizes = Counter(item.path for item in items)
+
+    def turn(item: pytest.Item) -> tuple[int, int]:
+        file = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        return FIRST.index(file) if file in FIRST else len(FIRST), -sizes[item.path]
+
+    return sorted(items, key=turn)
 
 
 def is_kept(file: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Lives of trainings, for the packages of tests whose conftest names them."""
+"""Lives of trainings, for all tests."""
 
 import time
 from collections.abc import Iterator
@@ -16,8 +16,9 @@ from memory.zygote import Lives
 WRITERS_S = 120.0
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    """One for all files of a worker: to import torch takes seconds."""
     lives = Lives(tmp_path_factory.mktemp("lives"))
     yield lives
     lives.close()
