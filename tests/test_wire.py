@@ -36,6 +36,7 @@ from holdfast.memory.node import effects, machine
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Job, Slot, State, Writing
 from holdfast.state.protocol import ReadyToSave, SaveOutcome, Verdict, Written
+from holdfast.store import MemoryStore
 from holdfast.wire import KINDS, WireError, decode_error, encode_error, rank_errors
 from holdfast.writers.ranks import Ranks
 
@@ -193,7 +194,7 @@ def by_the_writer_of_records(error: HoldfastError) -> HoldfastError:
     with ours, theirs:
         delta_words.send(theirs, delta_words.RecordsWrote((2,), error=WireError.of(error)))
         message, _ = delta_words.receive(ours, delta_words.FROM_WRITER)
-    queue = Queue(1.0)
+    queue = Queue(MemoryStore("wire"), 1.0)
     queue._sent[2] = Record(9, 0, 0, 0, 0, 0, ())
     queue._wrote(message)
     assert queue.error is not None

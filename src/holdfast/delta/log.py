@@ -19,7 +19,6 @@ from holdfast.checkpoint.names import (
     step_prefix,
 )
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.delta.chain import chain_from
 from holdfast.delta.segment import (
     Applied,
     Identity,
@@ -231,12 +230,13 @@ class Log:
         self.steps = {s.identity: s for s in steps.values() if s.is_whole}
 
     @cached_property
-    def follows(self) -> Mapping[Identity, list[tuple[Identity, RecordedStep]]]:
-        found: dict[Identity, list[tuple[Identity, RecordedStep]]] = {}
+    def follows(self) -> Mapping[Identity, list[RecordedStep]]:
+        """The steps that lead on from each state."""
+        follows: dict[Identity, list[RecordedStep]] = {}
         for step in self.steps.values():
             if plan_key(step.run, step.plan) not in self._left_out:
-                found.setdefault(step.parent, []).append((step.identity, step))
-        return found
+                follows.setdefault(step.parent, []).append(step)
+        return follows
 
     def damaged_plans(self) -> list[str]:
         """Keys of the plans that cannot be read: without its plan a record is only bytes."""
@@ -256,8 +256,17 @@ class Log:
         self._left_out.update(plans)
 
     def after(self, base: Identity) -> list[RecordedStep]:
-        """The steps that lead on from a state, in order."""
-        return chain_from(base, self.follows)
+        """The steps that lead on from a state, in order.
+
+        Where two runs went on from one state, the later run's records count: the other's were given up.
+        """
+        chain: list[RecordedStep] = []
+        at, seen = base, {base}
+        while ways := [step for step in self.follows.get(at, ()) if step.identity not in seen]:
+            chain.append(max(ways, key=lambda step: step.identity))
+            at = chain[-1].identity
+            seen.add(at)
+        return chain
 
     def behind(self, state: Identity) -> list[int]:
         """Steps that are recorded after a state, by its run or a later one."""

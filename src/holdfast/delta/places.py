@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.capture.job import SavePlan as Placing
 from holdfast.capture.job import new_plan
+from holdfast.delta.optimizers import NamedOptimizer, grad_name
 from holdfast.delta.packing import (
     PACKED,
     NotAsDeclared,
@@ -22,7 +23,6 @@ from holdfast.delta.packing import (
     packed_name,
     parts_of,
 )
-from holdfast.delta.recording import Steps, grad_name
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box, Pieces
@@ -91,7 +91,7 @@ class RecordLayout:
         few: tuple[TensorEntry, ...],
         rank: int,
         live: Live,
-        steps: list[Steps],
+        steps: list[NamedOptimizer],
         room: int,
     ) -> RecordLayout:
         """`few`: the tensors that are packed.  `room`: bytes for extras."""

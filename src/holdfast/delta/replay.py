@@ -33,18 +33,10 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import ArrayTarget, Want
 from holdfast.delta.log import Found, Log, RecordedStep, read_headers
+from holdfast.delta.optimizers import GRAD, NamedOptimizer, grad_name, is_torchs, optimizers
 from holdfast.delta.packing import PACKED, PackedPart, entries, packed_name, parts_of
-from holdfast.delta.recording import (
-    GRAD,
-    ROUNDED,
-    Steps,
-    buffers,
-    grad_name,
-    held,
-    is_torchs,
-    optimizers,
-    untrained,
-)
+from holdfast.delta.planning import ROUNDED, held
+from holdfast.delta.watching import buffers, untrained
 from holdfast.delta.writers import await_others
 from holdfast.errors import (
     PASSED_OVER,
@@ -104,7 +96,7 @@ def survey(store: Store, group: Group, since: int, run: int) -> Log:
 class Gradients:
     """Memory for one record: gradients, cut as the parameters are, and what else the step changed."""
 
-    def __init__(self, steps: list[Steps]) -> None:
+    def __init__(self, steps: list[NamedOptimizer]) -> None:
         self.of: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
         for one in steps:
