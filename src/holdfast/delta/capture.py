@@ -102,7 +102,7 @@ class RecordCapture:
 
     @property
     def store(self) -> Store:
-        """Where the records go."""
+        """The store that takes the records."""
         return self._planner.store
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from holdfast.delta.segment import Applied
 from holdfast.threads import Worker
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -82,7 +83,7 @@ class GradientCopier:
         for other in others:
             other.result()
 
-    def then(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Future[None]:
+    def then(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Do `work` when all is copied that was begun.  Returns at once."""
         return self._thread.submit(work, *args, **kwargs)
 

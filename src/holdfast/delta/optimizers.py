@@ -53,13 +53,13 @@ class NamedOptimizer:
 
 def optimizers(state: State) -> list[NamedOptimizer]:
     """Every optimizer of a state.  UsageError for those of engines, whose gradients are elsewhere."""
-    found: list[NamedOptimizer] = []
+    named: list[NamedOptimizer] = []
     check_apart(state, "delta=")
     for key, value in state.items():
         if not is_optimizer(value):
             continue
         value = bare(value)
-        if twice := [one.key for one in found if one.optimizer is value]:
+        if twice := [one.key for one in named if one.optimizer is value]:
             raise UsageError(f"an optimizer is in the state twice, as {twice[0]!r} and {key!r}")
         if not isinstance(value, Optimizer):
             raise UsageError(
@@ -75,10 +75,10 @@ def optimizers(state: State) -> list[NamedOptimizer]:
         groups = [(group, group["params"]) for group in value.param_groups]
         names = param_names(state, groups)
         modules = tuple(served_modules(state, groups))
-        found.append(NamedOptimizer(key, value, named_groups(groups, names), modules))
-    if not found:
+        named.append(NamedOptimizer(key, value, named_groups(groups, names), modules))
+    if not named:
         raise UsageError("delta= needs an optimizer in the state")
-    return found
+    return named
 
 
 class ObservedOptimizers:

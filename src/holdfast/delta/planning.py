@@ -39,12 +39,12 @@ ROUNDED = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
 
 
 def held(
-    steps: list[NamedOptimizer], values: dict[str, torch.Tensor], dense: Collection[str] = ()
+    optimizers: list[NamedOptimizer], values: dict[str, torch.Tensor], dense: Collection[str] = ()
 ) -> Live:
     """The tensors of a record; gradients lie as their parameters do.  `dense`: those that are recorded
     whole, whatever was declared of them."""
     live = Live()
-    for one in steps:
+    for one in optimizers:
         for name, p in one.params:
             full = grad_name(one.key, name)
             state = GRAD if full in dense else declared(p)
@@ -67,8 +67,8 @@ def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement
 
     def together(answers: list[bytes]) -> bytes:
         kinds = list(dict.fromkeys(answers))
-        found = merge(kinds, [kinds.index(a) for a in answers], mesh)
-        return msgspec.msgpack.encode(_one_state(found, kinds))
+        merged = merge(kinds, [kinds.index(a) for a in answers], mesh)
+        return msgspec.msgpack.encode(_one_state(merged, kinds))
 
     data = group.ask(
         f"delta/plan/{number}", describe(live), together, awaited="planned its records"
@@ -91,9 +91,9 @@ def _one_state(agreement: Agreement, descriptions: list[bytes]) -> Agreement:
     return msgspec.structs.replace(agreement, tensors=tuple(tensors))
 
 
-def plan_of(agreement: Agreement, few: tuple[TensorEntry, ...]) -> SegmentPlan:
+def plan_of(agreement: Agreement, sparse: tuple[TensorEntry, ...]) -> SegmentPlan:
     return SegmentPlan(
-        agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases, few
+        agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases, sparse
     )
 
 
@@ -149,12 +149,12 @@ class RecordPlanner:
         live = held(optimizers, values, self._whole)
         self._plans += 1
         together = agree(self.group, live, self._mesh, self._plans)
-        agreement, few = parted(together, self.group.size)
-        plan = plan_of(agreement, few)
+        agreement, sparse = parted(together, self.group.size)
+        plan = plan_of(agreement, sparse)
         if self.group.rank == 0:
             put_plan(self.store, self.run, plan)
         room = aligned(max(self._extras_room, extras_bytes * 5 // 4 + SPARE_ROOM))
-        layout = RecordLayout.of(agreement, few, self.group.rank, live, optimizers, room)
+        layout = RecordLayout.of(agreement, sparse, self.group.rank, live, optimizers, room)
         header = SegmentHeader(
             self.run,
             self.group.rank,

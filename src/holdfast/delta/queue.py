@@ -18,10 +18,10 @@ from contextlib import suppress
 from subprocess import TimeoutExpired
 
 from holdfast.background import ending, spawn
-from holdfast.delta import words as w
+from holdfast.delta import messages as w
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Record, SegmentHeader
-from holdfast.delta.writers import announce, writing_key
+from holdfast.delta.writer_registry import announce, writing_key
 from holdfast.errors import AgentError, Deadline, HoldfastError
 from holdfast.events import emit, span
 from holdfast.store import Store

@@ -126,14 +126,14 @@ def newest_of(saved: Iterable[Saved]) -> Identity:
 
 def weigh(store: Store, newest: Identity) -> list[tuple[int, str, bool]]:
     """Size and key of every segment, oldest first, and whether it may lead on from full step `newest`."""
-    found = []
+    segments = []
     for key in store.list("log/"):
         parsed = parse_segment(key)
         if parsed is not None:
             run, _, last, _ = parsed
             needed = run > newest[0] or (run == newest[0] and last > newest[1])
-            found.append(((run, last), _size(store, key), key, needed))
-    return [(size, key, needed) for _, size, key, needed in sorted(found)]
+            segments.append(((run, last), _size(store, key), key, needed))
+    return [(size, key, needed) for _, size, key, needed in sorted(segments)]
 
 
 def needed_bytes(store: Store) -> int:

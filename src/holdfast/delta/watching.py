@@ -32,28 +32,28 @@ def untrained(state: State) -> dict[str, torch.Tensor]:
         for group in value.param_groups
         for p in group["params"]
     }
-    found: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         for module in stages(value) or ():
             for name, p in named_parameters(module):
                 if id(p) not in trained:
-                    found.setdefault(f"{key}.{name}", p)
-    return found
+                    others.setdefault(f"{key}.{name}", p)
+    return others
 
 
 def buffers(state: State) -> dict[str, torch.Tensor]:
     """Buffers and tensors of the user's own, by name."""
-    found: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         for module in stages(value) or ():
             for name, buffer in named_buffers(module):
-                found.setdefault(f"{key}.{name}", buffer)
+                named.setdefault(f"{key}.{name}", buffer)
             for name, tensor in own_tensors(customised(key, module)):
-                found.setdefault(f"{key}.{name}", tensor)
+                named.setdefault(f"{key}.{name}", tensor)
         if stages(value) is None and not is_optimizer(value) and not is_stateful(value):
             for path, tensor in tensors_in(value):
-                found[f"{key}.{path}" if path else key] = tensor
-    return found
+                named[f"{key}.{path}" if path else key] = tensor
+    return named
 
 
 def small(tensors: dict[str, torch.Tensor]) -> set[str]:
@@ -117,8 +117,10 @@ class Watch:
         """Names of what was written since the last record, as far as that can be known."""
         before = self._marks
         self._mark(state)
-        found = {n for n, mark in self._marks.items() if n not in before or mark.differs(before[n])}
-        return found | small(buffers(state))
+        written = {
+            n for n, mark in self._marks.items() if n not in before or mark.differs(before[n])
+        }
+        return written | small(buffers(state))
 
     def versions(self, state: State) -> dict[str, tuple[int, int]]:
         """A count of writes to each tensor that no optimizer changes, and where it lies, by name."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
-from holdfast.delta import words as w
+from holdfast.delta import messages as w
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import (
     Record,
@@ -27,7 +27,7 @@ from holdfast.delta.segment import (
     read_header,
     segment_key,
 )
-from holdfast.delta.writers import withdraw
+from holdfast.delta.writer_registry import withdraw
 from holdfast.errors import Exists
 from holdfast.format.image import ALIGN
 from holdfast.here import yield_to_training
