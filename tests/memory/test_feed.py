@@ -540,7 +540,9 @@ def test_a_proof_that_is_left_out_is_made_up_for(folder: Path) -> None:
         run.train()
         run.save()
     for _ in range(3):
-        feed.proof.count_durable(must_prove=False)  # as of saves that were skipped: the proof among them
+        feed.proof.count_durable(
+            must_prove=False
+        )  # as of saves that were skipped: the proof among them
     run.train()
     run.ckpt.save(run.step).wait(120)
     assert not run.seen("feed.followed")  # the proof that is owed

@@ -23,6 +23,7 @@ from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
+from holdfast.restore.compare import Problems
 from holdfast.restore.groups import HOW, match_groups
 from holdfast.restore.nested import LIVE, OBJECT, Nested, StateSlot, nested
 from holdfast.restore.targets import RestoreOptions, only_tensors, target_of
@@ -73,11 +74,8 @@ class Extras:
         self.resized = False
         self.is_whole = True
         """True if optimizers' states are in the checkpoint; in a record they are not."""
-        self.problems: list[str] = []
-        self.missing: list[str] = []
-        """Names that the checkpoint lacks."""
-        self.unexpected: list[str] = []
-        """Names that the checkpoint has of a module and the live module has not."""
+        self.problems = Problems()
+        """Differences between what is saved and what is live, outside of tensors."""
         self.wants: list[Want] = []
         self._loaded: dict[str, torch.Tensor] = {}
         self._params: dict[str, dict[str, torch.Tensor]] = {}
@@ -85,7 +83,6 @@ class Extras:
         self._nested: dict[str, Nested] = {}
         """Objects inside lists and dicts, by key of the state."""
         self._live = live
-        self._owns: dict[int, list[Own]] = live.own
         live.keys = set(state)
         if options.only is None:
             self._find_missing()
@@ -99,22 +96,24 @@ class Extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
                 if self.options.strict:
-                    self.problems += _all_unknown(key, manifest.extras[key], pairs)
+                    self.problems.lines += _all_unknown(key, manifest.extras[key], pairs)
             if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
                 found = self._nested[key] = nested(key, value, manifest.extras[key])
-                self.problems += found.missing + (found.homeless if self.options.strict else [])
+                self.problems.lines += found.missing + (
+                    found.homeless if self.options.strict else []
+                )
             if is_optimizer(value) and not self._has_common(value):
-                self.problems += self._common_without_place(key, value)
+                self.problems.lines += self._common_without_place(key, value)
             plain = stages(value) is None and not only_tensors(value)
             optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
                 if not optional and self.options.strict:
                     hint = near(key, [*manifest.extras, *manifest.per_rank])
-                    self.problems.append(
+                    self.problems.lines.append(
                         f"missing in the checkpoint: {key}{f' ({hint})' if hint else ''}"
                     )
                 elif not optional:
-                    self.missing.append(key)
+                    self.problems.missing.append(key)
 
     def _has_common(self, optimizer: Any) -> bool:
         """True if an optimizer can have state that belongs to no parameter, and that is saved."""
@@ -153,15 +152,17 @@ class Extras:
                 live.taken.add(name)
                 made.setdefault(name, set()).update(own.made)
                 tree = self._saved_of(name) if name in saved else {}
-                self.missing += [f"{key}.{own.name(e)}" for e in own.made if e not in tree]
+                self.problems.missing += [f"{key}.{own.name(e)}" for e in own.made if e not in tree]
                 if name in manifest.extras:
                     from holdfast.state.made import unloadable
 
-                    self.problems += unloadable(key, own, self._readable(key, own, tree))
+                    self.problems.lines += unloadable(key, own, self._readable(key, own, tree))
             for name, entries in made.items():
                 tree = self._saved_of(name) if name in saved else {}
                 more = [name.removesuffix(OWN) + entry for entry in tree if entry not in entries]
-                self.unexpected += [n for n in more if n not in live.owned and options.wanted(n)]
+                self.problems.unexpected += [
+                    n for n in more if n not in live.owned and options.wanted(n)
+                ]
 
     def _readable(self, key: str, own: Own, tree: dict[str, Any]) -> dict[str, Any]:
         """Saved values, decoded, that a module makes and that are wanted; without those with large tensors,
@@ -224,10 +225,10 @@ class Extras:
         ]
 
     def _own_of(self, key: str, module: nn.Module) -> list[Own]:
-        if id(module) not in self._owns:
+        if id(module) not in self._live.own:
             saves_rest = self._live.sources.of(module).saves_rest
-            self._owns[id(module)] = customised(key, module) if saves_rest else []
-        return self._owns[id(module)]
+            self._live.own[id(module)] = customised(key, module) if saves_rest else []
+        return self._live.own[id(module)]
 
     def _param_of(self, name: str) -> torch.Tensor | None:
         """The parameter in whose optimizer's state a tensor is, in a list, say."""

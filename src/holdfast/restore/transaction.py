@@ -26,7 +26,7 @@ from holdfast.layout import whole
 from holdfast.restore.compare import Problems, compare, judge_together
 from holdfast.restore.extras import Extras
 from holdfast.restore.overlapping import Aside, set_aside
-from holdfast.restore.targets import Change, RestoreOptions, materialise, target_of, targets
+from holdfast.restore.targets import RestoreOptions, materialise, target_of, targets
 from holdfast.state.kinds import writing
 from holdfast.state.live import Live, State, check_keys, in_order, is_of_framework, stages
 from holdfast.state.placed import Placed
@@ -104,15 +104,12 @@ class _Prepared:
 
 
 def _prepare(
-    checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions
+    checkpoint: Checkpoint, given: State, group: Group, options: RestoreOptions
 ) -> _Prepared:
-    error: Exception | None = None
-    live, problems = Live(), Problems()
-    changes: list[Change] = []
+    """Find where everything goes.  Nothing that is live has changed if this fails, which it does on all
+    ranks alike.  Collective."""
+    state, live, problems = given, Live(), Problems()
     masters: list[MasterChange] = []
-    asides: dict[int, Aside] = {}
-    plan: Extras | None = None
-    given = state
     try:
         state = in_order(as_seen(state))
         for value in state.values():
@@ -124,34 +121,45 @@ def _prepare(
             masters = _master_changes(checkpoint, state, live, options)
             problems = compare(checkpoint, live, state, options)
             _tell_unfit(problems, live, options)
-            plan = Extras(checkpoint, state, live, group, options)
-        problems.lines += plan.problems
-        problems.missing += plan.missing
-        problems.unexpected += plan.unexpected
-        if not problems.lines:
-            asides = set_aside(checkpoint, live)
-    except Exception as failed:
-        error = failed
-        problems.lines.append(str(failed))
-    if is_of_framework(state):
-        from holdfast.restore.masters import read_numbers
-
-        with alike(group, checkpoint.step):
-            read_numbers(checkpoint, masters if error is None else [])
+            extras = Extras(checkpoint, state, live, group, options)
+        problems.add(extras.problems)
+        asides = {} if problems.lines else set_aside(checkpoint, live)
+    except Exception as error:
+        problems.lines.append(str(error))
+        _read_numbers(checkpoint, state, [], group)
+        problems.lines += [line for change in masters for line in change.problems]
+        judge_together(checkpoint, live, problems, error, group, options)
+        raise
+    _read_numbers(checkpoint, state, masters, group)
     problems.lines += [line for change in masters for line in change.problems]
-    changed = judge_together(checkpoint, live, problems, error, group, options)
-    assert plan is not None
-    plan.resized = changed
+    extras.resized = judge_together(checkpoint, live, problems, None, group, options)
     with alike(group, checkpoint.step):
-        plan.check_rules()
+        extras.check_rules()
     with alike(group, checkpoint.step):
         for change in changes:
             change.apply()
         for master in masters:
             master.apply()
+    wants = _wanted(checkpoint, live, asides) + extras.wants
+    return _Prepared(live, wants, asides, partial(_put_extras, extras, state, given))
+
+
+def _read_numbers(
+    checkpoint: Checkpoint, state: State, masters: list[MasterChange], group: Group
+) -> None:
+    """Read the numbers that masters share, if a framework has any.  Collective."""
+    if is_of_framework(state):
+        from holdfast.restore.masters import read_numbers
+
+        with alike(group, checkpoint.step):
+            read_numbers(checkpoint, masters)
+
+
+def _wanted(checkpoint: Checkpoint, live: Live, asides: dict[int, Aside]) -> list[Want]:
+    """The reads that fill this rank's part of every live tensor."""
     find = checkpoint.manifest.find
     with uncollected():
-        wants = [
+        return [
             want
             for name, t in live.tensors.items()
             if (index := find(name)) is not None
@@ -159,8 +167,6 @@ def _prepare(
             if part.box.size
             for want in _wants(checkpoint, index, part, asides)
         ]
-    wants += plan.wants
-    return _Prepared(live, wants, asides, partial(_put_extras, plan, state, given))
 
 
 def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
