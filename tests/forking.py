@@ -19,6 +19,8 @@ from argparse import Namespace
 from multiprocessing import forkserver, util
 from typing import Any
 
+from ports import free_port
+
 PRELOAD = [
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -76,7 +78,9 @@ def main() -> None:
     for name in PRELOAD:
         importlib.import_module(name)
     from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import api
 
+    api.get_free_port = free_port
     given = run.parse_args(None)
     if given.module:
         importlib.import_module(given.training_script)

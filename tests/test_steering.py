@@ -147,7 +147,7 @@ def test_the_copy_of_gradients_is_a_cost_of_records(
         tuner = ckpt._steering._tuner  # type: ignore[union-attr]
         stall_s = tuner.learned["record_stall"]
         step_s = sum(s for _, s in tuner._step_s) / len(tuner._step_s)
-    assert stall_s > 0.3 and step_s < 0.15
+    assert stall_s > 0.3 and step_s < stall_s / 2
 
 
 def test_what_a_batch_takes_is_shared_by_its_records(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from holdfast.checkpoint.verifying import verify
 from holdfast.store import MemoryStore, Store
 from holdfast.testing import StopAfter, Stopped
 
-WAIT_S = 60
+WAIT_S = 120
 SIZES = {"a": (700, 3), "b": (5,), "c": ()}
 
 

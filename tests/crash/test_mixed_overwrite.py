@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("two_ranks.py")
+TESTS = Path(__file__).parents[1]
 
 
 def experiment(kind: str, root: Path) -> list[dict]:
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), kind, str(root)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-m", "crash.two_ranks", kind, str(root)],
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]

@@ -1,6 +1,6 @@
 """Saves by two real processes, forked from this one, of which rank 1 may die in mid-write.
 
-    python two_ranks.py KIND ROOT
+    python -m crash.two_ranks KIND ROOT
 
 For every moment of death: the step is saved whole (all 0), saved again by ranks of which one dies
 (all 1), and read back.  Prints one JSON line per moment: {"moment", "values", "error"}.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 import warnings
@@ -27,6 +26,7 @@ import holdfast
 import holdfast.roots
 from holdfast.store import LocalStore, Store
 from holdfast.testing import Faulty
+from ports import free_port
 
 MOMENTS = ["create", "write", "finish"]
 ROWS = 3000
@@ -70,9 +70,7 @@ def save(rank: int, kind: str, root: str, value: float, moment: str | None) -> N
 
 def run(kind: str, root: str, value: float, moment: str | None) -> list[int]:
     """Fork the two ranks; their exit statuses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     sys.stdout.flush()
     pids = []
     for rank in range(2):

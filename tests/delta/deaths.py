@@ -22,12 +22,12 @@ from holdfast.delta.queue import Queue
 from holdfast.store import LocalStore
 
 
-def arrange(at: str, number: int, out: Path) -> None:
+def arrange(at: str, number: int | str, out: Path) -> None:
     """Die at the `number`-th time that this process comes to a moment: `copy` (half of a step's gradients
     are copied), `plan` (the plan of records is put), `announce` and `announced` (before and after a writer
     is announced), `put` and `put-done` (before and after a record is
     handed to the writer), `delete` (of a file of the log), `writer` (with its writer, before that calls
-    to change a file)."""
+    to change a file: for the `number`-th time, or by that name)."""
     count = itertools.count(1)
 
     def now() -> bool:
@@ -80,7 +80,7 @@ def arrange(at: str, number: int, out: Path) -> None:
             of_log = before(LocalStore.delete, lambda _, key: key.startswith("log/"))
             LocalStore.delete = of_log  # type: ignore[method-assign]
         case "writer":
-            dying_writer.install(numbers=[number], calls=out / "calls", trainer=True)
+            dying_writer.install(which=[number], calls=out / "calls", trainer=True)
         case _:
             raise AssertionError(at)
 

@@ -1,7 +1,7 @@
-"""The real writer, which gets SIGKILL before its n-th call that changes a file; with it its training
-process, if that is asked for, as when a node is lost.
+"""The real writer, which gets SIGKILL before its n-th call that changes a file, or before its first call of
+a name; with it its training process, if that is asked for, as when a node is lost.
 
-    python -m delta.dying_writer LINE PARENT NUMBER TRAINER CALLS      # writes the calls' names to CALLS
+    python -m delta.dying_writer LINE PARENT WHICH TRAINER CALLS       # writes the calls' names to CALLS
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +22,10 @@ from holdfast.delta import writer
 CALLS = ("mkdir", "pwrite", "fsync", "link", "replace", "unlink", "rmdir", "ftruncate")
 
 
-def instead(numbers: list[int], calls: Path, *, trainer: bool) -> Any:
-    """For `background.subprocess`: the i-th writer that is started dies before its `numbers[i]`-th call."""
-    left = itertools.chain(numbers, itertools.repeat(0))
+def instead(which: Sequence[int | str], calls: Path, *, trainer: bool) -> Any:
+    """For `background.subprocess`: the i-th writer that is started dies before its `which[i]`-th call, or
+    before its first of that name."""
+    left = itertools.chain(which, itertools.repeat(0))
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         if "holdfast.delta.writer" not in command:
@@ -42,14 +43,14 @@ def install(**options: Any) -> None:
 
 
 def main() -> int:
-    number, trainer, calls = int(sys.argv[3]), bool(int(sys.argv[4])), Path(sys.argv[5])
+    which, trainer, calls = sys.argv[3], bool(int(sys.argv[4])), Path(sys.argv[5])
     count = itertools.count(1)
 
     def before(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if name != "open" or args[1] & os.O_CREAT:
                 with calls.open("a") as file:
-                    dies = next(count) == number
+                    dies = which in (str(next(count)), name)
                     file.write(f"{'died ' * dies}{name}\n")
                 if dies:
                     if trainer:

@@ -308,8 +308,9 @@ def test_a_writer_that_stands_still_is_not_waited_for_for_ever(root: Path) -> No
         every=holdfast.Every(durable=BAD, delta=1),
         delta=holdfast.Delta(queue=2),
         on_error="raise",
-        deadline_s=3,
+        deadline_s=120,
     )
+    capture = ckpt._tiers.delta._capture
 
     def train() -> None:
         for number in range(1, 20):
@@ -319,11 +320,13 @@ def test_a_writer_that_stands_still_is_not_waited_for_for_ever(root: Path) -> No
                 ckpt.wait()
                 for pid in writers():
                     os.kill(pid, signal.SIGSTOP)
+                capture._deadline_s = capture._queue.deadline_s = ckpt._group.deadline_s = 3.0
+                began.append(time.monotonic())
 
-    began = time.monotonic()
+    began: list[float] = []
     with pytest.raises(Deadline, match="storage took no record for 3 s"):
         train()
-    assert 3 < time.monotonic() - began < 15
+    assert 3 < time.monotonic() - began[0] < 60
     with pytest.raises(Deadline, match="still on their way"):
         ckpt.close()
     for pid in writers():

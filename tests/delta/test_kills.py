@@ -27,6 +27,7 @@ from .test_exact import OPTIMIZERS, Run, check_equal, checkpointer, forget, root
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 FAR = 1000
+CALLS_OF_A_RECORD = {"open", "pwrite", "fsync", "link", "unlink"}
 FSDP: dict[str, Any] = {"layout": "fsdp", "memory": None, "grace_s": 0.3, "settle": False}
 
 
@@ -45,7 +46,7 @@ class Chain:
         """What the next one may restore."""
 
     def live(
-        self, *deaths: tuple[int, str, int], restores: bool = True, **script: Any
+        self, *deaths: tuple[int, str, int | str], restores: bool = True, **script: Any
     ) -> list[Told]:
         """Until those (rank, moment, number) die; what each rank told.  Unless it `restores`, that is
         before `restore` returns: what is allowed after it is what was before."""
@@ -81,6 +82,11 @@ class Chain:
         assert until and digests.keys() == set(range(1, until + 1)), self.lives.errors()
         restored = {n: (step, digest) for n, (step, digest) in self.began.items() if step}
         assert restored == {n: (step, digests[step]) for n, (step, _) in restored.items()}
+
+
+def died_at(calls: Path) -> set[str]:
+    """The calls before which writers died, as they have written them down."""
+    return {x.removeprefix("died ") for x in calls.read_text().splitlines() if x.startswith("died")}
 
 
 def last_step(told: Told) -> int:
@@ -145,20 +151,24 @@ def test_a_node_dies_while_it_writes(lives: Lives) -> None:
     """Rank 1 and its writer, before each call of the writer that changes a file: what it had said to be
     written is there."""
     chain = Chain(lives, delta={"queue": 1})
-    calls_of_a_record = {f"died {call}" for call in ("open", "pwrite", "fsync", "link", "unlink")}
     died: set[str] = set()
     wrote: list[int] = []
-    for number in range(1, 50):
-        told = chain.live((1, "writer", number))
-        calls = (lives.place / f"life{lives.number}" / "calls").read_text().splitlines()
-        died |= {line for line in calls if line.startswith("died")}
-        wrote = [int(e["step"]) for e in told[1].events("delta.wrote")]
+
+    def die(at: int | str) -> None:
+        told = chain.live((1, "writer", at))
+        died.update(died_at(lives.place / f"life{lives.number}" / "calls"))
+        wrote[:] = [int(e["step"]) for e in told[1].events("delta.wrote")]
         done = last_step(told[1])  # before it, one record that is written, and one that waits
         chain.allowed = range(max([chain.step, done - 2, *wrote]), done + 2)
-        if wrote and calls_of_a_record <= died:
+
+    for number in range(1, 50):
+        die(number)
+        if wrote and died >= CALLS_OF_A_RECORD:
             break
+    for call in CALLS_OF_A_RECORD - died:  # which call is the n-th, the machine decides
+        die(call)
     chain.end()
-    assert calls_of_a_record <= died
+    assert died >= CALLS_OF_A_RECORD
 
 
 def test_a_trainer_dies_while_records_are_deleted(lives: Lives) -> None:
@@ -181,13 +191,11 @@ def test_a_writer_dies(
     lost."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     expected = at_step(5)
-    died: set[str] = set()
-    for number in itertools.count(-2, 3):
-        here, calls = root / str(number), root / f"calls{number}"
-        numbers = [number, number + 1, number + 2]
-        if number < 1:
-            numbers = [2, 2, 2]  # the second finds a directory, and dies before it opens a file
-        fake = dying_writer.instead(numbers, calls, trainer=False)
+
+    def die(*which: int | str) -> set[str]:
+        """How the writers of a training died, the i-th of them before `which[i]`."""
+        here, calls = root / str(which[0]), root / f"calls{which[0]}"
+        fake = dying_writer.instead(which, calls, trainer=False)
         with monkeypatch.context() as patched:
             patched.setattr(background, "subprocess", fake)
             run = Run(OPTIMIZERS["adamw"])
@@ -195,13 +203,19 @@ def test_a_writer_dies(
                 for step in range(1, 6):
                     run.step(step)
                     ckpt.step(step)
-        lines = {x for x in calls.read_text().splitlines() if x.startswith("died")}
-        if not lines:
-            break
-        died |= lines
         forget(here, 4)
         again = Run(OPTIMIZERS["adamw"])
         with checkpointer(here, again) as ckpt:
             assert ckpt.restore() == 5
         check_equal(again.everything(), expected)
-    assert {"died open", "died pwrite", "died fsync", "died link", "died unlink"} <= died
+        return died_at(calls)
+
+    died = die(2, 2, 2)  # the second finds a directory, and dies before it opens a file
+    for number in itertools.count(1, 3):
+        more = die(number, number + 1, number + 2)
+        died |= more
+        if not more:
+            break
+    for call in CALLS_OF_A_RECORD - died:  # which call is the n-th, the machine decides
+        died |= die(call)
+    assert died >= CALLS_OF_A_RECORD

@@ -116,7 +116,7 @@ class Growing(Pair):
             self.more(torch.ones(1, 3)).sum().backward()
         began = time.monotonic()
         super().step(number)
-        assert time.monotonic() - began < 10  # nobody waits for a rank that plans alone
+        assert time.monotonic() - began < 60  # nobody waits for a rank that plans alone
 
     def again(self) -> None:
         self.grow()

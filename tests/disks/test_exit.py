@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +31,16 @@ SCRIPTS = {
 }
 """And the exit status of each."""
 Ended = Callable[[str], tuple[int, str, Path]]
+ONLY_SLOW = re.compile(
+    r"the save of step \d+ waited [\d.]+ s for the one before|waiting, for at most \d+ s: "
+)
+"""What a busy machine may make true; nothing is lost by it."""
+
+
+def complaints(said: str) -> list[str]:
+    """The warnings but for those that something was slow."""
+    lines = [line for line in said.splitlines() if "HoldfastWarning" in line]
+    return [line for line in lines if not ONLY_SLOW.search(line)]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +52,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         check=True,
     )
     status = dict(line.split() for line in ran.stdout.splitlines())
@@ -59,7 +70,7 @@ def test_the_save_under_way_is_finished(ended: Ended, name: str) -> None:
     assert holdfast.steps(root) == [1, 2, 3]
     assert verify(open_store(root), 3).good
     assert ("ArithmeticError" in said) == (name == "by_an_error")
-    assert "HoldfastWarning" not in said
+    assert not complaints(said)
 
 
 def test_records_are_written_by_their_writer(ended: Ended) -> None:
@@ -78,10 +89,11 @@ def test_a_failure_that_nobody_has_asked_about_is_told(ended: Ended) -> None:
 def test_what_is_dropped_is_told(ended: Ended) -> None:
     status, said, root = ended("with_storage_that_does_not_answer")
     assert status == 0
-    assert (
-        "Python ended before the save of step 5 was done, which was given 1 s: it is dropped"
-        in said
+    dropped = (
+        r"Python ended before the save of step 5 was done, which was given (\d+) s: it is dropped"
     )
+    given = re.search(dropped, said)
+    assert given and int(given[1]) >= 1, said
     assert f"'{root}/steps/" in said
     assert "storage has not answered for" in said
 
@@ -96,7 +108,7 @@ def test_each_ending_is_made_and_each_error_told(ended: Ended) -> None:
 
 @pytest.mark.distributed
 def test_on_all_ranks(tmp_path: Path) -> None:
-    ran = launch("disks.ranks_that_end", 2, tmp_path, timeout_s=120)
+    ran = launch("disks.ranks_that_end", 2, tmp_path)
     ran.check()
     assert holdfast.steps(tmp_path) == [1, 2, 3]
-    assert "HoldfastWarning" not in "".join(ran.output.values())
+    assert not complaints("".join(ran.output.values()))

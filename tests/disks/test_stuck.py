@@ -225,8 +225,12 @@ def test_threads_that_are_not_answered_are_left_behind(tmp_path: Path) -> None:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Temporary files below `root`, and descriptors of this process on what lies there."""
-    found = [str(path) for path in root.rglob(".tmp-*")]
+    """Temporary files below `root`, and descriptors of this process on what lies there.
+
+    Folders may be removed meanwhile: `os.walk` passes over one that is gone.
+    """
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    found = [path for path in files if os.path.basename(path).startswith(".tmp-")]
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{fd}")

@@ -1,6 +1,6 @@
 """Starts a module of this package under torchrun, as real processes, and cannot hang.
 
-    ran = launch("matrix", 4, "save", root, timeout_s=120)
+    ran = launch("matrix", 4, "save", root)
     ran.check()                     # every rank ended with exit status 0, else its output is shown
 
 One launch costs three seconds of imports per process, so a worker module does many cases and writes
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
+LIMIT_S = 500.0
+"""Far more than any launch takes; a test has 600 s."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,14 @@ class Ran:
 
 
 def launch(
-    module: str, num_ranks: int, *args: object, timeout_s: float = 120.0, forked: bool = False
+    module: str, num_ranks: int, *args: object, timeout_s: float = LIMIT_S, forked: bool = False
 ) -> Ran:
     """Run `tests/distributed/<module>.py` on `num_ranks` ranks; kills all of it after `timeout_s`.
 
     A module of another folder of tests goes by its dotted name.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-launch-") as logs:
-        torchrun = "forking" if forked else "torch.distributed.run"
+        torchrun = "forking" if forked else "torchrun"
         command = [sys.executable, "-m", torchrun, "--standalone"]
         command += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}", "--redirects=3"]
         command += ["-m", module if "." in module else f"distributed.{module}", *map(str, args)]
@@ -84,7 +86,7 @@ def _end(started: subprocess.Popen[str]) -> str:
     for pid in ranks:
         _signal(pid, signal.SIGABRT)
     try:
-        text, _ = started.communicate(timeout=10)
+        text, _ = started.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         for pid in (*ranks, *_descendants(started.pid), -started.pid):  # the last: its group
             _signal(pid, signal.SIGKILL)

@@ -49,7 +49,7 @@ def save(root: Path, names: list[str]) -> dict[str, Any]:
         layout = LAYOUTS[name]
         if layout.num_ranks == dist.get_world_size():
             held = Held(layout)
-            holdfast.save(root / name, held.state(), step=STEP, deadline_s=60)
+            holdfast.save(root / name, held.state(), step=STEP, deadline_s=240)
             found[name] = union(differences(root / name, held, layout.leads(dist.get_rank())))
     return found
 
@@ -121,7 +121,7 @@ def load_one(url: Path, held: Held, *, fresh: bool) -> dict[str, Any]:
     held.spoil(fresh=fresh)
     before, started = events.counters["read.bytes"], time.perf_counter()
     try:
-        holdfast.load(url, held.state(), deadline_s=60)
+        holdfast.load(url, held.state(), deadline_s=240)
         wrong = held.wrong()
     except holdfast.HoldfastError as error:
         wrong = [repr(error)]

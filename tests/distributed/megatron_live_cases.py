@@ -180,13 +180,13 @@ def training_goes_on_beside_a_save(root: Path) -> None:
     ):
         run = Run(setup)
         run.train(1)
-        with holdfast.Checkpointer(root / name, state_of(run), deadline_s=60) as ckpt:
+        with holdfast.Checkpointer(root / name, state_of(run), deadline_s=240) as ckpt:
             for _ in range(2):  # the second uses the first one's plan
                 save = ckpt.save(run.iteration)
                 losses = run.train(2)
                 save.wait()
         again = Run(setup, seed=5)
-        with holdfast.Checkpointer(root / name, state_of(again), deadline_s=60) as ckpt:
+        with holdfast.Checkpointer(root / name, state_of(again), deadline_s=240) as ckpt:
             again.iteration = ckpt.restore()
         assert again.iteration == 3
         assert again.train(2) == losses

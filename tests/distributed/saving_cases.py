@@ -336,6 +336,7 @@ def a_rank_that_never_saves_is_named_in_time(root: Path) -> None:
     run.train()
     planner = run.ckpt._tiers.saver.planner
     planner.deadline_s, all_others_s = 2.0, planner.deadline_s
+    dist.barrier()  # the others begin together
     if dist.get_rank() != 2:
         started = time.monotonic()
         with pytest.raises(Deadline, match="rank 2 has not begun the save of step 1 within 2 s"):

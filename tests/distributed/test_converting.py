@@ -48,7 +48,7 @@ def test_one_commit_of_all(source: Path, tmp_path: Path) -> None:
 def test_an_error_ends_all(source: Path, tmp_path: Path) -> None:
     (tmp_path / "d.partial").mkdir()
     (tmp_path / "d.partial/mine").write_text("mine")
-    ran = launch("converting", 2, source, tmp_path / "d", "--to", "dcp", timeout_s=60)
+    ran = launch("converting", 2, source, tmp_path / "d", "--to", "dcp")
     assert ran.status not in (0, None)
     assert "in the way" in "".join(ran.output.values())
     assert (tmp_path / "d.partial/mine").read_text() == "mine"

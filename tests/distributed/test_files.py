@@ -26,7 +26,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def failed(out: Path) -> dict[str, list[str]]:
-    return run_module("files_cases", 4, out, timeout_s=150)
+    return run_module("files_cases", 4, out)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

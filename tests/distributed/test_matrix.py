@@ -53,13 +53,13 @@ def layouts(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture(scope="module")
 def saved(root: Path, layouts: list[str]) -> dict[str, list[str]]:
-    return run("save", root, layouts, timeout_s=180)
+    return run("save", root, layouts)
 
 
 @pytest.fixture(scope="module")
 def loaded(root: Path, layouts: list[str], saved: dict[str, list[str]]) -> dict[str, Any]:
     assert saved.keys() == set(layouts)
-    return run("load", root, layouts, timeout_s=300)
+    return run("load", root, layouts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

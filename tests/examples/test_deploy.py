@@ -119,7 +119,7 @@ def test_the_slurm_script_does_not_restart_what_slurm_stops(allocation: Allocati
         assert time.monotonic() < until and script.poll() is None
         time.sleep(0.05)
     script.send_signal(signal.SIGTERM)
-    errors = script.communicate(timeout=60)[1]
+    errors = script.communicate(timeout=120)[1]
     assert script.returncode == 143, errors
     assert len(allocation.runs) == 1
     (pid,) = allocation.agents()

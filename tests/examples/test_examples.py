@@ -107,7 +107,7 @@ def train(tmp_path: Path, name: str, steps: int, *more: str) -> list[tuple[int, 
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     return [

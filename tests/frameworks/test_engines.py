@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ports import free_port
+
 SUITE = Path(__file__).with_name("deepspeed_suite.py")
-DEADLINE_S = 300
+DEADLINE_S = 500
 
 
 @pytest.mark.distributed
 def test_deepspeed_passes_the_suite(tmp_path: Path) -> None:
     """In a process of its own: DeepSpeed, once imported, changes what other tests do."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(SUITE)]
     done = subprocess.run(
         [*command, f"--basetemp={tmp_path / 'suite'}"],
-        env=os.environ | {"SUITE_PORT": str(port)},
+        env=os.environ | {"SUITE_PORT": str(free_port())},
         capture_output=True,
         text=True,
         check=False,

@@ -96,7 +96,7 @@ def outcomes(request) -> dict[str, str]:
     attacks = {name: textwrap.dedent(attack).strip() for name, attack in ATTACKS.items()}
     asked = json.dumps([str(here), str(here.parent), 1024 * MIB, attacks])
     run = subprocess.run(
-        [sys.executable, "-c", LIMITED, asked], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", LIMITED, asked], capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stderr[-2000:]
     return {"errors": run.stderr[-2000:]} | dict(map(json.loads, run.stdout.splitlines()))

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,20 @@ def kill(root: Path) -> None:
     pid = pid_of(root)
     os.kill(pid, signal.SIGKILL)
     await_gone(pid)
+
+
+def trainers(root: Path) -> list[int]:
+    """The processes of the one job there."""
+    (note,) = root.glob("jobs/*/job.json")
+    return [int(pid) for pid in json.loads(note.read_bytes())["trainers"]]
+
+
+def kill_together(pids: Iterable[int]) -> None:
+    """SIGKILL to processes none of which may see another one die before it dies."""
+    pids = list(pids)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ CLI = "from holdfast.cli.main import main; main()"
 def agent(node: Path, *words: str) -> tuple[int, str]:
     """Status and output of `holdfast agent ...` on a node."""
     done = subprocess.run(
-        [sys.executable, "-c", CLI, "agent", *words], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", CLI, "agent", *words], capture_output=True, text=True, timeout=400,
         env=os.environ | {"HOLDFAST_MEMORY_DIR": str(node), "COLUMNS": "200"},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """The training dies while agents write its durable snapshot: they finish it, and commit in its place."""
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from holdfast.memory.node import persist
 from holdfast.memory.node import words as w
 from holdfast.memory.node.persist import commit_late
 from holdfast.store import LocalStore, open_store
-from memory.agents import pid_of
+from memory.agents import kill_together, pid_of, trainers
 from memory.zygote import KILLED, Lives, lose
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -39,11 +37,6 @@ def is_half_written(lives: Lives, node: int) -> bool:
     return False
 
 
-def trainers(lives: Lives, node: int) -> list[int]:
-    (note,) = lives.node(node).glob("jobs/*/job.json")
-    return [int(pid) for pid in msgspec.json.decode(note.read_bytes())["trainers"]]
-
-
 def die_while_agents_write(lives: Lives) -> None:
     """Two ranks get SIGKILL when both their agents have begun to write the snapshot of step 3."""
     with ThreadPoolExecutor(1) as pool:
@@ -51,8 +44,7 @@ def die_while_agents_write(lives: Lives) -> None:
         while not all(is_half_written(lives, n) for n in (0, 1)):
             assert not living.done(), lives.errors()
             time.sleep(0.002)
-        for pid in trainers(lives, 0) + trainers(lives, 1):
-            os.kill(pid, signal.SIGKILL)
+        kill_together(pid for n in (0, 1) for pid in trainers(lives.node(n)))
         assert [one.status for one in living.result()] == [KILLED] * 2, lives.errors()
 
 

@@ -34,7 +34,7 @@ def test_several_threads_share_a_cap() -> None:
     """61 MB at 200 MB/s."""
     pace, began = Pace(200_000_000), time.monotonic()
     in_threads(lambda _: pace.wait(1_000_000), list(range(61)), 4)
-    assert 0.28 < time.monotonic() - began < 5
+    assert 0.28 < time.monotonic() - began < 60
 
 
 def persist(client: Client, place: Path, attempt: str) -> None:

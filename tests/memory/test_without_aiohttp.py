@@ -22,7 +22,7 @@ def test_what_to_install_is_told(tmp_path: Path, what: str) -> None:
     script = RUN.format(root=str(tmp_path / "root")) if what == "checkpointer" else None
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + (script or VERB.format(action=what))],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
         env=os.environ | {"HOLDFAST_MEMORY_DIR": str(tmp_path / "node"), "COLUMNS": "200"},
     )  # fmt: skip
     assert done.returncode and "pip install 'holdfast[memory]'" in done.stdout + done.stderr

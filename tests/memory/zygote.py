@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,9 +21,12 @@ from typing import Any
 
 from forking import PRELOAD
 from memory.agents import kill
+from ports import free_port
 
 TESTS = Path(__file__).parents[1]
 GRACE_S = 1.0
+DYING_S = 60.0
+"""For ranks that are to die by themselves, where another has died before."""
 LIMIT_S = 300.0
 KILLED = -9
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE}
@@ -181,10 +183,9 @@ def _fork(rank: int, script: dict[str, Any], port: int) -> int:
 
 def _live(script: dict[str, Any]) -> list[int]:
     """Exit statuses by rank."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     ranks = {_fork(rank, script, port): rank for rank in range(len(script["nodes"]))}
+    dying = {rank for rank, _, _ in script.get("deaths", ())}
     status: dict[int, int] = {}
     until = time.monotonic() + LIMIT_S
     while ranks:
@@ -192,8 +193,10 @@ def _live(script: dict[str, Any]) -> list[int]:
         if pid in ranks:
             rank = ranks.pop(pid)
             status[rank] = os.waitstatus_to_exitcode(how)
+            dying.discard(rank)
             if status[rank]:
-                until = min(until, time.monotonic() + script.get("grace_s", GRACE_S))
+                grace_s = DYING_S if dying else script.get("grace_s", GRACE_S)
+                until = min(until, time.monotonic() + grace_s)
         elif time.monotonic() > until:
             for left in ranks:
                 os.kill(left, signal.SIGKILL)

@@ -87,7 +87,7 @@ class Node:
         return self._inside.run([*map(str, argv)], environment, cwd or folder, output)
 
     def call(
-        self, argv: Sequence[object], env: dict[str, str] | None = None, timeout_s: float = 30
+        self, argv: Sequence[object], env: dict[str, str] | None = None, timeout_s: float = 120
     ) -> str:
         """Run a program to its end; what it printed.  AssertionError unless it ends with 0."""
         process = self.run(argv, env)

@@ -80,7 +80,7 @@ class Job:
         self.agents[node] = node.run([*self._torchrun, *own, *self._command], self._env)
         return self.agents[node]
 
-    def await_(self, condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+    def await_(self, condition: Callable[[], object], what: str, timeout_s: float = 180) -> None:
         """Wait until a condition holds; AssertionError if it takes too long, or if a torchrun fails."""
         until = time.monotonic() + timeout_s
         while not condition():
@@ -89,7 +89,7 @@ class Job:
             assert time.monotonic() < until, f"{what}: not within {timeout_s:g} s\n{self.tail()}"
             time.sleep(0.02)
 
-    def wait(self, timeout_s: float = 60) -> None:
+    def wait(self, timeout_s: float = 180) -> None:
         """Wait until torchrun has ended well on every node that is still there."""
         left = [agent for node, agent in self.agents.items() if node.alive]
         self.await_(lambda: all(agent.poll() == 0 for agent in left), "the end", timeout_s)

@@ -194,7 +194,7 @@ class Story:
         def number() -> int:
             return int(json.loads(node.path(f"{HOME}/agent.json").read_bytes())["pid"])
 
-        self.job.await_(lambda: number() in node.processes(), "an agent", 20)
+        self.job.await_(lambda: number() in node.processes(), "an agent", 120)
         return number()
 
     def kill_agent(self, node: Node) -> None:

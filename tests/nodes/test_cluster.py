@@ -34,7 +34,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield found
 
 
-def await_(condition: Callable[[], object], timeout_s: float = 10) -> None:
+def await_(condition: Callable[[], object], timeout_s: float = 120) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until
@@ -135,11 +135,17 @@ def test_a_slow_link(cluster: Cluster) -> None:
     def took_s() -> float:
         return float(b.call([*TALK, "send", a.address, PORT, num_bytes]))
 
+    def took_slowly_s() -> float:
+        """Which no machine can make shorter."""
+        seconds = took_s()
+        assert seconds > at_8mbit_s * 0.8
+        return seconds
+
     at_8mbit_s = num_bytes * 8 / 8e6
     a.slow("8mbit")
-    assert at_8mbit_s * 0.8 < took_s() < at_8mbit_s * 4
+    await_(lambda: took_slowly_s() < at_8mbit_s * 4)  # a busy machine may make it longer
     a.normal()
-    assert took_s() < at_8mbit_s / 2
+    await_(lambda: took_s() < at_8mbit_s / 2)
 
 
 def test_a_late_link(cluster: Cluster) -> None:

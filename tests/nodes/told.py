@@ -55,7 +55,7 @@ def check_nothing_left(story: Story, nodes: list[Node]) -> None:
     """The run has ended well: no snapshot is kept, and no process runs but the agents."""
     for node in nodes:
         assert story.segments(node) == []
-        story.job.await_(lambda: names(story, node) <= KEEPERS, "the end of all processes", 10)
+        story.job.await_(lambda: names(story, node) <= KEEPERS, "the end of all processes", 120)
 
 
 def check_slots(story: Story, nodes: list[Node]) -> None:
@@ -118,10 +118,10 @@ class Told:
             begun = any(e["time"] > done for e in life.of("snapshot.call"))
             return begun and time.time() - max(since, done) > 1.0
 
-        self.story.job.await_(asked, "a snapshot that waits", 20)
+        self.story.job.await_(asked, "a snapshot that waits", 120)
 
     def await_parity(self, node: Node) -> None:
-        self.story.job.await_(lambda: self.filling(node, "guard"), "parity being made", 20)
+        self.story.job.await_(lambda: self.filling(node, "guard"), "parity being made", 120)
 
     def filling(self, node: Node, kind: str) -> bool:
         found = [s for s in self.story.slots(node) if s["kind"] == kind]

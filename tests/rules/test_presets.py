@@ -147,7 +147,7 @@ def test_megatron_presets_agree_with_megatron_core(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     script = Path(__file__).with_name("megatron_names.py")
     done = subprocess.run(
-        [sys.executable, script, tmp_path / "init"], capture_output=True, text=True, timeout=300
+        [sys.executable, script, tmp_path / "init"], capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout[done.stdout.index("JSON") + 4 :])

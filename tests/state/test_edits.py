@@ -241,7 +241,7 @@ SCRIPT = """
 
 def test_a_script_that_ends_is_at_rest(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     found = saved(tmp_path, 1)
     assert (found["model.weight"] == 2).all() and (found["model.bias"] == 2).all()
