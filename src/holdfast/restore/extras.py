@@ -38,7 +38,15 @@ from holdfast.state.live import (
     outline_tensor,
     stages,
 )
-from holdfast.state.nested import LIVE, OBJECT, Nested, StateSlot, nested
+from holdfast.state.nested import (
+    LIVE,
+    OBJECT,
+    Nested,
+    StateSlot,
+    is_object,
+    nested,
+    not_its_state,
+)
 from holdfast.state.optimizers import (
     common_name,
     holder_of,
@@ -102,6 +110,8 @@ class Extras:
             if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
                 found = self._nested[key] = nested(key, value, manifest.extras[key])
                 self.problems += found.missing + (found.homeless if self.options.strict else [])
+            if key in manifest.extras and is_object(value):
+                self.problems += not_its_state(key, value, manifest.extras[key])
             if is_optimizer(value) and not self._has_common(value):
                 self.problems += self._common_without_place(key, value)
             plain = stages(value) is None and not only_tensors(value)

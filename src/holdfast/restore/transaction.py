@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
@@ -48,6 +49,22 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Restore
     """
     check_keys(state)
     wait_for_copies()
+    with _outside_inference_mode():
+        _restore(checkpoint, state, group, options)
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """A block whose tensors can be trained, wherever it was called: an optimizer's next step could not
+    write to states that were made in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
     prepared = _prepare(checkpoint, state, group, options)
     try:
         with span("restore.read", step=checkpoint.step):
