@@ -274,7 +274,15 @@ class Ascending(torch.optim.Optimizer):
 class Unselfish(torch.optim.Optimizer):
     """The same, with another name for itself."""
 
-    __init__, step = Ascending.__init__, Ascending.step
+    def __init__(this, base: torch.optim.Optimizer, own_groups: bool) -> None:  # noqa: N805
+        this.base = base
+        groups: Any = [p for g in base.param_groups for p in g["params"]]
+        super().__init__(groups if own_groups else base.param_groups, {})
+
+    @torch.no_grad()
+    def step(this, closure: Any = None) -> None:  # noqa: N805
+        this.climb()
+        this.base.step()
 
     def climb(this) -> None:  # noqa: N805
         for group in this.param_groups:
