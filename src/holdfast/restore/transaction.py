@@ -76,7 +76,7 @@ def _restore(checkpoint: Checkpoint, state: State, group: Group, options: Restor
         with alike(group, checkpoint.step):
             for source in prepared.live.sources.of_frameworks():
                 source.refresh()
-    except Exception as error:
+    except BaseException as error:  # a KeyboardInterrupt, too: a notebook goes on
         poison(prepared.live)
         _tell_left_behind(error)
         raise
@@ -84,7 +84,7 @@ def _restore(checkpoint: Checkpoint, state: State, group: Group, options: Restor
         count_writes(prepared.live)
 
 
-def _tell_left_behind(error: Exception) -> None:
+def _tell_left_behind(error: BaseException) -> None:
     """Say in a Deadline's hint that a read which storage has not answered may still write into the memory
     that it was given: nobody can take that back from the kernel."""
     if isinstance(error, HoldfastError) and isinstance(error.__cause__ or error, Deadline):
