@@ -19,7 +19,7 @@ import holdfast.compression
 import holdfast.store
 import holdfast.testing
 from holdfast.checkpoint import opened
-from holdfast.store import base
+from holdfast.store import contract
 
 SECTIONS = (
     (
@@ -58,9 +58,9 @@ SECTIONS = (
 )
 ELSEWHERE = {
     "TensorInfo": opened.TensorInfo,
-    "Store": base.Store,
-    "Reader": base.Reader,
-    "Writer": base.Writer,
+    "Store": contract.Store,
+    "Reader": contract.Reader,
+    "Writer": contract.Writer,
 }
 BRIEF = {"SourceTests", "StoreTests", "LocalStore", "MemoryStore"}
 """Classes whose methods are told elsewhere."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,9 +15,9 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("addresses", "background", "errors", "garbage", "here", "near", "version"),
+    ("background", "errors", "garbage", "here", "near", "version"),
     ("arguments", "wire"),
-    ("events", "patience"),
+    ("events", "notices", "patience"),
     ("threads",),
     ("layout", "codec", "policy", "store", "group", "sizes"),
     ("sources",),
@@ -25,13 +27,13 @@ LAYERS = (
     ("interop",),
     ("writers",),
     ("state",),
-    ("capture",),
-    ("origins", "schedule"),
+    ("saving",),
+    ("roots", "schedule"),
     ("restore",),
-    ("durable", "roots", "compression"),
+    ("compression",),
     ("memory", "delta"),
     ("history", "tiers"),
-    ("ending", "looking", "once", "restart", "steering", "stopping"),
+    ("ending", "looking", "once", "restart", "steering"),
     ("checkpointer",),
     ("converting",),
     ("cli", "testing"),
@@ -172,9 +174,12 @@ SELDOM = (
     "holdfast.checkpoint.dealing",
     "holdfast.checkpoint.sharing",
     "holdfast.checkpoint.verifying",
+    "holdfast.group.pulse",
+    "holdfast.group.window",
     "holdfast.layout.view",
     "holdfast.state.deepspeed",
     "holdfast.restore.former",
+    "holdfast.state.in_hooks",
     "holdfast.state.made",
     "holdfast.restore.masters",
     "holdfast.state.megatron",
@@ -216,6 +221,84 @@ print(*sorted(m for m in sys.modules if m.split(".")[0] == "holdfast" and m.spli
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "", done.stdout
+
+
+ONLY_TO_RESTORE = (
+    "holdfast.checkpoint.opened",
+    "holdfast.checkpoint.peers",
+    "holdfast.checkpoint.reading",
+    "holdfast.checkpoint.rows",
+    "holdfast.codec.table",
+    "holdfast.restart",
+    "holdfast.restore",
+)
+"""The half of the core that the first restore loads."""
+
+MOST_MODULES = 83
+MOST_LINES = 9_400
+"""What importing `holdfast.checkpointer` may need: modules of ours, and lines of code in them."""
+
+NO_CODE = (
+    tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT,
+)  # fmt: skip
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines that are neither blank, comment nor docstring."""
+    text = path.read_text()
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in nodes(path):
+        body = getattr(node, "body", None)
+        for one in body if isinstance(body, list) else ():
+            value = one.value if isinstance(one, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                lines -= set(range(one.lineno, (one.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def test_what_the_trunk_needs_is_bounded() -> None:
+    """What a fresh interpreter has loaded, so no import that hides in a function is missed."""
+    script = (
+        "import sys, holdfast.checkpointer\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'holdfast'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    loaded = [Path(file) for file in done.stdout.split()]
+    assert len(loaded) <= MOST_MODULES
+    assert sum(map(code_lines, loaded)) <= MOST_LINES
+
+
+def test_a_run_that_saves_loads_nothing_to_restore_with(tmp_path: Path) -> None:
+    """Not when it is made, at saves, or at its end; the first restore does."""
+    script = f"""
+import sys
+import torch
+import holdfast
+
+def loaded():
+    return [m for m in sys.modules for known in {ONLY_TO_RESTORE!r} if f"{{m}}.".startswith(f"{{known}}.")]
+
+state = {{"model": torch.nn.Linear(4, 4), "progress": {{"n": 1}}}}
+with holdfast.Checkpointer({str(tmp_path)!r}, state, every=1, keep=holdfast.Keep(last=1)) as ckpt:
+    for step in (1, 2, 3):
+        ckpt.step(step)
+holdfast.save({str(tmp_path / "once")!r}, state, step=1)
+assert not loaded(), loaded()
+with holdfast.Checkpointer({str(tmp_path)!r}, state, every=1) as ckpt:
+    assert ckpt.restore() == 3
+assert "holdfast.restart" in loaded()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_public_names_are_pinned() -> None:

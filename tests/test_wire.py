@@ -35,7 +35,7 @@ from holdfast.memory.decision import Decision
 from holdfast.memory.node import effects, machine
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Job, Slot, State, Writing
-from holdfast.state.protocol import ReadyToSave, SaveOutcome, Verdict, Written
+from holdfast.saving.messages import ReadyToSave, SaveOutcome, Verdict, Written
 from holdfast.wire import KINDS, WireError, decode_error, encode_error, rank_errors
 from holdfast.writers.ranks import Ranks
 

@@ -20,7 +20,6 @@ from holdfast.version import __version__
 
 if TYPE_CHECKING:
     from holdfast import compression, errors, events, sources, store, testing
-    from holdfast.capture import Save
     from holdfast.checkpoint.opened import Checkpoint
     from holdfast.checkpoint.tidying import Keep
     from holdfast.checkpointer import Checkpointer
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from holdfast.once import load, save
     from holdfast.policy.tuning import Auto
     from holdfast.restore.result import Restored
+    from holdfast.saving import Save
     from holdfast.schedule import Every
     from holdfast.state.ignoring import ignore
     from holdfast.state.rng import Rng
@@ -51,7 +51,7 @@ _HOME = {
     "Memory": "holdfast.memory.options",
     "Restored": "holdfast.restore.result",
     "Rng": "holdfast.state.rng",
-    "Save": "holdfast.capture",
+    "Save": "holdfast.saving",
     "compression": "holdfast",
     "convert": "holdfast.converting",
     "errors": "holdfast",

@@ -29,25 +29,20 @@ from holdfast.arguments import (
     timeout_of,
     unfit,
 )
-from holdfast.capture import Save
 from holdfast.checkpoint.tidying import Keep
-from holdfast.ending import Ending
-from holdfast.errors import HoldfastError, UsageError, warn_user
+from holdfast.ending import Ending, SigtermStop, check_thread
+from holdfast.errors import UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
-from holdfast.restart import Restart
-from holdfast.restore.extras import RULES
-from holdfast.restore.reading import detected, load_from, open_shared, tell_unused_records
-from holdfast.restore.result import Restored
-from holdfast.restore.targets import RestoreOptions
-from holdfast.roots import check_own
+from holdfast.notices import Notices
+from holdfast.roots import check_own, open_shared
+from holdfast.saving import Save
 from holdfast.schedule import Every, every_of
-from holdfast.state.collecting import collect
-from holdfast.state.live import Live, LiveTensor, State, check_keys, in_order
+from holdfast.state.collecting import RunState
+from holdfast.state.live import RULES, Live, State, check_keys
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
-from holdfast.stopping import SigtermStop, check_thread
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -55,6 +50,9 @@ if TYPE_CHECKING:
     from holdfast.memory.options import Memory
     from holdfast.memory.tier import MemoryTier
     from holdfast.policy.tuning import Auto
+    from holdfast.restart import Restart
+    from holdfast.restore.result import Restored
+    from holdfast.restore.targets import RestoreOptions
     from holdfast.steering import Steering
 
 NO_RECORDS = (
@@ -109,27 +107,20 @@ class Checkpointer:
         check_keys(state)
         _check_choices(call, when_busy, on_error, replicas)
         _check_tiers(memory, delta, keep)
-        on_resize = rules_of(on_resize, RULES.split(", "), (*state, "rng"), call, "on_resize")
+        on_resize = rules_of(on_resize, RULES, (*state, "rng"), call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
         if sigterm_s is not None:
             sigterm_s = seconds_of(sigterm_s, call, "sigterm_s")
             check_thread()
         named = _named_mesh(mesh)
-        self.state = state
         self.every = every if isinstance(every, Every) else Every()
         """The frequencies in force now."""
         self.when_busy = when_busy
-        self.on_error = on_error
-        self.on_resize = on_resize
         self._root = root
-        self._rng = {} if "rng" in state else {"rng": Rng()}
+        self._state = RunState(state, on_resize)
         self._saves: list[Save] = []
-        self._placed: dict[str, LiveTensor] = {}
-        """The steady tensors of the last save: others may be gone, and are not kept alive."""
-        self._told_of: HoldfastError | None = None
-        self._news: list[tuple[BaseException | None, str]] = []
-        """News for the user when a call is done: the error to raise, or None to warn; the text."""
+        self._notices = Notices(on_error)
         self._closed = False
         self._pid = os.getpid()
         self._prepared = False
@@ -137,7 +128,7 @@ class Checkpointer:
         self._tiers = Tiers(
             open_shared(root, self._group),
             self._group,
-            self._everything,
+            self._state.everything,
             keep=keep,
             mesh=named,
             replicas=replicas,
@@ -146,7 +137,7 @@ class Checkpointer:
         if memory is not None:
             self._tiers.keep_in_memory(memory)
         if delta is not None:
-            self._tiers.keep_records(delta, self.on_resize)
+            self._tiers.keep_records(delta, on_resize)
         self._steering = _steering(every, self._tiers)
         if self._steering is not None:
             self.every = self._steering.every
@@ -166,8 +157,10 @@ class Checkpointer:
             self._tiers.memory.leave()
         self._end(None, finished=error is None, error=error)
 
-    def _everything(self) -> State:
-        return in_order({**self.state, **self._rng})
+    @property
+    def state(self) -> State:
+        """The dict that was handed over."""
+        return self._state.given
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -183,7 +176,7 @@ class Checkpointer:
         rest()
         self._look_back()
         if self._stop is not None and self._stop.now(step):
-            self._save_and_stop(step)
+            self._save_and_stop(step, self._stop)
         if self._steering is not None:
             self.every = self._steering.at(step, self._tiers.delta)
         every, memory = self.every, self._tiers.memory
@@ -200,7 +193,7 @@ class Checkpointer:
             self._prepare()
             self._warn_if_never_due()
         self._prepared = True
-        self._tell()
+        self._notices.tell()
 
     def _recorded_by_a_save(self, step: int, durable: bool) -> bool:
         """Make a record of this step; if records have nothing to lead on from, a full save instead."""
@@ -209,21 +202,20 @@ class Checkpointer:
             return False
         if self.every.delta is None:
             if self._steering is None and not self._prepared:
-                self._news.append((None, NO_RECORDS))
+                self._notices.warn(NO_RECORDS)
             delta.end("no records are due")
             return False
         delta.record(step, self.every.durable)
         while delta.news:
-            self._news.append((None, delta.news.pop(0)))
+            self._notices.warn(delta.news.pop(0))
         if (notice := delta.notice()) is not None:
-            self._complain(notice, str(notice))
+            self._notices.complain(notice)
         if self._steering is not None and self._steering.batch is not None:
             delta.rebatch(self._steering.batch)
-        failed, told = delta.error, self._told_of
-        self._told_of = failed
-        if failed is not None and failed is not told:
+        failed = delta.error
+        if failed is not None:
             failed.hint = failed.hint or "records begin again with the next full save"
-            self._complain(failed, f"records end: {failed}")
+        self._notices.complain_once(failed, f"records end: {failed}")
         if failed is not None and durable:
             delta.revive()
         if not delta.needs_base(step):
@@ -242,8 +234,9 @@ class Checkpointer:
 
     def _warn_if_never_due(self) -> None:
         if self.every == Every() and self._steering is None and self._stop is None:
-            text = "step() saves nothing, because no every= was given; every=1000 saves each 1000 steps"
-            self._news.append((None, text))
+            self._notices.warn(
+                "step() saves nothing, because no every= was given; every=1000 saves each 1000 steps"
+            )
 
     def _prepare(self) -> None:
         """Have memory ready before the first save is due."""
@@ -287,64 +280,45 @@ class Checkpointer:
         return save
 
     def _collect(self) -> Live:
-        live = collect(self._everything(), self.on_resize, self._placed)
-        self._placed = {name: t for name, t in live.tensors.items() if t.steady}
-        memory = self._tiers.memory
+        live, memory = self._state.collect(), self._tiers.memory
         return live if memory is None else memory.arranged(live)
 
     def _report(self) -> None:
         """Tell the user of saves that have failed since the last call, and of what memory cannot bear."""
         self._look_back()
-        self._tell()
+        self._notices.tell()
 
     def _look_back(self) -> None:
         """See what there is to be told."""
         for tier in (self._tiers.durable, self._tiers.memory):
             while tier is not None and tier.news:
-                self._news.append((None, tier.news.pop(0)))
+                self._notices.warn(tier.news.pop(0))
         done = [s for s in self._saves if s.done()]
         self._saves[:] = [s for s in self._saves if not s.done()]
         for save in done:
             if save.skipped and save.kind == "save":  # the next snapshot is a few steps away
-                text = f"the save of step {save.step} was left out: one was in flight"
-                self._news.append((None, text))
+                self._notices.warn(f"the save of step {save.step} was left out: one was in flight")
             if save.error is not None and not save.told:
-                self._complain(save.error, str(save.error))
+                self._notices.complain(save.error)
 
     def _unheard(self) -> list[str]:
         """Return the news that a next call would tell, beside saves that have failed."""
         delta = self._tiers.delta
         failed = None if delta is None else delta.error
-        news = [text for _, text in self._news] + self._lost_steps()
-        return news if failed in (None, self._told_of) else [*news, f"records end: {failed}"]
+        news = self._notices.texts + self._lost_steps()
+        return news if self._notices.was_told(failed) else [*news, f"records end: {failed}"]
 
     def _lost_steps(self) -> list[str]:
         loss = "" if self._tiers.delta is None else self._tiers.delta.loss()
         return [loss] if loss else []
 
-    def _complain(self, error: BaseException, text: str) -> None:
-        self._news.append((error if self.on_error == "raise" else None, text))
-
-    def _tell(self) -> None:
-        """Give the warnings, and then raise the first error; others come with the next calls."""
-        texts = [text for error, text in self._news if error is None]
-        self._news = [one for one in self._news if one[0] is not None]
-        for text in texts:
-            warn_user(text)
-        if self._news:
-            error, _ = self._news.pop(0)
-            assert error is not None
-            raise error
-
-    def _save_and_stop(self, step: int) -> None:
-        assert self._stop is not None
+    def _save_and_stop(self, step: int, stop: SigtermStop) -> None:
         emit("stopping", step=step)
-        self.on_error = "warn"  # the process ends because of the signal
-        self._news = [(None, text) for _, text in self._news]
+        self._notices.only_warn()  # the process ends because of the signal
         try:
-            self._begin(step, must=True, live=True).wait(self._stop.left())
+            self._begin(step, must=True, live=True).wait(stop.left())
         finally:
-            self._end(self._stop.left(), finished=False)
+            self._end(stop.left(), finished=False)
         raise SystemExit(128 + signal.SIGTERM)
 
     # -- restoring --------------------------------------------------------------------------------
@@ -371,6 +345,9 @@ class Checkpointer:
         `verify` are as of `load`, and so is `only`, of what `source` gives: a run's own steps are restored
         whole.  Collective; blocks.
         """
+        from holdfast.restart import Restart
+        from holdfast.restore.targets import RestoreOptions
+
         call = "Checkpointer.restore"
         step = None if step is None else step_of(step, call)
         source = None if source is None else path_of(source, call, "source")
@@ -388,9 +365,9 @@ class Checkpointer:
         if self._tiers.delta is not None:
             self._tiers.delta.settle()
         options = RestoreOptions(
-            cast=cast, strict=strict, on_resize=self.on_resize, mesh=self._tiers.mesh
+            cast=cast, strict=strict, on_resize=self._state.on_resize, mesh=self._tiers.mesh
         )
-        restart = Restart(self._tiers, self._everything(), options, verify=verify)
+        restart = Restart(self._tiers, self._state.everything(), options, verify=verify)
         origin = None if restart.candidates else self._origin(source)
         if self._steering is not None:
             self._steering.lost(*restart.lost_with_nodes())
@@ -409,6 +386,9 @@ class Checkpointer:
         self, origin: str, restart: Restart, step: int | None, options: RestoreOptions
     ) -> Restored:
         """Begin with a step of another root, or of foreign files."""
+        from holdfast.restore.reading import load_from, tell_unused_records
+        from holdfast.restore.result import Restored
+
         found = load_from(origin, self._group, restart.state, step, options, verify=restart.verify)
         if step is None:
             tell_unused_records(origin, self._group, found)
@@ -442,6 +422,8 @@ class Checkpointer:
         """Return the URL that a run without steps begins with; rank 0 looks into the root."""
         if source is not None:
             return os.fspath(source)
+        from holdfast.restore.reading import detected
+
         found = self._group.from_rank0(lambda: detected(self._root, self._group))
         return self._root if found else None
 
@@ -496,14 +478,12 @@ class Checkpointer:
                     self._tiers.close(timeout, finished=finished)
         except BaseException:
             self._look_back()
-            self._news = [(None, text) for _, text in self._news]
-            self._tell()  # beside the error: there is no next call
+            self._notices.only_warn()
+            self._notices.tell()  # beside the error: there is no next call
             raise
         self._look_back()
-        self._news += [(None, text) for text in self._lost_steps()]
-        errors = [one for one in self._news if one[0] is not None]
-        self._news = [one if one in errors[:1] else (None, one[1]) for one in self._news]
-        self._tell()  # the first as an error: there is no next call
+        self._notices.warn(*self._lost_steps())
+        self._notices.tell_all()
 
     @property
     def _is_ours(self) -> bool:

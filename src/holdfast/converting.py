@@ -32,7 +32,7 @@ from holdfast.arguments import (
     text_of,
     unfit,
 )
-from holdfast.checkpoint.consolidating import Consolidation
+from holdfast.checkpoint.consolidating import Consolidation, plan_consolidation
 from holdfast.checkpoint.names import FOLDERS
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import FileDigests, Outfile, Progress, check_files, write_files
@@ -41,6 +41,7 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import encode
+from holdfast.here import boot_id
 from holdfast.interop.detect import split
 from holdfast.interop.folder import OneFile
 from holdfast.interop.foreign import file_of
@@ -54,7 +55,6 @@ from holdfast.store.oserrors import translated
 from holdfast.version import __version__
 from holdfast.writers.planned import Planned, Rename, WriteOptions, weights
 from holdfast.writers.ranks import converting_ranks
-from holdfast.writers.universal import attempt_name, plan_universal
 
 FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
 PARTIAL = ".partial"
@@ -118,10 +118,11 @@ def convert(
         function_of(progress, call, "progress", "that takes a phase and two numbers of bytes", 3)
     options = _options(max_file_bytes, dtype, rename, key)
     _check(to, options)
-    if isinstance(source, Checkpoint):
-        return _Conversion(source, target, to, options, memory_bytes, verify, progress).run()
-    with open_checkpoint(source, step=step) as found:
-        return _Conversion(found, target, to, options, memory_bytes, verify, progress).run()
+    with ExitStack() as opened:
+        if not isinstance(source, Checkpoint):
+            source = opened.enter_context(open_checkpoint(source, step=step))
+        place = _local(target)
+        return _Conversion(source, place, to, options, memory_bytes, verify, progress).run()
 
 
 def _options(
@@ -148,30 +149,23 @@ def _check(to: str, options: WriteOptions) -> None:
         )
 
 
+@dataclass
 class _Conversion:
     """One conversion on one rank."""
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        target: str | os.PathLike[str],
-        to: str,
-        options: WriteOptions,
-        memory_bytes: int,
-        verify: bool,
-        told: Told | None,
-    ) -> None:
-        self.source = source
-        self.target = _local(target)
-        self.to = to
-        self.options = options
-        self.memory_bytes = memory_bytes
-        self.verify = verify
-        self.told = told or (lambda phase, done, total: None)
+    source: Checkpoint
+    target: str
+    to: str
+    options: WriteOptions
+    memory_bytes: int
+    verify: bool
+    told: Told | None
+
+    def __post_init__(self) -> None:
         self.partial = LocalStore(self.target + PARTIAL)
         """The mark, and the folder of what is written."""
         self.work = LocalStore(os.path.join(self.partial.root, "files"), durable=False)
-        self.identity = _identity(source, to, options)
+        self.identity = _identity(self.source, self.to, self.options)
 
     def run(self) -> Converted:
         begin = time.monotonic()
@@ -206,14 +200,15 @@ class _Conversion:
 
                 return plan_dcp(self.source, self.options)
             case "huggingface":
-                from holdfast.writers.huggingface import plan_huggingface
+                from holdfast.writers.weights import plan_huggingface
 
                 return plan_huggingface(self.source, self.options)
             case "torch":
-                from holdfast.writers.torchsave import plan_torch
+                from holdfast.writers.weights import plan_torch
 
                 return plan_torch(self.source, self.options, os.path.basename(self.target))
-        return plan_universal(self.source, open_store(self.target), self.identity, self.options)
+        target, most = open_store(self.target), self.options.max_file_bytes
+        return plan_consolidation(self.source, target, _attempt_name(self.identity), most)
 
     def _begin(self, files: Sequence[Outfile], held: ExitStack) -> bool:
         """Go on with what an interrupted conversion of the same has left, or clear it away.
@@ -233,7 +228,8 @@ class _Conversion:
                 f"{self.partial.root} is in the way, and is not of a conversion",
                 hint="remove it, or give another target",
             )
-        mark = {"conversion": self.identity, "boot": _boot()}
+        # files from before a power cut may not have become durable, and are written anew
+        mark = {"conversion": self.identity, "boot": boot_id()}
         same = marked == mark
         self._clear(files if same else ())
         self.partial.put(_MARK, msgspec.json.encode(mark))
@@ -264,7 +260,7 @@ class _Conversion:
     def _is_result(self, files: Sequence[Outfile]) -> bool:
         """True if the target is what this conversion makes."""
         if self.to == "universal":
-            return self._attempt() == attempt_name(self.identity)
+            return self._attempt() == _attempt_name(self.identity)
         if not os.path.lexists(self.target):
             return False
         root = os.path.dirname(self.target) if self.to == "torch" else self.target
@@ -339,8 +335,9 @@ class _Conversion:
 
     def _progress(self, phase: str, files: Sequence[Outfile]) -> Progress:
         total = sum(f.bytes for f in files)
-        self.told(phase, 0, total)
-        return lambda done: self.told(phase, done, total)
+        told = self.told or (lambda phase, done, total: None)
+        told(phase, 0, total)
+        return lambda done: told(phase, done, total)
 
     def _end(self, plan: Planned | Consolidation, files: Sequence[Outfile]) -> None:
         """Make the result exist, unless it does; then nothing of the work is left."""
@@ -393,6 +390,11 @@ class _Conversion:
         for directory in {os.path.dirname(f.path) for f in files}:
             fsync_directories(os.path.join(target.root, directory), target.root)
         plan.commit(target)
+
+
+def _attempt_name(identity: str) -> str:
+    """Return the attempt name of a step, by the identity of the conversion that writes it."""
+    return f"convert-{identity}"
 
 
 def _has(store: LocalStore, file: Outfile) -> bool:
@@ -448,16 +450,6 @@ def _locked(directory: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def _boot() -> str:
-    """Return the boot's id: files from before a power cut may not have become durable, and are written
-    anew."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 __all__ = ["FORMATS", "Converted", "convert"]

@@ -1,4 +1,5 @@
-"""This place: where process numbers mean the same processes, and whether one of them is gone.
+"""This place: where process numbers mean the same processes, whether one of them is gone, and the address
+by which other hosts reach it.
 
 What is left behind by dead processes is deleted by living ones, so everything here answers "cannot tell"
 rather than guess: another user's processes may be hidden, and hosts can have the same name.
@@ -14,14 +15,21 @@ from pathlib import Path
 from typing import Literal
 
 
+def boot_id() -> str:
+    """The id of this boot of the host; empty if the system does not say."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 @cache
 def place() -> str | None:
     """Host, boot and pid namespace in one line; None if the system does not say."""
+    boot = boot_id()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         processes = os.stat("/proc/self/ns/pid").st_ino
-        if os.readlink("/proc/self") != str(os.getpid()):
-            return None  # /proc shows the processes of another namespace
+        if not boot or os.readlink("/proc/self") != str(os.getpid()):
+            return None  # /proc shows the processes of another namespace, or no boot
     except OSError:
         return None
     return f"{socket.gethostname()} {boot} {processes}"
@@ -93,3 +101,33 @@ def yield_to_training() -> None:
         os.nice(19)
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text("19")
+
+
+def own_address() -> str:
+    """An address of this host that the other ranks can reach.
+
+    First the one they rendezvous at, if it is ours; a host's own name often means loopback, which is
+    of no use to other hosts; then the address that outward packets would carry.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if master and _is_ours(master):
+        return master
+    with suppress(OSError):
+        found = socket.gethostbyname(socket.gethostname())
+        if not found.startswith("127.") and _is_ours(found):
+            return found
+    for outside in (master, "192.0.2.1"):  # a connected UDP socket sends nothing
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((outside, 9))
+            return str(s.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _is_ours(name: str) -> bool:
+    """True if a name is of an address that can be bound on this host."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as s:
+                s.bind(address)
+                return True
+    return False

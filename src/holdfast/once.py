@@ -17,20 +17,17 @@ from holdfast.arguments import (
     seconds_of,
     step_of,
 )
-from holdfast.capture import Capture
 from holdfast.checkpoint.claiming import newest_claim, once_attempt
 from holdfast.checkpoint.names import committed, segments
 from holdfast.checkpoint.tidying import sweep
-from holdfast.durable import Durable
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
-from holdfast.restore.extras import RULES
-from holdfast.restore.reading import load_from, open_shared
-from holdfast.restore.targets import RestoreOptions
-from holdfast.roots import check_own, sweep_host
+from holdfast.roots import check_own, open_shared, sweep_host
+from holdfast.saving import Saver
+from holdfast.saving.durable import Durable
 from holdfast.state.collecting import collect
-from holdfast.state.live import State, check_keys
+from holdfast.state.live import RULES, State, check_keys
 from holdfast.store import Store
 
 
@@ -55,13 +52,13 @@ def save(
     store = open_shared(url, group)
     sweep_host(store)
     run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store, step)))
-    capture = Capture(group, deadline_s=deadline_s, replicas=replicas)
-    durable = Durable(store, capture, claim=None, run=run, attempt=attempt)
+    saver = Saver(group, deadline_s=deadline_s, replicas=replicas)
+    durable = Durable(store, saver, claim=None, run=run, attempt=attempt)
     try:
         durable.begin(lambda: collect(state), step, must=True).wait()
     finally:
         durable.close()
-        capture.close()
+        saver.close()
         group.close()
 
 
@@ -108,12 +105,15 @@ def load(
     NotRecoverable if there is no step; StateMismatch before anything is touched.  Foreign checkpoints are
     read where they lie, as `holdfast.open` finds them.
     """
+    from holdfast.restore.reading import load_from
+    from holdfast.restore.targets import RestoreOptions
+
     url, step = path_of(path, "load", "path"), None if step is None else step_of(step, "load")
     check_keys(state)
     patterns = None if only is None else patterns_of(only, "load", "only")
     for name, flag in (("cast", cast), ("strict", strict), ("verify", verify)):
         flag_of(flag, "load", name)
-    rules = rules_of(on_resize, RULES.split(", "), state, "load", "on_resize")
+    rules = rules_of(on_resize, RULES, state, "load", "on_resize")
     options = RestoreOptions(patterns, cast, strict, rules)
     group = Group(seconds_of(deadline_s, "load", "deadline_s"), "load()")
     try:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from holdfast.capture.exactness import EXACT, tell_exactness
 from holdfast.checkpoint.names import describe, last_recorded, stated_attempt
 from holdfast.checkpoint.tidying import came_later
 from holdfast.checkpoint.unproved import tell_passed_over
@@ -18,12 +17,13 @@ from holdfast.restore.candidates import Candidate, newest_first, newest_good
 from holdfast.restore.reading import load_step, saved_steps
 from holdfast.restore.result import Restored
 from holdfast.restore.targets import RestoreOptions
+from holdfast.saving.exactness import EXACT, tell_exactness
 from holdfast.state.live import State
-from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
     from holdfast.delta.log import Log, RecordedStep
     from holdfast.delta.segment import Identity
+    from holdfast.tiers import Tiers
 
 
 class Restart:

@@ -1,4 +1,8 @@
-"""A root of our own: taken by all ranks of a run, and freed of what dead processes left."""
+"""Roots: whose a place is, ours or another system's, and how the ranks of a run take one of ours together.
+
+The readers of other formats are imported only where something lies that is not ours: a run that saves in
+its own root never needs them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,13 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.patience import bounded
-from holdfast.store import LocalStore, Store, open_store, split_prefix
+from holdfast.store import LocalStore, Store, be_patient, open_store, split_prefix
 from holdfast.store.local import sweep as sweep_unfinished
+
+OWN = frozenset({"steps", "claims", "log", "job.json", "tuning.json"})
+"""All that holdfast keeps directly below a root."""
+PATIENT_SHARE = 0.9
+"""Share of the deadline between ranks that one of several waits for storage."""
 
 
 def check_own(url: str | os.PathLike[str]) -> None:
@@ -28,6 +37,45 @@ def check_own(url: str | os.PathLike[str]) -> None:
             f"name, write {os.path.join('.', os.fspath(url))!r}",
         )
     open_store(url)  # which touches nothing, and needs no other rank
+
+
+def foreign_format(url: str) -> str | None:
+    """Return the foreign format that a prefix names or that lies there; None if it is ours, or nothing."""
+    if split_prefix(url) is None and _is_own(url):
+        return None
+    from holdfast.interop.detect import detect
+
+    return detect(url)
+
+
+def _is_own(url: str) -> bool:
+    store = open_store(url)
+    if not isinstance(store, LocalStore):
+        return False
+    try:
+        with os.scandir(store.root) as entries:
+            return all(e.name in OWN or e.name.startswith(".") for e in entries)
+    except FileNotFoundError:
+        return True  # there is nothing
+    except OSError:
+        return False  # whoever reads it says what is wrong
+
+
+def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
+    """Open a store of our own that all ranks reach.  What it does not answer is given up in time for the
+    other ranks to hear why, before they would give up on this one."""
+    store = open_store(os.fspath(url))
+    be_patient(store, patience_s(group))
+    if group.size > 1 and store.url.startswith("memory://"):
+        raise UsageError(
+            f"{store.url} is in the memory of one process; {group.size} ranks need a path"
+        )
+    return store
+
+
+def patience_s(group: Group) -> float:
+    """Seconds that this rank waits for storage, so that others hear of it within the deadline."""
+    return group.deadline_s * (PATIENT_SHARE if group.size > 1 else 1.0)
 
 
 def claim_together(store: Store, group: Group) -> tuple[Claim, bool]:

@@ -14,7 +14,6 @@ from statistics import median
 
 import msgspec
 
-from holdfast.capture import Save
 from holdfast.delta.clock import Spent
 from holdfast.delta.tier import DeltaTier
 from holdfast.errors import Deadline
@@ -23,6 +22,7 @@ from holdfast.group import Group
 from holdfast.history import Keeper, Kept
 from holdfast.policy.tuning import START, Auto, History, Kind, Tuner
 from holdfast.policy.wasted import Frequencies
+from holdfast.saving import Save
 from holdfast.schedule import Every
 from holdfast.store import Store
 

@@ -8,17 +8,16 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from holdfast.capture import Capture
 from holdfast.checkpoint.claiming import release
 from holdfast.checkpoint.tidying import Keep
-from holdfast.durable import Durable
 from holdfast.errors import Deadline, HoldfastError
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.patience import within
-from holdfast.restore.transaction import alike
 from holdfast.roots import claim_together, sweep_host
+from holdfast.saving import Saver
+from holdfast.saving.durable import Durable
 from holdfast.state.live import State
 from holdfast.store import Store
 
@@ -55,14 +54,14 @@ class Tiers:
         self.claim, self.crashed = claim_together(store, group)
         """`crashed`: the run before did not end by closing."""
         sweep_host(store)
-        self.capture = Capture(
+        self.saver = Saver(
             group,
             mesh=mesh,
             deadline_s=group.deadline_s,
             replicas=replicas,
             carry_bytes=carry_bytes,
         )
-        self.durable = Durable(store, self.capture, claim=self.claim, run=self.run, keep=keep)
+        self.durable = Durable(store, self.saver, claim=self.claim, run=self.run, keep=keep)
         self.memory: MemoryTier | None = None
         self.delta: DeltaTier | None = None
 
@@ -74,10 +73,11 @@ class Tiers:
         """Keep snapshots in host memory.  Collective."""
         from holdfast.memory.starting import start
 
-        self.memory = start(options, self.capture, self.durable, self.state)
+        self.memory = start(options, self.saver, self.durable, self.state)
 
     def keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
         """Keep a record of every step.  Collective."""
+        from holdfast.checkpoint.peers import alike
         from holdfast.delta.log import tidy_log
         from holdfast.delta.tier import DeltaTier
 
@@ -92,7 +92,7 @@ class Tiers:
                 on_resize=on_resize,
                 deadline_s=self.group.deadline_s,
             )
-        self.durable.also_tidy = partial(tidy_log, self.store, options.bound)
+        self.durable.steps.also_tidy = partial(tidy_log, self.store, options.bound)
 
     def leave_behind(self) -> None:
         """Go on as a new run after going back: what it saves now is newer than what it left."""
@@ -104,7 +104,7 @@ class Tiers:
         if self.delta is not None:
             self.delta.adopt(self.run)
         if self.memory is not None:
-            self.memory.hello()
+            self.memory.agent.hello()
 
     def close(self, timeout: float | None, *, finished: bool) -> None:
         """Wait for what is pending and end: within `timeout`, or `deadline_s`, for all tiers together.
@@ -129,14 +129,14 @@ class Tiers:
             )
             raise
         finally:
-            self.capture.close()
+            self.saver.close()
 
     def _tidy_log(self, limit_s: float) -> None:
         """Tidy up records that were written after the last save had tidied up."""
         if self.group.rank == 0:
             try:
                 with within(limit_s):
-                    self.durable.also_tidy()
+                    self.durable.steps.also_tidy()
             except HoldfastError as error:
                 emit("tidy.failed", error=str(error))
 

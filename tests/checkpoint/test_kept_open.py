@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint import readers
-from holdfast.checkpoint.readers import Readers
+from holdfast.checkpoint import files
+from holdfast.checkpoint.files import Readers
 from holdfast.errors import NotFound, Unavailable
 from holdfast.store import LocalStore, MemoryStore
 from holdfast.testing import Counting, Faulty
@@ -48,7 +48,7 @@ def test_closed_at_once_otherwise(tmp_path: Path) -> None:
 
 
 def test_no_more_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MOST_OPEN", 4)
+    monkeypatch.setattr(files, "MOST_OPEN", 4)
     some = Readers(filled(tmp_path, 20))
     with some.kept():
         for i in range(20):

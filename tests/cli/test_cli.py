@@ -15,7 +15,7 @@ from cli.calling import call, call_json
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.cli.main import VERBS
-from holdfast.cli.targets import split_target
+from holdfast.cli.options import split_target
 from holdfast.cli.words import ranks_text, size
 from holdfast.layout import Cut, Mesh, Sharding
 from holdfast.sizes import parse_size

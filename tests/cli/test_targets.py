@@ -9,7 +9,7 @@ import pytest
 
 from builders import FSDP_TP, build, transformer
 from cli.calling import call, call_json
-from holdfast.cli.targets import split_target
+from holdfast.cli.options import split_target
 from holdfast.store import LocalStore, MemoryStore
 
 

@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 import holdfast.checkpointer
-import holdfast.restore.reading
+import holdfast.roots
 from holdfast.checkpoint.names import read_manifest, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.verifying import verify
@@ -63,7 +63,7 @@ def memory(copy_of: Store | None = None) -> MemoryStore:
 
 def life(monkeypatch, store: Store, saves: list[tuple[int, float]], **options: Any) -> None:
     """A run that saves (step, value) after (step, value) until its store is dead."""
-    monkeypatch.setattr(holdfast.restore.reading, "open_store", lambda url: store)
+    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
     state = state_of(0)
     with suppress(Stopped):
         ckpt = holdfast.Checkpointer(store.url, state, deadline_s=WAIT_S, **options)

@@ -12,7 +12,7 @@ from single import WAIT_S, contents, leftovers, memory, state_of, value_of
 
 import holdfast
 import holdfast.checkpointer
-import holdfast.restore.reading
+import holdfast.roots
 from holdfast.errors import Deadline, HoldfastError, RankErrors, Unavailable
 from holdfast.store import LocalStore
 from holdfast.testing import Faulty, Slow
@@ -96,7 +96,7 @@ def test_disk_full_is_raised_where_asked_for(small_disk) -> None:
 
 def faulty_run(monkeypatch, fail, inner=None):
     store = inner or memory()
-    monkeypatch.setattr(holdfast.restore.reading, "open_store", lambda url: Faulty(store, fail))
+    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: Faulty(store, fail))
     return store, state_of(1.0)
 
 
@@ -143,7 +143,7 @@ class LostAnswer(Wrapper):
 def test_a_commit_whose_answer_is_lost(monkeypatch) -> None:
     """The save is reported as failed; the step exists and is whole: it must not lose its files."""
     store, state = memory(), state_of(1.0)
-    monkeypatch.setattr(holdfast.restore.reading, "open_store", lambda url: LostAnswer(store))
+    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: LostAnswer(store))
     ckpt = holdfast.Checkpointer(store.url, state, deadline_s=WAIT_S)
     ckpt.save(1).wait(WAIT_S)
     for value in (2.0, 3.0):
@@ -214,7 +214,7 @@ def test_a_slow_store_holds_nobody(monkeypatch) -> None:
     """Each operation takes 0.2 s, a save many: the call returns before the first is over."""
     store = memory()
     slow = Slow(store, 0.0)
-    monkeypatch.setattr(holdfast.restore.reading, "open_store", lambda url: slow)
+    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: slow)
     ckpt = holdfast.Checkpointer(
         store.url, state_of(1.0), every=holdfast.Every(durable=1), deadline_s=WAIT_S
     )

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast
-import holdfast.restore.reading
+import holdfast.roots
 from holdfast.store import LocalStore, Store
 from holdfast.testing import Faulty
 
@@ -59,7 +59,7 @@ def save(rank: int, kind: str, root: str, value: float, moment: str | None) -> N
         dcp.save({"w": sharded}, storage_writer=writer)
         return
     if moment and rank == 1:
-        holdfast.restore.reading.open_store = lambda url: dying(LocalStore(url), moment)
+        holdfast.roots.open_store = lambda url: dying(LocalStore(url), moment)
     try:
         holdfast.save(
             root, {"d": {"w": sharded, "v": value}}, step=7, deadline_s=2 if moment else 120

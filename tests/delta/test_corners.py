@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import holdfast
-import holdfast.restore.reading
+import holdfast.roots
 from holdfast import background
 from holdfast.delta import capture, queue, writer
 from holdfast.delta.log import open_log
@@ -551,7 +551,7 @@ def test_records_in_a_store_of_objects(monkeypatch: pytest.MonkeyPatch, batch: i
     """Nothing but what `Store` promises is used: written, replayed, deleted with the steps they follow."""
     name = f"memory://records-{batch}"
     store = Counting(MemoryStore(f"records-{batch}"))
-    monkeypatch.setattr(holdfast.restore.reading, "open_store", lambda url: store)
+    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
     monkeypatch.setattr(writer, "open_store", lambda url: store)
     monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=InThread, DEVNULL=-3))
     expected = recorded(name, new, 7, batch=batch)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ import pytest
 
 import holdfast
 from holdfast.delta.offline import replay_to
-from holdfast.durable import tier
 from holdfast.errors import NotFound
+from holdfast.saving import steps as steps_of_root
 from holdfast.store import open_store
 from memory.zygote import Lives
 
@@ -146,13 +146,13 @@ def test_a_run_that_begins_anew_beside_later_steps(
     run = Plain()
     with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
         train(ckpt, run, [100], 0.01)
-    is_tidy, commit = threading.Event(), tier.commit
+    is_tidy, commit = threading.Event(), steps_of_root.commit
 
     def late(*args: Any) -> None:
         assert is_tidy.wait(60.0)
         commit(*args)
 
-    monkeypatch.setattr(tier, "commit", late)
+    monkeypatch.setattr(steps_of_root, "commit", late)
     run = Plain()
     ckpt = holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta())
     for step in range(1, 5):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import holdfast
-import holdfast.restore.reading
+import holdfast.roots
 from holdfast.delta.space import weigh
 from holdfast.errors import OutOfSpace, Unavailable, UsageError
 from holdfast.store import LocalStore
@@ -53,7 +53,7 @@ def train(
         step += 1
         run.step(step)
         ckpt.step(step)
-        ckpt._tiers.durable._tidying.settle(60)
+        ckpt._tiers.durable.steps.worker.settle(60)
         see()
         ckpt.wait()
 
@@ -96,9 +96,7 @@ def test_records_pause_while_no_full_save_succeeds(
             return Unavailable("storage is away", key=key)
         return None
 
-    monkeypatch.setattr(
-        holdfast.restore.reading, "open_store", lambda url: Faulty(LocalStore(root), fail)
-    )
+    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: Faulty(LocalStore(root), fail))
     run, seen = new(), []
 
     def see() -> None:

@@ -42,7 +42,7 @@ def main(mount: str) -> None:
     for root in (a, b):
         holdfast.save(root, state(), step=1)
     saving, closing = (holdfast.Checkpointer(root, state(), deadline_s=60) for root in (a, b))
-    saving.on_error = "raise"
+    saving._notices.on_error = "raise"
     be_patient(saving._tiers.store, LIMIT_S)
     print("ready", flush=True)
     sys.stdin.readline()

@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 import holdfast.checkpointer
-import holdfast.restore.reading
+import holdfast.roots
 from disks.frozen import Frozen
 from holdfast import threads
 from holdfast.store import LocalStore
@@ -35,7 +35,7 @@ def train(root: Path, every: holdfast.Every, **options: object) -> holdfast.Chec
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optim": optimizer}
-    holdfast.restore.reading.open_store = lambda url: Slow(LocalStore(url), SLOW_S)
+    holdfast.roots.open_store = lambda url: Slow(LocalStore(url), SLOW_S)
     ckpt = holdfast.Checkpointer(root, state, every=every, when_busy="queue", **options)
     ckpt.restore()
     for step in range(1, STEPS + 1):

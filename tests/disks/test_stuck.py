@@ -182,7 +182,7 @@ def test_close_that_fails_tells_of_saves_that_have_failed_before(root: Path) -> 
     save = ckpt.save(5)
     assert eventually(save.done)
     stuck = threading.Event()
-    ckpt._tiers.durable._persist.submit(stuck.wait)
+    ckpt._tiers.durable.worker.submit(stuck.wait)
     with (
         pytest.warns(HoldfastWarning, match="ENOTDIR") as told,
         pytest.raises(Deadline, match="when close"),

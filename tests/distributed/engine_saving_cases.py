@@ -147,11 +147,11 @@ def a_plan_is_used_again(root: Path) -> None:
         with holdfast.Checkpointer(root / str(kind), state_of(engine, kind)) as ckpt:
             train(engine, 0, 1)
             ckpt.save(1).wait(WAIT_S)
-            plan = ckpt._tiers.capture.planner.plan
+            plan = ckpt._tiers.saver.planner.plan
             copies = list(plan.copies.values())
             train(engine, 1, 1)
             ckpt.save(2).wait(WAIT_S)
-            assert ckpt._tiers.capture.planner.plan is plan and list(plan.copies.values()) == copies
+            assert ckpt._tiers.saver.planner.plan is plan and list(plan.copies.values()) == copies
         with holdfast.open(str(root / str(kind))) as saved:
             assert saved.step == 2
             check_against(engine, saved)

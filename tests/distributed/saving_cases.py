@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import holdfast
 from holdfast import events
-from holdfast.durable import tier
 from holdfast.errors import Deadline, OutOfSpace, RankErrors
+from holdfast.saving import durable
 from holdfast.state import replicas, snapshot
 from holdfast.testing import Faulty
 
@@ -113,10 +113,10 @@ def everyone(value: Any) -> list[Any]:
 @contextmanager
 def store_of(run: Run, fail: Callable[[str, str], Exception | None]) -> Iterator[None]:
     """While open, `fail` is asked before each operation of this rank's store."""
-    inner = run.ckpt._tiers.durable.store
-    run.ckpt._tiers.durable.store = Faulty(inner, fail)
+    inner = run.ckpt._tiers.durable.steps.store
+    run.ckpt._tiers.durable.steps.store = Faulty(inner, fail)
     yield
-    run.ckpt._tiers.durable.store = inner
+    run.ckpt._tiers.durable.steps.store = inner
 
 
 class Gate:
@@ -261,7 +261,7 @@ def a_busy_save_waits_in_the_queue(root: Path) -> None:
     run = Run(root, every=1)
     gate = Gate()
     events.counters.clear()
-    with store_of(run, gate), patch.object(tier, "LATE_S", 0.0):
+    with store_of(run, gate), patch.object(durable, "LATE_S", 0.0):
         copies = {}
         for step in (1, 2):
             run.train()
@@ -334,7 +334,7 @@ def a_failed_save_is_a_warning_unless_asked_otherwise(root: Path) -> None:
 def a_rank_that_never_saves_is_named_in_time(root: Path) -> None:
     run = Run(root)
     run.train()
-    planner = run.ckpt._tiers.capture.planner
+    planner = run.ckpt._tiers.saver.planner
     planner.deadline_s, all_others_s = 2.0, planner.deadline_s
     if dist.get_rank() != 2:
         started = time.monotonic()
@@ -408,7 +408,7 @@ def a_plan_that_fails_is_made_again(root: Path) -> None:
     run = Run(root, on_error="warn")
     run.ckpt.save(1).wait(WAIT_S)  # before the first step: no optimizer state
     run.train(2)
-    planner = run.ckpt._tiers.capture.planner
+    planner = run.ckpt._tiers.saver.planner
     original, planner.make_plan = planner.make_plan, None  # not callable: fails on every rank
     with pytest.raises(Exception, match="not callable"):
         run.ckpt.save(2).wait(WAIT_S)

@@ -24,8 +24,8 @@ from cli.calling import call
 from distributed.launch import launch
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, UsageError
 from holdfast.format.extras import decode
-from holdfast.interop.deepspeed.layouts import Layouts
 from holdfast.interop.deepspeed.opening import open_deepspeed
+from holdfast.interop.deepspeed.tensors import Layouts
 from holdfast.interop.deepspeed.zero import even_cuts, flat_cuts
 from holdfast.state.live import outline_tensor
 from holdfast.store import open_store

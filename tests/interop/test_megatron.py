@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StateMismatch
-from holdfast.interop.megatron.names import template, unfused
+from holdfast.interop.megatron.tensors import template, unfused
 
 FOLDER = "iter_0000007"
 LAYERS, EXPERTS = 3, 2

@@ -36,11 +36,11 @@ from torch.distributed.tensor.parallel import (
 
 import holdfast
 from delta import deaths
-from holdfast.capture import planning
 from holdfast.memory import protecting
 from holdfast.memory.node import client
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.twin import Gradient, Twin
+from holdfast.saving import planning
 from memory.agents import kill
 
 WIDTH = 400

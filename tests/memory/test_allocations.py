@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import holdfast
-from holdfast.capture import Capture
+from holdfast.saving import SaveOperation
 from holdfast.state import snapshot
 
 WAIT_S = 120.0
@@ -99,15 +99,15 @@ def counting() -> Iterator[Counted]:
 
 @contextmanager
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The capture thread begins at the end of the block: until then only the training thread allocates."""
-    original, go = Capture._capture, threading.Event()
+    """The saving thread begins at the end of the block: until then only the training thread allocates."""
+    original, go = SaveOperation.run, threading.Event()
 
     def later(*args: Any) -> None:
         assert go.wait(WAIT_S)
         original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Capture, "_capture", later)
+        patch.setattr(SaveOperation, "run", later)
         try:
             yield
         finally:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.capture.exactness import Exactness, of_all
 from holdfast.errors import UsageError
 from holdfast.memory.feed import Feed
 from holdfast.memory.twin import Gradient, Twin
+from holdfast.saving.exactness import Exactness, of_all
 from holdfast.state import snapshot
 from memory.agents import kill
 
@@ -564,14 +564,14 @@ def test_a_proof_that_ends_meanwhile_is_another_one_s(
     feed, arranged = run.ckpt._tiers.memory._feed, Feed.arranged
 
     def compared(feed: Feed, live: Any) -> Any:
-        feed._owes_proof = False
+        feed.proof.is_owed = False
         return arranged(feed, live)
 
     monkeypatch.setattr(Feed, "arranged", compared)
     run.train()
     run.ckpt.save(run.step).wait(120)
     assert not run.seen("feed.followed")
-    assert feed._compared == 4
+    assert feed.proof.compared == 4
     run.ckpt.close()
 
 

@@ -6,11 +6,11 @@ import pytest
 
 import holdfast
 from holdfast.checkpoint.reshaping import Reshape
-from holdfast.cli.protecting import found_for
+from holdfast.cli.plan import found_for
 from holdfast.layout import Mesh
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
-from holdfast.policy.protecting import Protection
+from holdfast.policy.redundancy import Protection
 from memory.zygote import Lives, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

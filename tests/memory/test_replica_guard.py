@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.capture.job import SavePlan, new_plan
 from holdfast.codec.stripes import Stripes, copy, rs
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import FileEntry
 from holdfast.memory import replica
 from holdfast.memory.replica import ReplicaGuard, replica_guard
+from holdfast.saving.planning import SavePlan, new_plan
 from holdfast.state.agreed import describe, merge
 from holdfast.state.carrying import Carried, Room
 from holdfast.state.collecting import collect

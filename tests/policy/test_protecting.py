@@ -6,8 +6,7 @@ import pytest
 
 from holdfast.codec.stripes import Stripes
 from holdfast.errors import UsageError
-from holdfast.policy.protecting import protection
-from holdfast.policy.redundancy import choose, groups, parse
+from holdfast.policy.redundancy import choose, groups, parse, protection
 from holdfast.policy.survival import exponential, rs
 
 SCHEMES = ["none", "copy", "copy(3)", "parity", "rs(2)"]

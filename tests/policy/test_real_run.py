@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.policy.cluster import Cluster
-from holdfast.policy.failures import Failure
+from holdfast.policy.cluster import Cluster, Failure
 from holdfast.policy.simulate import Fixed, Outcome, Strategy, simulate
 from holdfast.policy.wasted import Costs, Frequencies
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.policy.cluster import Cluster
-from holdfast.policy.failures import Failure, at_random, from_trace
+from holdfast.policy.cluster import Cluster, Failure, at_random, from_trace
 from holdfast.policy.simulate import Fixed, Outcome, Strategy, simulate, strategies
 from holdfast.policy.tuning import Auto
 from holdfast.policy.wasted import Costs, Frequencies, Rates, wasted

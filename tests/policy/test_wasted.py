@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.policy.choosing import choose_frequencies, floors
 from holdfast.policy.wasted import (
     Costs,
     Frequencies,
     Rates,
     best_period,
+    choose_frequencies,
+    floors,
     one_base,
     one_base_optimum,
     wasted,

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from holdfast.errors import RuleError
 from holdfast.layout import Mesh
 from holdfast.rules import RuleSet, presets
-from holdfast.rules.loading import source_of
 from holdfast.rules.pattern import Pattern
-from holdfast.rules.source import Span, Text
+from holdfast.rules.source import Span, Text, source_of
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 HEAD = "axes tp, pp\ncopies dp\n"

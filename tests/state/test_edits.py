@@ -161,7 +161,7 @@ def test_a_save_that_is_only_asked_whether_it_is_done_fails_in_time(
     run: Run, tmp_path: Path, copier: Copier
 ) -> None:
     """The copy cannot be taken again: the training thread might write at any moment."""
-    run.ckpt._tiers.capture.deadline_s = 0.2
+    run.ckpt._tiers.saver.deadline_s = 0.2
     save = run.ckpt.save(1)
     with torch.no_grad():
         run.net.body[0].weight.mul_(2)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
-from holdfast.capture import capture
+from holdfast.saving import saver
 from holdfast.state.collecting import collect
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.placed import place
@@ -228,8 +228,8 @@ def test_the_state_is_described_anew_when_it_differs(
         described_at.append(step)
         return original(live)
 
-    original = capture.describe
-    monkeypatch.setattr(capture, "describe", describe)
+    original = saver.describe
+    monkeypatch.setattr(saver, "describe", describe)
     run = Run()
     run.state["own"] = torch.zeros(3)
     with holdfast.Checkpointer(tmp_path, run.state, on_error="raise") as ckpt:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from holdfast.errors import Corrupt, FormatError, NotFound, Unavailable
@@ -61,3 +62,17 @@ def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
                 raise one.error(rank=rank, step=step) from error
     if failed:
         raise rank_errors("load", failed, step) from error
+
+
+@contextmanager
+def alike(peers: Peers, step: int) -> Iterator[None]:
+    """Make what fails in this block on one rank fail on all.  Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failed:
+        error = failed
+    if peers.size > 1:
+        agree(peers, error, step)
+    elif error is not None:
+        raise error

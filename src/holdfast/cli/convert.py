@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
 
-from holdfast.cli.options import Argument, Option, Target
+from holdfast.cli.options import Argument, Option, Target, split_target
 from holdfast.cli.screen import Result, phases, say
-from holdfast.cli.targets import split_target
 from holdfast.cli.words import good, many, size
 from holdfast.converting import FORMATS, Converted, convert
 from holdfast.errors import UsageError

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 from holdfast.checkpoint.brief import brief, cut_short
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
-from holdfast.cli.options import Argument, ShowAll, Target
+from holdfast.cli.options import Argument, ShowAll, Target, opened
 from holdfast.cli.screen import Result, Row, fields, heading, say, table
-from holdfast.cli.targets import opened
 from holdfast.cli.tensor import entry_data, in_parts, show_tensor, tensor_bytes, tensor_data
 from holdfast.cli.words import age, dim, many, shape_text, size
 from holdfast.errors import UsageError

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.checkpoint.names import committed
-from holdfast.cli.options import Root
+from holdfast.cli.options import Root, own_root
 from holdfast.cli.screen import Result, say, table
-from holdfast.cli.targets import own_root
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.delta.log import Log, RecordedStep, open_log
 from holdfast.delta.segment import Identity

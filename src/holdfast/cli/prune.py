@@ -8,9 +8,8 @@ from holdfast.arguments import count_of
 from holdfast.checkpoint.listing import Step, survey
 from holdfast.checkpoint.names import Saved
 from holdfast.checkpoint.tidying import Keep, prunable, prune
-from holdfast.cli.options import Option, Root
+from holdfast.cli.options import Option, Root, own_root
 from holdfast.cli.screen import Result, say, table
-from holdfast.cli.targets import own_root
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.delta.log import newest_history, open_log, tidy_log
 from holdfast.errors import UsageError

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from holdfast.cli.options import Argument, Option, Root
+from holdfast.cli.options import Argument, Option, Root, own_root
 from holdfast.cli.screen import Result, say
-from holdfast.cli.targets import own_root
 from holdfast.cli.words import many
 from holdfast.errors import Exists
 from holdfast.store import open_store

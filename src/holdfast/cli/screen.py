@@ -132,19 +132,12 @@ def phases(is_quiet: bool = False) -> Iterator[Callable[[str, int, int], object]
     if is_quiet or not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    columns = (TextColumn("{task.description:>9}"), BarColumn(), DownloadColumn(),
-               TransferSpeedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (rich.TextColumn("{task.description:>9}"), rich.BarColumn(), rich.DownloadColumn(),
+               rich.TransferSpeedColumn(), rich.TimeRemainingColumn())  # fmt: skip
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         tasks: dict[str, Any] = {}
 
         def advance(phase: str, done: int, total: int) -> None:

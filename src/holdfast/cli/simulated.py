@@ -11,8 +11,7 @@ import numpy as np
 from holdfast.cli.screen import Row, fields, heading, say, table
 from holdfast.cli.words import dim, size
 from holdfast.errors import UsageError
-from holdfast.policy.cluster import HOUR_S, Cluster
-from holdfast.policy.failures import at_random, from_trace
+from holdfast.policy.cluster import HOUR_S, Cluster, at_random, from_trace
 from holdfast.policy.simulate import Outcome, simulate, strategies
 from holdfast.policy.tuning import Auto
 

@@ -8,9 +8,8 @@ from typing import Annotated
 from holdfast.checkpoint.names import committed, newest_of, read_manifest, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.verifying import Report, good_before, verify
-from holdfast.cli.options import Option, Target
+from holdfast.cli.options import Option, Target, split_target
 from holdfast.cli.screen import Result, progress, say
-from holdfast.cli.targets import split_target
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.errors import HoldfastError, NotRecoverable
 from holdfast.interop.detect import detect, near_path, open_as

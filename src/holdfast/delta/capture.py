@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
+from holdfast.checkpoint.peers import alike
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.options import Delta
 from holdfast.delta.packing import NotAsDeclared, Pack, parted
@@ -55,7 +56,6 @@ from holdfast.group import Group
 from holdfast.here import memory_bytes
 from holdfast.layout import Mesh
 from holdfast.patience import slowest
-from holdfast.restore.transaction import alike
 from holdfast.state.observer import hooks_after
 from holdfast.state.rest import encoded_hyper
 from holdfast.store import Store

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.capture.exactness import tell_exactness
 from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.delta.log import Log, RecordedStep, open_log
@@ -23,6 +22,7 @@ from holdfast.errors import NotFound, NotRecoverable, UsageError
 from holdfast.group import Group
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
+from holdfast.saving.exactness import tell_exactness
 from holdfast.state.customised import OWN
 from holdfast.state.live import State
 from holdfast.state.placed import torch_dtype

@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from holdfast.capture.job import new_plan
 from holdfast.codec.sparse import Ints, most_bytes, pack, unpack
 from holdfast.compression.marks import most_nonzero
 from holdfast.errors import FormatError, HoldfastError
 from holdfast.format.dtypes import dtype_of
 from holdfast.format.manifest import TensorEntry, from_sharding
 from holdfast.layout import Box, Mesh, Sharding
+from holdfast.saving.planning import new_plan
 from holdfast.state.agreed import Agreement, product
 from holdfast.state.arrays import raw_array
 from holdfast.state.placed import torch_dtype

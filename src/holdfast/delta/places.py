@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.capture.job import SavePlan as Placing
-from holdfast.capture.job import new_plan
 from holdfast.delta.packing import (
     PACKED,
     NotAsDeclared,
@@ -26,6 +24,8 @@ from holdfast.delta.recording import Steps, grad_name
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box, Pieces
+from holdfast.saving.planning import SavePlan as Placing
+from holdfast.saving.planning import new_plan
 from holdfast.state.agreed import Agreement
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live

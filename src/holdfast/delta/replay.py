@@ -30,6 +30,7 @@ import torch
 
 from holdfast.checkpoint.names import segments
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import ArrayTarget, Want
 from holdfast.delta.log import Found, Log, RecordedStep, read_headers
@@ -62,13 +63,12 @@ from holdfast.restore.compare import Problems, judge_together
 from holdfast.restore.extras import Extras, put_groups
 from holdfast.restore.former import are_former
 from holdfast.restore.targets import RestoreOptions, is_known, only_tensors, target_of
-from holdfast.restore.transaction import alike
+from holdfast.saving.messages import ReadyToSave, merge_extras, sort_extras
 from holdfast.state.agreed import Agreement
 from holdfast.state.blockwise import Blockwise, steps_by_itself
 from holdfast.state.live import Live, State, named_parameters, outline_tensor, stages
 from holdfast.state.observer import hooked, hooks_after, unhooked, without_hooks_before
 from holdfast.state.placed import local_of
-from holdfast.state.protocol import ReadyToSave, merge_extras, sort_extras
 from holdfast.state.wrapped import ELEMENTWISE, stepping
 from holdfast.store import Store
 from holdfast.threads import Worker

@@ -20,7 +20,7 @@ from holdfast.sizes import size_text
 from holdfast.store import LocalStore, Store
 
 if TYPE_CHECKING:
-    from holdfast.capture import Save
+    from holdfast.saving import Save
 
 
 class Space:

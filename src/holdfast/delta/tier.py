@@ -18,7 +18,6 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from holdfast.capture import Save
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.capture import Groups, OpenRecord, RecordCapture
 from holdfast.delta.clock import Clock, Spent
@@ -41,6 +40,7 @@ from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Box, Mesh
 from holdfast.restore.targets import RestoreOptions
+from holdfast.saving import Save
 from holdfast.state.customised import asked_once
 from holdfast.state.live import Live, State, is_optimizer
 from holdfast.state.observer import Observer, Order, StepCall

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -231,6 +231,11 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, set):
         return frozenset(value)
     return tuple(map(_hashable, value)) if isinstance(value, tuple) else value
+
+
+def inlined(dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]:
+    """A small tensor inside extras: dtype, shape, and its elements in row-major order."""
+    return {"$tensor": [dtype, list(shape), base64.b64encode(data).decode()]}
 
 
 def referred(tree: Any) -> Iterator[str]:

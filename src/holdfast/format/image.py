@@ -51,6 +51,11 @@ class Image:
         return self.table_start - self.extras_start
 
     @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to save in it."""
+        return not (self.pieces.total_bytes or self.extras_bytes)
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes that it takes in memory: whole pages, as storage is written."""
         return -(-self.total_bytes // ALIGN) * ALIGN

@@ -8,13 +8,16 @@ sent.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 
 from holdfast.group.board import Board
 from holdfast.group.exchange import Exchange
 from holdfast.group.meeting import Meeting, Met, meeting_of_job, meeting_over, store_of_launch
-from holdfast.group.pulse import pulse
-from holdfast.group.window import HostWindow
+
+if TYPE_CHECKING:
+    from holdfast.group.window import HostWindow
 
 
 class Group(Board, Exchange):
@@ -65,6 +68,8 @@ class Group(Board, Exchange):
 
     def window(self, size: int) -> HostWindow:
         """Memory of this rank that the ranks on its host can see.  Collective."""
+        from holdfast.group.window import HostWindow
+
         return HostWindow(self, size)
 
 
@@ -79,4 +84,4 @@ def launched(deadline_s: float, call: str, meet_s: float, tell_after_s: float) -
     return Group(deadline_s, call, meeting=meeting, meet_s=meet_s, tell_after_s=tell_after_s)
 
 
-__all__ = ["Group", "HostWindow", "launched", "pulse"]
+__all__ = ["Group", "launched"]

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from holdfast.addresses import own_address
 from holdfast.errors import AgentError, Deadline
 from holdfast.group.line import StoreLine
 from holdfast.group.meeting import Meeting, Met, named
+from holdfast.here import own_address
 from holdfast.wire import decode_error, encode_error
 
 T = TypeVar("T")

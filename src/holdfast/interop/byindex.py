@@ -25,6 +25,11 @@ def stated_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
     return found
 
 
+def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyper-parameters: all that it says but its parameters and their names."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
 def is_buffer(name: str, dtype: str, names: Container[str]) -> bool:
     """True if `name`, one of the tensors `names` of a module, is known to be no parameter.
 

@@ -18,9 +18,9 @@ from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.dcptree import arranged
 from holdfast.interop.foreign import Foreign, StoredPart, foreign
+from holdfast.interop.plaindata import ints, text
 from holdfast.interop.sections import Archive, Place, Strided
 from holdfast.interop.torchfile import More, PartFile, TensorRef, kind_of, read_tree, table
-from holdfast.interop.typed import ints, text
 from holdfast.interop.unpickle import UnknownInstance, check_size, record, unpickle
 from holdfast.layout import Box
 from holdfast.store import Store

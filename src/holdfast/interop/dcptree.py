@@ -127,7 +127,8 @@ class _Tree:
                     named.setdefault(key, {}).setdefault(param, {})[what] = value
         groups = {
             key: [
-                {"params": g["params"], "hyper": _without_params(g)} for _, g in sorted(of.items())
+                {"params": g["params"], "hyper": {k: v for k, v in g.items() if k != "params"}}
+                for _, g in sorted(of.items())
             ]
             for key, of in numbered.items()
             if all(isinstance(g.get("params"), list) for g in of.values())
@@ -261,10 +262,6 @@ def _flat(path: Path, prefix: str) -> tuple[str, str, str] | None:
             param, _, what = flat.removeprefix(prefix).rpartition(".")
             return key, param, what
     return None
-
-
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {what: value for what, value in group.items() if what != "params"}
 
 
 def _alike(hypers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_
 from holdfast.interop.torchfiles import holds_torch, is_torch
 from holdfast.near import near
 from holdfast.store import SCHEMES, LocalStore, Store, split_prefix
-from holdfast.store.obstacles import obstacle
+from holdfast.store.oserrors import obstacle
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
-from holdfast.store import LocalStore, Reader, Store, Writer, open_store
-from holdfast.store.base import Bytes
+from holdfast.store import LocalStore, Reader, Store, open_store
 from holdfast.store.contract import HIDDEN
 from holdfast.store.oserrors import translated
+from holdfast.store.views import ViewStore
 
 SUFFIXES = (
     ".safetensors",
@@ -25,8 +25,10 @@ SUFFIXES = (
 """Ends of the names of files that can be checkpoints by themselves."""
 
 
-class OneFile:
+class OneFile(ViewStore):
     """A store of whose objects `name` is meant; the others can be read (an index names them)."""
+
+    shows = "one file"
 
     def __init__(self, store: Store, name: str) -> None:
         self.inner = store
@@ -52,20 +54,6 @@ class OneFile:
     def list(self, prefix: str = "") -> list[str]:
         """The file's name."""
         return [self.name] if self.name.startswith(prefix) else []
-
-    def put(
-        self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
-    ) -> None:
-        """See `Store.put`."""
-        self.inner.put(key, data, if_absent=if_absent, replacing=replacing)
-
-    def create(self, key: str, size: int) -> Writer:
-        """See `Store.create`."""
-        return self.inner.create(key, size)
-
-    def delete(self, key: str) -> None:
-        """See `Store.delete`."""
-        self.inner.delete(key)
 
 
 def open_place(path: str) -> Store:

@@ -158,32 +158,30 @@ def foreign(
     replicated tensors.  `archives`: zip archives in the files, whose CRC-32 can be verified.
     `aliases`: further names of tensors.
     """
-    found = _opened(store, tensors, step, software, extras, aliases or {})
-    assert isinstance(found.store, Sections)
-    found.store.archives = tuple(archives)
-    copies = max((len(t.copies) for t in tensors), default=0)
+    manifest, sections = _listed(tensors, step, software, extras, aliases or {})
+    files = Sections(store, sections, tuple(archives))
+    found = Checkpoint(files, manifest, verify=False)
+    found.files = Files(files, "", manifest, verify=False)
+    copies: list[list[Foreign]] = [
+        [] for _ in range(max((len(t.copies) for t in tensors), default=0))
+    ]
+    for t in tensors:
+        for others, parts in zip(copies, t.copies):
+            others.append(replace(t, parts=parts, copies=()))
     found.others = tuple(
-        _opened(
-            store,
-            [replace(t, parts=t.copies[i], copies=()) for t in tensors if len(t.copies) > i],
-            step,
-            software,
-            {},
-            {},
-        )
-        for i in range(copies)
+        foreign(store, others, step=step, software=software, extras={}) for others in copies
     )
     return found
 
 
-def _opened(
-    store: Store,
+def _listed(
     tensors: Sequence[Foreign],
     step: int,
     software: Mapping[str, str],
     extras: Mapping[str, Any],
     aliases: Mapping[str, str],
-) -> Checkpoint:
+) -> tuple[Manifest, dict[str, Section]]:
+    """The manifest, and by key the sections of files that are files of their own in it."""
     names = Counter(t.name for t in tensors)
     if len(names) != len(tensors):
         raise FormatError(f"two tensors are named {names.most_common(1)[0][0]!r}")
@@ -209,9 +207,7 @@ def _opened(
     )  # fmt: skip
     listed = Listed(manifest.layout, manifest.placement.table, parts)
     manifest.__dict__["placement"] = listed  # instead of the closed form of our own images
-    found = Checkpoint(Sections(store, sections), manifest, verify=False)
-    found.files = Files(found.store, "", manifest, verify=False)
-    return found
+    return manifest, sections
 
 
 def _section(t: Foreign, part: StoredPart) -> Section:

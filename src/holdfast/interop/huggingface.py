@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from holdfast.checkpoint.opened import Checkpoint
@@ -21,7 +20,7 @@ from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.format.safetensors import Entry, Header, read_header
 from holdfast.interop.folder import OneFile, top
 from holdfast.interop.foreign import Foreign, StoredPart, foreign
-from holdfast.interop.sections import Place
+from holdfast.interop.sections import at_place
 from holdfast.layout import whole
 from holdfast.near import near
 from holdfast.store import Store
@@ -203,12 +202,8 @@ def _check_index(index: Index, headers: dict[str, Header]) -> None:
 
 def _tensor(file: str, entry: Entry) -> Foreign:
     box = whole(entry.shape)
-    parts = (StoredPart.of(box, file, partial(_place, file, entry.start)),) if box.size else ()
+    parts = (StoredPart.of(box, file, at_place(file, entry.start)),) if box.size else ()
     return Foreign(f"model.{entry.name}", entry.dtype, entry.shape, "param", parts)
-
-
-def _place(file: str, start: int) -> Place:
-    return file, start
 
 
 def _metadata(headers: dict[str, Header], index: Index | None) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Plain data of pickles that is not built in: numpy's arrays and scalars, namespaces, paths, versions.
+"""Plain data of pickles: checks of it, and kinds that are not built in.
 
-`TABLE` names what may occur; `plain` turns what the pickle interpreter has made of it into values that
-extras can hold.  Classes of users are not data: they are refused by name.
+`TABLE` names these kinds (numpy's arrays and scalars, namespaces, paths, versions); `plain` turns what the
+pickle interpreter has made of one into values that extras can hold.  Classes of users are not data: they
+are refused by name.  `text` and `ints` check a value before it is hashed, compared or shown: all three take
+exponential time for tuples of shared tuples, which a few bytes of a pickle can make.
 """
 
 from __future__ import annotations
@@ -11,8 +13,22 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import FormatError
-from holdfast.interop.typed import text
 from holdfast.interop.unpickle import UnknownInstance, new_set, record
+
+
+def text(value: Any) -> str:
+    """Return `value` if it is text, as names are.  FormatError for anything else."""
+    if not isinstance(value, str):
+        raise FormatError(f"malformed pickle: a {type(value).__name__} where a name should be")
+    return value
+
+
+def ints(values: Any) -> tuple[int, ...]:
+    """Return a shape, or a place in one, as a tuple.  FormatError for anything but integers."""
+    found = tuple(values)
+    if not all(isinstance(n, int) for n in found):
+        raise FormatError("malformed pickle: a shape or a place of something else than numbers")
+    return found
 
 
 def _encode(text: Any, how: Any) -> bytes:

@@ -65,6 +65,11 @@ class Strided:
 Source = Callable[[], Place | Strided]
 
 
+def at_place(path: str, start: int) -> Source:
+    """A source whose place is known before it is asked for."""
+    return lambda: (path, start)
+
+
 def place_of(source: Source) -> Place:
     """Return where a storage begins that must be row-major.  FormatError if it is not."""
     place = source()
@@ -89,11 +94,13 @@ class Sections(ViewStore):
 
     shows = "a foreign checkpoint"
 
-    def __init__(self, store: Store, sections: Mapping[str, Section]) -> None:
+    def __init__(
+        self, store: Store, sections: Mapping[str, Section], archives: tuple[Archive, ...] = ()
+    ) -> None:
         self.url = store.url
         self.origin = store
         """The store in which the files themselves lie."""
-        self.archives: tuple[Archive, ...] = ()
+        self.archives = archives
         """Archives of torch.save inside of files; a file that ends as theirs do is one itself."""
         self._sections = sections
         self._lock = threading.Lock()

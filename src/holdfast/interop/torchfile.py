@@ -13,7 +13,6 @@ import zlib
 from collections import ChainMap
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -21,10 +20,10 @@ from typing import Any
 from holdfast.errors import Corrupt, FormatError, HoldfastError
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.foreign import StoredPart
-from holdfast.interop.sections import Place
-from holdfast.interop.unpickle import UnknownInstance, new_set, unpickle
+from holdfast.interop.sections import Source, at_place
+from holdfast.interop.unpickle import UnknownInstance, check_size, new_set, unpickle
 from holdfast.layout import Box, Fragment, whole
-from holdfast.store import Reader
+from holdfast.store import Reader, Store
 
 More = MutableMapping[tuple[str, str], Any]
 """Globals that a file may name besides those that all may; they are looked up first."""
@@ -55,6 +54,11 @@ class TensorRef:
             expected *= size
         return True
 
+    @property
+    def source(self) -> Source:
+        """The place of its first element, for a `StoredPart`."""
+        return at_place(self.path, self.offset)
+
     def parts(self, box: Box | None = None) -> tuple[StoredPart, ...]:
         """Return where the elements lie; `box`: the part of a larger tensor that this is.
 
@@ -70,18 +74,15 @@ class TensorRef:
                 key=self.path,
                 hint="save tensor.contiguous()",
             )
-        place = partial(_place, self.path, self.offset)
         wide = [n for n, s in zip(self.shape, self.strides) if s or n == 1]
         if len(wide) == len(self.shape):
-            return (StoredPart(Fragment(box, 0, self.strides), (place,), self.path),)
+            return (StoredPart(Fragment(box, 0, self.strides), (self.source,), self.path),)
         return tuple(
-            StoredPart(Fragment(_one_of(box, at, again), 0, self.strides), (place,), self.path)
+            StoredPart(
+                Fragment(_one_of(box, at, again), 0, self.strides), (self.source,), self.path
+            )
             for at in product(*again)
         )
-
-
-def _place(path: str, start: int) -> Place:
-    return path, start
 
 
 def _one_of(box: Box, at: tuple[int, ...], again: list[Any]) -> Box:
@@ -179,6 +180,7 @@ class Archive:
         return any(m.crc for m in self.members.values())
 
 
+_TREE = "data.pkl"
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 """First bytes of files of torch before 1.6."""
 RESOLVE = "save tensor.resolve_conj().resolve_neg()"
@@ -201,7 +203,8 @@ def read_archive(section: PartFile, path: str) -> Archive:
         )
     try:
         infos = zipfile.ZipFile(section).infolist()
-        top = next((n[: -len("data.pkl")] for n in _names(infos) if _is_tree(n)), None)
+        names = (info.filename for info in infos)
+        top = next((n[: -len(_TREE)] for n in names if n.rpartition("/")[2] == _TREE), None)
         if top is None:
             raise FormatError("not a file of torch.save: it has no data.pkl", key=path)
         members = [_member(section, info, top, path) for info in infos]
@@ -214,14 +217,6 @@ def read_archive(section: PartFile, path: str) -> Archive:
     if len(found) != len(members):
         raise Corrupt("two members of the archive have one name", key=path)
     return Archive(found)
-
-
-def _names(infos: list[zipfile.ZipInfo]) -> list[str]:
-    return [info.filename for info in infos]
-
-
-def _is_tree(name: str) -> bool:
-    return name.rpartition("/")[2] == "data.pkl"
 
 
 def _member(section: PartFile, info: zipfile.ZipInfo, top: str, path: str) -> ArchiveMember:
@@ -251,7 +246,7 @@ def start_of(section: PartFile, member: ArchiveMember, path: str) -> int:
 def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
     """Return what torch.save was given, tensors as `TensorRef`s.  FormatError or Corrupt if unsound."""
     archive = read_archive(section, path)
-    data = _read_member(section, archive, "data.pkl", path)
+    data = _read_member(section, archive, _TREE, path)
     if "byteorder" in archive.members:
         if _read_member(section, archive, "byteorder", path, most=6) != b"little":
             raise FormatError("a file of a big-endian machine", key=path)
@@ -271,6 +266,20 @@ def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
     except FormatError as error:
         error.key = error.key or path
         raise
+
+
+def read_file(store: Store, path: str, more: More | None = None) -> Any:
+    """Return what a file of torch.save holds, as `read_tree`, with no more parts than a value may have."""
+    reader = store.open(path)
+    try:
+        tree = read_tree(PartFile(reader, 0, store.size(path)), path, more)
+        check_size(tree)
+    except FormatError as error:
+        error.key = error.key or path
+        raise
+    finally:
+        reader.close()
+    return tree
 
 
 def _read_member(
@@ -344,17 +353,10 @@ def rebuild(
     return TensorRef(kind, shape, strides, storage.path, storage.start + at, content)
 
 
-def _rebuild_v3(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    grad: Any,
-    hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-) -> TensorRef:
-    return rebuild(storage, offset, shape, strides, metadata=metadata, dtype=dtype)
+def _rebuild_v3(*args: Any) -> TensorRef:
+    """`torch._utils._rebuild_tensor_v3`, whose seventh argument is a dtype."""
+    *before, dtype = args[:7]
+    return rebuild(*before, *args[7:], dtype=dtype)
 
 
 def enumerated(owner: Any, name: Any) -> UnknownInstance:

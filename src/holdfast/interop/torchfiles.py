@@ -10,12 +10,11 @@ import re
 from typing import Any
 
 from holdfast.errors import FormatError, NotFound, UsageError
-from holdfast.interop import plaindata, torchdist
+from holdfast.interop import plaindata
 from holdfast.interop.folder import OneFile, top
 from holdfast.interop.huggingface import Index, missing_files, read_index
-from holdfast.interop.ranks import merged
-from holdfast.interop.torchfile import RESAVE, PartFile, read_tree
-from holdfast.interop.unpickle import check_size
+from holdfast.interop.ranks import DISTRIBUTED, merged
+from holdfast.interop.torchfile import RESAVE, read_file
 from holdfast.store import Store
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -23,7 +22,7 @@ INDEX = ".bin.index.json"
 _RANK = re.compile(
     r"(?P<before>.*?)(?<![mp]p_)(?<![a-z])rank[-_]?(?P<rank>\d+)(?P<after>.*)\.(pt|pth|bin|ckpt)"
 )
-_KNOWN = plaindata.TABLE | torchdist.TABLE
+_KNOWN = plaindata.TABLE | DISTRIBUTED
 
 
 def is_torch(store: Store) -> bool:
@@ -69,18 +68,12 @@ def trees_of(store: Store) -> list[Any]:
 
 def _tree(store: Store, file: str) -> Any:
     """The tree of one file."""
-    reader = store.open(file)
     try:
-        tree = read_tree(PartFile(reader, 0, store.size(file)), file, _KNOWN)
-        check_size(tree)
-        return tree
+        return read_file(store, file, _KNOWN)
     except FormatError as error:
-        error.key = error.key or file
         if "not known to be data" in error.message and error.hint is None:
             error.hint = f"it holds more than tensors and plain values; {RESAVE_PLAIN}"
         raise
-    finally:
-        reader.close()
 
 
 def _of_one(store: Store, file: str) -> Any:

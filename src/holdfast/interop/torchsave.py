@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound
 from holdfast.format import extras
-from holdfast.interop.byindex import is_buffer, parameters, proved_names, stated_names
+from holdfast.interop.byindex import hyper_of, is_buffer, parameters, proved_names, stated_names
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.plaindata import plain
 from holdfast.interop.ranks import ByRank, Tensor, of_all, scalar
@@ -165,8 +165,13 @@ class _FileContents:
 
     def add(self, key: str, value: Any) -> None:
         if key == "model" and is_state_dict(value):
-            rest = {n: v for n, v in value.items() if not _may_differ(n, v, value)}
-            value = value | of_all(self.store, rest, key)
+            own = {
+                n
+                for n, v in value.items()
+                if isinstance(v, Tensor) and is_buffer(n, v.dtype, value)
+            }
+            alike = {n: v for n, v in value.items() if n not in own}  # buffers may differ by rank
+            value = value | of_all(self.store, alike, key)
         elif key == "model" or key in (*OPTIM, *STEP) or is_optimizer(value):
             value = of_all(self.store, value, key)
         if key in STEP:
@@ -251,7 +256,7 @@ class _FileContents:
         groups = [
             {
                 "params": [names(p) for p in group["params"]],
-                "hyper": self._encoded(f"{key}.param_groups[{i}]", _hyper(group)),
+                "hyper": self._encoded(f"{key}.param_groups[{i}]", hyper_of(group)),
             }
             for i, group in enumerate(value["param_groups"])
         ]
@@ -281,17 +286,8 @@ class _FileContents:
         return proved_names(groups, shapes, _parameters(self.model))
 
 
-def _may_differ(name: str, value: Any, model: dict[str, Any]) -> bool:
-    """True if each rank may have a value of its own: if it is known to be a buffer."""
-    return isinstance(value, Tensor) and is_buffer(name, value.dtype, model)
-
-
 def _tensors(states: Any) -> list[Tensor]:
     return [v for v in states.values() if isinstance(v, Tensor)] if isinstance(states, dict) else []
-
-
-def _hyper(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def _parameters(model: list[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...]]]:

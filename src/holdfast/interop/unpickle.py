@@ -290,11 +290,6 @@ def _set_item(m: _Machine) -> None:
     _set_items(m, [key, value])
 
 
-def _append_one(m: _Machine) -> None:
-    item = _value(m.pop())
-    _append(m, [item])
-
-
 def _put(index: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     def step(m: _Machine) -> None:
         m.memo[index(m)] = m.stack[-1]
@@ -307,15 +302,6 @@ def _long(m: _Machine, form: str) -> int:
     if size > 1 << 16:
         raise _Refuse("a number of more than 65,536 bytes")
     return int.from_bytes(m.take(size), "little", signed=True)
-
-
-def _reduce(m: _Machine) -> None:
-    m.call(m.pop())
-
-
-def _global(m: _Machine) -> None:
-    module, name = m.line(), m.line()
-    m.find(module, name)
 
 
 def _stack_global(m: _Machine) -> None:
@@ -333,28 +319,13 @@ def _persistent(m: _Machine) -> None:
     m.stack.append(m.persistent(reference))
 
 
-def _skip(count: int) -> Callable[[_Machine], None]:
-    def step(m: _Machine) -> None:
-        m.take(count)
-
-    return step
-
-
-def _pop(m: _Machine) -> None:
-    m.stack.pop()
-
-
-def _pop_mark(m: _Machine) -> None:
-    m.since_mark()
-
-
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-_STEPS: dict[int, Callable[[_Machine], None]] = {
-    0x80: _skip(1),  # PROTO
-    0x95: _skip(8),  # FRAME
+_STEPS: dict[int, Callable[[_Machine], object]] = {
+    0x80: lambda m: m.take(1),  # PROTO
+    0x95: lambda m: m.take(8),  # FRAME
     ord("("): _push(lambda m: _MARK),
     ord("N"): _push(lambda m: None),
     0x88: _push(lambda m: True),
@@ -376,7 +347,7 @@ _STEPS: dict[int, Callable[[_Machine], None]] = {
     ord(")"): _push(lambda m: ()),
     ord("}"): _push(lambda m: {}),
     0x8F: _push(lambda m: set()),
-    ord("a"): _append_one,
+    ord("a"): lambda m: _append(m, [_value(m.pop())]),
     ord("e"): lambda m: _append(m, m.since_mark()),
     ord("s"): _set_item,
     ord("u"): lambda m: _set_items(m, m.since_mark()),
@@ -392,13 +363,13 @@ _STEPS: dict[int, Callable[[_Machine], None]] = {
     0x94: _put(lambda m: len(m.memo)),
     ord("h"): _push(lambda m: m.memo[m.number("B")]),
     ord("j"): _push(lambda m: m.memo[m.number("I")]),
-    ord("c"): _global,
+    ord("c"): lambda m: m.find(m.line(), m.line()),
     0x93: _stack_global,
-    ord("R"): _reduce,
-    0x81: _reduce,  # NEWOBJ: a call of the class
+    ord("R"): lambda m: m.call(m.pop()),
+    0x81: lambda m: m.call(m.pop()),  # NEWOBJ: a call of the class
     ord("b"): lambda m: m.build(),
     ord("Q"): _persistent,
-    ord("0"): _pop,
-    ord("1"): _pop_mark,
+    ord("0"): lambda m: m.stack.pop(),
+    ord("1"): lambda m: m.since_mark(),
     ord("2"): lambda m: m.stack.append(m.stack[-1]),
 }

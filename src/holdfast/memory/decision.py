@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.capture.exactness import Exactness
 from holdfast.memory.node import words as w
+from holdfast.saving.exactness import Exactness
 from holdfast.wire import WireError
 
 

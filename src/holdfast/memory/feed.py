@@ -25,15 +25,17 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from holdfast.capture.exactness import Exactness
-from holdfast.capture.job import SaveJob, SavePlan, text_of
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.format.image import Image
 from holdfast.layout import Box, whole
+from holdfast.memory.proof import Proof
 from holdfast.memory.replica import pieces_of
 from holdfast.memory.twin import ParamPart
 from holdfast.memory.twins import Twins
+from holdfast.saving import Draft, SaveOperation, text_of
+from holdfast.saving.exactness import Exactness
+from holdfast.saving.planning import SavePlan
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import (
     Live,
@@ -50,9 +52,6 @@ from holdfast.state.snapshot import Moment
 from holdfast.state.wrapped import ELEMENTWISE, is_zero1
 from holdfast.state.writes import Mark, Marks
 
-MOST_DRIFT = 1e-3
-"""Largest difference, as a share of a tensor's largest element, that the first comparison after
-learning may find: more is no rounding, on whatever device."""
 Where = dict[tuple[str, Box], tuple[int, int]]
 """Offset and bytes in this rank's image of a part of a tensor."""
 Named = tuple[str, Any, list[tuple[str, torch.Tensor]]]
@@ -83,6 +82,21 @@ class Fed:
     states."""
 
 
+@dataclass
+class Covered:
+    """What of the state the replica stands for: the part that this rank saves."""
+
+    named: list[Named] = field(default_factory=list)
+    """Each optimizer's parameters by name, as they were when the twins were made."""
+    names: list[str] = field(default_factory=list)
+    """Names of all tensors of the state."""
+    trained: set[str] = field(default_factory=set)
+    """Names of the weights and states that optimizers write."""
+    where: Where = field(default_factory=dict)
+    watched: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    """Optimizers and parameters of theirs that are in the replica, at least in part."""
+
+
 class Feed:
     """The replica of what this rank saves."""
 
@@ -93,44 +107,26 @@ class Feed:
         self.twins = Twins(
             low_priority=True, check=self._written_elsewhere, after_step=self._after_step
         )
-        self.drift: float | None = None
-        """The largest difference that has been seen between the replica and the live state, if any."""
+        self.proof = Proof(prove_every)
         self._state = state
         self._rank = rank
         self._deadline_s = deadline_s
-        self._prove_every = prove_every
-        self._durable = 0
-        """Durable saves so far: the same on all ranks."""
-        self._owes_proof = False
-        """True if durable saves are to be of the live state until the replica was compared with
-        one."""
-        self._proves = False
-        """True if the durable save that comes is of the live state, to prove the replica."""
-        self._compared = 0
-        """The step at which the replica was last compared with the live state."""
         self._fed: list[list[Fed]] = []
         """The parts in each twin, in the order of the twins."""
         self._named: list[Named] = []
         """Each optimizer's parameters by name, as found on the training thread: to name what is
         sharded, it must not be gathered."""
-        self._made_of: list[Named] = []
-        """Each optimizer's parameters by name, as they were when the twins were made."""
         self._made_for: SavePlan | None = None
-        self._names: list[str] = []
-        self._trained: set[str] = set()
-        self._where: Where = {}
+        """The plan that the twins were made for; None if they do not fit any more."""
+        self._covered = Covered()
         self._tensors: dict[str, LiveTensor] = {}
-        self._watched: list[tuple[Any, torch.Tensor]] = []
-        """Optimizers and parameters of theirs that are in the replica, at least in part."""
+        """The replica as it is saved, by name."""
         self._written = Marks([])
         self._seen: dict[str, Mark] = {}
         """Mark of each steady tensor that is not in the replica at the last snapshot, by name."""
         self._moving: set[str] = set()
         """Names of steady tensors that are not in the replica and change, such as an average of the
         weights."""
-        self._on_device = False
-        self._proved = False
-        """True if the replica has passed a comparison with the live state since it last learned."""
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -143,8 +139,8 @@ class Feed:
         changes and is not in the replica is copied at the call: when the replica has come to that
         step, the training may have gone on."""
         self._named = named_params(self._state())
-        live, trained = together(live, self._named), self._trained
-        if self._made_for is not None and _params(self._named) != _params(self._made_of):
+        live, trained = together(live, self._named), self._covered.trained
+        if self._made_for is not None and _params(self._named) != _params(self._covered.named):
             self._made_for = None
             self.twins.forget("an optimizer has other parameters now")
         if self._made_for is None:
@@ -159,21 +155,13 @@ class Feed:
                     tensors[name] = structs.replace(t, steady=False)
         return replace(live, tensors=tensors)
 
-    def count_durable(self, *, must_prove: bool) -> None:
-        """Count a durable save that comes, and decide here whether it is of the live state: a proof
-        by an earlier one may end at any moment."""
-        self._durable += 1
-        if must_prove or self._durable % self._prove_every == 0:
-            self._owes_proof = True
-        self._proves = self._owes_proof
-
     def follows(self, live: Live, *, durable: bool) -> bool:
         """True if a snapshot of this state can be taken from the replica."""
-        if not self.twins.current or (durable and self._proves):
+        if not self.twins.current or (durable and self.proof.comes):
             return False
-        if list(live.tensors) != self._names:
+        if list(live.tensors) != self._covered.names:
             self.twins.forget("the state has other tensors now")
-        return self.twins.current and self._proved
+        return self.twins.current and self.proof.is_passed
 
     def _set_aside(self) -> None:
         """Copy aside what cannot be learned from the image."""
@@ -191,7 +179,7 @@ class Feed:
     def _is_saved(self, fed: Fed) -> bool:
         """True if all of a part, its weight and states, is in this rank's image."""
         names = [fed.name, *(fed.prefix + s for s in fed.states)]
-        return all((name, fed.box) in self._where for name in names)
+        return all((name, fed.box) in self._covered.where for name in names)
 
     def _written_elsewhere(self) -> str:
         """Return why the replica cannot follow, if something but a step wrote to weights or states;
@@ -206,8 +194,8 @@ class Feed:
     def _writes(self) -> Marks:
         """Return the weights and states as seen now: it equals what is seen later only if none of
         them was written since or is another tensor."""
-        values: list[Any] = [p for _, p in self._watched]
-        for optimizer, p in self._watched:
+        values: list[Any] = [p for _, p in self._covered.watched]
+        for optimizer, p in self._covered.watched:
             values += optimizer.state.get(p, {}).values()
         return Marks(values)
 
@@ -216,68 +204,68 @@ class Feed:
         self.twins.restart()
         self._made_for = None
 
-    # -- capture thread ---------------------------------------------------------------------------
+    # -- saving thread ----------------------------------------------------------------------------
 
-    def moment(self, job: SaveJob) -> Moment:
+    def moment(self, op: SaveOperation, plan: SavePlan) -> Moment:
         """The state of a snapshot, as the replica has it.  Blocks; HoldfastError if it is lost."""
-        if job.plan is not self._made_for:
+        if plan is not self._made_for:
             self.twins.forget("the ranks have planned anew")
-        if not self.twins.at(job.number, self._deadline_s):
+        if not self.twins.at(op.number, self._deadline_s):
             raise HoldfastError(
-                "the replica was lost while the snapshot waited for it", step=job.step
+                "the replica was lost while the snapshot waited for it", step=op.step
             )
-        emit("feed.followed", step=job.step)
-        steady = [n for n, t in job.live.tensors.items() if t.steady]
-        called = dict(zip(steady, job.moment.versions))
-        rest = {n: t for n, t in job.live.tensors.items() if n not in self._trained}
-        live = replace(job.live, tensors={**rest, **self._tensors})
+        emit("feed.followed", step=op.step)
+        steady = [n for n, t in op.live.tensors.items() if t.steady]
+        called = dict(zip(steady, op.moment.versions))
+        rest = {n: t for n, t in op.live.tensors.items() if n not in self._covered.trained}
+        live = replace(op.live, tensors={**rest, **self._tensors})
         versions = [
             called[n] if n in rest else t.version for n, t in live.tensors.items() if t.steady
         ]
-        return Moment(live, versions, job.moment.ready)
+        return Moment(live, versions, op.moment.ready)
 
     # -- memory thread ----------------------------------------------------------------------------
 
-    def filled(self, job: SaveJob, image: Image | None) -> None:
+    def filled(self, op: SaveOperation, draft: Draft) -> None:
         """Make use of a snapshot's complete image.  That it is complete does not depend on the
         replica: an error here ends the replica alone."""
         try:
-            if image is not None and not job.follows and not self.twins.closed:
-                self._look_at(job, image)
+            if draft.layout is not None and op.replica is None and not self.twins.closed:
+                self._look_at(op, draft, draft.layout[0])
         except Exception as error:
             self.twins.end(text_of(error))
-        self.twins.go_on(job.number)
+        self.twins.go_on(op.number)
 
-    def _look_at(self, job: SaveJob, image: Image) -> None:
+    def _look_at(self, op: SaveOperation, draft: Draft, image: Image) -> None:
         """Make the replica, let it learn, or compare it, by an image of the live state."""
-        assert job.plan is not None and job.buffer is not None
-        if job.plan is not self._made_for:
-            self._make(job, job.plan, image)
+        if draft.plan is not self._made_for:
+            self._make(draft, image)
         elif self.twins.current:
-            self._compare(job, job.buffer.view)
+            self._compare(op, draft.buffer.view)
         else:
-            self._learn(job, job.buffer.view)
+            self._learn(op, draft.buffer.view)
 
-    def _make(self, job: SaveJob, plan: SavePlan, image: Image) -> None:
+    def _make(self, draft: Draft, image: Image) -> None:
         """Make twins for what this rank saves by a plan; they learn from the snapshot after."""
         self.restart()
-        named = self._made_of = self._named
+        plan, named = draft.plan, self._named
         _check_apart(_params(named))
-        self._where = {
+        where = {
             (entry.name, box): (at, size)
             for entry, box, at, size in pieces_of(plan, image, self._rank)
         }
         boxes: dict[str, list[Box]] = {}
-        for name, box in self._where:
+        for name, box in where:
             boxes.setdefault(name, []).append(box)
-        self._names, self._trained, self._watched = list(job.live.tensors), set(), []
+        self._covered = Covered(named, list(draft.live.tensors), where=where)
         wanted, fed = [], []
         for key, optimizer, pairs in named:
-            some = list(self._parts(key, optimizer, pairs, job.live, boxes))
+            some = list(self._parts(key, optimizer, pairs, draft.live, boxes))
             if some:
                 wanted.append((optimizer, [one.part for one in some]))
                 fed.append(some)
-        self._on_device = any(p.device.type != "cpu" for _, p in self._watched)
+        devices = {p.device.type for _, p in self._covered.watched}
+        self.proof.is_on_device = bool(devices - {"cpu"})
 
         def then() -> None:
             self._fed, self._made_for = fed, plan
@@ -298,13 +286,13 @@ class Feed:
             names = [s for s in list(optimizer.state.get(p, {})) if prefix + s in live.tensors]
             states = {s: live.tensors[prefix + s] for s in names}
             whole_ones = {s for s, t in states.items() if t.placed.shape == weight.placed.shape}
-            self._trained |= {weight.name, *(prefix + s for s in states)}
+            self._covered.trained |= {weight.name, *(prefix + s for s in states)}
             here = [weight.name, *(prefix + s for s in whole_ones)]
             found = dict.fromkeys(box for n in here for box in boxes.get(n, ()))
             if not found and any(prefix + s in boxes for s in states):
                 found = {_first(weight.placed.box): None}
             if found:
-                self._watched.append((optimizer, p))
+                self._covered.watched.append((optimizer, p))
             for box in found:
                 at = box.within(weight.placed.box.start) if box.shape else None
                 yield Fed(
@@ -313,15 +301,15 @@ class Feed:
                     {s: states[s].placed.local.dtype for s in whole_ones},
                 )  # fmt: skip
 
-    def _learn(self, job: SaveJob, view: memoryview) -> None:
+    def _learn(self, op: SaveOperation, view: memoryview) -> None:
         def states() -> list[list[dict[str, torch.Tensor]]]:
             return [
                 [self._state_of(fed, mine, view) for mine, fed in zip(twin.weights, some)]
                 for twin, some in zip(self.twins.all, self._fed)
             ]
 
-        if self.twins.learn(job.number, states):
-            self._tensors, self._proved = dict(self._saved()), False
+        if self.twins.learn(op.number, states):
+            self._tensors, self.proof.is_passed = dict(self._saved()), False
 
     def _state_of(self, fed: Fed, mine: torch.Tensor, view: memoryview) -> dict[str, torch.Tensor]:
         """Return the states of a part as they were in an image, and put its weight in place."""
@@ -339,7 +327,7 @@ class Feed:
         return found
 
     def _in_image(self, name: str, box: Box, like: torch.Tensor, view: memoryview) -> torch.Tensor:
-        at, size = self._where[name, box]
+        at, size = self._covered.where[name, box]
         return torch.frombuffer(view[at : at + size], dtype=like.dtype).view(like.shape)
 
     def _saved(self) -> Iterator[tuple[str, LiveTensor]]:
@@ -362,15 +350,15 @@ class Feed:
                 LiveTensor(name, parts[0][2], placed[0], True, parts[0][1], tuple(placed[1:])),
             )
 
-    def _compare(self, job: SaveJob, view: memoryview) -> None:
+    def _compare(self, op: SaveOperation, view: memoryview) -> None:
         """Compare the replica with the live state in an image: it is proved, or learns anew."""
-        if not self.twins.at(job.number, self._deadline_s):
+        if not self.twins.at(op.number, self._deadline_s):
             return
-        self._compared = job.step
-        if job.durable:
-            self._owes_proof = False
+        self.proof.compared = op.step
+        if op.request.durable:
+            self.proof.is_owed = False
         most, part, where = 0.0, 0.0, ""
-        for (name, box), (at, size) in self._where.items():
+        for (name, box), (at, size) in self._covered.where.items():
             t = self._tensors.get(name)
             if t is None or not size:
                 continue
@@ -382,22 +370,15 @@ class Feed:
                 part = max(part, off / max(float(live.double().abs().max()), 1e-30))
                 where = where or name
                 most, where = (off, name) if off > most else (most, where)
-        if not where:
-            self._proved = True
-            self.drift = self.drift if self._on_device else None
-            return
-        self.drift = max(self.drift or 0.0, most)
-        emit("feed.drift", step=job.step, most=most, tensor=where)
-        if self._on_device and not self._proved and part <= MOST_DRIFT:
-            self._proved = True
-        else:
+        if where:
+            emit("feed.drift", step=op.step, most=most, tensor=where)
+        if not self.proof.passes(most, part, differs=bool(where)):
             self.twins.forget("it differs from the live state")
 
     @property
     def exactness(self) -> Exactness:
         """Exactness of the snapshots from this replica."""
-        is_exact = not self._on_device and self.drift is None
-        return Exactness(is_exact, self.drift or 0.0, self._compared)
+        return self.proof.exactness
 
 
 def _first(box: Box) -> Box:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from holdfast.capture import SaveJob
 from holdfast.codec.digest import hexdigest
 from holdfast.codec.stripes import Stripes
 from holdfast.errors import Corrupt, HoldfastError, OutOfSpace, SegmentLost
@@ -20,8 +19,9 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.recompute import Shadow
 from holdfast.memory.replica import ReplicaGuard, replica_guard
-from holdfast.memory.slots import SlotBuffer
+from holdfast.memory.slots import lease_of
 from holdfast.policy.survival import Scheme
+from holdfast.saving import Draft, SaveOperation
 from holdfast.state.carrying import Carried
 from holdfast.wire import encode_error, wire_error
 
@@ -50,7 +50,7 @@ class Making:
 
     protector: Protector
     number: int
-    """Number of the job."""
+    """Number of the operation."""
     guard: ReplicaGuard
     view: memoryview
     shadow: Shadow | None
@@ -66,33 +66,33 @@ class Making:
 class Protector:
     """The work of one rank for its group, from snapshot to snapshot."""
 
-    def __init__(self, tier: MemoryTier, shadow: Shadow | None) -> None:
+    def __init__(self, tier: MemoryTier, redundancy: str, shadow: Shadow | None) -> None:
         self._tier = tier
         self.shadow = shadow
         """The optimizer states of other ranks that are redone here, if any are."""
-        self._rank = tier.group.rank
+        self._rank = tier.saver.group.rank
         self._agreed: Agreed | None = None
         self._begun: dict[int, tuple[tuple[FileEntry, ...], w.Lease | None]] = {}
-        """The files as they were when the guard of a job was begun in the window, and the lease of
-        its memory, by number of the job."""
+        """The files as they were when the guard of a snapshot was begun in the window, and the lease of
+        its memory, by number of the operation."""
         self._guard: ReplicaGuard | None = None
         self._guard_key: object = None
         self._guard_mark: object = None
         """The addresses that the guard was planned for, as the plan of copies has them."""
         self._holding = ("", "")
-        self._grouping = Grouping(tier.options.redundancy, self._tell)
+        self._grouping = Grouping(redundancy, self._tell)
 
     def _tell(self, text: str) -> None:
         if self._rank == 0:
             self._tier.news.append(text)
 
-    # -- capture thread ---------------------------------------------------------------------------
+    # -- saving thread ----------------------------------------------------------------------------
 
-    def begin(self, job: SaveJob) -> Making | None:
+    def begin(self, op: SaveOperation, draft: Draft) -> Making | None:
         """Return what makes, from this rank's own replica, what it keeps for its group; None if it
         holds no replica, or cannot make that now."""
-        agreed, plan = self._agreed, job.plan
-        if agreed is None or plan is None or agreed.plan != plan.digest:
+        agreed, plan = self._agreed, draft.plan
+        if agreed is None or agreed.plan != plan.digest:
             return None
         me = [f.rank for f in agreed.files].index(self._rank)
         shadow = self._redone()
@@ -101,24 +101,24 @@ class Protector:
         if key != self._guard_key or self._guard_mark is not plan.fingerprint:
             lengths = tuple(f.bytes for f in agreed.files)
             stripes = Stripes(lengths, *agreed.scheme.blocks(len(lengths)))
-            self._guard = replica_guard(plan, job.live, redone, stripes, agreed.files, me)
+            self._guard = replica_guard(plan, draft.live, redone, stripes, agreed.files, me)
             self._guard_key, self._guard_mark = key, plan.fingerprint
         guard = self._guard
         if guard is None:
             return None
         try:
-            lease = self._tier.lease(job, "guard", guard_bytes(guard.stripes))
-            view = self._tier.slots.view(lease.name, job.live)
+            lease = self._tier.lease(op, "guard", guard_bytes(guard.stripes))
+            view = self._tier.slots.view(lease.name, draft.live)
         except (HoldfastError, OSError):
             return None  # the agents will say so when it is their turn
-        self._begun = {job.number: (agreed.files, lease)}
-        return Making(self, job.number, guard, view, shadow)
+        self._begun = {op.number: (agreed.files, lease)}
+        return Making(self, op.number, guard, view, shadow)
 
     def fill(self, making: Making, *how: Any) -> None:
         """Make it, once the states that are redone here have come to that snapshot; not at all if
         they will not."""
         number, shadow = making.number, making.shadow
-        if shadow is not None and not shadow.twins.at(number, self._tier.deadline_s):
+        if shadow is not None and not shadow.twins.at(number, self._tier.saver.deadline_s):
             self._begun.pop(number, None)
             return
         making.guard.fill(making.view, *how)
@@ -127,18 +127,18 @@ class Protector:
 
     # -- memory thread ----------------------------------------------------------------------------
 
-    def holding(self, job: SaveJob) -> str:
+    def holding(self, draft: Draft) -> str:
         """Return a digest of which parts of all tensors this rank holds."""
-        if job.plan is not None and self._holding[0] != job.plan.digest:
+        if self._holding[0] != draft.plan.digest:
             held = [
                 (name, part.box.start, part.box.stop)
-                for name, t in job.live.tensors.items()
+                for name, t in draft.live.tensors.items()
                 for part in t.parts
             ]
-            self._holding = job.plan.digest, hexdigest(msgspec.msgpack.encode(held))
+            self._holding = draft.plan.digest, hexdigest(msgspec.msgpack.encode(held))
         return self._holding[1]
 
-    def reserve(self, job: SaveJob, decision: Decision) -> None:
+    def reserve(self, op: SaveOperation, draft: Draft, decision: Decision) -> None:
         """Get memory for two snapshots of this rank and for what it keeps of its group's; the
         newest snapshot of before the restart is one of the two.
 
@@ -147,16 +147,16 @@ class Protector:
         """
         chosen = self._grouping.find(decision)
         check_room(decision, chosen)
-        assert isinstance(job.buffer, SlotBuffer) and job.buffer.lease is not None
-        share, saves = job.buffer.lease.capacity, decision.sizes[self._rank] > 0
+        lease, saves = lease_of(draft.buffer), decision.sizes[self._rank] > 0
+        share = lease.capacity if lease is not None else 0
         kept = kept_bytes(decision, chosen.scheme, self._in(chosen.groups)) if saves else 0
-        held = self._tier.held()
+        held = self._tier.agent.held()
         wanted = [("share", share)] * (1 - self._has(held, "share", share))
         wanted += [("guard", kept)] * (2 - self._has(held, "guard", kept))
         for kind, size in wanted:
             if size:
                 try:
-                    self._tier.slots.view(self._tier.lease(job, kind, size).name, job.live)
+                    self._tier.slots.view(self._tier.lease(op, kind, size).name, draft.live)
                 except OutOfSpace:
                     if held.newest:  # one of the two is there, and will make room
                         return
@@ -175,7 +175,7 @@ class Protector:
         """This rank's group."""
         return next(g for g in found if self._rank in g)
 
-    def protect(self, job: SaveJob, decision: Decision) -> None:
+    def protect(self, op: SaveOperation, draft: Draft, decision: Decision) -> None:
         """Have the agent make what this rank keeps for its group; all ranks have theirs, or none.
 
         Collective.  RankErrors if it failed anywhere.
@@ -186,20 +186,20 @@ class Protector:
             return
         error = b""
         try:
-            with span("snapshot.protect", step=job.step) as fields:
-                fields["source"] = self._source(job)
-                self._ask(job, decision, scheme, group)
+            with span("snapshot.protect", step=op.step) as fields:
+                fields["source"] = self._source(op.number)
+                self._ask(op, draft, decision, scheme, group)
         except Exception as failed:
-            job.error, error = failed, encode_error(failed)
+            op.error, error = failed, encode_error(failed)
 
-        def judge(_: SaveJob, answers: list[bytes]) -> Decision:
+        def judge(answers: list[bytes]) -> Decision:
             return Decision({r: wire_error(a) for r, a in enumerate(answers) if a})
 
-        self._tier.agree("protected", job, error, judge)
+        self._tier.agree("protected", op, error, judge)
 
-    def _source(self, job: SaveJob) -> str:
+    def _source(self, number: int) -> str:
         """Return the source of what this rank keeps: `peers`, `recomputed` or `replica`."""
-        if job.number not in self._begun:
+        if number not in self._begun:
             return "peers"
         return "recomputed" if self._redone() is not None else "replica"
 
@@ -209,7 +209,12 @@ class Protector:
         return self.shadow if self.shadow is not None and self.shadow.twins.current else None
 
     def _ask(
-        self, job: SaveJob, decision: Decision, scheme: Scheme, group: tuple[int, ...]
+        self,
+        op: SaveOperation,
+        draft: Draft,
+        decision: Decision,
+        scheme: Scheme,
+        group: tuple[int, ...],
     ) -> None:
         files = decode(decision.manifest, "snapshot").file_of
         here = tuple(f for f in map(files.get, group) if f is not None)
@@ -223,20 +228,19 @@ class Protector:
         num_data, num_parity = scheme.blocks(len(members))
         stripes = Stripes(tuple(f.bytes for f in here), num_data, num_parity)
         order = w.Protect(
-            self._tier.job, "", self._tier.attempt(job), self._rank, members, num_data, num_parity,
+            self._tier.agent.job, "", self._tier.attempt(op), self._rank, members, num_data, num_parity,
             stripes.kept_bytes, guard_bytes(stripes),
         )  # fmt: skip
-        begun, lease = self._begun.pop(job.number, ((), None))
-        if lease is None or not self._finish_own(job, order, begun, here, lease):
-            lease = self._tier.lease(job, "guard", guard_bytes(stripes))
-            self._tier.client.ask(msgspec.structs.replace(order, name=lease.name), str)
-            self._learn(job, here, stripes, lease)
-        assert job.plan is not None
-        self._agreed = Agreed(job.plan.digest, scheme, here)
+        begun, lease = self._begun.pop(op.number, ((), None))
+        if lease is None or not self._finish_own(op, order, begun, here, lease):
+            lease = self._tier.lease(op, "guard", guard_bytes(stripes))
+            self._tier.agent.client.ask(msgspec.structs.replace(order, name=lease.name), str)
+            self._learn(op.number, draft, here, stripes, lease)
+        self._agreed = Agreed(draft.plan.digest, scheme, here)
 
     def _finish_own(
         self,
-        job: SaveJob,
+        op: SaveOperation,
         order: w.Protect,
         begun: tuple[FileEntry, ...],
         here: tuple[FileEntry, ...],
@@ -254,29 +258,33 @@ class Protector:
         )
         shadow = self._redone()
         try:
-            self._tier.client.ask(own, str)
+            self._tier.agent.client.ask(own, str)
         except Corrupt as error:
             emit("replica.differs", error=error.message)
             if shadow is not None:
                 shadow.differed()
             return False
         except SegmentLost as error:  # it may have been equal: an agent was out of reach
-            emit("beside.failed", step=job.step, error=error.message)
+            emit("beside.failed", step=op.step, error=error.message)
             return False
         if shadow is not None:
             shadow.agreed()
         return True
 
     def _learn(
-        self, job: SaveJob, here: tuple[FileEntry, ...], stripes: Stripes, lease: w.Lease
+        self,
+        number: int,
+        draft: Draft,
+        here: tuple[FileEntry, ...],
+        stripes: Stripes,
+        lease: w.Lease,
     ) -> None:
         """Let the shadow learn from the copy of another rank's image that the agent has just
         fetched."""
         if self.shadow is None or stripes.num_data > 1:
             return
-        assert job.plan is not None
         me = [f.rank for f in here].index(self._rank)
-        view = self._tier.slots.view(lease.name, job.live)
+        view = self._tier.slots.view(lease.name, draft.live)
         for c in stripes.contributions(me):
             image = view[c.at : c.at + c.source.size]
-            self.shadow.learn(job.number, job.plan, here[c.source.member], job.live, image)
+            self.shadow.learn(number, draft.plan, here[c.source.member], draft.live, image)

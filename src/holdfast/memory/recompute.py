@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.capture.job import SavePlan
 from holdfast.errors import UsageError
 from holdfast.format.manifest import FileEntry, TensorEntry
 from holdfast.memory.replica import image_of, pieces_of
 from holdfast.memory.twin import ParamPart
 from holdfast.memory.twins import Twins
+from holdfast.saving.planning import SavePlan
 from holdfast.state.live import Live, LiveTensor, State
 from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import place, torch_dtype

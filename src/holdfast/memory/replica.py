@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from holdfast.capture.job import SavePlan
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks
 from holdfast.codec.stripes import Contribution, Stripes
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import FileEntry, TensorEntry
 from holdfast.layout import Box
+from holdfast.saving.planning import SavePlan
 from holdfast.state.arrays import raw_array
 from holdfast.state.carrying import Carried
 from holdfast.state.live import Live, LiveTensor

@@ -13,7 +13,7 @@ import torch
 from holdfast.errors import AgentError, OutOfSpace
 from holdfast.memory.node import words as w
 from holdfast.state.live import Live
-from holdfast.state.snapshot import PrivateBuffer, lock_pages, unlock_pages
+from holdfast.state.snapshot import Buffer, PrivateBuffer, lock_pages, unlock_pages
 
 
 @dataclass
@@ -104,3 +104,8 @@ class SlotBuffer:
                 self.lease, self.refusal = None, error
                 self.view = self._spare.reserve(size, live)
         return self.view
+
+
+def lease_of(buffer: Buffer) -> w.Lease | None:
+    """Return the lease of the agent's memory that an image is in; None if it is in spare memory."""
+    return buffer.lease if isinstance(buffer, SlotBuffer) else None

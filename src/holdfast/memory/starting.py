@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from holdfast.addresses import own_address
-from holdfast.capture import Capture
-from holdfast.durable import Durable
+from holdfast.checkpoint.peers import alike
 from holdfast.errors import warn_user
+from holdfast.here import own_address
 from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory
 from holdfast.memory.tier import MemoryTier
-from holdfast.restore.transaction import alike
+from holdfast.saving import Saver
+from holdfast.saving.durable import Durable
 from holdfast.state.live import State
 
 
 def start(
-    options: Memory, capture: Capture, durable: Durable, state: Callable[[], State]
+    options: Memory, saver: Saver, durable: Durable, state: Callable[[], State]
 ) -> MemoryTier:
     """Return the memory tier of a run whose durable tier this is.  Collective."""
     host = os.environ.get("HOLDFAST_HOST") or own_address()
     job = _job_in_memory(options, durable, host)
-    with alike(capture.group, 0):
-        return MemoryTier(capture, durable, options, job=job, host=host, state=state)
+    with alike(saver.group, 0):
+        return MemoryTier(saver, durable, options, job=job, host=host, state=state)
 
 
 def _job_in_memory(options: Memory, durable: Durable, host: str) -> str:

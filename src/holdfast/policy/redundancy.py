@@ -1,4 +1,4 @@
-"""The choice of which ranks protect each other's snapshots, and how.  Pure.
+"""The choice of which ranks protect each other's snapshots, how, and what that costs and bears.  Pure.
 
 A *group* is a set of ranks on different nodes; the loss of a node takes one member from each of its groups.
 """
@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
 from holdfast.near import near
-from holdfast.policy.survival import Scheme, copy, none, rs
+from holdfast.policy.survival import (
+    Scheme,
+    copy,
+    exponential,
+    fatal_sets,
+    loss,
+    none,
+    rs,
+    time_to_loss,
+)
 
 MAX_GROUP = 8
 """Members of a group: more cost less memory, and are likelier to lose two at once."""
@@ -45,26 +55,24 @@ def choose(num_nodes: int) -> Scheme:
 
 
 def groups(
-    nodes: Sequence[str],
-    scheme: Scheme,
-    holdings: Sequence[int] | None = None,
-    most: int = MAX_GROUP,
+    nodes: Sequence[str], scheme: Scheme, holdings: Sequence[int] | None = None
 ) -> list[tuple[int, ...]]:
     """Ranks in groups, from the name of each rank's node; every rank is in one.
 
     `holdings`: numbers that ranks share which hold the same state.  Where such ranks are on enough nodes,
     they are one another's group: each can make what it keeps from its own replica.  Else the i-th ranks of
-    all nodes make up groups.  These are of even size, `most` at most.  Where nodes have different numbers
-    of ranks and some would be left over, ranks are dealt to as many groups as the fullest node has ranks.
-    On a single node, its ranks are a group: that mends damage, not the loss of the node.  UsageError if a
-    rank finds too few others.
+    all nodes make up groups.  These are of even size, `MAX_GROUP` at most.  Where nodes have different
+    numbers of ranks and some would be left over, ranks are dealt to as many groups as the fullest node has
+    ranks.  On a single node, its ranks are a group: that mends damage, not the loss of the node.
+    UsageError if a rank finds too few others.
     """
     if not scheme.losses:
         return [(rank,) for rank in range(len(nodes))]
     least = scheme.losses + 1
+    most = max(MAX_GROUP, least)
     alike = replicas_apart(nodes, scheme, holdings)
     if alike is not None:
-        return [group for row in alike for group in _even(row, least, max(most, least))]
+        return [group for row in alike for group in _even(row, least, most)]
     if len(set(nodes)) == 1:
         rows = [list(range(len(nodes)))]
     else:
@@ -74,10 +82,10 @@ def groups(
             place = seen[node] = seen.get(node, -1) + 1
             by_place.setdefault(place, []).append(rank)
         rows = [by_place[place] for place in sorted(by_place)]
-    found = [group for row in rows for group in _even(row, least, max(most, least))]
+    found = [group for row in rows for group in _even(row, least, most)]
     short = [group for group in found if len(group) <= scheme.losses]
     if short and len(rows) > 1:
-        found = _dealt(nodes, least, max(most, least)) or found
+        found = _dealt(nodes, least, most) or found
         short = [group for group in found if len(group) <= scheme.losses]
     if short:
         raise UsageError(
@@ -138,3 +146,76 @@ def _even(row: list[int], least: int, most: int) -> list[tuple[int, ...]]:
     count = max(1, min(-(-len(row) // most), len(row) // least))
     cuts = [len(row) * i // count for i in range(count + 1)]
     return [tuple(row[a:b]) for a, b in zip(cuts, cuts[1:])]
+
+
+# -- what a scheme costs and bears ----------------------------------------------------------------
+
+
+SNAPSHOTS = 2
+"""Snapshots of each rank in memory: the newest complete one, and the one that is being filled."""
+
+
+@dataclass(frozen=True)
+class Protection:
+    """One scheme on a cluster.  Bytes are of host memory, times in seconds."""
+
+    scheme: Scheme
+    nodes: tuple[str, ...]
+    """Name of each rank's node, by rank."""
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks of each group."""
+    share_bytes: int
+    """Bytes of the largest image of a rank."""
+    kept_bytes: int
+    """Bytes that a rank keeps for its group, per snapshot, at most."""
+    node_bytes: int
+    """Bytes of both snapshots on the node that holds most."""
+    bears: int
+    """Number of nodes that may be lost, whichever they are."""
+    fatal: tuple[frozenset[str], ...]
+    """The smallest sets of nodes whose loss is not borne."""
+    loss: float
+    """Probability that nodes fail fatally before they are replaced."""
+    time_to_loss_s: float
+
+
+def protection(
+    scheme: Scheme,
+    nodes: Sequence[str],
+    shares: Sequence[int],
+    holdings: Sequence[int] | None = None,
+    *,
+    node_mtbf_s: float,
+    repair_s: float,
+) -> Protection:
+    """A scheme for ranks on these nodes, with images of so many bytes; `holdings` as for `groups`.
+
+    Nodes fail at a constant rate and are replaced within `repair_s`.  UsageError if the scheme needs more.
+    """
+    found = groups(nodes, scheme, holdings)
+    kept: dict[int, int] = {}
+    for group in found:
+        k, m = scheme.blocks(len(group))
+        largest = max(shares[r] for r in group)
+        kept |= {r: -(-largest * m // k) for r in group}
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(nodes))}
+    names = list(numbers)
+    by_node = [0] * len(numbers)
+    for rank, node in enumerate(nodes):
+        by_node[numbers[node]] += SNAPSHOTS * (shares[rank] + kept[rank])
+    on_nodes = [tuple(numbers[nodes[r]] for r in group) for group in found]
+    largest_set = min(scheme.losses + 1, len(numbers))
+    fatal = fatal_sets(scheme, on_nodes, largest_set) if len(numbers) <= 64 else []
+    lost = loss(scheme, on_nodes, exponential(node_mtbf_s).failure(repair_s))
+    return Protection(
+        scheme, tuple(nodes), tuple(found), max(shares), max(kept.values()), max(by_node),
+        _bears(scheme, on_nodes),
+        tuple(frozenset(names[i] for i in some) for some in fatal), lost,
+        time_to_loss(lost, repair_s),
+    )  # fmt: skip
+
+
+def _bears(scheme: Scheme, on_nodes: list[tuple[int, ...]]) -> int:
+    """Number of nodes that may be lost, whichever they are."""
+    apart = all(len(set(group)) == len(group) for group in on_nodes)
+    return scheme.losses if apart else 0

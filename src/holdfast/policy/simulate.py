@@ -15,11 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast.policy.choosing import choose_frequencies
-from holdfast.policy.cluster import GROUP, HOUR_S, Cluster
-from holdfast.policy.failures import Failure
+from holdfast.policy.cluster import GROUP, HOUR_S, Cluster, Failure
 from holdfast.policy.tuning import Auto, Retuned, Tuner
-from holdfast.policy.wasted import Costs, Frequencies, Rates
+from holdfast.policy.wasted import Costs, Frequencies, Rates, choose_frequencies
 
 RAREST_HOURS = 24.0
 

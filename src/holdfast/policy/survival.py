@@ -124,7 +124,7 @@ def _longest_run(lost: Sequence[bool]) -> int:
     return longest
 
 
-# -- one group, members on nodes of their own ------------------------------------------------------
+# -- one group, members on nodes of their own -----------------------------------------------------
 
 
 def group_loss(scheme: Scheme, failures: Sequence[float]) -> float:
@@ -162,7 +162,7 @@ def _line_loss(failures: Sequence[float], losses: int, joined: int) -> float:
     return lost + sum(b for run, b in enumerate(by_run) if run + joined > losses)
 
 
-# -- groups over nodes -----------------------------------------------------------------------------
+# -- groups over nodes ----------------------------------------------------------------------------
 
 
 def survives(scheme: Scheme, groups: Collection[Group], lost: Collection[int]) -> bool:

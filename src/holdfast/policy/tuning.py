@@ -20,8 +20,17 @@ from typing import Literal
 from holdfast.arguments import number_of
 from holdfast.errors import UsageError
 from holdfast.near import near
-from holdfast.policy.choosing import MAX_BATCH, choose_frequencies, floors
-from holdfast.policy.wasted import Costs, Frequencies, Rates, Waste, changed, wasted
+from holdfast.policy.wasted import (
+    MAX_BATCH,
+    Costs,
+    Frequencies,
+    Rates,
+    Waste,
+    changed,
+    choose_frequencies,
+    floors,
+    wasted,
+)
 
 Kind = Literal["process", "node"]
 

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import StateMismatch
+from holdfast.restore.groups import HOW, Pairs, hypers_after, plain_states, without_params
 from holdfast.sources import Group
-from holdfast.state.groups import HOW, Pairs, hypers_after, plain_states, without_params
 from holdfast.state.wrapped import ELEMENTWISE
 
 ASKED = ELEMENTWISE | {"Adafactor", "Muon"}

@@ -23,13 +23,23 @@ from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
+from holdfast.restore.groups import HOW, match_groups
+from holdfast.restore.nested import (
+    LIVE,
+    OBJECT,
+    Nested,
+    StateSlot,
+    is_object,
+    nested,
+    not_its_state,
+)
 from holdfast.restore.targets import RestoreOptions, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
 from holdfast.state.deriving import derives, tell_loaded
-from holdfast.state.groups import HOW, match_groups
 from holdfast.state.live import (
+    RULES,
     Live,
     State,
     extra_states,
@@ -40,15 +50,6 @@ from holdfast.state.live import (
     parts_of,
     stages,
     unwrap,
-)
-from holdfast.state.nested import (
-    LIVE,
-    OBJECT,
-    Nested,
-    StateSlot,
-    is_object,
-    nested,
-    not_its_state,
 )
 from holdfast.state.optimizers import (
     common_name,
@@ -63,7 +64,7 @@ from holdfast.state.several import Several
 from holdfast.state.wrapped import stepping
 from holdfast.state.wrappers import parts
 
-RULES = "same, rank0, redistribute, fresh"
+_RULES = ", ".join(RULES)
 
 
 class Extras:
@@ -275,14 +276,14 @@ class Extras:
                 f"{', '.join(map(repr, lost))}: saved by each rank of [{saved}] for itself; "
                 f"what becomes of it on {here} rank(s) arranged differently is not declared",
                 step=self.checkpoint.step,
-                hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {RULES}",
+                hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {_RULES}",
             )
         for key in self.checkpoint.manifest.per_rank:
             if key in known and self._rule(key) == "redistribute":
                 if not callable(getattr(self.state.get(key), "redistribute", None)):
                     raise RuleError(
                         f"{key!r} has no method redistribute(states, rank, world_size)",
-                        hint=f"write one, or choose another rule of {RULES}",
+                        hint=f"write one, or choose another rule of {_RULES}",
                     )
 
     def _rule(self, key: str) -> str | None:

@@ -23,9 +23,9 @@ from holdfast.checkpoint.rows import Want
 from holdfast.format import extras
 from holdfast.layout import Box
 from holdfast.restore.expected import Fitting
+from holdfast.restore.groups import Pairs
 from holdfast.restore.targets import RestoreOptions, saved_states, target_of
 from holdfast.sources import Group, Master, Source
-from holdfast.state.groups import Pairs
 from holdfast.state.live import Live, State, is_optimizer, outline_tensor
 from holdfast.state.optimizers import add_state, add_ties, all_param_names, named_groups
 from holdfast.state.placed import torch_dtype, whole_shape

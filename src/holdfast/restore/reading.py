@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
-from holdfast.capture.exactness import tell_exactness
 from holdfast.checkpoint.names import (
     Saved,
     check_step,
@@ -17,19 +14,18 @@ from holdfast.checkpoint.names import (
     manifest_key,
 )
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.unproved import tell_passed_over
-from holdfast.errors import FormatError, NotFound, NotRecoverable, UsageError, warn_user
+from holdfast.errors import FormatError, NotFound, NotRecoverable, warn_user
 from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
-from holdfast.origins import foreign_format
 from holdfast.patience import bounded, opening
 from holdfast.restore.targets import RestoreOptions
-from holdfast.restore.transaction import alike, restore
+from holdfast.restore.transaction import restore
+from holdfast.roots import foreign_format, open_shared, patience_s
+from holdfast.saving.exactness import tell_exactness
 from holdfast.state.live import State
-from holdfast.store import Store, be_patient, in_one, open_store
-
-PATIENT_SHARE = 0.9
-"""Share of the deadline between ranks that one of several waits for storage."""
+from holdfast.store import Store, in_one, open_store
 
 
 def load_from(
@@ -46,7 +42,7 @@ def load_from(
     if found:  # rank 0 decides: ranks may see a file system differently
         from holdfast.interop.detect import open_as
 
-        with alike(group, step or 0), opening(_patience_s(group)):
+        with alike(group, step or 0), opening(patience_s(group)):
             foreign = open_as(found, url, step)
         restore(foreign, state, group, options)
         return foreign.step
@@ -69,11 +65,7 @@ def load_from(
 
 def detected(url: str, group: Group) -> bytes:
     """The foreign format that lies at `url`, empty if there is none.  Deadline."""
-    return bounded(lambda: (foreign_format(url) or "").encode(), "look at", url, _patience_s(group))
-
-
-def _patience_s(group: Group) -> float:
-    return group.deadline_s * (PATIENT_SHARE if group.size > 1 else 1.0)
+    return bounded(lambda: (foreign_format(url) or "").encode(), "look at", url, patience_s(group))
 
 
 def tell_unused_records(url: str, group: Group, step: int) -> None:
@@ -87,7 +79,7 @@ def tell_unused_records(url: str, group: Group, step: int) -> None:
         run = next((s.run for s in committed(store) if s.step == step), 0)
         return str(last_recorded(store, run, step)).encode()
 
-    last = int(group.from_rank0(lambda: bounded(look, "look at", url, _patience_s(group))))
+    last = int(group.from_rank0(lambda: bounded(look, "look at", url, patience_s(group))))
     if last:
         warn_user(
             f"step {step} of {url} is its newest full one; its records, up to step {last}, are not used: "
@@ -153,15 +145,3 @@ def saved_steps(store: Store, group: Group) -> list[Saved]:
         return in_one(store, lambda: msgspec.json.encode(committed(store)), "look at")
 
     return msgspec.json.decode(group.from_rank0(look), type=list[Saved])
-
-
-def open_shared(url: str | os.PathLike[str], group: Group) -> Store:
-    """Open a store of our own that all ranks reach.  What it does not answer is given up in time for the
-    other ranks to hear why, before they would give up on this one."""
-    store = open_store(os.fspath(url))
-    be_patient(store, _patience_s(group))
-    if group.size > 1 and store.url.startswith("memory://"):
-        raise UsageError(
-            f"{store.url} is in the memory of one process; {group.size} ranks need a path"
-        )
-    return store

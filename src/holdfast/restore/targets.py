@@ -21,10 +21,10 @@ from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import UsageError
 from holdfast.layout import Mesh
 from holdfast.restore.expected import Fitting
+from holdfast.restore.groups import memory_orders, plain_states
 from holdfast.sources import Master
 from holdfast.state.arrays import array_of
 from holdfast.state.customised import OWN, add_own, customised, ignored_of, refuse_own
-from holdfast.state.groups import memory_orders, plain_states
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
     Live,

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import Want
 from holdfast.errors import Deadline, HoldfastError, warn_user
@@ -93,22 +94,6 @@ def _tell_left_behind(error: BaseException) -> None:
             "that are in it now"
         )
         error.hint = f"{error.hint}; {late}" if error.hint else late
-
-
-@contextmanager
-def alike(group: Group, step: int) -> Iterator[None]:
-    """Make what fails in this block on one rank fail on all.  Collective."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as failed:
-        error = failed
-    if group.size > 1:
-        from holdfast.checkpoint.peers import agree
-
-        agree(group, error, step)
-    elif error is not None:
-        raise error
 
 
 def count_writes(live: Live) -> None:

@@ -5,7 +5,7 @@ A rule is a pattern over parameter names, a replica rule, and steps that name co
 """
 
 from holdfast.rules.layout import Layout
-from holdfast.rules.loading import presets
 from holdfast.rules.ruleset import Match, RuleSet
+from holdfast.rules.source import presets
 
 __all__ = ["Layout", "Match", "RuleSet", "presets"]

@@ -1,21 +1,22 @@
 """One tensor over a mesh by its rule: what each rank stores; whether all together store it once.
 
+Where they do not, the message names a hole that the ranks' boxes leave in the tensor, or an overlap.
+
 Tensors of one shape and one rule share a `Shape`, so that thousands of them cost what a few do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import product
 
 from holdfast.errors import LayoutError, RuleError
-from holdfast.layout import Cut, Fragment, Mesh, Sharding
+from holdfast.layout import Box, Cut, Fragment, Mesh, Sharding, num_corners, tiles, whole
 from holdfast.layout.view import View
 from holdfast.rules import steps
-from holdfast.rules.coverage import gap_or_overlap
 from holdfast.rules.source import Span
 from holdfast.rules.statements import Replica, Rule
 
@@ -31,28 +32,22 @@ class Unfit(LayoutError):
         self.span = span
 
 
+@dataclass(eq=False)
 class Shape:
     """All tensors of a shape that one rule lays out alike over a mesh.
 
     `numbers` are those that its expressions name, `copies` the axes along which there may be copies.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        rule: Rule,
-        mesh: Mesh,
-        numbers: Mapping[str, Fraction],
-        state: str,
-        copies: tuple[str, ...],
-    ) -> None:
-        self.shape = shape
-        self.rule = rule
-        self.mesh = mesh
-        self.state = state
-        self.axes = tuple(a for a, n in mesh.axes if n > 1 and a in rule.axes)
-        self._numbers = numbers
-        self._copies = copies
+    shape: tuple[int, ...]
+    rule: Rule
+    mesh: Mesh
+    numbers: Mapping[str, Fraction]
+    state: str
+    copies: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self.axes = tuple(a for a, n in self.mesh.axes if n > 1 and a in self.rule.axes)
         self.view = lru_cache(1 << 12)(self._view)
         self.real = lru_cache(1 << 12)(self._real)
 
@@ -78,7 +73,7 @@ class Shape:
         return self._powered(view)
 
     def _place(self, coordinates: Mapping[str, int]) -> steps.Coordinates:
-        return steps.Coordinates(coordinates, self.mesh.sizes, self._numbers)
+        return steps.Coordinates(coordinates, self.mesh.sizes, self.numbers)
 
     def _powered(self, view: View) -> View:
         if view.scale == 1:
@@ -123,7 +118,7 @@ class Shape:
         """Message and hint, if ranks do not hold every element exactly once."""
         if self.rule.replica == "unique":
             for axis, size in self.mesh.axes:
-                if size > 1 and axis not in self.rule.axes + self._copies:
+                if size > 1 and axis not in self.rule.axes + self.copies:
                     return (
                         f"it is unique, but all {size} ranks along {axis} hold it",
                         f"divide it over {axis}, or say replicated, or `copies {axis}` above all rules",
@@ -207,3 +202,73 @@ def _is_chunk(step: steps.Shard | steps.Experts, fused: set[int]) -> bool:
 
 def _place_text(at: Mapping[str, int]) -> str:
     return ", ".join(f"{axis} {i}" for axis, i in at.items()) or "the rank"
+
+
+# -- holes and overlaps ---------------------------------------------------------------------------
+
+
+MAX_CORNERS = 1 << 22
+MAX_BOXES = 1 << 11
+"""Most boxes that are looked at one against the other, once it is known that something is wrong."""
+
+Held = Sequence[tuple[str, Sequence[Box]]]
+
+
+def gap_or_overlap(shape: tuple[int, ...], held: Held) -> str | None:
+    """Describe what is wrong, with the region; None if every element is held exactly once."""
+    boxes = [box for _, some in held for box in some if box.size]
+    if num_corners(boxes, shape) > MAX_CORNERS:
+        return f"{len(boxes):,} fragments are too many to check"
+    if tiles(boxes, shape):
+        return None
+    return _overlap(held) or _hole(shape, boxes) or "its parts do not make it up exactly once"
+
+
+def gap(shape: tuple[int, ...], held: Held) -> str | None:
+    """A region that nobody holds, if there is one; what is held twice is not looked for."""
+    return _hole(shape, [box for _, some in held for box in some if box.size])
+
+
+def _overlap(held: Held) -> str | None:
+    flat = [(who, box) for who, some in held for box in some if box.size][:MAX_BOXES]
+    flat.sort(key=lambda item: item[1].start)
+    for i, (who, box) in enumerate(flat):
+        for other, another in flat[i + 1 :]:
+            if another.start and another.start[0] >= box.stop[0]:
+                break
+            both = box & another
+            if both is not None:
+                return f"{_region(both)} is held twice, by {who} and by {other}"
+    return None
+
+
+def _hole(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    left = [whole(shape)] if whole(shape).size else []
+    for box in boxes[:MAX_BOXES]:
+        left = [piece for old in left for piece in _without(old, box)]
+        if len(left) > MAX_BOXES:
+            return None
+    if not left or len(boxes) > MAX_BOXES:
+        return None
+    region = max(left, key=lambda b: b.size)
+    more = f" (and {len(left) - 1} more regions)" if len(left) > 1 else ""
+    return f"no rank holds {_region(region)}{more}"
+
+
+def _without(box: Box, other: Box) -> list[Box]:
+    """Return what `other` leaves of a box, as boxes."""
+    common = box & other
+    if common is None:
+        return [box]
+    pieces, start, stop = [], list(box.start), list(box.stop)
+    for d in range(len(start)):
+        if start[d] < common.start[d]:
+            pieces.append(Box(tuple(start), (*stop[:d], common.start[d], *stop[d + 1 :])))
+        if common.stop[d] < stop[d]:
+            pieces.append(Box((*start[:d], common.stop[d], *start[d + 1 :]), tuple(stop)))
+        start[d], stop[d] = common.start[d], common.stop[d]
+    return pieces
+
+
+def _region(box: Box) -> str:
+    return f"[{box}]"

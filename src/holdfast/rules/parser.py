@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
+from typing import TypeVar
 
 from holdfast.errors import RuleError
 from holdfast.rules import steps
 from holdfast.rules.expression import SIZE, Expression, Item, Named, Operator
 from holdfast.rules.pattern import Pattern
-from holdfast.rules.source import Span, Text, unknown
+from holdfast.rules.source import MAX_TEXT, Span, Text, presets, source_of, unknown
 from holdfast.rules.statements import (
     REPLICAS,
     Axes,
@@ -28,7 +30,9 @@ from holdfast.rules.statements import (
     Statement,
 )
 
-MAX_TEXT = 1 << 20
+T = TypeVar("T")
+
+MAX_INCLUDES = 100
 MAX_TOKENS = 10_000
 MAX_DEPTH = 30
 RESERVED = frozenset({SIZE, "over", "of", "from", "to", "multiple", "stored"})
@@ -59,6 +63,25 @@ def parsed(source: Text) -> list[Statement]:
     if any(isinstance(s, Optional) for s in found):
         return [_optional(s) for s in found]
     return found
+
+
+def statements_of(source: Text, seen: tuple[str, ...] = ()) -> Iterator[Statement]:
+    """A text's statements, in the place of each include what it includes."""
+    inside = (*seen, source.path)
+    for statement in parsed(source):
+        if isinstance(statement, Let):
+            statement = replace(statement, depth=len(seen))
+        if not isinstance(statement, Include):
+            yield statement
+            continue
+        folder = None if source.path in presets() else Path(source.path).parent
+        try:
+            found = source_of(statement.what, folder)
+        except RuleError as error:
+            raise statement.span.error(error.message, error.hint) from None
+        if found.path in inside or len(inside) > MAX_INCLUDES:
+            raise statement.span.error(f"{found.path} includes itself")
+        yield from statements_of(found, inside)
 
 
 def _optional(statement: Statement) -> Statement:
@@ -141,6 +164,13 @@ class _Parser:
         self.at += 1
         return True
 
+    def several(self, item: Callable[[], T], sign: str = ",") -> tuple[T, ...]:
+        """One item or more, with signs between them."""
+        found = [item()]
+        while self.accept(sign):
+            found.append(item())
+        return tuple(found)
+
     def expect(self, *texts: str) -> Token:
         token = self.take()
         if token.text not in texts:
@@ -214,10 +244,7 @@ class _Parser:
         return Rename(old, new, words[0].span)
 
     def names(self, what: str) -> tuple[Named, ...]:
-        found = [self.name(what)]
-        while self.accept(","):
-            found.append(self.name(what))
-        return tuple(found)
+        return self.several(lambda: self.name(what))
 
     def let(self, first: Token) -> Let:
         name = self.name("a variable")
@@ -232,25 +259,23 @@ class _Parser:
             if word.is_name:
                 raise unknown("replica rule", word.text, REPLICAS, word.span)
             raise self.unexpected(word, "unique, replicated or averaged")
-        found = []
-        while self.accept(","):
-            found.append(self.step())
+        found = self.several(self.step) if self.accept(",") else ()
         behind = self.lines[0][1][first.span.column + first.span.width :]
         text = " ".join(" ".join([behind, *(line for _, line in self.lines[1:])]).split())
-        return Rule(pattern, replica, tuple(found), first.span, text, tuple(self.axes))
+        return Rule(pattern, replica, found, first.span, text, tuple(self.axes))
 
     # -- steps ------------------------------------------------------------------------------------
 
     def step(self) -> steps.RuleStep:
         word = self.take()
-        kinds: dict[str, Callable[[], Callable[[Span], steps.RuleStep]]] = {
+        kinds: dict[str, Callable[[Token], steps.RuleStep]] = {
             "shard": self.shard,
-            "fused": self.fused,
+            "fused": lambda w: steps.Fused(w.span, self.dim(), self.numbers()),
             "interleaved": self.interleaved,
             "padded": self.padded,
             "experts": self.experts,
             "transposed": self.transposed,
-            "scaled": self.scaled,
+            "scaled": lambda w: steps.Scaled(w.span, self.expression()),
             "flat": self.flat,
             "on": self.on,
         }
@@ -258,76 +283,59 @@ class _Parser:
             raise self.unexpected(word, "a step")
         if word.text not in kinds:
             raise unknown("step", word.text, kinds, word.span)
-        made = kinds[word.text]()
-        return made(word.span.to(self.tokens[self.at - 1].span))
+        step = kinds[word.text](word)
+        return replace(step, span=word.span.to(self.tokens[self.at - 1].span))
 
-    def shard(self) -> Callable[[Span], steps.RuleStep]:
+    def shard(self, word: Token) -> steps.Shard:
         dim, axes = self.dim(), self.over()
         for how in ("even", "balanced"):
             if self.accept(how):
-                return lambda span: steps.Shard(span, dim, axes, how)
+                return steps.Shard(word.span, dim, axes, how)
         if not self.accept("widths"):
-            return lambda span: steps.Shard(span, dim, axes)
+            return steps.Shard(word.span, dim, axes)
         widths = [self.numbers()]
         while self.next.text == "(":
             widths.append(self.numbers())
-        return lambda span: steps.Shard(span, dim, axes, "widths", tuple(widths))
+        return steps.Shard(word.span, dim, axes, "widths", tuple(widths))
 
-    def fused(self) -> Callable[[Span], steps.RuleStep]:
-        dim, sizes = self.dim(), self.numbers()
-        return lambda span: steps.Fused(span, dim, sizes)
-
-    def interleaved(self) -> Callable[[Span], steps.RuleStep]:
+    def interleaved(self, word: Token) -> steps.Interleaved:
         dim, groups = self.dim(), self.expression()
         self.expect("of")
         sizes = self.numbers()
         logical = "stored" if self.accept("stored") else "parts"
-        return lambda span: steps.Interleaved(span, dim, groups, sizes, logical)
+        return steps.Interleaved(word.span, dim, groups, sizes, logical)
 
-    def padded(self) -> Callable[[Span], steps.RuleStep]:
+    def padded(self, word: Token) -> steps.Padded:
         dim = self.dim()
         original = self.expression() if self.accept("from") else None
-        if self.expect("to", "multiple").text == "to":
-            to = self.expression()
-            return lambda span: steps.Padded(span, dim, to=to, original=original)
-        multiple = self.expression()
-        return lambda span: steps.Padded(span, dim, multiple=multiple, original=original)
+        is_length = self.expect("to", "multiple").text == "to"
+        number = self.expression()
+        to, multiple = (number, None) if is_length else (None, number)
+        return steps.Padded(word.span, dim, to, multiple, original)
 
-    def experts(self) -> Callable[[Span], steps.RuleStep]:
+    def experts(self, word: Token) -> steps.RuleStep:
         if self.next.text.isdigit():
-            dim, axes = self.dim(), self.over()
-            return lambda span: steps.Experts(span, dim, axes)
+            return steps.Experts(word.span, self.dim(), self.over())
         self.expect("{")
         expert = self.name("a capture of the pattern")
         self.expect("}")
         self.expect("of")
-        count = self.expression()
-        over = self.over()
         named = Expression((expert,), expert.span)
-        return lambda span: steps.ExpertTensors(span, named, count, over)
+        return steps.ExpertTensors(word.span, named, self.expression(), self.over())
 
-    def transposed(self) -> Callable[[Span], steps.RuleStep]:
-        if not self.accept("("):
-            return lambda span: steps.Transposed(span)
-        order = [self.dim()]
-        while self.accept(","):
-            order.append(self.dim())
-        self.expect(")")
-        return lambda span: steps.Transposed(span, tuple(order))
+    def transposed(self, word: Token) -> steps.Transposed:
+        order = self.bracketed(self.dim) if self.next.text == "(" else None
+        return steps.Transposed(word.span, order)
 
-    def scaled(self) -> Callable[[Span], steps.RuleStep]:
-        factor = self.expression()
-        return lambda span: steps.Scaled(span, factor)
-
-    def flat(self) -> Callable[[Span], steps.RuleStep]:
+    def flat(self, word: Token) -> steps.Flat:
         axes = self.over()
         multiple = self.expression() if self.accept("multiple") else None
-        return lambda span: steps.Flat(span, axes, multiple)
+        return steps.Flat(word.span, axes, multiple)
 
-    def on(self) -> Callable[[Span], steps.RuleStep]:
+    def on(self, word: Token) -> steps.On:
         axis = self.axis()
         coordinates = self.numbers() if self.next.text == "(" else (self.expression(),)
-        return lambda span: steps.On(span, (axis,), coordinates)
+        return steps.On(word.span, (axis,), coordinates)
 
     def dim(self) -> int:
         return self.integer("a dim (0, 1, ...)")
@@ -335,10 +343,7 @@ class _Parser:
     def over(self) -> tuple[str, ...]:
         """`over pp*tp`: axes from the outermost."""
         self.expect("over")
-        found = [self.axis()]
-        while self.accept("*"):
-            found.append(self.axis())
-        return tuple(found)
+        return self.several(self.axis, "*")
 
     def axis(self) -> str:
         self.axes.append(self.name("a mesh axis"))
@@ -346,12 +351,13 @@ class _Parser:
 
     def numbers(self) -> tuple[Expression, ...]:
         """`(a, b)`."""
+        return self.bracketed(self.expression)
+
+    def bracketed(self, item: Callable[[], T]) -> tuple[T, ...]:
         self.expect("(")
-        found = [self.expression()]
-        while self.accept(","):
-            found.append(self.expression())
+        found = self.several(item)
         self.expect(")")
-        return tuple(found)
+        return found
 
     # -- expressions ------------------------------------------------------------------------------
 

@@ -50,10 +50,6 @@ class Pattern:
         return _regex(text, span) if text.startswith("/") else _glob(text, span)
 
     @property
-    def is_literal(self) -> bool:
-        return self.samples == (self.text,)
-
-    @property
     def has_anonymous(self) -> bool:
         """True if some wildcard has no name."""
         bare = re.sub(r"\{[A-Za-z_]\w*(:[^{}]*)?\}", "", self.text)

@@ -12,12 +12,19 @@
     ['0:8,3:6']
     >>> rules.check({"h.0.proj.weight": (8, 6), "h.0.fc.weight": (8, 6)}, mesh)
 
-The first rule that matches a name wins.
+The first rule that matches a name wins.  Renames lead from one program's names to another's, one to one,
+and back:
+
+    >>> rules = RuleSet.parse("rename h.{n}.{x:**} -> layers.{n}.{x}")
+    >>> rules.renamed(["h.0.ln.weight"])
+    {'h.0.ln.weight': 'layers.0.ln.weight'}
+    >>> rules.renamed_back(["layers.0.ln.weight"])
+    {'layers.0.ln.weight': 'h.0.ln.weight'}
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -29,9 +36,8 @@ from holdfast.near import near
 from holdfast.rules.checking import MAX_PROBLEMS, check_covered, matching, problems_of_names
 from holdfast.rules.expression import SIZE, Expression
 from holdfast.rules.layout import Layout, Shape
-from holdfast.rules.loading import source_of, statements_of
-from holdfast.rules.renaming import first, renamed, renamed_back
-from holdfast.rules.source import Text, unknown
+from holdfast.rules.parser import statements_of
+from holdfast.rules.source import Text, source_of, unknown
 from holdfast.rules.statements import Axes, Let, Need, Rename, Rule, Statement
 
 Captures = tuple[tuple[str, str], ...]
@@ -92,16 +98,38 @@ class RuleSet:
 
     def rename(self, name: str) -> str:
         """The new name of one; a name without a rename keeps its own.  `renamed` checks all of a set."""
-        found = first(self.renames, name)
+        found = _first(self.renames, name)
         return name if found is None else found[1]
 
     def renamed(self, names: Iterable[str]) -> dict[str, str]:
-        """New names by old ones.  RuleError if one has no rename, or two become one."""
-        return renamed(self.renames, list(names), self.path)
+        """New names by old ones; without renames names stay.
+
+        RuleError if a name has no rename, a rename no name, or two names become one.
+        """
+        names = list(names)
+        if not self.renames:
+            return {name: name for name in names}
+        found: dict[str, str] = {}
+        owner: dict[str, str] = {}
+        used: set[int] = set()
+        for name in names:
+            match = _first(self.renames, name)
+            if match is None:
+                raise _unmatched(name, [r.old.text for r in self.renames], self.path)
+            rename, new = match
+            if owner.setdefault(new, name) != name:
+                raise rename.span.error(f"both {owner[new]!r} and {name!r} would be called {new!r}")
+            found[name] = new
+            used.add(id(rename))
+        for rename in self.renames:
+            if id(rename) not in used and not rename.optional:
+                hint = near(rename.old.text, names)
+                raise rename.old.span.error("this rename is used by no name", hint)
+        return found
 
     def renamed_back(self, names: Iterable[str]) -> dict[str, str]:
-        """Old names by new ones.  RuleError if one has none, or several."""
-        return renamed_back(self.renames, list(names), self.path)
+        """The old names of new ones.  RuleError if there is none, or more than one."""
+        return {n: _back(self.renames, n, self.path) if self.renames else n for n in names}
 
     # -- layouts ----------------------------------------------------------------------------------
 
@@ -245,3 +273,40 @@ def _lets(statements: list[Statement], given: Mapping[str, Fraction]) -> tuple[L
         if before is None and let.name not in given:
             found[let.name] = let
     return tuple(found.values())
+
+
+# -- renames --------------------------------------------------------------------------------------
+
+
+KEEP = "rename {x:**} -> {x}  as the last one keeps all other names"
+
+
+def _first(renames: Sequence[Rename], name: str) -> tuple[Rename, str] | None:
+    """The first rename that matches, and the new name."""
+    for rename in renames:
+        captures = rename.old.match(name)
+        if captures is not None:
+            return rename, rename.new.filled(captures)
+    return None
+
+
+def _back(renames: Sequence[Rename], name: str, path: str) -> str:
+    """Undo the first rename that can have made the name; later ones that can must be more general."""
+    olds: dict[str, Rename] = {}
+    for rename in renames:
+        captures = rename.new.match(name)
+        if captures is not None:
+            old = rename.old.filled(captures)
+            if _first(renames, old) == (rename, name):
+                olds.setdefault(old, rename)
+    if not olds:
+        raise _unmatched(name, [r.new.text for r in renames], path)
+    (found, by), *others = olds.items()
+    for old, rename in others:
+        if not rename.new.covers(by.new) or by.new.covers(rename.new):
+            raise rename.span.error(f"{name!r} may have been {found!r} or {old!r}")
+    return found
+
+
+def _unmatched(name: str, texts: Sequence[str], path: str) -> RuleError:
+    return RuleError(f"{path}: no rename matches {name!r}", hint=near(name, texts) or KEEP)

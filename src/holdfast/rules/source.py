@@ -1,4 +1,4 @@
-"""Places in a text, and errors that show them.
+"""Texts of rules: presets that come with holdfast, and files; places in them, and errors that show these.
 
 gpt.rules:3: there is no axis 'tpp'
   **.linear_qkv.weight  unique, shard 0 over tpp
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 
 from holdfast.errors import RuleError
 from holdfast.near import near
 
+MAX_TEXT = 1 << 20
+SUFFIX = ".rules"
 MAX_SHOWN = 160
 """Most columns of a quoted line that are shown."""
 
@@ -62,3 +66,29 @@ def unknown(what: str, name: str, known: Iterable[str], span: Span) -> RuleError
     names = sorted(set(known))
     some = f"there are {', '.join(names[:12])}" if names else "there are none"
     return span.error(f"there is no {what} {name!r}", near(name, names) or some)
+
+
+def presets() -> list[str]:
+    """The names of the presets."""
+    folder = files("holdfast.rules") / "presets"
+    return sorted(p.name.removesuffix(SUFFIX) for p in folder.iterdir() if p.name.endswith(SUFFIX))
+
+
+def source_of(what: str, folder: Path | None = None) -> Text:
+    """A preset by its name; else a file, relative to `folder`.  RuleError if there is neither."""
+    if what in presets():
+        return Text(
+            what, (files("holdfast.rules") / "presets" / (what + SUFFIX)).read_text("utf-8")
+        )
+    path = (folder or Path()) / what
+    try:
+        if path.is_file() and path.stat().st_size <= 4 * MAX_TEXT:
+            return Text(str(path), path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise RuleError(f"rules {what!r} cannot be read: {error}") from None
+    if path.exists():
+        raise RuleError(f"{path}: no file of rules")
+    raise RuleError(
+        f"there is neither a preset nor a file {what!r}",
+        hint=near(what, presets()) or f"presets are {', '.join(presets())}",
+    )

@@ -8,7 +8,7 @@ from typing import Literal
 from holdfast.rules.expression import Expression, Named
 from holdfast.rules.pattern import Pattern
 from holdfast.rules.source import Span
-from holdfast.rules.steps import RuleStep
+from holdfast.rules.steps import RuleStep, expressions_of
 
 Replica = Literal["unique", "replicated", "averaged"]
 REPLICAS: tuple[Replica, ...] = ("unique", "replicated", "averaged")
@@ -37,7 +37,7 @@ class Rule:
     @property
     def expressions(self) -> list[Expression]:
         """The expressions of all steps."""
-        return [e for step in self.steps for e in step.expressions]
+        return [e for step in self.steps for e in expressions_of(step)]
 
 
 @dataclass(frozen=True, slots=True)

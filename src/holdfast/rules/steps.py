@@ -6,10 +6,9 @@ A step holds what was written; its numbers are known when a tensor and a mesh ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from math import prod
-from typing import Protocol
 
 from holdfast.layout.view import View
 from holdfast.rules.expression import SIZE, Expression
@@ -42,20 +41,6 @@ class Coordinates:
         return expression.whole({**self.numbers, SIZE: Fraction(size)})
 
 
-class RuleStep(Protocol):
-    """The attributes and methods that all steps have."""
-
-    @property
-    def span(self) -> Span: ...
-    @property
-    def axes(self) -> Axes:
-        """The axes over which it divides."""
-
-    @property
-    def expressions(self) -> tuple[Expression, ...]: ...
-    def apply(self, view: View, place: Coordinates) -> View: ...
-
-
 def length(view: View, dim: int) -> int:
     """Return a dim's length as a step finds it; 0 if there is none, which the view will refuse."""
     return view.lines[dim].length if dim < len(view.lines) else 0
@@ -70,10 +55,6 @@ class Shard:
     axes: Axes
     how: str = "chunk"
     widths: tuple[tuple[Expression, ...], ...] = ()
-
-    @property
-    def expressions(self) -> tuple[Expression, ...]:
-        return tuple(e for each in self.widths for e in each)
 
     def apply(self, view: View, place: Coordinates) -> View:
         part, parts = place.part(self.axes), place.parts(self.axes)
@@ -98,10 +79,6 @@ class Fused:
     sizes: tuple[Expression, ...]
     axes: Axes = ()
 
-    @property
-    def expressions(self) -> tuple[Expression, ...]:
-        return self.sizes
-
     def apply(self, view: View, place: Coordinates) -> View:
         size = length(view, self.dim)
         return view.fused(self.dim, [place.number(e, size) for e in self.sizes])
@@ -117,10 +94,6 @@ class Interleaved:
     sizes: tuple[Expression, ...]
     logical: str = "parts"
     axes: Axes = ()
-
-    @property
-    def expressions(self) -> tuple[Expression, ...]:
-        return (self.groups, *self.sizes)
 
     def apply(self, view: View, place: Coordinates) -> View:
         size = length(view, self.dim)
@@ -142,10 +115,6 @@ class Padded:
     original: Expression | None = None
     axes: Axes = ()
 
-    @property
-    def expressions(self) -> tuple[Expression, ...]:
-        return tuple(e for e in (self.to, self.multiple, self.original) if e is not None)
-
     def apply(self, view: View, place: Coordinates) -> View:
         size = length(view, self.dim)
         if self.original is not None:
@@ -165,7 +134,6 @@ class Experts:
     span: Span
     dim: int
     axes: Axes
-    expressions: tuple[Expression, ...] = ()
 
     def apply(self, view: View, place: Coordinates) -> View:
         return view.experts(self.dim, place.part(self.axes), place.parts(self.axes))
@@ -179,10 +147,6 @@ class ExpertTensors:
     expert: Expression
     count: Expression
     axes: Axes
-
-    @property
-    def expressions(self) -> tuple[Expression, ...]:
-        return (self.expert, self.count)
 
     def holder(self, place: Coordinates) -> int:
         """The part of `axes` that holds the expert."""
@@ -206,10 +170,6 @@ class On:
     axes: Axes
     coordinates: tuple[Expression, ...]
 
-    @property
-    def expressions(self) -> tuple[Expression, ...]:
-        return self.coordinates
-
     def allowed(self, place: Coordinates) -> tuple[int, ...]:
         """Return the coordinates, ascending.  RuleError for one that the axis does not have."""
         size, found = place.parts(self.axes), set()
@@ -231,7 +191,6 @@ class Transposed:
     span: Span
     order: tuple[int, ...] | None = None
     axes: Axes = ()
-    expressions: tuple[Expression, ...] = ()
 
     def apply(self, view: View, place: Coordinates) -> View:
         return view.transposed(self.order)
@@ -245,10 +204,6 @@ class Scaled:
     factor: Expression
     axes: Axes = ()
 
-    @property
-    def expressions(self) -> tuple[Expression, ...]:
-        return (self.factor,)
-
     def apply(self, view: View, place: Coordinates) -> View:
         return view.scaled(float(self.factor.value(place.numbers)))
 
@@ -261,10 +216,25 @@ class Flat:
     axes: Axes
     multiple: Expression | None = None
 
-    @property
-    def expressions(self) -> tuple[Expression, ...]:
-        return () if self.multiple is None else (self.multiple,)
-
     def apply(self, view: View, place: Coordinates) -> View:
         multiple = 1 if self.multiple is None else place.number(self.multiple)
         return view.flat_shard(place.part(self.axes), place.parts(self.axes), multiple)
+
+
+RuleStep = (
+    Shard | Fused | Interleaved | Padded | Experts | ExpertTensors | On | Transposed | Scaled | Flat
+)
+"""Steps have a `span`, the `axes` over which they divide, and `apply`, which makes a view of a view."""
+
+
+def expressions_of(step: RuleStep) -> list[Expression]:
+    """Return the expressions among the fields of a step, in their order."""
+    found: list[Expression] = []
+    todo = [getattr(step, f.name) for f in reversed(fields(step))]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Expression):
+            found.append(value)
+        elif isinstance(value, tuple):
+            todo += reversed(value)
+    return found

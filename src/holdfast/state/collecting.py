@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.errors import warn_user
 from holdfast.sources import Source
-from holdfast.state.comm_hooks import tell_hooks
 from holdfast.state.customised import Own, add_made, add_own, customised, refuse_own
-from holdfast.state.in_backward import check_in_backward
 from holdfast.state.live import (
     Live,
     LiveTensor,
@@ -38,10 +37,33 @@ from holdfast.state.optimizers import (
     refuse_common,
 )
 from holdfast.state.own_errors import naming
+from holdfast.state.rng import Rng
 from holdfast.state.several import as_seen, parts_of
 from holdfast.state.shared_states import tell_shared
 from holdfast.state.wrapped import check_own_state
 from holdfast.state.wrappers import check_names
+
+
+class RunState:
+    """What a run keeps: what the script has handed over, and the generators of random numbers."""
+
+    def __init__(self, given: State, on_resize: dict[str, str]) -> None:
+        self.given = given
+        self.on_resize = on_resize
+        """What becomes of extras when the number of ranks changes, by key."""
+        self._rng = {} if "rng" in given else {"rng": Rng()}
+        self._placed: dict[str, LiveTensor] = {}
+        """The steady tensors of the last save: others may be gone, and are not kept alive."""
+
+    def everything(self) -> State:
+        """The state as it is now, with the generators, in one order on all ranks."""
+        return in_order({**self.given, **self._rng})
+
+    def collect(self) -> Live:
+        """Name and place everything; see `collect`."""
+        live = collect(self.everything(), self.on_resize, self._placed)
+        self._placed = {name: t for name, t in live.tensors.items() if t.steady}
+        return live
 
 
 def collect(
@@ -59,7 +81,9 @@ def collect(
     state = in_order(state)
     live = Live(keys=set(state), before=before or {})
     given, state = state, as_seen(state)
-    if not before:
+    if not before and any(map(_has_hooks, state.values())):
+        from holdfast.state.in_hooks import check_in_backward, tell_hooks
+
         check_in_backward(given, state)
         tell_hooks(state)
     sources = sources_in(state)
@@ -86,6 +110,18 @@ def collect(
             add_plain(live, key, value, on_resize)
     live.before = {}
     return live
+
+
+def _has_hooks(value: Any) -> bool:
+    """True if modules have hooks, of DDP's or of parameters, at which more of the training may hang."""
+    modules = value if isinstance(value, (list, tuple)) else [value]
+    parts = [one for m in modules if isinstance(m, nn.Module) for one in m.modules()]
+    return any(isinstance(part, DistributedDataParallel) for part in parts) or any(
+        getattr(p, "_post_accumulate_grad_hooks", None) or hasattr(p, "_in_backward_optimizers")
+        for part in parts
+        for p in part._parameters.values()
+        if p is not None
+    )
 
 
 def _add_module(

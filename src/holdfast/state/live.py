@@ -37,6 +37,8 @@ from holdfast.state.writes import Origin, write_count
 
 State = dict[str, Any]
 
+RULES = ("same", "rank0", "redistribute", "fresh")
+"""Rules that a user may give for extras, when the number of ranks changes."""
 PER_RANK = ("redistribute", "fresh", "ask")
 """Rules of extras that each rank keeps for itself."""
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import LayoutError, UsageError
-from holdfast.interop.megatron.names import template, unfused
+from holdfast.interop.megatron.tensors import template, unfused
 from holdfast.layout import Box, flat_range, whole
 from holdfast.state.wrappers import parts
 

@@ -113,7 +113,7 @@ class Window:
         """True if the training thread has to stay at rest for this window."""
         return self._phase in (Phase.CHANGED, Phase.RETAKING)
 
-    # -- capture thread ---------------------------------------------------------------------------
+    # -- saving thread ----------------------------------------------------------------------------
 
     def begin(self, carried: Carried | None) -> None:
         """Say that the copy begins; `carried` is what can be carried over of it."""

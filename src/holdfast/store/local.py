@@ -24,10 +24,10 @@ from urllib.parse import quote
 from holdfast.arguments import flag_of, path_of
 from holdfast.errors import UsageError
 from holdfast.patience import Patience, patient, patient_or
-from holdfast.store.base import Bytes
 from holdfast.store.contract import (
     BLOCK_BYTES,
     HIDDEN,
+    Bytes,
     Parts,
     byte_view,
     check_key,
@@ -38,8 +38,6 @@ from holdfast.store.contract import (
     seen_view,
     target_view,
 )
-from holdfast.store.descriptor import Descriptor
-from holdfast.store.direct import DirectReader
 from holdfast.store.directories import (
     fsync_directories,
     fsync_directory,
@@ -47,8 +45,8 @@ from holdfast.store.directories import (
     remove_empty_directories,
     walk,
 )
-from holdfast.store.obstacles import obstacle
-from holdfast.store.oserrors import translated
+from holdfast.store.oserrors import obstacle, translated
+from holdfast.store.reading import Descriptor, DirectReader
 from holdfast.store.replacing import held, whole
 from holdfast.store.tempfiles import TempFile, open_temp, sweep
 from holdfast.threads import in_threads

@@ -13,9 +13,9 @@ from collections import defaultdict
 
 from holdfast.arguments import flag_of, unfit
 from holdfast.errors import UsageError
-from holdfast.store.base import Bytes
 from holdfast.store.contract import (
     BLOCK_BYTES,
+    Bytes,
     Parts,
     byte_view,
     check_key,

@@ -39,8 +39,7 @@ from holdfast.store.directories import (
     remove_empty_directories,
     walk,
 )
-from holdfast.store.obstacles import obstacle
-from holdfast.store.oserrors import REFUSED, translated
+from holdfast.store.oserrors import REFUSED, obstacle, translated
 
 BOUNCE_BYTES = 1 << 20
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # no such thing on macOS

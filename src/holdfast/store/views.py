@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from holdfast.errors import UsageError
-from holdfast.store.base import Bytes, Reader, Writer
+from holdfast.store.contract import Bytes, Reader, Writer
 
 
 class ViewStore(ABC):

@@ -21,7 +21,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from holdfast.errors import Corrupt, Exists, NotFound, UsageError
-from holdfast.store.base import Store, Writer
+from holdfast.store.contract import Store, Writer
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -115,6 +115,22 @@ def read(store: Store, key: str, start: int, stop: int) -> bytes:
     return bytes(into)
 
 
+def one_winner(store: Store, key: str, put: Callable[[bytes], object]) -> None:
+    """Put an object from six threads at one time: one succeeds, the others find it taken."""
+
+    def attempt(name: bytes) -> bytes | None:
+        try:
+            put(name * 1000)
+        except Exists:
+            return None
+        return name
+
+    results = together(*(partial(attempt, bytes([65 + i])) for i in range(6)))
+    winners = [name for name in results if name]
+    assert len(winners) == 1
+    assert store.get(key) == winners[0] * 1000
+
+
 class StoreTests:
     """Subclass it and give a fixture `store`: a fresh, empty store."""
 
@@ -167,20 +183,8 @@ class StoreTests:
         assert store.list() == ["d/a"]
 
     def test_put_if_absent_has_one_winner(self, store: Store) -> None:
-        def attempt(name: bytes) -> bytes | None:
-            try:
-                store.put(key, name * 1000, if_absent=True)
-            except Exists:
-                return None
-            return name
-
         for turn in range(10):
-            key = f"race/{turn}"
-            names = [bytes([65 + i]) for i in range(6)]
-            results = together(*(partial(attempt, name) for name in names))
-            winners = [name for name in results if name]
-            assert len(winners) == 1
-            assert store.get(key) == winners[0] * 1000
+            one_winner(store, f"race/{turn}", partial(store.put, f"race/{turn}", if_absent=True))
 
     def test_replaced_object_is_seen_old_or_new_never_torn(self, store: Store) -> None:
         versions = [bytes([i]) * (5000 + 1000 * i) for i in range(8)]
@@ -222,21 +226,10 @@ class StoreTests:
         assert store.get("a") == b"x"
 
     def test_replacing_has_one_winner(self, store: Store) -> None:
-        def attempt(name: bytes) -> bytes | None:
-            try:
-                store.put(key, name * 1000, replacing=b"seen")
-            except Exists:
-                return None
-            return name
-
         for turn in range(10):
             key = f"race/{turn}"
             store.put(key, b"seen")
-            names = [bytes([65 + i]) for i in range(6)]
-            results = together(*(partial(attempt, name) for name in names))
-            winners = [name for name in results if name]
-            assert len(winners) == 1
-            assert store.get(key) == winners[0] * 1000
+            one_winner(store, key, partial(store.put, key, replacing=b"seen"))
         assert len(store.list()) == 10
 
     def test_no_replacement_is_lost(self, store: Store) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
 from holdfast.arguments import count_of, flag_of, function_of, instance_of, seconds_of
-from holdfast.store.base import Bytes, Reader, Store, Writer
+from holdfast.store.contract import Bytes, Reader, Store, Writer
 
 T = TypeVar("T")
 

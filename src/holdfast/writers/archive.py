@@ -22,7 +22,7 @@ from holdfast.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.torchfile import STORAGES
 from holdfast.layout import row_major
-from holdfast.writers.pickling import Persistent, PickledCall, PickledGlobal, dumps
+from holdfast.writers.pickling import Persistent, PickledCall, PickledGlobal, called, dumps
 
 ALIGN = 64
 _FLAGS = 0x0808  # names are UTF-8; CRC and sizes follow the data
@@ -90,7 +90,7 @@ class _Member:
     descriptor_at: int
 
 
-def add_archive(plan: ArchivePlan, tree: Any, name: str = "archive") -> None:
+def add_archive(plan: ArchivePlan, tree: Any) -> None:
     """Append what torch.save(tree) would write; `ArchivedTensor`s in the tree are taken from the source.
 
     Begins at a multiple of 64, and so do tensors' bytes.
@@ -99,12 +99,12 @@ def add_archive(plan: ArchivePlan, tree: Any, name: str = "archive") -> None:
     begin, storages = plan.at, _Storages()
     data = dumps(storages.replace(tree))
     members = [
-        _literal(plan, begin, f"{name}/data.pkl", data),
-        _literal(plan, begin, f"{name}/byteorder", b"little"),
+        _literal(plan, begin, "archive/data.pkl", data),
+        _literal(plan, begin, "archive/byteorder", b"little"),
     ]
     for number, tensor in enumerate(storages.found):
-        members.append(_storage(plan, begin, f"{name}/data/{number}", tensor))
-    members.append(_literal(plan, begin, f"{name}/version", b"3\n"))
+        members.append(_storage(plan, begin, f"archive/data/{number}", tensor))
+    members.append(_literal(plan, begin, "archive/version", b"3\n"))
     _central(plan, begin, members)
 
 
@@ -147,20 +147,16 @@ class _Storages:
             self.found.append(t)
             if t.key is not None:
                 self._known[t.key] = number
-        hooks = PickledCall(PickledGlobal("collections", "OrderedDict"), ())
+        hooks = called("collections", "OrderedDict")
         rest = (0, t.shape, row_major(t.shape), False, hooks)
         kind = _KINDS.get(t.dtype)
         if kind is not None:
             storage = ("storage", PickledGlobal("torch", kind), str(number), "cpu", prod(t.shape))
-            return PickledCall(
-                PickledGlobal("torch._utils", "_rebuild_tensor_v2"), (Persistent(storage), *rest)
-            )
+            return called("torch._utils", "_rebuild_tensor_v2", Persistent(storage), *rest)
         untyped = PickledGlobal("torch.storage", "UntypedStorage")
         storage = ("storage", untyped, str(number), "cpu", t.bytes)
-        return PickledCall(
-            PickledGlobal("torch._utils", "_rebuild_tensor_v3"),
-            (Persistent(storage), *rest, PickledGlobal("torch", t.dtype)),
-        )
+        dtype = PickledGlobal("torch", t.dtype)
+        return called("torch._utils", "_rebuild_tensor_v3", Persistent(storage), *rest, dtype)
 
 
 def _literal(plan: ArchivePlan, begin: int, name: str, data: bytes) -> _Member:

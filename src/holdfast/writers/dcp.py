@@ -21,7 +21,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
 from holdfast.writers.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
-from holdfast.writers.pickling import Instance, PickledCall, PickledGlobal, dumps
+from holdfast.writers.pickling import Instance, PickledCall, PickledGlobal, called, dumps
 from holdfast.writers.planned import Planned, WriteOptions
 
 METADATA = ".metadata"
@@ -182,30 +182,24 @@ class _Entries:
         name = self._name(path)
         state = (
             PickledGlobal("torch", dtype),
-            PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("torch.strided",)),
+            called("torch.serialization", "_get_layout", "torch.strided"),
             False,
-            PickledCall(PickledGlobal(_META, "_MEM_FORMAT_ENCODING"), (0,)),
+            called(_META, "_MEM_FORMAT_ENCODING", 0),
             False,
         )
-        listed = [
-            Instance(
-                PickledGlobal(_META, "ChunkStorageMetadata"),
-                {"offsets": _size(c.offsets), "sizes": _size(c.sizes)},
-            )
-            for c in chunks
-        ]
+        sizes = [{"offsets": _size(c.offsets), "sizes": _size(c.sizes)} for c in chunks]
         fields = {
-            "properties": Instance(PickledGlobal(_META, "TensorProperties"), state),
+            "properties": _meta("TensorProperties", state),
             "size": _size(shape),
-            "chunks": listed,
+            "chunks": [_meta("ChunkStorageMetadata", s) for s in sizes],
         }
-        self._tensors[name] = Instance(PickledGlobal(_META, "TensorStorageMetadata"), fields)
+        self._tensors[name] = _meta("TensorStorageMetadata", fields)
         for i, c in enumerate(chunks):
             self._place(name, _size(c.offsets), i, (c.file, c.start, c.length))
 
     def value(self, path: Path, place: tuple[str, int, int]) -> None:
         name = self._name(path)
-        self._tensors[name] = Instance(PickledGlobal(_META, "BytesStorageMetadata"), {})
+        self._tensors[name] = _meta("BytesStorageMetadata", {})
         self._place(name, None, None, place)
 
     def _name(self, path: Path) -> str:
@@ -216,9 +210,7 @@ class _Entries:
         return name
 
     def _place(self, name: str, offset: Any, index: Any, place: tuple[str, int, int]) -> None:
-        key = Instance(
-            PickledGlobal(_META, "MetadataIndex"), {"fqn": name, "offset": offset, "index": index}
-        )
+        key = _meta("MetadataIndex", {"fqn": name, "offset": offset, "index": index})
         path, start, length = place
         fields = {
             "relative_path": path, "offset": start, "length": length, "transform_descriptors": None,
@@ -235,8 +227,13 @@ class _Entries:
             "storage_meta": None,
             "version": "1.0.0",
         }
-        return dumps(Instance(PickledGlobal(_META, "Metadata"), fields))
+        return dumps(_meta("Metadata", fields))
+
+
+def _meta(name: str, state: Any) -> Instance:
+    """An instance of a class of DCP's metadata."""
+    return Instance(PickledGlobal(_META, name), state)
 
 
 def _size(shape: tuple[int, ...]) -> PickledCall:
-    return PickledCall(PickledGlobal("torch", "Size"), (tuple(shape),))
+    return called("torch", "Size", tuple(shape))

@@ -12,6 +12,7 @@ converter keeps beside them, is not written.  ZeRO stages 1, 2 and 3 load the sa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from holdfast.errors import UsageError
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
 from holdfast.writers.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
-from holdfast.writers.pickling import Instance, PickledCall, PickledGlobal
+from holdfast.writers.pickling import Instance, PickledGlobal, called
 from holdfast.writers.planned import Planned, WriteOptions, is_float
 
 VERSION = "0.16.0"
@@ -71,9 +72,8 @@ def _without_place(
     UsageError for states of an optimizer: training would go on without them.
     """
     params = set(_params(source, key))
-    for t in source.manifest.tensors if optim else ():
-        name = t.name.removeprefix(f"{optim}.").rpartition(".")[0]
-        if t.name.startswith(f"{optim}.") and name not in params:
+    for name, _, t in _under(source, optim):
+        if name.rpartition(".")[0] not in params:
             raise UsageError(
                 f"{t.name!r} is of no parameter under {key!r}: its optimizer state would be lost",
                 hint="save the optimizer with the names of its parameters (docs/reference/foreign.md)",
@@ -89,12 +89,19 @@ def _without_place(
     return tuple(sorted(lost))
 
 
+def _under(source: Checkpoint, key: str | None) -> Iterator[tuple[str, int, TensorEntry]]:
+    """Tensors under a key: the name without it, number, entry.  Nothing if there is no key."""
+    for number, t in enumerate(source.manifest.tensors):
+        if key is not None and t.name.startswith(f"{key}."):
+            yield t.name.removeprefix(f"{key}."), number, t
+
+
 def _params(source: Checkpoint, key: str) -> dict[str, tuple[int, TensorEntry]]:
     """Return number and entry of each tensor that may be trained under a key, by name."""
     return {
-        t.name.removeprefix(f"{key}."): (i, t)
-        for i, t in enumerate(source.manifest.tensors)
-        if t.name.startswith(f"{key}.") and t.state in ("param", "tensor") and is_float(t.dtype)
+        name: (number, t)
+        for name, number, t in _under(source, key)
+        if t.state in ("param", "tensor") and is_float(t.dtype)
     }
 
 
@@ -119,13 +126,12 @@ def _parameters(
     source: Checkpoint, key: str, optim: str | None, plain: dict[str, Any], folder: str
 ) -> list[Outfile]:
     """One file per parameter and state; those of a tied one under its first name."""
-    tensors = source.manifest.tensors
     params = _params(source, key)
     files = [_tensor(f"{folder}/{name}/fp32.pt", number, t) for name, (number, t) in params.items()]
     done: set[str] = set()
-    for number, t in enumerate(tensors):
-        name, _, state = t.name.removeprefix(f"{optim}.").rpartition(".")
-        if not optim or not t.name.startswith(f"{optim}.") or name not in params:
+    for rest, number, t in _under(source, optim):
+        name, _, state = rest.rpartition(".")
+        if name not in params:
             continue
         if state == "step":
             value = ArchivedTensor(t.dtype, t.shape, number)
@@ -179,8 +185,8 @@ def _scaler(saved: Any) -> dict[str, Any]:
 
 def _step(source: Checkpoint, plain: dict[str, Any], optim: str | None) -> Any:
     """The step of the first parameter that has one."""
-    for number, t in enumerate(source.manifest.tensors):
-        if optim and t.state == "step" and t.name.startswith(f"{optim}."):
+    for _, number, t in _under(source, optim):
+        if t.state == "step":
             return ArchivedTensor(t.dtype, t.shape, number)
     for states in (plain[optim]["state"] if optim else {}).values():
         if "step" in states:
@@ -198,13 +204,11 @@ def _model_states(
     """Return all that is not sharded; weights stay out of it, buffers do not."""
     params = _params(source, key)
     buffers = {
-        t.name.removeprefix(f"{key}."): ArchivedTensor(t.dtype, t.shape, i)
-        for i, t in enumerate(source.manifest.tensors)
-        if t.name.startswith(f"{key}.") and t.name.removeprefix(f"{key}.") not in params
+        name: ArchivedTensor(t.dtype, t.shape, number)
+        for name, number, t in _under(source, key)
+        if name not in params
     }
-    shapes = {
-        n: PickledCall(PickledGlobal("torch", "Size"), (t.shape,)) for n, (_, t) in params.items()
-    }
+    shapes = {n: called("torch", "Size", t.shape) for n, (_, t) in params.items()}
     engine = plain.get(f"{optim}.engine") or {}
     schedulers = [plain[k] for k in SCHEDULERS if k in plain] + [engine.get("lr_scheduler")]
     counters = {k: engine[k] for k in COUNTERS if isinstance(engine.get(k), int)}

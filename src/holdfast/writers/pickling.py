@@ -34,6 +34,11 @@ class PickledCall:
     args: tuple[Any, ...]
 
 
+def called(module: str, name: str, *args: Any) -> PickledCall:
+    """The result of a function by its name, for these arguments."""
+    return PickledCall(PickledGlobal(module, name), args)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
     """An instance made without `__init__` and given its state (usually a dict of fields)."""
@@ -69,11 +74,7 @@ class _Pickler:
             case str():
                 self._once(value, lambda: b"X" + _sized(value.encode("utf-8", "surrogatepass")))
             case bytes():
-                self.write(
-                    PickledCall(
-                        PickledGlobal("_codecs", "encode"), (value.decode("latin1"), "latin1")
-                    )
-                )
+                self.write(called("_codecs", "encode", value.decode("latin1"), "latin1"))
             case PickledGlobal():
                 self._once(value, lambda: f"c{value.module}\n{value.name}\n".encode())
             case tuple():
@@ -99,11 +100,9 @@ class _Pickler:
                 self.out += b"Q"
             case set() | frozenset():
                 _check_keys(value)
-                self.write(PickledCall(PickledGlobal("builtins", "set"), (list(value),)))
+                self.write(called("builtins", "set", list(value)))
             case complex():
-                self.write(
-                    PickledCall(PickledGlobal("builtins", "complex"), (value.real, value.imag))
-                )
+                self.write(called("builtins", "complex", value.real, value.imag))
             case _:
                 raise UsageError(f"a {type(value).__name__} cannot be written for torch.load")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 
 from holdfast.arguments import shown
 from holdfast.checkpoint.consolidating import WEIGHTS
@@ -54,10 +55,7 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        size = DTYPES[self.dtype].bytes
-        for n in self.shape:
-            size *= n
-        return size
+        return prod(self.shape) * DTYPES[self.dtype].bytes
 
 
 def weights(source: Checkpoint, options: WriteOptions) -> list[Weight]:

@@ -90,7 +90,8 @@ def converting_ranks() -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
         yield Ranks()
         return
-    from holdfast.group import launched, pulse
+    from holdfast.group import launched
+    from holdfast.group.pulse import pulse
 
     try:
         group = launched(SILENT_S, "convert()", MEET_S, TELL_S)

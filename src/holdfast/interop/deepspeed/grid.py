@@ -2,20 +2,25 @@
 
 `mp_rank` counts the tensor-parallel ranks of all stages.  Without pipeline and tensor parallelism
 there is one shard, `mp_rank_00`.
+
+A rank's model file also tells of buffers, frozen and tied parameters, which no optimizer holds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from holdfast.errors import FormatError, NotFound
-from holdfast.interop.deepspeed import model, rest, zero
+from holdfast.interop.deepspeed import rest, zero
 from holdfast.interop.deepspeed.tags import TagFiles
+from holdfast.interop.deepspeed.tensors import cut
 from holdfast.interop.deepspeed.trees import Tree, read
-from holdfast.interop.deepspeed.zero import FlatGroup, Shape
+from holdfast.interop.deepspeed.zero import FlatGroup, Shape, even_cuts
+from holdfast.interop.foreign import Foreign
 from holdfast.interop.torchfile import TensorRef
 from holdfast.interop.unpickle import UnknownInstance
 from holdfast.store import Store
@@ -44,7 +49,7 @@ def shards(store: Store, files: TagFiles) -> list[ModelRank]:
     trees = _trees(store, files)
     tp = _tensor_ranks(trees[0], files, len(trees))
     layers = _layers(store, files, tp)
-    cut = model.shapes(trees[0]) is not None and not files.universal
+    cut = param_shapes(trees[0]) is not None and not files.universal
     optims = [_ranks(store, files, mp) if files.optim or cut else [] for mp in range(len(trees))]
     found = []
     named = [_named(tree, optim) for tree, optim in zip(trees, optims)]
@@ -114,8 +119,8 @@ def _experts(store: Store, files: TagFiles, mp: int) -> dict[str, Any]:
 
 def _named(tree: Tree, optim: Sequence[Tree]) -> dict[str, Shape | None]:
     """Names in a shard's files: parameters, with their shapes if they are told, and buffers."""
-    found: dict[str, Shape | None] = dict.fromkeys(model.buffers(tree))
-    shapes = model.shapes(tree)
+    found: dict[str, Shape | None] = dict.fromkeys(buffer_names(tree))
+    shapes = param_shapes(tree)
     for group in shapes or ():
         found |= group
     for one in optim if shapes is None else ():
@@ -158,7 +163,7 @@ def _owner(
 def _flats(tree: Tree, module: dict[str, Any], optim: Sequence[Tree]) -> list[FlatGroup]:
     if not optim:
         return []
-    shapes = model.shapes(tree)
+    shapes = param_shapes(tree)
     if shapes is None:
         shapes = _mapped(optim, module)
     stage = _stage(optim[0])
@@ -245,3 +250,86 @@ def _other_save(path: str, first: str, what: str) -> FormatError:
     return FormatError(
         f"{what}, as in {first}", key=path, hint="files of two saves: copy the folder again, whole"
     )
+
+
+# -- model files ----------------------------------------------------------------------------------
+
+
+MAX_DIMS = 64
+
+
+def param_shapes(tree: Tree) -> list[dict[str, Shape]] | None:
+    """Shapes of each optimizer group's parameters, in the order in which they were flattened."""
+    groups = tree.maybe("param_shapes", list)
+    return None if groups is None else [checked_shapes(tree, group) for group in groups]
+
+
+def checked_shapes(tree: Tree, group: Any) -> dict[str, Shape]:
+    """Shapes by name, as they were read."""
+    if not isinstance(group, dict):
+        raise FormatError("malformed param_shapes", key=tree.path)
+    for name, shape in group.items():
+        sound = isinstance(name, str) and isinstance(shape, tuple) and len(shape) <= MAX_DIMS
+        if not sound or not all(type(n) is int and 0 <= n < 1 << 60 for n in shape):
+            raise FormatError(f"{name!r} has the shape {shape!r}", key=tree.path)
+    return group
+
+
+def buffer_names(tree: Tree) -> set[str]:
+    """Names of the buffers, which are no parameters."""
+    return set(tree.maybe("buffer_names", list) or ())
+
+
+def parameters(tree: Tree, module: dict[str, Any]) -> dict[str, TensorRef]:
+    """The tensors of `module` that are no buffers, in order; of tied ones the first."""
+    others = buffer_names(tree) | tied(tree, module, ()).keys()
+    return {
+        name: ref
+        for name, ref in module.items()
+        if isinstance(ref, TensorRef) and name not in others
+    }
+
+
+def tied(tree: Tree, module: dict[str, Any], trained: Iterable[str]) -> dict[str, str]:
+    """Return, for each tied name, the other name under which its values are kept."""
+    said = tree.maybe("shared_params", dict) or {}
+    trained = list(trained)
+    names = dict.fromkeys([*trained, *module])
+    found = {str(a): str(n) for a, n in said.items() if n in names and a != n}
+    first: dict[tuple[str, int, Shape], str] = {}
+    for name in names:
+        ref = module.get(name)
+        if isinstance(ref, TensorRef) and all(ref.shape) and name not in found:
+            known = first.setdefault((ref.path, ref.offset, ref.shape), name)
+            if known != name:
+                found[name] = known
+    if found.keys() & {*found.values(), *trained}:
+        raise FormatError("shared_params ties parameters in a circle", key=tree.path)
+    return found
+
+
+def is_stage_3(tree: Tree) -> bool:
+    """True if a model file is one of many, each of a rank's own."""
+    return tree.path.rpartition("/")[2].startswith("zero_pp_rank_")
+
+
+def frozen_3(trees: Sequence[Tree], frozen: dict[str, Shape]) -> list[Foreign]:
+    """Frozen parameters of ZeRO-3: each is cut over the ranks by itself."""
+    found = []
+    for name, shape in frozen.items():
+        refs = [_fragment(t, name) for t in trees]
+        part = -(-prod(shape) // len(trees))
+        for tree, ref in zip(trees, refs):
+            if ref.shape != (part,) or ref.dtype != refs[0].dtype or not ref.contiguous:
+                raise FormatError(
+                    f"{name!r}: a part of shape {ref.shape}, expected {(part,)}", key=tree.path
+                )
+        found.append(cut(f"model.{name}", shape, even_cuts({name: shape}, len(trees))[name], refs))
+    return found
+
+
+def _fragment(tree: Tree, name: str) -> TensorRef:
+    ref = tree.get("frozen_param_fragments", dict).get(name)
+    if not isinstance(ref, TensorRef):
+        raise FormatError(f"no part of the frozen parameter {name!r}", key=tree.path)
+    return ref

@@ -8,12 +8,22 @@ from typing import Any
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, UsageError
-from holdfast.interop.deepspeed import experts, model, rest, stage0, tensors, universal
-from holdfast.interop.deepspeed.grid import ModelRank, shards
-from holdfast.interop.deepspeed.layouts import INFO, Layouts
+from holdfast.interop.deepspeed import rest, stage0, tensors, universal
+from holdfast.interop.deepspeed.grid import (
+    ModelRank,
+    buffer_names,
+    checked_shapes,
+    frozen_3,
+    is_stage_3,
+    param_shapes,
+    parameters,
+    shards,
+    tied,
+)
 from holdfast.interop.deepspeed.tags import TagFiles, files_of, folders, latest, marked, step_in
+from holdfast.interop.deepspeed.tensors import INFO, Layouts
 from holdfast.interop.deepspeed.trees import MALFORMED, Tree, read
-from holdfast.interop.deepspeed.zero import FlatGroup, Shape
+from holdfast.interop.deepspeed.zero import FlatGroup, Shape, experts_of_rank, is_expert
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.torchfile import TensorRef
 from holdfast.store import Store
@@ -69,8 +79,12 @@ def _counted(tree: Tree) -> int:
 
 @dataclass
 class _TagContents:
-    """Tensors, extras and other names that the files have given so far."""
+    """The files and ranks of a tag, and the tensors, extras and other names that they have given so far."""
 
+    store: Store
+    folder: str
+    files: TagFiles
+    grid: Sequence[ModelRank]
     tensors: list[Foreign] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -99,25 +113,22 @@ class _TagContents:
 
 def _open(store: Store, folder: str) -> Checkpoint:
     files = files_of(store, folder)
-    grid = shards(store, files)
-    tree = grid[0].tree
-    found = _TagContents()
-    found.add(*rest.of_model(tree))
+    found = _TagContents(store, folder, files, shards(store, files))
+    first = found.grid[0]
+    found.add(*rest.of_model(first.tree))
     if files.universal:
-        trained = _add_universal(store, folder, files, grid, found)
-    elif grid[0].flats:
-        trained = _add_trained(found, grid)
+        trained = _add_universal(found)
     else:
-        trained = _add_whole(store, files, grid, found)
-    trained |= _add_frozen(store, files, grid, found)
-    _add_others(found, grid, trained)
+        trained = _add_trained(found) if first.flats else _add_whole(found)
+    trained |= _add_frozen(found)
+    _add_others(found, trained)
     found.add([], rest.engine(found.extras))
     named = step_in(store, folder)
     return foreign(
         store,
         found.tensors,
-        step=_counted(tree) if named is None else named,
-        software={"deepspeed": str(tree.root.get("ds_version", "unknown"))},
+        step=_counted(first.tree) if named is None else named,
+        software={"deepspeed": str(first.tree.root.get("ds_version", "unknown"))},
         extras=found.extras,
         aliases=found.aliases,
     )
@@ -148,8 +159,9 @@ def _columns(
     return [stages[pp] for pp in sorted(stages)]
 
 
-def _add_trained(found: _TagContents, grid: Sequence[ModelRank]) -> set[str]:
+def _add_trained(found: _TagContents) -> set[str]:
     """Add what ZeRO has cut over the ranks; return the parameters' names."""
+    grid = found.grid
     flats = [shard.trained for shard in grid]
     names = dict.fromkeys(name for held in flats for name in held)
     columns = {name: _columns(grid, name, flats) for name in names}
@@ -167,27 +179,25 @@ def _add_trained(found: _TagContents, grid: Sequence[ModelRank]) -> set[str]:
     return set(names)
 
 
-def _add_universal(
-    store: Store, folder: str, files: TagFiles, grid: Sequence[ModelRank], found: _TagContents
-) -> set[str]:
+def _add_universal(found: _TagContents) -> set[str]:
     """Add what ds_to_universal has put together; return the parameters' names."""
     said: list[dict[str, Shape]] = []
-    for shard in grid:
-        for g, group in enumerate(model.shapes(shard.tree) or ()):
+    store, files = found.store, found.files.universal
+    for shard in found.grid:
+        for g, group in enumerate(param_shapes(shard.tree) or ()):
             said[g : g + 1] = [{**said[g], **group} if g < len(said) else group]
     known = {name: shape for group in said for name, shape in group.items()}
-    tree = read(store, folder + universal.STATE)
-    held, numbers = universal.parameters(store, files.universal, known)
-    more, other_numbers = universal.steps(tree, said, files.universal)
+    tree = read(store, found.folder + universal.STATE)
+    held, numbers = universal.parameters(store, files, known)
+    more, other_numbers = universal.steps(tree, said, files)
     found.add(held + more, {"optim": universal.groups(tree, said, numbers | other_numbers)})
     found.add(*rest.of_optimizer(tree))
-    return set(known or files.universal)
+    return set(known or files)
 
 
-def _add_whole(
-    store: Store, files: TagFiles, grid: Sequence[ModelRank], found: _TagContents
-) -> set[str]:
+def _add_whole(found: _TagContents) -> set[str]:
     """Add a model file that holds everything, without ZeRO; return parameters with a master copy."""
+    grid, files = found.grid, found.files
     tree = grid[0].tree
     if tree.maybe("optimizer", dict) is None:
         return set()
@@ -197,15 +207,15 @@ def _add_whole(
             key=tree.path,
             hint="save with zero_optimization stage 1",
         )
-    params = model.parameters(tree, grid[0].module)
+    params = parameters(tree, grid[0].module)
     ranks = sorted({rank for rank, _ in files.expert_optim})
     if ranks != list(range(len(ranks))):
         raise NotFound(f"of expert-parallel ranks only {ranks} have files", key=tree.path)
     held: list[Foreign] = []
     for rank in ranks or [0]:
-        file = read(store, files.expert_optim[rank, 0]) if ranks else tree
-        mine = set(experts.of_rank(params, rank, len(ranks))) if ranks else set()
-        own = {n: r for n, r in params.items() if n in mine or not experts.is_expert(n)}
+        file = read(found.store, files.expert_optim[rank, 0]) if ranks else tree
+        mine = set(experts_of_rank(params, rank, len(ranks))) if ranks else set()
+        own = {n: r for n, r in params.items() if n in mine or not is_expert(n)}
         more, values = stage0.optimizer(file, own, rank)
         if rank:
             stage0.join(found.extras["optim"], values["optim"])
@@ -216,28 +226,26 @@ def _add_whole(
     return {t.name.partition(".")[2] for t in held if t.name.startswith("model.")}
 
 
-def _add_frozen(
-    store: Store, files: TagFiles, grid: Sequence[ModelRank], found: _TagContents
-) -> set[str]:
+def _add_frozen(found: _TagContents) -> set[str]:
     """Add frozen parameters of ZeRO-3, which are cut over the ranks; return their names."""
-    tree = grid[0].tree
+    model, tree = found.files.model, found.grid[0].tree
     shapes = tree.maybe("frozen_param_shapes", dict)
-    if not shapes or not model.is_stage_3(tree):
+    if not shapes or not is_stage_3(tree):
         return set()
-    if len(grid) > 1:
+    if len(found.grid) > 1:
         raise FormatError("frozen parameters of ZeRO-3 under tensor parallelism", key=tree.path)
-    trees = [tree] + [read(store, files.model[at]) for at in sorted(files.model)[1:]]
-    found.tensors += model.frozen_3(trees, model.checked(tree, shapes))
+    trees = [tree] + [read(found.store, model[at]) for at in sorted(model)[1:]]
+    found.tensors += frozen_3(trees, checked_shapes(tree, shapes))
     return set(shapes)
 
 
-def _add_others(found: _TagContents, grid: Sequence[ModelRank], trained: set[str]) -> None:
+def _add_others(found: _TagContents, trained: set[str]) -> None:
     """Add buffers, frozen parameters and tied ones: what `module` has besides."""
-    done = set(trained)
+    grid, done = found.grid, set(trained)
     for first in (shard for shard in grid if shard.tp == 0):
         column = [shard for shard in grid if shard.pp == first.pp]
-        buffers = model.buffers(first.tree)
-        ties = model.tied(first.tree, first.module, trained)
+        buffers = buffer_names(first.tree)
+        ties = tied(first.tree, first.module, trained)
         for name, value in first.module.items():
             if name in done or name in ties:
                 continue
@@ -257,7 +265,7 @@ def _other(
     refs = [ref for s in column if isinstance(ref := s.module.get(name), TensorRef)]
     if is_buffer:
         return tensors.plain(f"model.{name}", "buffer", refs[0])
-    if refs[0].shape == (0,) and model.is_stage_3(tree):
+    if refs[0].shape == (0,) and is_stage_3(tree):
         raise FormatError(f"no file holds the values of {name!r}", key=tree.path)
     if len(column) == 1:
         return tensors.plain(f"model.{name}", "param", refs[0])

@@ -10,12 +10,13 @@ optim.engine  the part of these that a live engine goes on with, in the form tha
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from holdfast.format.extras import inlined
+from holdfast.interop.byindex import hyper_of
 from holdfast.interop.deepspeed.tensors import plain
 from holdfast.interop.deepspeed.trees import Tree
 from holdfast.interop.deepspeed.zero import FlatGroup, param_groups
@@ -52,16 +53,11 @@ _WEIGHTS = {
 def of_model(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
     """Extras of a model file, and the tensors in them."""
     tensors: list[Foreign] = []
-
-    def on_tensor(ref: TensorRef, path: str) -> Any:
-        tensors.append(plain(path, "tensor", ref))
-        return {"$at": path}
-
     engine = {k: v for k, v in tree.root.items() if k in _ENGINE and v is not None}
     client = {k: v for k, v in tree.root.items() if k not in _ENGINE | _MODEL}
-    found = {"deepspeed": tree.encode(engine, on_tensor, "deepspeed")}
+    found = {"deepspeed": _encoded(tree, engine, "deepspeed", tensors)}
     if client:
-        found["client"] = tree.encode(client, on_tensor, "client")
+        found["client"] = _encoded(tree, client, "client", tensors)
     if tree.root.get("lr_scheduler") is not None:
         found["scheduler"] = tree.encode(tree.root["lr_scheduler"])
     return tensors, found
@@ -70,19 +66,25 @@ def of_model(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
 def of_optimizer(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
     """An optimizer's state_dict without the parameters' states, as extras `scaler` and `deepspeed`."""
     tensors: list[Foreign] = []
-
-    def on_tensor(ref: TensorRef, path: str) -> Any:
-        tensors.append(plain(path, "tensor", ref))
-        return {"$at": path}
-
     said = {k: v for k, v in tree.root.items() if k not in _WEIGHTS and v is not None}
-    found = {"deepspeed": {"optimizer": tree.encode(said, on_tensor, "deepspeed.optimizer")}}
+    encoded = _encoded(tree, said, "deepspeed.optimizer", tensors)
+    found = {"deepspeed": {"optimizer": encoded}}
     scaler = {k: tree.root[k] for k in _SCALER if k in tree.root}
     if isinstance(scaler.get("loss_scaler"), UnknownInstance):
         scaler |= scaler.pop("loss_scaler").fields
     if scaler:
         found["scaler"] = tree.encode(scaler)
     return tensors, found
+
+
+def _encoded(tree: Tree, value: Any, path: str, tensors: list[Foreign]) -> Any:
+    """A value as extras hold it; tensors in it are added to `tensors`, and referred to by their path."""
+
+    def on_tensor(ref: TensorRef, at: str) -> Any:
+        tensors.append(plain(at, "tensor", ref))
+        return {"$at": at}
+
+    return tree.encode(value, on_tensor, path)
 
 
 def engine(extras: dict[str, Any]) -> dict[str, Any]:
@@ -134,15 +136,14 @@ def _numbers(tree: Tree, flat: FlatGroup, hyper: dict[str, Any]) -> dict[str, An
 
 def hyper(tree: Tree, group: dict[str, Any]) -> Any:
     """A group's hyper-parameters."""
-    return tree.encode({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    return tree.encode(hyper_of(group))
 
 
 def number(tree: Tree, state: str, value: Any) -> Any:
     """A plain state.  Step counts become what torch's optimizers hold: 0-dim tensors."""
     if state != "step" or not isinstance(value, (int, float)):
         return tree.encode(value)
-    data = base64.b64encode(np.float32(value).tobytes()).decode()
-    return {"$tensor": ["float32", [], data]}
+    return inlined("float32", (), np.float32(value).tobytes())
 
 
 def tie(optim: dict[str, Any], names: dict[str, list[str]]) -> None:

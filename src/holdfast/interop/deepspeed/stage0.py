@@ -15,11 +15,10 @@ from typing import Any
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.byindex import proved_names, stated_names
-from holdfast.interop.deepspeed import experts, rest
-from holdfast.interop.deepspeed.layouts import ParamLayout
-from holdfast.interop.deepspeed.tensors import plain, trained
+from holdfast.interop.deepspeed import rest
+from holdfast.interop.deepspeed.tensors import ParamLayout, plain, trained
 from holdfast.interop.deepspeed.trees import Tree
-from holdfast.interop.deepspeed.zero import MASTER, Shape, flat_cuts, sorted_group
+from holdfast.interop.deepspeed.zero import MASTER, Shape, flat_cuts, is_expert, sorted_group
 from holdfast.interop.foreign import Foreign
 from holdfast.interop.torchfile import TensorRef
 
@@ -121,7 +120,7 @@ def _names(
             continue
         at = f"state.rank{expert_rank}" if expert_rank else "state"
         found |= {i: f"{at}.{i}" for group in some for i in group["params"]}
-        mine = {name: s for name, s in params.items() if experts.is_expert(name) is moe}
+        mine = {name: s for name, s in params.items() if is_expert(name) is moe}
         found |= _known(some, shapes, mine)
     return found
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from holdfast.errors import FormatError, NotFound, StoreError
 from holdfast.store import Store
@@ -22,17 +21,19 @@ from holdfast.store import Store
 LATEST = ("latest", "latest_universal")
 MAX_TAG_BYTES = 4096
 
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_NUMBERED = {
+    "model": re.compile(r"()mp_rank_(\d+)_model_states\.pt"),
+    "stage_3": re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt"),
+    "optim": re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
+    "layers": re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt"),
+    "experts": re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt"),
+    "expert_optim": re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
+}
+"""Names of files by what they hold; their groups are the numbers of a part, 0 where one is not stated."""
 _STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
 _STEP = re.compile(r"global_step(\d+)(?:_universal)?")
 _FIRST = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
-T = TypeVar("T")
 At = tuple[int, int]
 """(rank in the data-parallel group, rank in the model-parallel group)"""
 
@@ -55,33 +56,22 @@ class TagFiles:
 
 def files_of(store: Store, folder: str) -> TagFiles:
     """The files of a tag.  FormatError if two claim the same part."""
-    found, stage_3 = TagFiles(), dict[At, str]()
+    found: dict[str, dict[tuple[int, ...], str]] = {kind: {} for kind in _NUMBERED}
+    universal: dict[str, dict[str, str]] = {}
     for key in store.list(folder):
         name = key[len(folder) :]
-        if match := _MODEL.fullmatch(name):
-            _add(found.model, (0, int(match[1])), key)
-        elif match := _MODEL_3.fullmatch(name):
-            _add(stage_3, (int(match[1]), int(match[2])), key)
-        elif match := _OPTIM.fullmatch(name):
-            _add(found.optim, (int(match[1]), int(match[2])), key)
-        elif match := _LAYER.fullmatch(name):
-            _add(found.layers, (int(match[1]), int(match[2] or 0)), key)
-        elif match := _EXPERT.fullmatch(name):
-            _add(found.experts, (int(match[1]), int(match[2]), int(match[3])), key)
-        elif match := _EXPERT_OPTIM.fullmatch(name):
-            _add(found.expert_optim, (int(match[1]), int(match[2])), key)
-        elif match := _STATE.fullmatch(name):
-            found.universal.setdefault(match[1], {})[match[2]] = key
-    if found.model and stage_3 and not found.universal:  # of which each stage reads its own
-        raise _twice(found.model[min(found.model)], stage_3[min(stage_3)])
-    found.model = found.model or stage_3
-    return found
-
-
-def _add(files: dict[T, str], at: T, key: str) -> None:
-    known = files.setdefault(at, key)
-    if known != key:
-        raise _twice(known, key)
+        if match := _STATE.fullmatch(name):
+            universal.setdefault(match[1], {})[match[2]] = key
+        for kind, pattern in _NUMBERED.items():
+            if match := pattern.fullmatch(name):
+                part = tuple(int(number or 0) for number in match.groups())
+                if found[kind].setdefault(part, key) != key:
+                    raise _twice(found[kind][part], key)
+    stage_3, model = found.pop("stage_3"), found["model"]
+    if model and stage_3 and not universal:  # of which each stage reads its own
+        raise _twice(model[min(model)], stage_3[min(stage_3)])
+    found["model"] = model or stage_3
+    return TagFiles(**found, universal=universal)  # type: ignore[arg-type]
 
 
 def _twice(one: str, other: str) -> FormatError:

@@ -1,18 +1,94 @@
-"""Parameters and optimizer states as foreign tensors: `model.<name>`, `optim.<name>.<state>`."""
+"""Parameters and optimizer states as foreign tensors: `model.<name>`, `optim.<name>.<state>`.
+
+A model that is to be converted puts `universal_checkpoint_info` into its checkpoints: regular expressions
+over names, which say how the parts of tensor-parallel ranks make a parameter.  `holdfast.rules.deepspeed`
+knows what they mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import FormatError
-from holdfast.interop.deepspeed.layouts import ParamLayout
-from holdfast.interop.deepspeed.trees import source
+from holdfast.errors import FormatError, LayoutError, RuleError
+from holdfast.format.manifest import Replica
 from holdfast.interop.deepspeed.zero import MASTER, FlatCut, FlatGroup, Shape
 from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.torchfile import TensorRef
 from holdfast.layout import Fragment
 from holdfast.layout.view import View
+
+if TYPE_CHECKING:
+    from holdfast.rules.deepspeed import Slices
+
+INFO = "universal_checkpoint_info"
+VOCABULARY = "vocabulary_parameter_patterns"
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """A parameter's shape, and what each tensor-parallel rank stores of it."""
+
+    name: str
+    shape: Shape
+    replica: Replica = "unique"
+    slices: Slices | None = None
+    """Cut of the parameter over the tensor-parallel ranks; None if it is whole."""
+    path: str = ""
+
+    def views(self, state: str = "param") -> tuple[View, ...]:
+        """Return what each rank stores, by rank.  The state matters where values are scaled."""
+        if self.slices is None:
+            return (View.whole(self.shape),)
+        with _said_in(self.path):
+            return tuple(self.slices.view(self.name, r, state=state) for r in range(self.slices.tp))
+
+
+class Layouts:
+    """Layouts of all parameters; `shapes` are those that the tensor-parallel ranks hold, by name.
+
+    `info` is what the file `path` says of them.  FormatError, naming it, if that does not fit the shapes.
+    """
+
+    def __init__(
+        self, info: Mapping[str, Any] | None, path: str, shapes: Mapping[str, Sequence[Shape]]
+    ) -> None:
+        self._shapes = shapes
+        self._path = path
+        self._slices: Slices | None = None
+        several = next((name for name, some in shapes.items() if len(some) > 1), None)
+        if several is not None and info is None:
+            raise FormatError(
+                f"{several!r} is cut over {len(shapes[several])} tensor-parallel ranks, and nothing "
+                "says how",
+                key=path,
+                hint=f"the model must put its {INFO!r} into client_state",
+            )
+        if info is not None and (several is not None or info.get(VOCABULARY)):
+            from holdfast.rules.deepspeed import Slices  # most checkpoints do without
+
+            with _said_in(path):
+                self._slices = Slices(info, shapes)
+
+    def of(self, name: str) -> ParamLayout:
+        """Return the layout of one parameter."""
+        if self._slices is None:
+            return ParamLayout(name, self._shapes[name][0])
+        with _said_in(self._path):
+            shape, replica = self._slices.shape(name), self._slices.replica(name)
+        unique = self._slices.tp == 1
+        return ParamLayout(name, shape, "unique" if unique else replica, self._slices, self._path)
+
+
+@contextmanager
+def _said_in(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuleError, LayoutError) as error:
+        raise FormatError(error.message, key=path, hint=error.hint) from None
+
 
 Where = list[tuple[int, Fragment]]
 """(data-parallel rank, fragment in its flat array)"""
@@ -29,7 +105,7 @@ def viewed(layout: ParamLayout, refs: Sequence[TensorRef]) -> Foreign:
     if any(not ref.contiguous or ref.dtype != refs[0].dtype for ref in refs):
         raise FormatError(f"{name!r}: parts that do not fit together", key=refs[0].path)
     sets = [
-        tuple(StoredPart(f, (source(ref),), ref.path) for f in view.fragments())
+        tuple(StoredPart(f, (ref.source,), ref.path) for f in view.fragments())
         for ref, view in zip(refs, layout.views())
     ]
     return _joined(name, refs[0].dtype, "param", layout, [sets])
@@ -37,7 +113,7 @@ def viewed(layout: ParamLayout, refs: Sequence[TensorRef]) -> Foreign:
 
 def cut(name: str, shape: Shape, cuts: Sequence[FlatCut], refs: Sequence[TensorRef]) -> Foreign:
     """A parameter that was flattened and cut by itself."""
-    sources = [source(ref) for ref in refs]
+    sources = [ref.source for ref in refs]
     view = View.whole(shape)
     parts = tuple(
         StoredPart(fragment, (sources[c.rank],), refs[c.rank].path)

@@ -7,11 +7,9 @@ refused.
 
 from __future__ import annotations
 
-import base64
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -21,9 +19,8 @@ from holdfast.errors import Corrupt, FormatError
 from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop import plaindata
-from holdfast.interop.sections import Place
-from holdfast.interop.torchfile import PartFile, TensorRef, enumerated, read_tree, table
-from holdfast.interop.unpickle import UnknownInstance, check_size, record
+from holdfast.interop.torchfile import TensorRef, enumerated, read_file, table
+from holdfast.interop.unpickle import UnknownInstance, record
 from holdfast.store import Store
 
 T = TypeVar("T")
@@ -130,25 +127,14 @@ class Tree:
 
         def other(leaf: Any, where: str) -> Any:
             if isinstance(leaf, TensorRef):
-                return on_tensor(leaf, where) if on_tensor else self._inline(leaf)
+                if on_tensor:
+                    return on_tensor(leaf, where)
+                return extras.inlined(leaf.dtype, leaf.shape, self.values(leaf))
             if isinstance(leaf, UnknownInstance):
                 return extras.encode(_plain(leaf), other, where, where.count(".") + 1)
             raise FormatError(f"{where}: a {type(leaf).__name__}", key=self.path)
 
         return extras.encode(value, other, path)
-
-    def _inline(self, ref: TensorRef) -> Any:
-        data = base64.b64encode(self.values(ref)).decode()
-        return {"$tensor": [ref.dtype, list(ref.shape), data]}
-
-
-def source(ref: TensorRef) -> Callable[[], Place]:
-    """Return a source that gives where a tensor of a file begins."""
-    return partial(_place, ref)
-
-
-def _place(ref: TensorRef) -> Place:
-    return ref.path, ref.offset
 
 
 def read(store: Store, path: str, bare: str | None = None) -> Tree:
@@ -156,18 +142,10 @@ def read(store: Store, path: str, bare: str | None = None) -> Tree:
 
     A file of a bare value is read as a dict in which it has the key `bare`.
     """
-    size = store.size(path)
-    reader = store.open(path)
     try:
-        root = read_tree(PartFile(reader, 0, size), path, _KNOWN)
-        check_size(root)
-    except FormatError as error:
-        error.key = error.key or path
-        raise
+        root = read_file(store, path, _KNOWN)
     except MALFORMED as error:
         raise Corrupt(f"malformed: {type(error).__name__}: {error}", key=path) from None
-    finally:
-        reader.close()
     if bare is not None and not isinstance(root, dict):
         root = {bare: root}
     if not isinstance(root, dict):

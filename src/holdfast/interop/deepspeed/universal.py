@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.errors import FormatError
 from holdfast.interop.deepspeed import rest
 from holdfast.interop.deepspeed.tensors import named, plain
-from holdfast.interop.deepspeed.trees import Tree, read, source
+from holdfast.interop.deepspeed.trees import Tree, read
 from holdfast.interop.deepspeed.zero import MASTER, FlatGroup, Shape, param_groups, state_of
 from holdfast.interop.foreign import Foreign, StoredPart
 from holdfast.interop.sections import Place
@@ -53,7 +53,7 @@ def parameters(
                 tensors += held
                 numbers |= {name: number} if number else {}
             else:
-                place = source(ref) if state == MASTER else partial(_place, store, path, ref)
+                place = ref.source if state == MASTER else partial(_place, store, path, ref)
                 parts = (StoredPart.of(whole(shape), path, place),) if prod(shape) else ()
                 kind = "param" if state == MASTER else state
                 tensors.append(Foreign(named(name, state), ref.dtype, shape, kind, parts))

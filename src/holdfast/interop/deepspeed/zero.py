@@ -9,20 +9,22 @@ DeepSpeed flattens the parameters of an optimizer group and cuts the result over
 
 Either way a parameter is a list of `FlatCut`s, and the same cuts hold of its master copy and of every state
 that the optimizer keeps by element, whatever its name.
+
+Experts are numbered twice: a rank numbers its own from 0, files and holdfast number those of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from holdfast.errors import FormatError
-from holdfast.interop.deepspeed import experts
-from holdfast.interop.deepspeed.trees import Tree, source
-from holdfast.interop.sections import Place
+from holdfast.interop.deepspeed.trees import Tree
+from holdfast.interop.sections import Source
 from holdfast.interop.torchfile import TensorRef
 
 Shape = tuple[int, ...]
@@ -55,9 +57,9 @@ class FlatGroup:
     """Index of the optimizer's group that it is of."""
 
     @cached_property
-    def sources(self) -> dict[str, list[Callable[[], Place]]]:
+    def sources(self) -> dict[str, list[Source]]:
         """Sources that give where each rank's flat array begins, by state."""
-        return {state: [source(ref) for ref in refs] for state, refs in self.states.items()}
+        return {state: [ref.source for ref in refs] for state, refs in self.states.items()}
 
 
 def flat_cuts(shapes: dict[str, Shape], gaps: Sequence[int], part: int) -> dict[str, list[FlatCut]]:
@@ -112,11 +114,11 @@ def stages_1_2(
         for block in range(blocks):
             data_first = config.get("use_data_before_expert_parallelism")
             mine = ranks[block * parts :][:parts] if data_first else ranks[block::blocks]
-            if blocks > 1 and not all(map(experts.is_expert, these)):
+            if blocks > 1 and not all(map(is_expert, these)):
                 raise FormatError(
                     f"group {g} is cut over {parts} ranks, and not of MoE", key=mine[0].path
                 )
-            names = experts.globally(these, block) if blocks > 1 else {n: n for n in these}
+            names = expert_numbers(these, block) if blocks > 1 else {n: n for n in these}
             named = {names[n]: shape for n, shape in these.items()}
             flats.append(_end_to_end(named, mine, g, len(shapes)))
             if not _zero_config(config).get(
@@ -304,3 +306,38 @@ def _agree(ranks: Sequence[Tree], group: int, name: str, values: list[Any]) -> b
             hint="the files are of two saves: copy the folder again, whole",
         )
     return odd is None
+
+
+# -- experts --------------------------------------------------------------------------------------
+
+
+_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(\..*)")
+
+
+def is_expert(name: str) -> bool:
+    """True if a parameter is an expert's."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+def expert_numbers(names: Iterable[str], rank: int) -> dict[str, str]:
+    """Map an expert-parallel rank's own names to names with the experts' numbers among all ranks.
+
+    `names` are all of the rank's: every rank has equally many experts of a layer.
+    """
+    matches = {name: _EXPERT.fullmatch(name) for name in names}
+    local: dict[str, set[str]] = {}
+    for match in filter(None, matches.values()):
+        local.setdefault(match[1], set()).add(match[2])
+    return {
+        name: f"{m[1]}{rank * len(local[m[1]]) + int(m[2])}{m[3]}" if m else name
+        for name, m in matches.items()
+    }
+
+
+def experts_of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
+    """Return those of `names`, numbered among all ranks, that are of one rank's experts."""
+    matches = [m for m in map(_EXPERT.fullmatch, names) if m]
+    numbers: dict[str, set[int]] = {}
+    for m in matches:
+        numbers.setdefault(m[1], set()).add(int(m[2]))
+    return [m[0] for m in matches if int(m[2]) * ranks // len(numbers[m[1]]) == rank]

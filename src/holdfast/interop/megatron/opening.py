@@ -13,12 +13,29 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, StoreError
 from holdfast.interop.dcp import Contents, read_contents, section_tree
 from holdfast.interop.foreign import Foreign, foreign
-from holdfast.interop.megatron import optimizer
 from holdfast.interop.megatron.buckets import BY_BUCKET, MASTER, stored
 from holdfast.interop.megatron.matching import SAVE_BY_PARAMETER, NotProved, states_of
-from holdfast.interop.megatron.names import MASTERS, split, template, unfused
-from holdfast.interop.megatron.rest import COMMON, ExtrasValues, extra_state, known, read_common
-from holdfast.interop.megatron.tensors import by_name, unflattened
+from holdfast.interop.megatron.rest import (
+    COMMON,
+    ExtrasValues,
+    extra_of,
+    extra_state,
+    grouped,
+    groups_of,
+    known,
+    read_common,
+    scaler_of,
+    step_tensors,
+    steps_of,
+)
+from holdfast.interop.megatron.tensors import (
+    MASTERS,
+    by_name,
+    split,
+    template,
+    unflattened,
+    unfused,
+)
 from holdfast.interop.unpickle import UnknownInstance, check_size
 from holdfast.store import Store
 
@@ -194,26 +211,24 @@ def _optimizer(
     for state, found in (states or {}).items():
         tensors += [replace(t, name=f"optim.{n}.{state}") for n, t in found.items()]
     rest: dict[str, Any] = {}
-    scaler = optimizer.scaler_of(saved)
+    scaler = scaler_of(saved)
     if scaler is not None:
         rest["scaler"] = values.encode("scaler", scaler)
         rest["optim.engine"] = {"grad_scaler": rest["scaler"]}  # where a live optimizer looks
-    groups = optimizer.groups_of(saved)
+    groups = groups_of(saved)
     if not groups:
         return tensors, rest
     served = {n for found in (states or {}).values() for n in found} or weights.keys()
     shapes = {n: t.shape for n, t in weights.items() if n in served}
     args = common.get("args")
-    members = optimizer.grouped(
-        groups, shapes, args.fields if isinstance(args, UnknownInstance) else {}
-    )
+    members = grouped(groups, shapes, args.fields if isinstance(args, UnknownInstance) else {})
     if members is None or states is None:
         rest["optimizer_groups"] = values.encode("optimizer_groups", groups)
         return tensors, rest
-    steps = optimizer.steps_of(saved, groups)
-    tensors += optimizer.step_tensors(steps, list(shapes))
+    steps = steps_of(saved, groups)
+    tensors += step_tensors(steps, list(shapes))
     members = [[*names, *unfused(names)] for names in members]
-    return tensors, rest | {"optim": optimizer.extra_of(values, groups, members, steps)}
+    return tensors, rest | {"optim": extra_of(values, groups, members, steps)}
 
 
 def _objects(store: Store, contents: Contents, values: ExtrasValues) -> dict[str, Any]:

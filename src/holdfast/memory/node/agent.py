@@ -27,11 +27,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from holdfast.addresses import own_address
 from holdfast.errors import HoldfastError, OutOfSpace
 from holdfast.events import counters
 from holdfast.format.manifest import decode
-from holdfast.here import fate, memory_bytes, started, yield_to_training
+from holdfast.here import fate, memory_bytes, own_address, started, yield_to_training
 from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
 from holdfast.memory.node import words as w

@@ -6,24 +6,56 @@ A plan is made once and holds for the saves that follow, until some rank's descr
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.capture.job import SaveJob, SavePlan, new_plan
-from holdfast.codec.digest import hexdigest
+from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
 from holdfast.errors import HoldfastError, RuleError, UsageError
 from holdfast.format.image import ALIGN, Image, plan_image
+from holdfast.format.manifest import VERSION, Manifest
 from holdfast.garbage import uncollected
 from holdfast.group import Group
-from holdfast.layout import Mesh
+from holdfast.layout import Mesh, Placement
+from holdfast.saving.messages import ReadyToSave, Verdict, check_kinds, sort_extras
 from holdfast.state.agreed import Agreement, merge
-from holdfast.state.live import INLINE_BYTES
-from holdfast.state.protocol import ReadyToSave, Verdict, check_kinds, sort_extras
+from holdfast.state.live import INLINE_BYTES, Live
 from holdfast.state.snapshot import Copies, Kept, fingerprint
 from holdfast.wire import WireError
 
+if TYPE_CHECKING:
+    from holdfast.saving.operation import AgreedSave, SaveOperation
+
 MOST_COPIES = 4
 """Number of lists of copies that are kept at most, by the memory that they fill."""
+
+
+Layout = tuple[Image, Copies]
+"""An image, and the copies that fill it in the memory that was taken for it."""
+
+
+@dataclass
+class SavePlan:
+    """An agreement and what follows from it for this rank."""
+
+    agreement: Agreement
+    digest: str
+    placement: Placement
+    image: Image | None = None
+    copies: dict[int, tuple[memoryview, Copies]] = field(default_factory=dict)
+    """Memory and the copies that fill it, by the id of the memory."""
+    fingerprint: Any = None
+    description: bytes = b""
+
+
+def new_plan(agreement: Agreement, digest: str) -> SavePlan:
+    """The closed form of where everything goes, from an agreement."""
+    shell = Manifest(
+        VERSION, 0, 0, "", "", {}, agreement.mesh, CHUNK_BYTES, ALGORITHM,
+        agreement.shardings, agreement.tensors, agreement.aliases, (), {}, {},
+    )  # fmt: skip
+    return SavePlan(agreement, digest, shell.placement)
 
 
 class Planner:
@@ -38,25 +70,27 @@ class Planner:
         self._kinds: list[str] | None = None
         """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
 
-    def agree(self, job: SaveJob) -> Verdict:
+    def agree(self, op: SaveOperation, description: bytes) -> Verdict:
+        """Return rank 0's answer to what all ranks say of the save that they are about to make."""
+        live = op.live
         extras = {
             k: (
-                hexdigest(msgspec.json.encode([v, job.live.contents.get(k, [])], order="sorted")),
-                job.live.rules.get(k, ""),
+                hexdigest(msgspec.json.encode([v, live.contents.get(k, [])], order="sorted")),
+                live.rules.get(k, ""),
             )
-            for k, v in job.live.extras.items()
+            for k, v in live.extras.items()
         }
         held = self.plan.digest if self.plan else ""
-        error = None if job.error is None else WireError.of(job.error)
-        large = [k for k in extras if k in job.live.contents]
-        digest, kinds = hexdigest(job.description), job.live.kinds
-        ready = ReadyToSave(job.step, job.busy, digest, held, extras, error, large, kinds)
+        error = None if op.error is None else WireError.of(op.error)
+        large = [k for k in extras if k in live.contents]
+        busy, digest, kinds = op.request.busy, hexdigest(description), live.kinds
+        ready = ReadyToSave(op.step, busy, digest, held, extras, error, large, kinds)
         answer = self.group.ask(
-            f"agree/{job.number}",
+            f"agree/{op.number}",
             msgspec.msgpack.encode(ready),
             self._judge,
             self.deadline_s,
-            f"begun {job.in_words}",
+            f"begun {op.in_words}",
         )
         return msgspec.msgpack.decode(answer, type=Verdict)
 
@@ -82,19 +116,26 @@ class Planner:
         _check_large(ready, per_rank)
         return msgspec.msgpack.encode(Verdict(True, describing, per_rank, send))
 
-    def make_plan(self, job: SaveJob, describing: list[int]) -> None:
-        mine = job.description if self.group.rank in describing else b""
+    def plan_for(self, op: SaveOperation, description: bytes, verdict: Verdict) -> SavePlan:
+        """Return the plan that holds for a save on which all ranks have agreed."""
+        if self.plan is None or verdict.describe:
+            self.plan = self.make_plan(op, description, verdict.describe)
+        return self.plan
+
+    def make_plan(self, op: SaveOperation, description: bytes, describing: list[int]) -> SavePlan:
+        """Make a plan of the descriptions of some ranks, which stand for all.  Collective."""
         data = self.group.ask(
-            f"plan/{job.number}",
-            mine,
+            f"plan/{op.number}",
+            description if self.group.rank in describing else b"",
             lambda answers: self._merge([answers[rank] for rank in describing], describing),
             self.deadline_s,
-            f"planned {job.in_words}",
+            f"planned {op.in_words}",
         )
         with uncollected():
             agreement = msgspec.msgpack.decode(data, type=Agreement)
-            self.plan = new_plan(agreement, hexdigest(data))
-        self.plan.description = job.description
+            plan = new_plan(agreement, hexdigest(data))
+        plan.description = description
+        return plan
 
     def _merge(self, docs: list[bytes], describing: list[int]) -> bytes:
         kinds = self._proposed
@@ -110,13 +151,12 @@ class Planner:
             self.plan.copies.pop(id(view), None)
 
     @uncollected()
-    def lay_out(self, job: SaveJob, aside: Kept) -> Image:
+    def lay_out(self, agreed: AgreedSave, live: Live, aside: Kept) -> Layout:
         """The image for this save: the last one, if nothing that it depends on has changed."""
-        plan, verdict, buffer = self.plan, job.verdict, job.buffer
-        assert plan is not None and verdict is not None and buffer is not None
-        if plan.description != job.description:
+        plan = agreed.plan
+        if plan.description != agreed.description:
             raise HoldfastError("the state differs from what the ranks have planned together")
-        own = {k: v for k, v in job.live.extras.items() if k in verdict.per_rank}
+        own = {k: v for k, v in live.extras.items() if k in agreed.verdict.per_rank}
         kept = plan.image is not None and plan.image.extras_bytes > 0
         data = msgspec.json.encode(own) if own or kept else b""
         image = plan.image
@@ -125,19 +165,18 @@ class Planner:
             pieces = plan.placement.pieces(self.group.rank)
             image = plan.image = plan_image(plan.agreement.tensors, pieces, extras_bytes=room)
             plan.copies.clear()
-        view = buffer.reserve(image.memory_bytes, job.live)
-        mark = fingerprint(job.live)
+        view = agreed.buffer.reserve(image.memory_bytes, live)
+        mark = fingerprint(live)
         if mark != plan.fingerprint:
             plan.copies.clear()
             plan.fingerprint = mark
         if id(view) not in plan.copies:
             if len(plan.copies) == MOST_COPIES:
                 plan.copies.clear()
-            copies = Copies.plan(image, plan.agreement.tensors, job.live, aside, view)
+            copies = Copies.plan(image, plan.agreement.tensors, live, aside, view)
             plan.copies[id(view)] = view, copies
-        job.copies = plan.copies[id(view)][1]
         view[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
-        return image
+        return image, plan.copies[id(view)][1]
 
 
 def _check_large(ready: list[ReadyToSave], per_rank: Iterable[str]) -> None:

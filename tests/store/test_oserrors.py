@@ -15,7 +15,7 @@ import holdfast
 from cli.calling import call
 from holdfast.errors import HoldfastError, NotFound, StoreError, Unavailable, UsageError
 from holdfast.store import LocalStore
-from holdfast.store.obstacles import obstacle
+from holdfast.store.oserrors import obstacle
 from holdfast.testing.stores import raised
 
 

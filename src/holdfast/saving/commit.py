@@ -8,40 +8,48 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.capture.job import SaveJob
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.format.manifest import VERSION, FileEntry, Manifest
-from holdfast.state.protocol import Written, merge_extras
+from holdfast.saving.messages import Written, merge_extras
+from holdfast.saving.operation import Draft, SaveOperation
 from holdfast.version import __version__
 from holdfast.wire import WireError
 
 
-def written(job: SaveJob, file: FileEntry | None, rank: int) -> bytes:
+def written(op: SaveOperation, draft: Draft, file: FileEntry | None) -> bytes:
     """Encode what this rank hands in: its file, and extras that it alone knows, or its error."""
-    assert job.verdict is not None
-    sent = {k: job.live.extras[k] for k, ranks in job.verdict.send.items() if rank in ranks}
-    error = None if job.error is None else WireError.of(job.error)
+    rank, send = op.saver.group.rank, draft.agreed.verdict.send
+    sent = {key: draft.live.extras[key] for key, ranks in send.items() if rank in ranks}
+    error = None if op.error is None else WireError.of(op.error)
     return msgspec.msgpack.encode(Written(error, file, sent))
 
 
-def manifest_of(job: SaveJob, run: int, attempt: str, answers: list[Written]) -> Manifest:
-    """On rank 0: the manifest of what all ranks have handed in."""
-    assert job.plan is not None and job.verdict is not None
-    plan = job.plan.agreement
+def manifest_of(
+    draft: Draft,
+    answers: list[Written],
+    *,
+    step: int,
+    run: int,
+    attempt: str,
+    notes: dict[str, str] | None = None,
+) -> Manifest:
+    """On rank 0: the manifest of what all ranks have handed in.  `notes`: what else it says of how it was
+    made."""
+    plan, verdict = draft.plan.agreement, draft.agreed.verdict
     extras: dict[str, Any] = {
-        k: v for k, v in job.live.extras.items() if k not in job.verdict.per_rank
+        k: v for k, v in draft.live.extras.items() if k not in verdict.per_rank
     }
-    for key, ranks in job.verdict.send.items():
+    for key, ranks in verdict.send.items():
         versions = [extras[key]] if key in extras else []
         versions += [answers[r].extras[key] for r in ranks if r != 0]
         extras[key] = merge_extras(key, versions)
     return Manifest(
         holdfast=VERSION,
-        step=job.step,
+        step=step,
         run=run,
         attempt=attempt,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        software={"holdfast": __version__, "torch": str(torch.__version__), **job.notes},
+        software={"holdfast": __version__, "torch": str(torch.__version__), **(notes or {})},
         mesh=plan.mesh,
         chunk_bytes=CHUNK_BYTES,
         algorithm=ALGORITHM,
@@ -50,5 +58,5 @@ def manifest_of(job: SaveJob, run: int, attempt: str, answers: list[Written]) ->
         aliases=plan.aliases,
         files=tuple(w.file for w in answers if w.file is not None),
         extras=extras,
-        per_rank=job.verdict.per_rank,  # type: ignore[arg-type]
+        per_rank=verdict.per_rank,  # type: ignore[arg-type]
     )

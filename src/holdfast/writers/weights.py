@@ -1,4 +1,7 @@
-"""Safetensors as Hugging Face's loaders want them: one file, or shards and an index."""
+"""Weights alone: safetensors as Hugging Face's loaders want them, or one file of torch.save.
+
+Safetensors are one file, or shards and an index; torch.save's is as DeepSpeed's `zero_to_fp32` writes it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.checkpoint.tidying import INDEX
 from holdfast.format.dtypes import dtype_of
+from holdfast.writers.archive import ArchivedTensor, ArchivePlan, add_archive
 from holdfast.writers.planned import Planned, Weight, WriteOptions, weights
 
 NAME = "model"
@@ -67,3 +71,17 @@ def _index(names: list[str], shards: list[list[Weight]]) -> tuple[tuple[str, byt
     total = sum(w.bytes for some in shards for w in some)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     return ((NAME + INDEX, (json.dumps(index, indent=2) + "\n").encode()),)
+
+
+# -- torch.save -----------------------------------------------------------------------------------
+
+
+def plan_torch(source: Checkpoint, options: WriteOptions, path: str) -> Planned:
+    """A flat state dict; the names of a tied tensor share one storage."""
+    tree: dict[str, ArchivedTensor] = {}
+    for w in weights(source, options):
+        for name in (w.name, *w.also):
+            tree[name] = ArchivedTensor(w.dtype, w.shape, w.number, key=w.number)
+    plan = ArchivePlan()
+    add_archive(plan, tree)
+    return Planned((plan.outfile(path),))

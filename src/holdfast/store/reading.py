@@ -1,7 +1,12 @@
-"""Reading a file past the page cache: for what is read once and not again.
+"""Files that are read by several threads, until somebody closes them: by way of the page cache, or past it.
 
-Filling the cache costs the kernel a copy and fresh pages, on the cores that a restart computes with, and
-pushes out what training reads again.
+The number of a descriptor that is closed is given to the next file that is opened.  A thread that reads in
+the middle of `close`, because storage has not answered it in time and nobody waited any longer, would read
+from that one.  So whoever closes while the file is in use leaves it to the last user.
+
+What is read once and not again goes past the page cache (`DirectReader`).  Filling the cache costs the
+kernel a copy and fresh pages, on the cores that a restart computes with, and pushes out what training reads
+again.
 """
 
 from __future__ import annotations
@@ -10,12 +15,54 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
+from holdfast.errors import UsageError
 from holdfast.patience import Patience, patient
 from holdfast.store.contract import BLOCK_BYTES, past_end, target_view
-from holdfast.store.descriptor import Descriptor
 from holdfast.store.oserrors import REFUSED, translated
 from holdfast.store.tempfiles import O_DIRECT, is_aligned, open_direct
+
+
+class Descriptor:
+    """The file descriptor of an object that is read; closed when it is let go and not in use."""
+
+    def __init__(self, fd: int, key: str) -> None:
+        self._fd = fd
+        self._key = key
+        self._lock = threading.Lock()
+        self._num_users = 1
+        """Uses under way, and one more until `close` is called."""
+        self._is_closed = False
+
+    @contextmanager
+    def used(self) -> Iterator[int]:
+        """The descriptor, which stays open in this block.  UsageError if it is closed."""
+        with self._lock:
+            if self._is_closed:
+                raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
+            self._num_users += 1
+        try:
+            yield self._fd
+        finally:
+            self._let_go()
+
+    def close(self) -> None:
+        """Close it as soon as nobody uses it.  Safe to call twice."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            is_last = not self._num_users
+        if is_last:
+            with suppress(OSError):
+                os.close(self._fd)
+
 
 SPARE_BYTES = 2 << 20
 

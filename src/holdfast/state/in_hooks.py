@@ -1,4 +1,11 @@
-"""Optimizers that step in backward, while the gradients come.
+"""State of the training that hangs at hooks, where no `state_dict()` tells of it.
+
+*Communication hooks* of DistributedDataParallel that compress what ranks exchange may carry over what they
+did not send (PowerSGD's error feedback), and count steps.  Without that a restored run computes other
+numbers than one that was not interrupted.  torch leaves it to the script, so all that can be done here is
+to say it.
+
+*Optimizers that step in backward*, while the gradients come:
 
     by = {p: AdamW([p]) for p in model.parameters()}
 
@@ -17,6 +24,7 @@ A hook counts if it names `step`, and an optimizer if the parameter is one of it
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -24,11 +32,61 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from holdfast.errors import UsageError
-from holdfast.state.several import SHOWN, State, inner_optimizers, optimizers_in, parts_of
+from holdfast.errors import UsageError, warn_user
+from holdfast.state.live import State, stages
+from holdfast.state.several import SHOWN, inner_optimizers, optimizers_in, parts_of
 from holdfast.state.wrapped import bare, stepping
+
+# -- communication hooks -----------------------------------------------------------------------------
+
+
+STATELESS = (type(None), ProcessGroup, weakref.ref)
+"""Types of what hooks that carry nothing over are registered with."""
+UPCASTING = "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"
+"""Module with torch's hook that DDP registers itself for `mixed_precision=`, which carries nothing over."""
+
+
+def tell_hooks(state: State) -> None:
+    """HoldfastWarning for each communication hook whose own state is neither a value of the state nor an
+    attribute of one."""
+    for key, value in state.items():
+        for module in stages(value) or ():
+            for hook, kept in _communication_hooks(module):
+                if _carries_over(kept) and not _has(state, kept):
+                    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    warn_user(
+                        f"{key!r}: the communication hook {name} keeps a {type(kept).__qualname__} that "
+                        "is not in the state: what it carries over from step to step is not saved, and "
+                        "begins anew after a restore. An object with state_dict() and load_state_dict() "
+                        "that has it as an attribute can be handed over as a value of the state"
+                    )
+
+
+def _communication_hooks(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """The communication hooks in a module, with what they were registered with."""
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            yield from part._comm_hooks
+
+
+def _carries_over(kept: Any) -> bool:
+    """True if what a hook was registered with may hold something from one step to the next."""
+    return not isinstance(kept, STATELESS) and type(kept).__module__ != UPCASTING
+
+
+def _has(state: State, kept: Any) -> bool:
+    return any(
+        value is kept or any(one is kept for one in getattr(value, "__dict__", {}).values())
+        for value in state.values()
+    )
+
+
+# -- optimizers that step in backward ----------------------------------------------------------------
+
 
 Lost = list[tuple[str, Any]]
 """Names of parameters, each with an optimizer."""

@@ -1,0 +1,216 @@
+"""The durable tier: images to storage, off the training thread.
+
+Digests and writes follow the copier through the image.  Then every rank hands in its file or its error, and
+rank 0 commits only if all have succeeded and its claim on the root still stands.  A failed save leaves no
+manifest, its files are deleted, and the next save starts afresh.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.checkpoint.claiming import Claim
+from holdfast.checkpoint.names import step_prefix
+from holdfast.checkpoint.tidying import Keep
+from holdfast.errors import Deadline
+from holdfast.events import emit, span
+from holdfast.format.manifest import FileEntry
+from holdfast.patience import slowest
+from holdfast.saving.commit import manifest_of, written
+from holdfast.saving.handle import Save
+from holdfast.saving.messages import SaveOutcome, Written
+from holdfast.saving.operation import Draft, Request, SaveOperation
+from holdfast.saving.saver import Saver
+from holdfast.saving.steps import RootSteps
+from holdfast.saving.writing import write_image
+from holdfast.state.live import Live
+from holdfast.state.snapshot import Buffer, PrivateBuffer, touch
+from holdfast.store import Store
+from holdfast.threads import Worker
+from holdfast.wire import rank_errors
+
+LATE_S = 1.0
+"""Seconds that a save may wait for the one before; longer slows training, and the user is told once."""
+
+
+class Durable:
+    """Saves to a store.  Every method is collective: all ranks call it in the same order."""
+
+    name = "save"
+
+    def __init__(
+        self,
+        store: Store,
+        saver: Saver,
+        *,
+        claim: Claim | None,
+        run: int,
+        attempt: str | None = None,
+        keep: Keep | None = None,
+    ) -> None:
+        """`attempt`: the name of the only one; without it each save has one of its own."""
+        self.saver = saver
+        self.group = saver.group
+        self.steps = RootSteps(store, self.group.rank, claim, keep or Keep())
+        self.run = run
+        self.worker = Worker("holdfast-persist")
+        self.news: list[str] = []
+        """Messages that the user is to be told."""
+        self._attempt = attempt
+        self._buffer = PrivateBuffer()
+        self._is_free = threading.Event()
+        """Set while no save is using the buffer."""
+        self._is_free.set()
+        self._was_late = False
+
+    @property
+    def store(self) -> Store:
+        return self.steps.store
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def begin(self, describe_live: Callable[[], Live], step: int, *, must: bool) -> Save:
+        """Start a save of the live state.  `must`: wait for the one in flight, do not skip.
+
+        Blocks as `Saver.begin`.
+        """
+        step_prefix(step)
+        request = Request(step, busy=not must and self.steps.is_saving)
+        op = self.saver.operation(self, request, on_end=lambda op, _: self.steps.let_go(op))
+        self.steps.watch_over(op)
+        return self.saver.begin(op, describe_live)
+
+    def prepare(self, describe_live: Callable[[], Live]) -> None:
+        """Plan a save and have the memory for it ready.  Returns at once."""
+        rehearsal = Request(0, is_rehearsal=True)
+        self.saver.begin(self.saver.operation(self, rehearsal), describe_live)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for what is under way, for `deadline_s` unless told otherwise; Deadline after that."""
+        limit = self.saver.deadline_s if timeout is None else timeout
+        try:
+            self.settle(limit)
+            self._buffer.close()
+        finally:
+            self.worker.shutdown()
+            self.steps.worker.shutdown()
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until nothing is under way; Deadline if that takes longer."""
+        until = time.monotonic() + limit_s
+        try:
+            self.saver.settle(limit_s)
+            for worker in (self.worker, self.steps.worker):
+                worker.settle(max(until - time.monotonic(), 0.1))
+        except TimeoutError:
+            awaited = self.group.awaited
+            raise Deadline(
+                f"a save was still under way after {limit_s:.3g} s"
+                + (f": {awaited}" * bool(awaited)),
+                hint=(
+                    slowest() or ("look at the log of that rank" if awaited else "storage may hang")
+                )
+                + "; the step is committed only if `holdfast ls` shows it",
+            ) from None
+
+    def adopt(self, claim: Claim) -> None:
+        """Go on as another run: what is saved from now on is newer than all that was."""
+        self.steps.claim, self.run = claim, claim.run
+
+    # -- saving thread ----------------------------------------------------------------------------
+
+    def take(self, op: SaveOperation) -> Buffer:
+        """Wait for the image's memory: the save before may still be writing it."""
+        if not self._is_free.is_set():
+            emit("save.queued", step=op.step)
+            self._await_last(op.step)
+        self._is_free.clear()
+        return self._buffer
+
+    def _await_last(self, step: int) -> None:
+        began = time.monotonic()
+        if not self._is_free.wait(self.saver.deadline_s):
+            raise Deadline(f"the save before did not end within {self.saver.deadline_s:g} s")
+        late_s = time.monotonic() - began
+        if late_s > LATE_S and not self._was_late:
+            self._was_late = True
+            self.news.append(
+                f"the save of step {step} waited {late_s:.1f} s for the one before, and training with it: "
+                'save less often, or leave such saves out with when_busy="skip"; this is told once'
+            )
+
+    # -- persist thread ---------------------------------------------------------------------------
+
+    def keep(self, op: SaveOperation, draft: Draft) -> None:
+        """Write this rank's image behind the copier, and commit with the others.  Blocks; RankErrors.
+
+        Of a rehearsal: make the memory real, so that the first save does not have to.
+        """
+        if not op.request.is_rehearsal:
+            self.write_and_commit(op, draft)
+            return
+        if op.error is not None:
+            raise op.error
+        touch(draft.buffer.view)
+        op.release()
+        op.end()
+
+    def write_and_commit(self, op: SaveOperation, draft: Draft) -> None:
+        """Write this rank's image, which may be another tier's, and commit with the others."""
+        attempt = self.attempt_of(op)
+        file = None
+        try:
+            with span("persist", step=op.step, bytes=draft.image.total_bytes if draft.image else 0):
+                file = self._write(op, draft, attempt)
+        except Exception as failed:
+            op.error = failed
+        try:
+            answer = self.group.ask(
+                f"commit/{op.number}",
+                written(op, draft, file),
+                lambda answers: self._decide(op, draft, attempt, answers),
+                self.saver.deadline_s,
+                f"written its part of {op.in_words}",
+            )
+        finally:
+            op.release()
+        outcome = msgspec.msgpack.decode(answer, type=SaveOutcome)
+        if outcome.errors:
+            self.steps.discard(op, attempt)
+            raise rank_errors(f"save of step {op.step}", outcome.errors, op.step) from op.error
+        op.end()
+        self.steps.tidy(op)
+
+    def attempt_of(self, op: SaveOperation) -> str:
+        """Name of the folder that an operation's files are in."""
+        return self._attempt or f"{self.run:04d}-{op.number:06d}"
+
+    def _write(self, op: SaveOperation, draft: Draft, attempt: str) -> FileEntry | None:
+        """Write the image and return its entry; None if there is nothing to write."""
+        if draft.image is None:
+            draft.filling.conclude()
+            return None
+        path, rank = f"{attempt}/r{self.group.rank:05d}.safetensors", self.group.rank
+        memory = draft.buffer.view
+        return write_image(self.store, op.step, path, rank, memory, draft.image, draft.filling)
+
+    def _decide(self, op: SaveOperation, draft: Draft, attempt: str, answers: list[bytes]) -> bytes:
+        """Rank 0: commit if every rank has written."""
+        given = [msgspec.msgpack.decode(a, type=Written) for a in answers]
+        errors = {r: w.error for r, w in enumerate(given) if w.error is not None}
+        if not errors:
+            errors = self.steps.commit(
+                op, lambda: manifest_of(draft, given, step=op.step, run=self.run, attempt=attempt)
+            )
+        return msgspec.msgpack.encode(SaveOutcome(errors))
+
+    # -- any thread -------------------------------------------------------------------------------
+
+    def release(self, op: SaveOperation) -> None:
+        """Let the memory be filled again."""
+        if op.has_memory:
+            self._is_free.set()

@@ -1,0 +1,116 @@
+"""What the saves of a run have in common: the thread that agrees and copies, the plan, the open window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from holdfast.group import Group
+from holdfast.layout import Mesh
+from holdfast.saving.handle import Save
+from holdfast.saving.operation import Companion, Draft, Request, SaveOperation, Tier
+from holdfast.saving.planning import Planner
+from holdfast.state.agreed import describe
+from holdfast.state.carrying import Room
+from holdfast.state.live import Live, LiveTensor
+from holdfast.state.replicas import Replicas
+from holdfast.state.snapshot import Kept
+from holdfast.state.window import Gate, resting
+from holdfast.threads import Worker
+
+
+def _nothing(op: SaveOperation, error: BaseException | None) -> None:
+    """Do nothing at the end of an operation."""
+
+
+class Saver:
+    """Runs save operations, one after the other.  All ranks call its methods in the same order."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        mesh: Mesh | None = None,
+        deadline_s: float = 600.0,
+        replicas: Literal["once", "verify", "trust"] = "once",
+        carry_bytes: int = 0,
+    ) -> None:
+        self.group = group
+        self.deadline_s = deadline_s
+        self.replicas = Replicas(replicas)
+        self.room = Room(carry_bytes)
+        """Memory for what is not copied when the window ends."""
+        self.planner = Planner(group, mesh, deadline_s)
+        self.aside: Kept = {}
+        """Tensors that were set aside at the last call."""
+        self._number = 0
+        self._gate = Gate()
+        self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Live())
+        """`_lie_of` each tensor, the aliases, and the description that was made from both."""
+        self._worker = Worker("holdfast-saving")
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def operation(
+        self,
+        tier: Tier,
+        request: Request,
+        *,
+        companion: Companion | None = None,
+        on_end: Callable[[SaveOperation, BaseException | None], None] = _nothing,
+    ) -> SaveOperation:
+        """Return an operation that has not begun.  Each has to be given to `begin`, in the same order."""
+        self._number += 1
+        return SaveOperation(self, tier, self._number, request, companion=companion, on_end=on_end)
+
+    def begin(self, op: SaveOperation, describe_live: Callable[[], Live]) -> Save:
+        """Start an operation: blocks as `SaveOperation.collect`, then goes on in the background."""
+        op.collect(describe_live)
+        if not op.request.busy:  # else the copy under way still needs the window before
+            self._gate.window = op.window
+        self._worker.submit(op.guarded, op.run)
+        return op.save
+
+    def settle(self, limit_s: float | None) -> None:
+        """Wait until no operation agrees or copies; TimeoutError if that takes longer than `limit_s`.
+
+        Without a limit it ends all the same, for whatever operations wait for has a deadline.
+        """
+        with resting():
+            self._worker.settle(limit_s)
+
+    def close(self) -> None:
+        """Let every later optimizer step pass."""
+        self._gate.close()
+        self._worker.shutdown()
+
+    # -- saving thread ----------------------------------------------------------------------------
+
+    def describe(self, live: Live) -> bytes:
+        """Describe the state: as before, if each tensor is the very one of then, or lies alike."""
+        tensors, aliases, description = self._described
+        now = [_lie_of(t) for t in live.tensors.values()]
+        is_same = len(now) == len(tensors) and all(map(_is_same, now, tensors))
+        if not is_same or live.aliases != aliases:
+            description = describe(live)
+            self._described = now, live.aliases, description
+        return description
+
+    def make_room(self, draft: Draft) -> None:
+        """Make the memory for what will have to be carried over, where such memory was asked for."""
+        if self.room.size and draft.layout is not None:
+            _, copies = draft.layout
+            self.room.make(source.device for source in copies.sources)
+
+
+def _lie_of(tensor: LiveTensor) -> Any:
+    """Return a value that tells whether a tensor lies as before: a steady one itself; of others, which are
+    not to be kept alive, all that is described."""
+    if tensor.steady:
+        return tensor
+    parts = tuple((part.shape, part.box, part.cuts) for part in tensor.parts)
+    return tensor.name, tensor.state, tensor.placed.dtype, parts
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, tuple) and one == other)

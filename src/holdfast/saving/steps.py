@@ -1,0 +1,99 @@
+"""The steps of a root as rank 0 changes them: it commits one, and deletes what that makes superfluous.
+
+Deleting goes on in the background, and must not touch what a save under way still needs: so every operation
+that may become a step of the root is watched over from before it begins until it has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from holdfast.checkpoint.claiming import Claim
+from holdfast.checkpoint.committing import commit
+from holdfast.checkpoint.tidying import Keep, attempt_of, discard, prune, sweep
+from holdfast.errors import Deadline, HoldfastError, Unavailable
+from holdfast.events import emit, span
+from holdfast.format.manifest import Manifest
+from holdfast.saving.operation import SaveOperation
+from holdfast.store import Store
+from holdfast.threads import Worker
+from holdfast.wire import WireError
+
+
+class RootSteps:
+    """The steps of a root.  Every rank has one; only rank 0's changes anything."""
+
+    def __init__(self, store: Store, rank: int, claim: Claim | None, keep: Keep) -> None:
+        self.store = store
+        self.claim = claim
+        """This run's claim on the root; None for a save by itself."""
+        self.also_tidy: Callable[[], None] = lambda: None
+        """Called on rank 0, after the steps have been tidied up."""
+        self.worker = Worker("holdfast-tidy")
+        self._rank = rank
+        self._keep = keep
+        self._watched: dict[int, int] = {}
+        """RootSteps of the operations that have begun and not ended, on this rank, by their number."""
+        self._lock = threading.Lock()
+        self._committing = threading.Lock()
+
+    @property
+    def is_saving(self) -> bool:
+        """True if a save is under way on this rank."""
+        return bool(self._watched)
+
+    def watch_over(self, op: SaveOperation) -> None:
+        """Let nothing of the operation's step be tidied away until `let_go`."""
+        with self._lock:
+            self._watched[op.number] = op.step
+
+    def let_go(self, op: SaveOperation) -> None:
+        """Say that the operation has ended."""
+        with self._lock:
+            self._watched.pop(op.number, None)
+
+    def commit(self, op: SaveOperation, make: Callable[[], Manifest]) -> dict[int, WireError]:
+        """Make a step exist, all the files of which are written.  On rank 0; returns its error, by rank.
+
+        `make`: makes the manifest, which names them.
+        """
+        try:
+            manifest = make()
+            with self._committing:
+                op.outcome.replaced = attempt_of(self.store, op.step)
+                commit(self.store, manifest, self.claim)
+        except Exception as error:
+            op.outcome.is_uncertain = isinstance(error, (Unavailable, Deadline))
+            return {0: WireError.of(error, "commit")}
+        return {}
+
+    def discard(self, op: SaveOperation, attempt: str) -> None:
+        """Delete the files of an attempt that has failed, if possible, and if it is certain that it is not
+        committed; the rest is swept after the next successful save."""
+        if self._rank == 0 and not op.outcome.is_uncertain:
+            try:
+                discard(self.store, op.step, attempt)
+            except HoldfastError as error:
+                emit("discard.failed", step=op.step, error=str(error))
+
+    def tidy(self, op: SaveOperation) -> None:
+        """Tidy up after a commit, in the background."""
+        if self._rank == 0:
+            self.worker.submit(self._tidy, op.number, op.step, op.outcome.replaced)
+
+    def _tidy(self, number: int, step: int, replaced: str | None) -> None:
+        """Delete what a commit has replaced, what `keep` lets go, what crashes left."""
+        try:
+            with span("tidy", step=step):
+                if replaced is not None:
+                    discard(self.store, step, replaced)
+                with self._lock:  # they may end in another order than they began
+                    watched = dict(self._watched)
+                spare = tuple(watched.values())
+                prune(self.store, self._keep, spare=spare, lock=self._committing)
+                if self.claim is not None:
+                    sweep(self.store, self.claim, min([number, *(n - 1 for n in watched)]))
+                self.also_tidy()
+        except Exception as error:
+            emit("tidy.failed", error=str(error))
