@@ -25,11 +25,20 @@ from holdfast.layout import Box, whole
 from holdfast.near import near
 from holdfast.restore.compare import Problems
 from holdfast.restore.groups import HOW, match_groups
-from holdfast.restore.nested import LIVE, OBJECT, Nested, StateSlot, nested
+from holdfast.restore.nested import (
+    LIVE,
+    OBJECT,
+    Nested,
+    StateSlot,
+    is_object,
+    nested,
+    not_its_state,
+)
 from holdfast.restore.targets import RestoreOptions, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
+from holdfast.state.deriving import derives, tell_loaded
 from holdfast.state.live import (
     RULES,
     Live,
@@ -39,7 +48,9 @@ from holdfast.state.live import (
     is_optimizer,
     is_stateful,
     outline_tensor,
+    parts_of,
     stages,
+    unwrap,
 )
 from holdfast.state.optimizers import (
     common_name,
@@ -52,6 +63,7 @@ from holdfast.state.own_errors import naming
 from holdfast.state.placed import local_of, place, torch_dtype
 from holdfast.state.several import Several
 from holdfast.state.wrapped import stepping
+from holdfast.state.wrappers import parts
 
 _RULES = ", ".join(RULES)
 
@@ -102,6 +114,8 @@ class Extras:
                 self.problems.lines += found.missing + (
                     found.homeless if self.options.strict else []
                 )
+            if key in manifest.extras and is_object(value) and not is_optimizer(value):
+                self.problems.lines += not_its_state(key, value, manifest.extras[key])
             if is_optimizer(value) and not self._has_common(value):
                 self.problems.lines += self._common_without_place(key, value)
             plain = stages(value) is None and not only_tensors(value)
@@ -330,6 +344,27 @@ class Extras:
                 from holdfast.state.made import put_own
 
                 put_own(key, one, {e: v for e, v in saved.items() if e in one.made and e in wanted})
+        if self.is_whole:
+            self._tell_loaded(key, value)
+
+    def _tell_loaded(self, key: str, value: Any) -> None:
+        """Let modules derive what they derive when they are loaded, the inner ones first."""
+        told = {id(own.part) for _, own in self._made(key, value)}
+        for module in stages(value) or ():
+            for prefix, part in reversed(list(self._deriving(module))):
+                name = f"{key}.{prefix}"
+                if id(part) not in told and any(n.startswith(name) for n in self._live.tensors):
+                    tell_loaded(name.removesuffix("."), part)
+
+    def _deriving(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Submodules that may derive something when they are loaded, with what their names begin with."""
+        root = unwrap(module)
+        is_torchs = self._live.sources.of(module).saves_rest
+        few = {part for part in parts_of(root) if is_torchs and derives(part)}
+        for prefix, part in parts(root) if few else ():
+            if part in few:
+                few.remove(part)
+                yield prefix, part
 
     def _tree(self, name: str, own: dict[str, Any]) -> Any:
         """An extra that is part of a value of the state, as this rank is to have it; None if it is not."""

@@ -7,11 +7,13 @@ in one error); read every rank's boxes together, straight into the live tensors;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
@@ -48,6 +50,22 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Restore
     """
     check_keys(state)
     wait_for_copies()
+    with _outside_inference_mode():
+        _restore(checkpoint, state, group, options)
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """A block whose tensors can be trained, wherever it was called: an optimizer's next step could not
+    write to states that were made in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
     prepared = _prepare(checkpoint, state, group, options)
     try:
         with span("restore.read", step=checkpoint.step):
@@ -59,7 +77,7 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Restore
         with alike(group, checkpoint.step):
             for source in prepared.live.sources.of_frameworks():
                 source.refresh()
-    except Exception as error:
+    except BaseException as error:  # a KeyboardInterrupt, too: a notebook goes on
         poison(prepared.live)
         _tell_left_behind(error)
         raise
@@ -67,7 +85,7 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Restore
         count_writes(prepared.live)
 
 
-def _tell_left_behind(error: Exception) -> None:
+def _tell_left_behind(error: BaseException) -> None:
     """Say in a Deadline's hint that a read which storage has not answered may still write into the memory
     that it was given: nobody can take that back from the kernel."""
     if isinstance(error, HoldfastError) and isinstance(error.__cause__ or error, Deadline):
