@@ -234,8 +234,8 @@ ONLY_TO_RESTORE = (
 )
 """The half of the core that the first restore loads."""
 
-MOST_MODULES = 83
-MOST_LINES = 9_400
+MOST_MODULES = 85
+MOST_LINES = 9_550
 """What importing `holdfast.checkpointer` may need: modules of ours, and lines of code in them."""
 
 NO_CODE = (
