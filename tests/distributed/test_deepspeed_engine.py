@@ -41,7 +41,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launched(out: Path, folder: str, module: str, ranks: int, *names: str) -> Failed:
     (out / folder).mkdir()
-    return run_module(module, ranks, out / folder, 240, *names, forked=ranks != 3)
+    return run_module(module, ranks, out / folder, *names, forked=ranks != 3)
 
 
 @pytest.fixture(scope="module")

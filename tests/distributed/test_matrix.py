@@ -26,11 +26,11 @@ TIED_TWICE = {"virtual2", "pp2_dp2", "pp2_rep1_dp2_tp2"}
 """Checkpoints with the tied weights under both names, of which the other layouts want one."""
 
 
-def run(verb: str, root: Path, layouts: list[str], timeout_s: float) -> dict[str, Any]:
+def run(verb: str, root: Path, layouts: list[str]) -> dict[str, Any]:
     """One launch per world size, two at a time; what each layout found, by its name."""
 
     def one(size: int) -> Any:
-        launch("matrix", size, verb, root, *layouts, timeout_s=timeout_s, forked=size > 3).check()
+        launch("matrix", size, verb, root, *layouts, forked=size > 3).check()
         return json.loads((root / f"{verb}-{size}.json").read_text())
 
     found: dict[str, Any] = {}

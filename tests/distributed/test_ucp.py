@@ -63,12 +63,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_eight(out: Path) -> dict[str, list[str]]:
-    return run_module("ucp_megatron", 8, out, 400, forked=True)
+    return run_module("ucp_megatron", 8, out, forked=True)
 
 
 @pytest.fixture(scope="module")
 def on_two(out: Path, on_eight: dict[str, list[str]]) -> dict[str, list[str]]:
-    return run_module("ucp_two", 2, out, 400, forked=True)
+    return run_module("ucp_two", 2, out, forked=True)
 
 
 @pytest.fixture(scope="module")
