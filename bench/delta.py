@@ -14,7 +14,7 @@ steps again.
 from __future__ import annotations
 
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from statistics import median
 from typing import Any
 
@@ -32,14 +32,16 @@ from common import (
 )
 from stall import Trainer
 
+from holdfast.threads import Worker
 
-class AtOnce(ThreadPoolExecutor):
+
+class AtOnce(Worker):
     """Does what it is given before it goes on: so records are read, then applied, in turns."""
 
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, work: Any, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
         try:
-            done.set_result(fn(*args, **kwargs))
+            done.set_result(work(*args, **kwargs))
         except Exception as error:
             done.set_exception(error)
         return done
@@ -175,11 +177,11 @@ def work(job: Job) -> dict[str, Any]:
     expected = state.checksums()
     is_possible = Blockwise.is_possible
 
-    def recover(executor: Any, in_blocks: bool) -> float:
+    def recover(reader: type[Worker], in_blocks: bool) -> float:
         state.wipe()
         ckpt = checkpointer("replay")
         took: list[float] = []
-        replay.ThreadPoolExecutor = executor
+        replay.Worker = reader
         Blockwise.is_possible = is_possible if in_blocks else lambda _: False
         with holdfast.events.listen(
             lambda e: took.append(e.duration_s or 0.0) if e.name == "replay" else None
@@ -199,7 +201,7 @@ def work(job: Job) -> dict[str, Any]:
 
     recoveries = take_turns(
         {
-            "replay": lambda _: recover(ThreadPoolExecutor, True),
+            "replay": lambda _: recover(Worker, True),
             "in turns": lambda _: recover(AtOnce, False),
             "in turns, in blocks": lambda _: recover(AtOnce, True),
             "training": lambda _: again(),

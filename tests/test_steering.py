@@ -13,7 +13,7 @@ import torch
 import holdfast
 from holdfast import events, here
 from holdfast.checkpoint.names import parse_segment, segments
-from holdfast.delta import capture
+from holdfast.delta import capture, copying
 from holdfast.errors import UsageError
 from holdfast.store import LocalStore
 
@@ -130,13 +130,13 @@ def test_the_copy_of_gradients_is_a_cost_of_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no part of what a step takes: without records it takes as long."""
-    copied = capture._copy_part
+    copied = copying._copy_part
 
     def slowly(*args: Any) -> None:
         time.sleep(0.3)
         copied(*args)
 
-    monkeypatch.setattr(capture, "_copy_part", slowly)
+    monkeypatch.setattr(copying, "_copy_part", slowly)
     one, delta = Training(), holdfast.Delta(queue=40)
     with holdfast.Checkpointer(tmp_path, one.state, every=holdfast.Auto(), delta=delta) as ckpt:
         ckpt.step(1)

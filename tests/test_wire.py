@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from holdfast import errors
 from holdfast.checkpoint.peers import agree
-from holdfast.delta import words as delta_words
+from holdfast.delta import messages as delta_messages
 from holdfast.delta.queue import Queue
 from holdfast.delta.segment import Record
 from holdfast.errors import (
@@ -36,6 +36,7 @@ from holdfast.memory.node import effects, machine
 from holdfast.memory.node import words as w
 from holdfast.memory.node.jobs import Job, Slot, State, Writing
 from holdfast.saving.messages import ReadyToSave, SaveOutcome, Verdict, Written
+from holdfast.store import MemoryStore
 from holdfast.wire import KINDS, WireError, decode_error, encode_error, rank_errors
 from holdfast.writers.ranks import Ranks
 
@@ -191,9 +192,9 @@ def by_the_agent(error: HoldfastError) -> HoldfastError:
 def by_the_writer_of_records(error: HoldfastError) -> HoldfastError:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        delta_words.send(theirs, delta_words.RecordsWrote((2,), error=WireError.of(error)))
-        message, _ = delta_words.receive(ours, delta_words.FROM_WRITER)
-    queue = Queue(1.0)
+        delta_messages.send(theirs, delta_messages.RecordsWrote((2,), error=WireError.of(error)))
+        message, _ = delta_messages.receive(ours, delta_messages.FROM_WRITER)
+    queue = Queue(MemoryStore("wire"), 1.0)
     queue._sent[2] = Record(9, 0, 0, 0, 0, 0, ())
     queue._wrote(message)
     assert queue.error is not None

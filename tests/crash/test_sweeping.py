@@ -20,7 +20,7 @@ from holdfast.checkpoint.tidying import delete_step, discard, prune, sweep
 from holdfast.checkpoint.verifying import verify
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.segment import plan_key, segment_key
-from holdfast.delta.writers import writing_key
+from holdfast.delta.writer_registry import writing_key
 from holdfast.errors import NotFound
 from holdfast.layout import Mesh
 from holdfast.store import LocalStore, Store, open_store

@@ -16,8 +16,8 @@ from typing import Any
 from delta import dying_writer
 from delta.test_damage import the_writer
 from holdfast import background
-from holdfast.delta import capture, queue
-from holdfast.delta.capture import OpenRecord, RecordCapture
+from holdfast.delta import planning, queue
+from holdfast.delta.copying import GradientCopier, OpenRecord
 from holdfast.delta.queue import Queue
 from holdfast.store import LocalStore
 
@@ -43,17 +43,17 @@ def arrange(at: str, number: int | str, out: Path) -> None:
 
     match at:
         case "copy":
-            whole = RecordCapture._copy_here
+            whole = GradientCopier._copy_here
 
-            def half(making: RecordCapture, record: OpenRecord, grads: list[Any]) -> None:
+            def half(making: GradientCopier, record: OpenRecord, grads: list[Any]) -> None:
                 if now():
                     whole(making, record, grads[: len(grads) // 2])
                     die()
                 whole(making, record, grads)
 
-            RecordCapture._copy_here = half  # type: ignore[method-assign]
+            GradientCopier._copy_here = half  # type: ignore[method-assign]
         case "plan":
-            capture.put_plan = before(capture.put_plan, lambda *_: True)
+            planning.put_plan = before(planning.put_plan, lambda *_: True)
         case "announce":
             queue.announce = before(queue.announce, lambda *_: True)
         case "announced":

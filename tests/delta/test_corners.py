@@ -22,7 +22,7 @@ import torch
 import holdfast
 import holdfast.roots
 from holdfast import background
-from holdfast.delta import capture, queue, writer
+from holdfast.delta import capture, copying, queue, writer
 from holdfast.delta.log import open_log
 from holdfast.errors import (
     Deadline,
@@ -133,13 +133,13 @@ def test_an_optimizer_that_writes_to_gradients(
     foreach: bool,
 ) -> None:
     """SGD with Nesterov's momentum does with foreach.  However late the copy, it has them as they were."""
-    copy = capture._copy
+    copy = copying._copy
 
     def late(*args: Any) -> None:
         time.sleep(0.03)
         copy(*args)
 
-    monkeypatch.setattr(capture, "_copy", late)
+    monkeypatch.setattr(copying, "_copy", late)
 
     def make(p: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)

@@ -13,7 +13,7 @@ from torch import nn
 
 import holdfast
 from cli import calling
-from holdfast.delta import capture
+from holdfast.delta import planning
 from holdfast.delta.segment import SegmentHeader
 from holdfast.errors import HoldfastWarning, NotFound
 
@@ -344,7 +344,7 @@ def test_older_records_that_do_not_say_which_module(
     new: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capture, "SegmentHeader", lambda *args, modules: SegmentHeader(*args))
+    monkeypatch.setattr(planning, "SegmentHeader", lambda *args, modules: SegmentHeader(*args))
     made(root, new, 3)
     status, text = call("replay", root, root / "full", "--to", 3)
     assert status == 2

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 import holdfast
-from holdfast.delta.capture import RecordCapture
+from holdfast.delta.copying import GradientCopier
 from holdfast.delta.offline import replay_to
 from holdfast.errors import NotRecoverable, UsageError
 from holdfast.store import open_store
@@ -198,7 +198,7 @@ def test_a_step_that_is_interrupted_before_it_begins(
         for number in range(1, 6):
             if number == 3:
                 with monkeypatch.context() as patched:
-                    patched.setattr(RecordCapture, "_copy_here", interrupted)
+                    patched.setattr(GradientCopier, "_copy_here", interrupted)
                     with pytest.raises(KeyboardInterrupt):
                         run.step(number)
             else:

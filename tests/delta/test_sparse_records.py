@@ -17,9 +17,10 @@ import holdfast
 from holdfast.codec.sparse import HEAD_BYTES
 from holdfast.compression.topk import largest
 from holdfast.delta.log import open_log
+from holdfast.delta.optimizers import NamedOptimizer
 from holdfast.delta.packing import BLOCK, PACKED, nonzero, parted
 from holdfast.delta.places import RecordLayout
-from holdfast.delta.recording import Steps, agree, held
+from holdfast.delta.planning import agree, held
 from holdfast.errors import UsageError
 from holdfast.group import Group
 from holdfast.state.arrays import raw_array
@@ -177,8 +178,8 @@ def layout_of(length: int) -> RecordLayout:
     dense, thin = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(40_000))
     holdfast.compression.sparse([thin], at_most=0.1)
     steps = [
-        Steps("a", torch.optim.SGD([dense], lr=0.1), [[("d" * length, dense)]]),
-        Steps("b", torch.optim.SGD([thin], lr=0.1), [[("t", thin)]]),
+        NamedOptimizer("a", torch.optim.SGD([dense], lr=0.1), [[("d" * length, dense)]]),
+        NamedOptimizer("b", torch.optim.SGD([thin], lr=0.1), [[("t", thin)]]),
     ]
     live = held(steps, {"c.small": torch.arange(3, dtype=torch.uint8)})
     agreement, tensors = parted(agree(Group(), live, None, 1), 1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.codec.digest import CHUNK_BYTES, num_chunks
-from holdfast.delta import words as w
+from holdfast.delta import messages as w
 from holdfast.delta import writer
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Record, SegmentHeader, read_header, segment_key

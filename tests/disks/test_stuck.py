@@ -206,7 +206,7 @@ def test_wait_ends_in_time_with_records(root: Path) -> None:
     ckpt.wait(0.0)  # nothing is under way
     delta, stuck = ckpt._tiers.delta, threading.Event()
     assert delta is not None
-    delta._capture._copier.submit(stuck.wait)
+    delta._capture._copier.then(stuck.wait)
     error = ended(lambda: ckpt.wait(0.1))
     assert isinstance(error, Deadline), error
     assert "records were not all with their writer" in str(error)

@@ -19,7 +19,9 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StateMismatch
+from holdfast.interop.megatron.opening import open_megatron
 from holdfast.interop.megatron.tensors import template, unfused
+from holdfast.store import LocalStore
 
 FOLDER = "iter_0000007"
 LAYERS, EXPERTS = 3, 2
@@ -195,6 +197,14 @@ def test_a_newer_iteration_that_is_not_there(copy: Path) -> None:
     with pytest.raises(NotFound, match=r"iter_0000008.*iterations there: 7"):
         holdfast.open(copy)
     assert holdfast.open(copy, step=7).step == 7
+
+
+def test_a_marker_that_names_no_iteration(copy: Path) -> None:
+    """As when it is replaced between two looks: the error says what is there."""
+    (copy / "latest_checkpointed_iteration.txt").write_text("soon")
+    with pytest.raises(NotFound, match="names no iteration") as caught:
+        open_megatron(LocalStore(copy))
+    assert caught.value.hint == "iterations there: 7; name one"
 
 
 def test_an_iteration_that_was_not_finished(copy: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.delta.writers import WriterEntry
+from holdfast.delta.writer_registry import WriterEntry
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from memory.agents import await_gone, pid_of

@@ -13,6 +13,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import Corrupt, NotRecoverable, StateMismatch
+from holdfast.restore import transaction
 
 
 class Net(nn.Module):
@@ -250,6 +251,21 @@ def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
     assert error.expected != error.found
     assert key in str(error)
     assert net.weight.isnan().all(), "a half-loaded model must not look like a good one"
+
+
+def test_a_load_that_is_interrupted_leaves_nan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Notebooks go on after a KeyboardInterrupt."""
+    net = saved_steps(tmp_path, [1])
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transaction, "read_together", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        holdfast.load(tmp_path, {"model": net})
+    assert net.weight.isnan().all()
 
 
 def test_verification_can_be_left_out(tmp_path: Path) -> None:

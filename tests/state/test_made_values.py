@@ -246,6 +246,18 @@ def test_a_shared_module_is_ignored_under_all_its_names(tmp_path: Path) -> None:
     holdfast.load(tmp_path, {"model": model})
 
 
+@pytest.mark.parametrize("names", [["second.kind"], ["first.kind", "second.kind"]], ids=len)
+def test_a_shared_module_is_ignored_under_any_name_that_its_model_gives(
+    tmp_path: Path, names: list[str]
+) -> None:
+    shared = saying(linear(), kind=lambda _: "a")
+    model = holdfast.ignore(nn.ModuleDict({"first": shared, "second": shared}), *names)
+    assert set(names) <= set(model.state_dict())
+    holdfast.save(tmp_path, {"model": model}, step=1)
+    assert holdfast.open(str(tmp_path)).extras == {}
+    holdfast.load(tmp_path, {"model": model})
+
+
 # -- what is seen -----------------------------------------------------------------------------------
 
 

@@ -143,3 +143,54 @@ def test_an_object_where_a_plain_value_was_saved(tmp_path: Path, saved: Any, str
     with pytest.raises(StateMismatch, match=r"more\.sched: no state of an object was saved"):
         holdfast.load(tmp_path, {"model": other, "more": {"sched": sched}}, strict=strict)
     assert torch.equal(other.weight, before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("saved", [None, 3, [1.0], (1, 2)], ids=str)
+def test_an_object_as_a_value_of_the_state_where_a_plain_one_was_saved(
+    tmp_path: Path, saved: Any, strict: bool
+) -> None:
+    """Told before anything is loaded, too."""
+    model = torch.nn.Linear(2, 2)
+    holdfast.save(tmp_path, {"model": model, "sched": saved}, step=1)
+    other = torch.nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    with pytest.raises(StateMismatch, match=r"sched: no state of an object was saved.* a Kept"):
+        holdfast.load(tmp_path, {"model": other, "sched": Kept()}, strict=strict)
+    assert torch.equal(other.weight, before)
+
+
+class Number:
+    """An object whose state is no dict, and which has none before it is loaded."""
+
+    def __init__(self, value: int | None = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> int:
+        if self.value is None:
+            raise RuntimeError("not loaded yet")
+        return self.value
+
+    def load_state_dict(self, state: int) -> None:
+        self.value = state
+
+
+@pytest.mark.parametrize("here", [None, 1])
+def test_a_state_may_be_a_number(tmp_path: Path, here: int | None) -> None:
+    assert reloaded(tmp_path, Number(5), Number(here)).value == 5
+
+
+class Endless:
+    """An object that is its own state."""
+
+    def state_dict(self) -> Any:
+        return self
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_objects_in_objects_without_end_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match="s: objects whose state_dict\\(\\) has objects, deeper than"
+    ):
+        holdfast.save(tmp_path, {"s": Endless()}, step=1)

@@ -153,3 +153,24 @@ def test_saves_begun_in_inference_mode(tmp_path: Path) -> None:
     for step in (2, 3):
         mean = holdfast.open(str(tmp_path), step=step).read("m.running_mean")
         assert torch.equal(torch.from_numpy(mean), state["m"].running_mean)
+
+
+def test_what_is_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    def pair(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 3)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def trained(model: torch.nn.Module, optim: torch.optim.Optimizer) -> torch.Tensor:
+        model(torch.ones(3)).sum().backward()
+        optim.step()
+        return model.weight.detach()
+
+    model, optim = pair(0)
+    trained(model, optim)
+    holdfast.save(tmp_path, {"model": model, "optim": optim}, step=1)
+    other, other_optim = pair(1)
+    with torch.inference_mode():
+        holdfast.load(tmp_path, {"model": other, "optim": other_optim})
+    optim.zero_grad()
+    assert torch.equal(trained(model, optim), trained(other, other_optim))

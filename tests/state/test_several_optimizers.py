@@ -271,12 +271,33 @@ class Ascending(torch.optim.Optimizer):
             list(map(keep, group["params"]))
 
 
+class Unselfish(torch.optim.Optimizer):
+    """The same, with another name for itself."""
+
+    def __init__(this, base: torch.optim.Optimizer, own_groups: bool) -> None:  # noqa: N805
+        this.base = base
+        groups: Any = [p for g in base.param_groups for p in g["params"]]
+        super().__init__(groups if own_groups else base.param_groups, {})
+
+    @torch.no_grad()
+    def step(this, closure: Any = None) -> None:  # noqa: N805
+        this.climb()
+        this.base.step()
+
+    def climb(this) -> None:  # noqa: N805
+        for group in this.param_groups:
+            for p in group["params"]:
+                this.state[p]["old"] = p.clone()
+
+
 @pytest.mark.parametrize("own_groups", [False, True])
+@pytest.mark.parametrize("kind", [Ascending, Unselfish])
 def test_an_optimizer_that_will_have_states_is_refused_from_the_start(
-    tmp_path: Path, own_groups: bool
+    tmp_path: Path, kind: Any, own_groups: bool
 ) -> None:
-    net, outer = build(lambda net: Ascending(AdamW(net.parameters()), own_groups), 0)
-    message = r"'optim': a Ascending around a AdamW \(\.base\), .*it has states of its own, too"
+    net, outer = build(lambda net: kind(AdamW(net.parameters()), own_groups), 0)
+    around = rf"'optim': a {kind.__name__} around a AdamW \(\.base\)"
+    message = rf"{around}, .*it has states of its own, too"
     refused(outer, net, message, tmp_path / "before")
     net(torch.ones(4)).sum().backward()
     outer.step()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from holdfast.cli.options import Argument, Option
 from holdfast.cli.screen import Result, say
 from holdfast.errors import UsageError
 from holdfast.sizes import parse_size
+
+if TYPE_CHECKING:
+    from holdfast.policy.cluster import Cluster
 
 
 def run(
@@ -38,53 +41,53 @@ def run(
     plot: Annotated[str | None, Option("Draw it; needs matplotlib.", "FILE")] = None,
 ) -> Result:
     """Simulate a job with failures, protected by holdfast and in other ways."""
-    from holdfast.cli import simulated
     from holdfast.policy.cluster import Cluster
 
+    _check(days=days, shape=shape, seed=seed)
+    clusters = [
+        Cluster(
+            devices=n, devices_per_node=devices_per_node, device_mtbf_hours=device_mtbf_hours,
+            node_share=node_share, step_s=step_s, stall_s=stall_s, record_stall=record_stall,
+            restart_s=restart_s, state_bytes=parse_size("--state", state),
+            record_bytes=parse_size("--record", record),
+            node_storage_bytes_per_s=parse_size("--node-storage", node_storage),
+            storage_bytes_per_s=parse_size("--storage", storage),
+        )
+        for n in sorted(set(devices))
+    ]  # fmt: skip
+    asked = {"days": days, "shape": shape, "trace": trace, "seed": seed, "overhead": overhead,
+             "estimate": estimate}  # fmt: skip
+    return _simulated(clusters, asked, plot)
+
+
+def _check(*, days: float | None, shape: float, seed: int) -> None:
+    """UsageError for what cannot be simulated."""
     if days is not None and not 0 < days < float("inf"):
         raise UsageError(f"--days {days:g}: must be positive")
     if not 0.1 <= shape <= 10:
         raise UsageError(f"--shape {shape:g}: must be from 0.1 to 10", hint="1 is exponential")
     if seed < 0:
         raise UsageError(f"--seed {seed}: must be 0 or more")
-    clusters = [
-        Cluster(
-            devices=n,
-            devices_per_node=devices_per_node,
-            device_mtbf_hours=device_mtbf_hours,
-            node_share=node_share,
-            step_s=step_s,
-            state_bytes=parse_size("--state", state),
-            record_bytes=parse_size("--record", record),
-            node_storage_bytes_per_s=parse_size("--node-storage", node_storage),
-            storage_bytes_per_s=parse_size("--storage", storage),
-            stall_s=stall_s,
-            record_stall=record_stall,
-            restart_s=restart_s,
-        )
-        for n in sorted(set(devices))
-    ]
+
+
+def _simulated(clusters: list[Cluster], asked: dict[str, Any], plot: str | None) -> Result:
+    """Simulate every cluster as the options in `asked` say, and draw that if a file is given."""
+    from holdfast.cli import simulated
+
     if plot is not None:
         simulated.figure()  # before the work is done in vain
-    told = {"days": days, "shape": shape, "trace": trace, "seed": seed, "overhead": overhead,
-            "estimate": estimate}  # fmt: skip
+    trace: str | None = asked["trace"]
     events = None if trace is None else simulated.read_trace(trace)
-    runs = [
-        simulated.of(
-            cluster, days=days, shape=shape, trace=events, seed=seed, overhead=overhead,
-            estimate=estimate,
-        )
-        for cluster in clusters
-    ]  # fmt: skip
+    runs = [simulated.of(cluster, **{**asked, "trace": events}) for cluster in clusters]
     if plot is not None:
         simulated.draw(plot, runs)
 
     def show() -> None:
-        simulated.show(runs, shape, trace)
+        simulated.show(runs, asked["shape"], trace)
         if plot is not None:
             say(f"Drawn: {plot}")
 
-    return Result(lambda: {"asked": told, **simulated.data(runs)}, show)
+    return Result(lambda: {"asked": asked, **simulated.data(runs)}, show)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from holdfast.checkpoint.names import (
     step_prefix,
 )
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.delta.chain import chain_from
 from holdfast.delta.segment import (
     Applied,
     Identity,
@@ -44,8 +43,8 @@ from holdfast.store import Reader, Store
 from holdfast.store.views import PartReader, ViewStore
 
 
-class Found(msgspec.Struct, frozen=True):
-    """A segment whose header is sound."""
+class LogSegment(msgspec.Struct, frozen=True):
+    """A segment in the log whose header is sound."""
 
     key: str
     start: int
@@ -60,9 +59,9 @@ def leads_on(store: Store, state: Identity) -> bool:
     return any(r.parent == state for one in read_headers(store, keys) for r in one.header.records)
 
 
-def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
+def read_headers(store: Store, keys: Iterable[str]) -> list[LogSegment]:
     """Headers of the segments that can be read; the others are as good as not there."""
-    found = []
+    segments = []
     for key in keys:
         try:
             reader = store.open(key)
@@ -73,14 +72,14 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[Found]:
             _, _, _, rank = parse_segment(key) or (0, 0, 0, -1)
             if header.rank != rank:
                 raise FormatError(f"a segment of rank {header.rank}", key=key)
-            found.append(Found(key, start, header))
+            segments.append(LogSegment(key, start, header))
         except NotFound:
             continue  # deleted since it was listed
         except (UnsupportedVersion, Unavailable):
             raise  # it may be sound
         except HoldfastError as error:
             emit("log.damaged", key=key, error=str(error))
-    return found
+    return segments
 
 
 def tidy_log(store: Store, max_bytes: int = 0) -> None:
@@ -126,17 +125,17 @@ def _replayed(store: Store, saved: list[Saved]) -> set[str]:
     if all(int(key.split("/")[1]) <= run for key in segments(store)):
         return set()
     _, steps = newest_history(open_log(store)[0], saved)
-    return {found.key for step in steps for found, _ in step.records.values()}
+    return {segment.key for step in steps for segment in step.segments}
 
 
 def open_log(store: Store) -> tuple[Log, list[str]]:
     """All records of a root, and the keys of segments and plans that cannot be read."""
     keys = segments(store)
-    found = read_headers(store, keys)
-    log = Log(store, found)
+    sound = read_headers(store, keys)
+    log = Log(store, sound)
     plans = log.damaged_plans()
     log.leave_out(plans)
-    unread = {*keys} - {one.key for one in found}
+    unread = {*keys} - {one.key for one in sound}
     return log, sorted({*plans, *(key for key in unread if _is_there(store, key))})
 
 
@@ -169,11 +168,17 @@ class RecordedStep:
     parent: Identity
     world: int
     plan: str
-    records: dict[int, tuple[Found, Record]] = field(default_factory=dict)
+    records: dict[int, tuple[LogSegment, Record]] = field(default_factory=dict)
+    """Each rank's record, and the segment that it is in."""
 
     @property
     def identity(self) -> Identity:
         return self.run, self.step
+
+    @property
+    def segments(self) -> list[LogSegment]:
+        """The segments that its records are in."""
+        return [segment for segment, _ in self.records.values()]
 
     @property
     def is_whole(self) -> bool:
@@ -181,13 +186,13 @@ class RecordedStep:
 
     def applied(self, first: int = 0) -> dict[str, dict[int, Applied]]:
         """The steps of each optimizer, by key and rank, in the order in which rank `first` made them."""
-        found: dict[str, dict[int, Applied]] = {}
+        applied: dict[str, dict[int, Applied]] = {}
         for rank, (_, record) in sorted(
             self.records.items(), key=lambda one: (one[0] != first, one)
         ):
             for one in record.applied:
-                found.setdefault(one.key, {})[rank] = one
-        return found
+                applied.setdefault(one.key, {})[rank] = one
+        return applied
 
     def groups(self, key: str, rank: int) -> tuple[tuple[str, ...], ...]:
         return self.records[rank][0].header.groups.get(key, ())
@@ -213,30 +218,31 @@ class RecordedStep:
 class Log:
     """Every step of which all ranks' records are there."""
 
-    def __init__(self, store: Store, found: Iterable[Found]) -> None:
+    def __init__(self, store: Store, segments: Iterable[LogSegment]) -> None:
         self.store = store
         self._plans: dict[tuple[int, str], Manifest] = {}
         self._read: dict[tuple[int, str], SegmentPlan] = {}
         self._left_out: set[str] = set()
         steps: dict[tuple[int, int, str], RecordedStep] = {}
-        for one in found:
-            h = one.header
+        for segment in segments:
+            h = segment.header
             for record in h.records:
                 step = steps.setdefault(
                     (h.run, record.step, h.plan),
                     RecordedStep(h.run, record.step, record.parent, h.world, h.plan),
                 )
                 if (record.parent, h.world) == (step.parent, step.world) and h.rank < h.world:
-                    step.records[h.rank] = (one, record)
+                    step.records[h.rank] = (segment, record)
         self.steps = {s.identity: s for s in steps.values() if s.is_whole}
 
     @cached_property
-    def follows(self) -> Mapping[Identity, list[tuple[Identity, RecordedStep]]]:
-        found: dict[Identity, list[tuple[Identity, RecordedStep]]] = {}
+    def follows(self) -> Mapping[Identity, list[RecordedStep]]:
+        """The steps that lead on from each state."""
+        follows: dict[Identity, list[RecordedStep]] = {}
         for step in self.steps.values():
             if plan_key(step.run, step.plan) not in self._left_out:
-                found.setdefault(step.parent, []).append((step.identity, step))
-        return found
+                follows.setdefault(step.parent, []).append(step)
+        return follows
 
     def damaged_plans(self) -> list[str]:
         """Keys of the plans that cannot be read: without its plan a record is only bytes."""
@@ -256,8 +262,17 @@ class Log:
         self._left_out.update(plans)
 
     def after(self, base: Identity) -> list[RecordedStep]:
-        """The steps that lead on from a state, in order."""
-        return chain_from(base, self.follows)
+        """The steps that lead on from a state, in order.
+
+        Where two runs went on from one state, the later run's records count: the other's were given up.
+        """
+        chain: list[RecordedStep] = []
+        at, seen = base, {base}
+        while ways := [step for step in self.follows.get(at, ()) if step.identity not in seen]:
+            chain.append(max(ways, key=lambda step: step.identity))
+            at = chain[-1].identity
+            seen.add(at)
+        return chain
 
     def behind(self, state: Identity) -> list[int]:
         """Steps that are recorded after a state, by its run or a later one."""
@@ -278,8 +293,8 @@ class Log:
         for name in ("placement", "by_name"):  # they follow from what records of a size share
             manifest.__dict__[name] = getattr(shell, name)
         places = {
-            step_prefix(step.step) + _path(step, rank): (found, record)
-            for rank, (found, record) in step.records.items()
+            step_prefix(step.step) + _path(step, rank): (segment, record)
+            for rank, (segment, record) in step.records.items()
         }
         return Checkpoint(LogStore(self.store, places), manifest)
 
@@ -336,20 +351,20 @@ class LogStore(ViewStore):
 
     shows = "a log of records"
 
-    def __init__(self, store: Store, places: dict[str, tuple[Found, Record]]) -> None:
+    def __init__(self, store: Store, places: dict[str, tuple[LogSegment, Record]]) -> None:
         self.url = store.url
         self._store = store
         self._places = places
 
-    def _place(self, key: str) -> tuple[Found, Record]:
+    def _place(self, key: str) -> tuple[LogSegment, Record]:
         if key not in self._places:
             raise NotFound("no such record", key=key)
         return self._places[key]
 
     def open(self, key: str) -> Reader:
-        found, record = self._place(key)
+        segment, record = self._place(key)
         once = getattr(self._store, "open_once", self._store.open)
-        return PartReader(once(found.key), found.start + record.at)
+        return PartReader(once(segment.key), segment.start + record.at)
 
     def size(self, key: str) -> int:
         return self._place(key)[1].bytes

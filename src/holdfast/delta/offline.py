@@ -6,7 +6,7 @@ Model and optimizers are made from what was saved: parameters by their names, op
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -34,16 +34,22 @@ _PARTS = ("param", "buffer")
 
 def put(module: nn.Module, name: str, tensor: torch.Tensor, *, param: bool) -> None:
     """Give a module a tensor by its dotted name; the modules between are made."""
+    inner, leaf = _module_of(module, name)
+    if param:
+        grows = tensor.is_floating_point() or tensor.is_complex()
+        inner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=grows))
+    else:
+        inner.register_buffer(leaf, tensor)
+
+
+def _module_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has a dotted name, and the last part of the name; modules between are made."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in module._modules:
             module.add_module(part, nn.Module())
         module = module._modules[part]
-    if param:
-        grows = tensor.is_floating_point() or tensor.is_complex()
-        module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=grows))
-    else:
-        module.register_buffer(leaf, tensor)
+    return module, leaf
 
 
 class Extra(nn.Module):  # type: ignore[misc]
@@ -58,12 +64,8 @@ class Extra(nn.Module):  # type: ignore[misc]
 
 def give_extra(module: nn.Module, name: str) -> None:
     """Make the module that has this extra state one that can take it."""
-    *path, _ = name.split(".")
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module._modules[part]
-    module.__class__ = Extra
+    inner, _ = _module_of(module, name)
+    inner.__class__ = Extra
 
 
 class OpaqueState:
@@ -108,13 +110,13 @@ def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
 def _way(store: Store, log: Log, step: int) -> tuple[int, list[RecordedStep]]:
     """The full step from which the fewest records lead to the newest state of this number, and these."""
     saved = committed(store)
-    found: list[tuple[Identity, int, list[RecordedStep]]] = []
+    ways: list[tuple[Identity, int, list[RecordedStep]]] = []
     for base in saved:
         steps = log.after((base.run, base.step))
         for n in (n for n, one in enumerate(steps) if one.step == step):
-            found.append((steps[n].identity, base.step, steps[: n + 1]))
+            ways.append((steps[n].identity, base.step, steps[: n + 1]))
     full = max(((s.run, s.step) for s in saved if s.step == step), default=(-1, step))
-    way = max(found, key=lambda way: way[:2], default=None)
+    way = max(ways, key=lambda way: way[:2], default=None)
     if way is not None and way[0] >= full:
         return way[1], way[2]
     recorded = sorted({s.step for s in log.steps.values()})
@@ -124,7 +126,7 @@ def _way(store: Store, log: Log, step: int) -> tuple[int, list[RecordedStep]]:
     raise NotFound(f"no records of {store.url} lead to step {step}", step=step, hint=hint)
 
 
-def state_of(checkpoint: Checkpoint, steps: Iterable[RecordedStep]) -> State:
+def state_of(checkpoint: Checkpoint, steps: list[RecordedStep]) -> State:
     """Objects that take a full step and its records: modules, optimizers, and the rest as it is."""
     own = [name for name in checkpoint.manifest.extras if name.endswith(f".{OWN}")]
     if own:
@@ -132,12 +134,21 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[RecordedStep]) -> State:
             f"{own[0].removesuffix('.' + OWN)!r} is a module with its own way to save and load",
             hint=IN_THE_SCRIPT,
         )
+    optimizers = sorted({k for step in steps for one in step.segments for k in one.header.kinds})
+    state, params = _modules_and_tensors(checkpoint, optimizers)
+    for key in optimizers:
+        state[key] = _optimizer(_described(key, steps), key, params, state, checkpoint)
+    _add_opaque(checkpoint, steps, state)
+    return state
+
+
+def _modules_and_tensors(
+    checkpoint: Checkpoint, optimizers: Collection[str]
+) -> tuple[State, dict[str, torch.Tensor]]:
+    """Modules and tensors of the full step, by key; and all parameters, by name: those that only an
+    optimizer has, and then those of modules."""
     state: State = {}
-    steps = list(steps)
-    headers = [found.header for step in steps for found, _ in step.records.values()]
-    optimizers = sorted({key for header in headers for key in header.kinds})
     params: dict[str, torch.Tensor] = {}
-    """Parameters that only an optimizer has, and then those of modules, by name."""
     bare: State = {}
     for name in checkpoint.names():
         info = checkpoint.info(name)
@@ -150,16 +161,22 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[RecordedStep]) -> State:
                 put(state.setdefault(key, nn.Module()), rest, tensor, param=info.state == "param")
         elif info.state == "tensor" and "." not in name:
             bare[name] = torch.zeros(info.shape, dtype=torch_dtype(info.dtype))
-    params |= {
-        f"{key}.{name}": p for key, module in state.items() for name, p in module.named_parameters()
-    }
-    state |= bare
-    for key in optimizers:
-        made = [s for s in steps if key in s.applied()]
-        hooked = (s for s in made if any(one.hooks for one in s.applied()[key].values()))
-        known = (s for s in steps if any(key in f.header.kinds for f, _ in s.records.values()))
-        one = next(hooked, made[0] if made else next(known))
-        state[key] = _optimizer(one, key, params, state, checkpoint)
+    for key, module in state.items():
+        params |= {f"{key}.{name}": p for name, p in module.named_parameters()}
+    return state | bare, params
+
+
+def _described(key: str, steps: list[RecordedStep]) -> RecordedStep:
+    """The step that says how an optimizer is made: the first with hooks, which refuse it, or else the first
+    that it made, or else the first that knows it."""
+    made = [step for step in steps if key in step.applied()]
+    hooked = (s for s in made if any(one.hooks for one in s.applied()[key].values()))
+    known = (s for s in steps if any(key in one.header.kinds for one in s.segments))
+    return next(hooked, made[0] if made else next(known))
+
+
+def _add_opaque(checkpoint: Checkpoint, steps: list[RecordedStep], state: State) -> None:
+    """Add what takes the extras of objects that are not here, and gives them back as they are."""
     recorded = {
         key for step in steps for _, record in step.records.values() for key in record.notes
     }
@@ -177,7 +194,6 @@ def state_of(checkpoint: Checkpoint, steps: Iterable[RecordedStep]) -> State:
     for key in checkpoint.manifest.per_rank:
         if "." not in key:
             state.setdefault(key, OpaqueState())
-    return state
 
 
 def _optimizer(
@@ -187,7 +203,8 @@ def _optimizer(
     state: State,
     checkpoint: Checkpoint,
 ) -> Optimizer:
-    kinds = {found.header.kinds.get(key, "") for found, _ in step.records.values()}
+    """Make an optimizer over these parameters, as `step` has recorded it."""
+    kinds = {segment.header.kinds.get(key, "") for segment in step.segments}
     module, _, name = kinds.pop().partition(":")
     if not module.startswith("torch.optim"):
         raise UsageError(
@@ -201,8 +218,8 @@ def _optimizer(
             hint=IN_THE_SCRIPT,
         )
     kind = getattr(importlib.import_module(module), name)
-    told = [found.header.modules.get(key) for found, _ in step.records.values()]
-    modules = list(state) if None in told else [m for one in told for m in one or ()]
+    served = [segment.header.modules.get(key) for segment in step.segments]
+    modules = list(state) if None in served else [m for one in served for m in one or ()]
     keys = dict.fromkeys([key, *modules])
     tree = merged_groups(step, key) if applied else checkpoint.manifest.extras[key]
     groups = tree["$optimizer"]["groups"]
@@ -226,18 +243,19 @@ def _way_of(hyper: dict[str, Any]) -> dict[str, bool]:
 
 
 def _param(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) -> torch.Tensor:
-    found = _places(name, params, keys)
-    if not found:
+    """The parameter of this name.  NotFound; UsageError if several modules have one."""
+    names = _full_names(name, params, keys)
+    if not names:
         raise NotFound(f"no parameter {name!r} in the full step")
-    if len(found) > 1:
+    if len(names) > 1:
         raise UsageError(
-            f"the records do not say which parameter {name!r} is: {' or '.join(found)}",
+            f"the records do not say which parameter {name!r} is: {' or '.join(names)}",
             hint=IN_THE_SCRIPT,
         )
-    return params[found[0]]
+    return params[names[0]]
 
 
-def _places(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) -> list[str]:
+def _full_names(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) -> list[str]:
     """Names in `params` that a parameter may have: behind each of `keys`, or with one already."""
     full = [f"{key}.{name}" for key in keys] + [name] * (name.partition(".")[0] in keys)
     return [f for f in full if f in params]
@@ -253,7 +271,7 @@ def _check_ties(
     given = {name for group in groups for name in group["params"]}
     for group in () if saved is None else saved["$optimizer"]["groups"]:
         for name in group["params"]:
-            if name not in given and _places(name, params, keys):
+            if name not in given and _full_names(name, params, keys):
                 raise UsageError(
                     f"{name!r} is a parameter of another module, too", hint=IN_THE_SCRIPT
                 )

@@ -81,8 +81,8 @@ def packed_name(key: str, rank: int) -> str:
 def parted(agreement: Agreement, world: int) -> tuple[Agreement, tuple[TensorEntry, ...]]:
     """The tensors that records lay out, packed ones in place of sparse ones; and these sparse
     ones."""
-    few = tuple(t for t in agreement.tensors if t.state == SPARSE)
-    if not few:
+    sparse = tuple(t for t in agreement.tensors if t.state == SPARSE)
+    if not sparse:
         return agreement, ()
     shardings = list(agreement.shardings)
     tensors = [t for t in agreement.tensors if t.state != SPARSE]
@@ -92,23 +92,23 @@ def parted(agreement: Agreement, world: int) -> tuple[Agreement, tuple[TensorEnt
         if alone not in shardings:
             shardings.append(alone)
         at = shardings.index(alone)
-        for key in dict.fromkeys(t.name.split(".", 1)[0] for t in few):
+        for key in dict.fromkeys(t.name.split(".", 1)[0] for t in sparse):
             tensors.append(TensorEntry(packed_name(key, rank), "uint8", (0,), at, PACKED))
-    return Agreement(agreement.mesh, tuple(shardings), tuple(tensors), agreement.aliases), few
+    return Agreement(agreement.mesh, tuple(shardings), tuple(tensors), agreement.aliases), sparse
 
 
-def parts_of(agreement: Agreement, few: tuple[TensorEntry, ...], rank: int) -> list[PackedPart]:
+def parts_of(agreement: Agreement, sparse: tuple[TensorEntry, ...], rank: int) -> list[PackedPart]:
     """A rank's pieces of the tensors that are packed, in order."""
-    whole = Agreement(agreement.mesh, agreement.shardings, few, {})
+    whole = Agreement(agreement.mesh, agreement.shardings, sparse, {})
     pieces = new_plan(whole, "").placement.pieces(rank)
-    found = []
+    parts = []
     for index, start, stop in zip(
         *(c.tolist() for c in (pieces.tensor, pieces.start, pieces.stop))
     ):
-        n = len(few[index].shape)
+        n = len(sparse[index].shape)
         box = Box(tuple(start[:n]), tuple(stop[:n]))
-        found.append(PackedPart(few[index].name, few[index].dtype, box))
-    return found
+        parts.append(PackedPart(sparse[index].name, sparse[index].dtype, box))
+    return parts
 
 
 def lanes(parts: list[PackedPart]) -> Iterator[list[PackedPart]]:
@@ -148,12 +148,12 @@ class Pack:
         pairs = list(zip(self.parts, looked))
         if dense := tuple(p.name for p, (at, _) in pairs if len(at) > self.most[p]):
             raise NotAsDeclared(dense, "more elements other than zero than was declared")
-        found = dict(pairs)
+        nonzero_of = dict(pairs)
         end = 0
         for lane in lanes(self.parts):
             starts = np.cumsum([0] + [part.box.size for part in lane]).tolist()
-            positions = [found[part][0] + start for part, start in zip(lane, starts)]
-            values = [found[part][1] for part in lane if len(found[part][1])]
+            positions = [nonzero_of[part][0] + start for part, start in zip(lane, starts)]
+            values = [nonzero_of[part][1] for part in lane if len(nonzero_of[part][1])]
             data = pack(np.concatenate(positions), np.concatenate(values or [_NONE]))
             memory[end : end + len(data)] = data.data
             end += len(data)
@@ -195,15 +195,15 @@ def _where(raw: NDArray[Any]) -> Ints:
     own search over truth values takes twice as long."""
     differs = np.zeros(BLOCK, bool)
     groups = differs.view(np.uint64)
-    found = [np.zeros(0, np.int64)]
+    positions = [np.zeros(0, np.int64)]
     for start in range(0, len(raw), BLOCK):
         block = raw[start : start + BLOCK]
         np.not_equal(block, 0, out=differs[: len(block)])
         differs[len(block) :] = False
         some = np.flatnonzero(groups != 0)
         within = np.flatnonzero(groups[some].view(bool))
-        found.append((some[within >> 3] << 3) + (within & 7) + start)
-    return np.concatenate(found)
+        positions.append((some[within >> 3] << 3) + (within & 7) + start)
+    return np.concatenate(positions)
 
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

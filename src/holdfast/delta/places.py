@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.delta.optimizers import NamedOptimizer, grad_name
 from holdfast.delta.packing import (
     PACKED,
     NotAsDeclared,
@@ -20,7 +21,6 @@ from holdfast.delta.packing import (
     packed_name,
     parts_of,
 )
-from holdfast.delta.recording import Steps, grad_name
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box, Pieces
@@ -88,21 +88,23 @@ class RecordLayout:
     @staticmethod
     def of(
         agreement: Agreement,
-        few: tuple[TensorEntry, ...],
+        sparse: tuple[TensorEntry, ...],
         rank: int,
         live: Live,
-        steps: list[Steps],
+        optimizers: list[NamedOptimizer],
         room: int,
     ) -> RecordLayout:
-        """`few`: the tensors that are packed.  `room`: bytes for extras."""
-        owner = {grad_name(one.key, name): (one.key, p) for one in steps for name, p in one.params}
-        packs = packs_of(agreement, few, rank, live, {n: p for n, (_, p) in owner.items()})
+        """`sparse`: the tensors that are packed.  `room`: bytes for extras."""
+        owner = {
+            grad_name(one.key, name): (one.key, p) for one in optimizers for name, p in one.params
+        }
+        packs = packs_of(agreement, sparse, rank, live, {n: p for n, (_, p) in owner.items()})
         most = {pack.name: pack.most_bytes for pack in packs.values()}
         tensors = sized(agreement.tensors, most)
         placing: Placing = new_plan(msgspec.structs.replace(agreement, tensors=tensors), "")
         pieces = placing.placement.pieces(rank)
         image = plan_image(tensors, pieces, extras_bytes=room)
-        layout = RecordLayout(image, {one.key: [] for one in steps}, [], tensors)
+        layout = RecordLayout(image, {one.key: [] for one in optimizers}, [], tensors)
         columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
         for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
             entry = tensors[index]
@@ -166,15 +168,15 @@ def sized(tensors: tuple[TensorEntry, ...], sizes: dict[str, int]) -> tuple[Tens
 
 def packs_of(
     agreement: Agreement,
-    few: tuple[TensorEntry, ...],
+    sparse: tuple[TensorEntry, ...],
     rank: int,
     live: Live,
     params: dict[str, torch.Tensor],
 ) -> dict[str, Pack]:
-    """The parts of the tensors `few` that this rank packs, by optimizer's key."""
-    found: dict[str, list[PackedPart]] = {}
-    for part in parts_of(agreement, few, rank) if few else ():
-        found.setdefault(part.key, []).append(part)
+    """The parts of the tensors `sparse` that this rank packs, by optimizer's key."""
+    parts_by_key: dict[str, list[PackedPart]] = {}
+    for part in parts_of(agreement, sparse, rank) if sparse else ():
+        parts_by_key.setdefault(part.key, []).append(part)
     return {
         key: Pack(
             packed_name(key, rank),
@@ -183,7 +185,7 @@ def packs_of(
             {part: within(live.tensors[part.name].placed, part.box) for part in parts},
             {part: most_in(part, params[part.name]) for part in parts},
         )
-        for key, parts in found.items()
+        for key, parts in parts_by_key.items()
     }
 
 
@@ -199,22 +201,23 @@ class Place:
 
 def places(memory: memoryview, pieces: Iterable[RecordPiece]) -> list[Place]:
     """Places of pieces in the memory of a slot."""
-    found = []
+    made = []
     for piece in pieces:
         view = memory[piece.offset : piece.offset + piece.bytes]
         like = local_of(piece.tensor)
         like = like if piece.at is None else like[piece.at]
         into = torch.frombuffer(view, dtype=torch.uint8).view(piece.dtype).view(like.shape)
         large = not piece.is_rounded and like.device.type == "cpu" and into.numel() >= MANY
-        found.append(Place(piece, into, raw_array(into) if large else None))
-    return found
+        made.append(Place(piece, into, raw_array(into) if large else None))
+    return made
 
 
 def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
     """Copy each tensor's piece to its place.  Device copies are given to the current stream.
     NotAsDeclared."""
-    few: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    changed: dict[str, torch.Tensor] = {}
+    many: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    rounded: dict[str, torch.Tensor] = {}
+    """True on its device for each rounded gradient that has lost bits."""
     less = ""
     with torch.no_grad():
         for place, tensor in placed:
@@ -224,15 +227,15 @@ def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
             if place.raw is not None:
                 np.copyto(place.raw, raw_array(source))
             elif place.piece.is_rounded:
-                changed[place.piece.name] = round_into(place.into, source)
+                rounded[place.piece.name] = round_into(place.into, source)
                 less = str(place.piece.dtype).removeprefix("torch.")
             else:
-                few[0].append(place.into)
-                few[1].append(source)
-        if few[0]:
-            torch._foreach_copy_(few[0], few[1], non_blocking=True)
-    if changed and (found := torch.stack(list(changed.values()))).any():
-        names = tuple(name for name, is_changed in zip(changed, found.tolist()) if is_changed)
+                many[0].append(place.into)
+                many[1].append(source)
+        if many[0]:
+            torch._foreach_copy_(many[0], many[1], non_blocking=True)
+    if rounded and (loses := torch.stack(list(rounded.values()))).any():
+        names = tuple(name for name, has_lost in zip(rounded, loses.tolist()) if has_lost)
         raise NotAsDeclared(names, f"values that {less} has not")
 
 

@@ -1,19 +1,27 @@
-"""The training process's end of its writer: slots out, records in, and what became of them."""
+"""The training process's end of its writer: free slots out, records in, and what became of them.
+
+    Queue ── put ──► WriterProcess ═ socket ═► writer ──► storage
+      ▲                                            │
+      └── slots that are free again ◄── RecordsWrote ──┘
+
+A record stays in its slot, and in `_sent`, until the writer says that it is in storage.  So a writer that
+dies loses nothing: another one is started, and is sent all that its predecessor had.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import threading
 import time
 from contextlib import suppress
+from subprocess import TimeoutExpired
 
 from holdfast.background import ending, spawn
-from holdfast.delta import words as w
+from holdfast.delta import messages as w
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Record, SegmentHeader
-from holdfast.delta.writers import announce, writing_key
+from holdfast.delta.writer_registry import announce, writing_key
 from holdfast.errors import AgentError, Deadline, HoldfastError
 from holdfast.events import emit, span
 from holdfast.store import Store
@@ -22,50 +30,86 @@ MAX_RESTARTS = 3
 """Number of writers in a row that may be replaced, each dead before it had written anything."""
 
 
+class WriterProcess:
+    """A writer that was started, and this end of the socket to it."""
+
+    def __init__(self, order: w.Open, ring: Ring) -> None:
+        """Start it; it is told its `order`, with the memory of the `ring`, by `begin`."""
+        self.order = order
+        self.ring = ring
+        self.line, theirs = socket.socketpair()
+        with theirs:
+            self._process = spawn(
+                "holdfast.delta.writer",
+                [str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+            )
+        self.pid = self._process.pid
+        self._has_order = False
+
+    def begin(self) -> None:
+        """Send its order.  Whoever listens to it finds that it is gone, if it is."""
+        self._has_order = True
+        with suppress(OSError):
+            w.send(self.line, self.order, (self.ring.fd,))
+
+    def tell(self, message: object) -> None:
+        """Send a message, if it has its order; else whoever sends the order sends this, too."""
+        if self._has_order:
+            with suppress(OSError):
+                w.send(self.line, message)
+
+    def hang_up(self) -> None:
+        """Close the socket: the writer writes what it has, and ends."""
+        with suppress(OSError):
+            self.line.shutdown(socket.SHUT_RDWR)
+        self.line.close()
+
+    def status(self, limit_s: float | None = None) -> int:
+        """Wait until it has ended; return its status.  TimeoutExpired."""
+        return self._process.wait(limit_s)
+
+
 class Queue:
     """Records on their way to storage.  Thread-safe."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, store: Store, deadline_s: float) -> None:
         self.deadline_s = deadline_s
-        self.ring: Ring | None = None
-        self.written = 0
-        """The last step that is in storage, on this rank."""
         self.error: HoldfastError | None = None
         """Why nothing is written any more."""
+        self._store = store
         self._changed = threading.Condition()
+        self._writer: WriterProcess | None = None
         self._free: list[int] = []
         self._sent: dict[int, Record] = {}
-        self._store: Store | None = None
-        self._order: w.Open | None = None
-        self._line: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_told = False
-        """True if the writer has its order."""
+        """Records that are not known to be in storage, by slot."""
         self._announced = 0
         """Process number of the writer that restarts know of; 0 if there is none."""
         self._flushing = False
         self._restarts = 0
         self._closing = False
 
-    def open(self, store: Store, header: SegmentHeader, ring: Ring, batch: int) -> None:
-        """Write records of this kind from now on; what is on its way is written before.
+    def open(self, header: SegmentHeader, ring: Ring, batch: int) -> None:
+        """Write records of this kind, which lie in `ring`, after what is on its way.
 
         Blocks; StoreError, and as `flush`.
         """
-        if self.ring is not None:
-            self.flush(self.deadline_s)
+        self.flush(self.deadline_s)
         with self._changed:
-            old, self.ring = self.ring, ring
             self._free = list(range(ring.slots))
-            self._store = store
-            self._order = w.Open(store.url, header, ring.slots, ring.slot_bytes, batch)
-            try:
-                line = self._start() if self._line is None else self._line
-                self._announce()
-                self._tell(line)
-            finally:
-                if old is not None:
-                    old.close()
+            order = w.Open(self._store.url, header, ring.slots, ring.slot_bytes, batch)
+            writer = self._writer
+            if writer is None:
+                try:
+                    writer = self._start(order, ring)
+                except BaseException:
+                    ring.close()  # nobody else does
+                    raise
+            else:
+                writer.ring.close()
+                writer.order, writer.ring = order, ring
+            self._announce(writer)
+            self._begin(writer)
 
     def take(self, *, wait: bool) -> int | None:
         """A free slot.  None if there is none and `wait` is off, or nothing is written any more."""
@@ -95,15 +139,15 @@ class Queue:
         """Hand a filled slot to the writer."""
         with self._changed:
             self._sent[slot] = record
-            self._say(w.Put(slot, record))
+            self._tell(w.Put(slot, record))
 
     def flush(self, limit_s: float) -> None:
         """Wait until all that was put is in storage.  Deadline; the writer's error."""
         with self._changed:
-            if self._line is None:
+            if self._writer is None:
                 return
             self._flushing = True
-            self._say(w.Flush())
+            self._tell(w.Flush())
             done = self._changed.wait_for(lambda: not self._sent or self.error, limit_s)
             self._flushing = False
             if self.error is not None:
@@ -120,37 +164,27 @@ class Queue:
         finally:
             with self._changed:  # no other writer is started meanwhile
                 self._closing = True
-                if self._line is not None:
-                    with suppress(OSError):
-                        self._line.shutdown(socket.SHUT_RDWR)
-                    self._line.close()
-            if self._process is not None:
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(max(until - time.monotonic(), 1.0))
-            if self.ring is not None:
-                self.ring.close()
+                writer = self._writer
+                if writer is not None:
+                    writer.hang_up()
+            if writer is not None:
+                with suppress(TimeoutExpired):
+                    writer.status(max(until - time.monotonic(), 1.0))
+                writer.ring.close()
 
-    # -- the process ------------------------------------------------------------------------------
+    # -- the writer -------------------------------------------------------------------------------
 
-    def _start(self) -> socket.socket:
-        """Start a writer, which is told nothing yet; return the socket to it."""
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._process = spawn(
-                "holdfast.delta.writer",
-                [str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-            )
-        self._line, self._is_told = mine, False
+    def _start(self, order: w.Open, ring: Ring) -> WriterProcess:
+        """Start a writer, which is told nothing yet, and listen to it."""
+        self._writer = writer = WriterProcess(order, ring)
         threading.Thread(
-            target=self._listen, args=(mine,), name="holdfast-log", daemon=True
+            target=self._listen, args=(writer,), name="holdfast-log", daemon=True
         ).start()
-        return mine
+        return writer
 
-    def _announce(self) -> None:
+    def _announce(self, writer: WriterProcess) -> None:
         """Have restarts wait for this writer, no more for the one before.  Blocks; StoreError."""
-        assert self._order is not None and self._store is not None and self._process is not None
-        before, pid, header = self._announced, self._process.pid, self._order.header
+        before, pid, header = self._announced, writer.pid, writer.order.header
         if before != pid:
             announce(self._store, header.run, header.rank, pid)
             self._announced = pid
@@ -158,31 +192,27 @@ class Queue:
             with suppress(HoldfastError):
                 self._store.delete(writing_key(header.run, header.rank, before))
 
-    def _tell(self, line: socket.socket) -> None:
+    def _begin(self, writer: WriterProcess) -> None:
         """Send the writer its order, and all records that are not known to be written."""
-        assert self._order is not None and self.ring is not None
-        self._is_told = True
-        with suppress(OSError):  # whoever listens finds that it is gone
-            w.send(line, self._order, (self.ring.fd,))
+        writer.begin()
         for slot, record in sorted(self._sent.items(), key=lambda item: item[1].step):
-            self._say(w.Put(slot, record))
+            writer.tell(w.Put(slot, record))
         if self._flushing:  # the one before may have died with that order
-            self._say(w.Flush())
+            writer.tell(w.Flush())
 
-    def _say(self, message: object) -> None:
-        """Send to a writer that has its order; another one will be told with it."""
-        if self._is_told and self._line is not None:
-            with suppress(OSError):
-                w.send(self._line, message)
+    def _tell(self, message: object) -> None:
+        if self._writer is not None:
+            self._writer.tell(message)
 
-    def _listen(self, line: socket.socket) -> None:
+    def _listen(self, writer: WriterProcess) -> None:
+        """Take what the writer says, on a thread of its own, until it is gone."""
         while True:
             try:
-                message, _ = w.receive(line, w.FROM_WRITER)
+                message, _ = w.receive(writer.line, w.FROM_WRITER)
             except OSError:
                 message = None
             if message is None:
-                self._replace()
+                self._replace(writer)
                 return
             with self._changed:
                 if isinstance(message, w.RecordsWrote):
@@ -194,7 +224,6 @@ class Queue:
             self.error = message.error.error(step=self._sent[message.slots[0]].step)
             return
         self._restarts = 0
-        self.written = message.last
         for slot in message.slots:
             self._sent.pop(slot, None)
             self._free.append(slot)
@@ -203,23 +232,23 @@ class Queue:
             seconds=round(message.seconds, 6), fixed_s=round(message.fixed_s, 6),
         )  # fmt: skip
 
-    def _replace(self) -> None:
+    def _replace(self, dead: WriterProcess) -> None:
         """The writer is gone: another one goes on.  Storage is waited for without holding anybody up."""
         try:
             with self._changed:
                 if self._closing:
                     return
-                status = self._process.wait() if self._process is not None else 0
+                status = dead.status()
                 self._restarts += 1
                 if self._restarts > MAX_RESTARTS:
                     times = f"{MAX_RESTARTS} times: it {ending(status)}"
                     raise AgentError(f"the process that writes the log has died {times}")
                 emit("delta.writer_died", status=status)
-                line = self._start()
-            self._announce()
+                writer = self._start(dead.order, dead.ring)
+            self._announce(writer)
             with self._changed:
-                if self._line is line and not self._closing:
-                    self._tell(line)
+                if self._writer is writer and not self._closing:
+                    self._begin(writer)
         except Exception as error:
             with self._changed:
                 no_other = AgentError(

@@ -21,7 +21,6 @@ whole tensors need the layout of the recording.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -33,20 +32,12 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import ArrayTarget, Want
-from holdfast.delta.log import Found, Log, RecordedStep, read_headers
+from holdfast.delta.log import Log, LogSegment, RecordedStep, read_headers
+from holdfast.delta.optimizers import GRAD, NamedOptimizer, grad_name, is_torchs, optimizers
 from holdfast.delta.packing import PACKED, PackedPart, entries, packed_name, parts_of
-from holdfast.delta.recording import (
-    GRAD,
-    ROUNDED,
-    Steps,
-    buffers,
-    grad_name,
-    held,
-    is_torchs,
-    optimizers,
-    untrained,
-)
-from holdfast.delta.writers import await_others
+from holdfast.delta.planning import ROUNDED, held
+from holdfast.delta.watching import buffers, untrained
+from holdfast.delta.writer_registry import await_others
 from holdfast.errors import (
     PASSED_OVER,
     Deadline,
@@ -91,8 +82,10 @@ def survey(store: Store, group: Group, since: int, run: int) -> Log:
     own = keys[group.rank :: group.size]
     with span("log.headers", files=len(own)):
         mine = read_headers(store, own)
-    told = group.share(msgspec.msgpack.encode(mine))
-    log = Log(store, [f for data in told for f in msgspec.msgpack.decode(data, type=list[Found])])
+    headers = group.share(msgspec.msgpack.encode(mine))
+    log = Log(
+        store, [f for data in headers for f in msgspec.msgpack.decode(data, type=list[LogSegment])]
+    )
     plans: list[str] = []
     with alike(group, since):
         plans = log.damaged_plans()
@@ -104,10 +97,10 @@ def survey(store: Store, group: Group, since: int, run: int) -> Log:
 class Gradients:
     """Memory for one record: gradients, cut as the parameters are, and what else the step changed."""
 
-    def __init__(self, steps: list[Steps]) -> None:
+    def __init__(self, named: list[NamedOptimizer]) -> None:
         self.of: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
-        for one in steps:
+        for one in named:
             for name, p in one.params:
                 with torch.no_grad():
                     self.of[grad_name(one.key, name)] = torch.empty_like(p, requires_grad=False)
@@ -115,28 +108,29 @@ class Gradients:
         """Bytes of sparse gradients that ranks have packed, by name."""
 
 
-@dataclass
 class Replay:
     """A walk from a restored state along its records.  Collective; all ranks do the same."""
 
-    log: Log
-    group: Group
-    state: State
-    options: RestoreOptions
-    _packing: dict[tuple[int, str], dict[tuple[str, int], list[PackedPart]]] = field(
-        default_factory=dict
-    )
+    def __init__(self, log: Log, group: Group, state: State, options: RestoreOptions) -> None:
+        self.log = log
+        self.group = group
+        self.state = state
+        self.options = options
+        self.optimizers = optimizers(state)
+        self.values = {**untrained(state), **buffers(state)}
+        self.live = held(self.optimizers, self.values)
+        self._blockwise = {one.key: Blockwise(one.optimizer) for one in self.optimizers}
+        self._resized: dict[tuple[int, str], bool] = {}
+        """True for plans of records that were made on another layout."""
+        self._packing: dict[tuple[int, str], dict[tuple[str, int], list[PackedPart]]] = {}
+        """The parts that were packed by a plan, by optimizer and rank."""
 
     def run(self, steps: list[RecordedStep]) -> RecordedStep | None:
         """Apply as many as prove sound; return the last, with its extras put back.  None if none does."""
-        self.steps = optimizers(self.state)
-        self._blockwise = {one.key: Blockwise(one.optimizer) for one in self.steps}
-        self.values = {**untrained(self.state), **buffers(self.state)}
-        self.live = held(self.steps, self.values)
         plans = {(s.run, s.plan): s for s in steps}
         self._resized = {plan: self._is_resized(step) for plan, step in plans.items()}
         self._check(steps)
-        sets = [Gradients(self.steps), Gradients(self.steps)]
+        sets = [Gradients(self.optimizers), Gradients(self.optimizers)]
         newest: dict[str, torch.Tensor] = {}
         last: RecordedStep | None = None
         with Worker("holdfast-replay") as ahead, span("replay") as fields:
@@ -147,18 +141,18 @@ class Replay:
                 except PASSED_OVER as error:
                     emit("replay.ended", step=step.step, error=str(error))
                     break
-                found = dict(sets[number % 2].values)
+                values = dict(sets[number % 2].values)
                 if number + 1 < len(steps):
                     reading = ahead.submit(self._read, steps[number + 1], sets[(number + 1) % 2])
                 if (late := _late(step)) is None:
-                    newest |= found
+                    newest |= values
                 else:  # in this step something may read them
-                    self._put_values(newest | {n: v for n, v in found.items() if n not in late})
-                    newest = {n: v for n, v in found.items() if n in late}
+                    self._put_values(newest | {n: v for n, v in values.items() if n not in late})
+                    newest = {n: v for n, v in values.items() if n in late}
                 self._apply(step, sets[number % 2])
                 last = step
             fields["steps"] = 0 if last is None else steps.index(last) + 1
-        for one in self.steps:
+        for one in self.optimizers:
             for _, p in one.params:
                 p.grad = None
         if last is not None:
@@ -180,7 +174,7 @@ class Replay:
             self._check_dtypes(steps)
         lacking = self._lacking(steps)
         if lacking and self.options.strict:
-            few = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" * (len(lacking) > 3))
+            names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" * (len(lacking) > 3))
             hint = "build the same model and optimizers, or pass strict=False: it leaves these out"
             if are_former(self.state, lacking):
                 hint = (
@@ -189,7 +183,7 @@ class Replay:
                     "restored from DST"
                 )
             raise StateMismatch(
-                f"records have gradients or values of {few}, which the live state has not",
+                f"records have gradients or values of {names}, which the live state has not",
                 lacking,
                 hint=hint,
             )
@@ -202,8 +196,8 @@ class Replay:
         gradients = {
             (key, name)
             for step in plans
-            for found, _ in step.records.values()
-            for key, groups in found.header.groups.items()
+            for segment in step.segments
+            for key, groups in segment.header.groups.items()
             for names in groups
             for name in names
         }
@@ -216,18 +210,18 @@ class Replay:
             if t.state == "buffer" and t.name.partition(".")[0] not in theirs
         }
         recorded = sorted(gradients | values)
-        here = {(one.key, name) for one in self.steps for name, _ in one.params}
-        here |= {("", name) for name in self.values}
-        here |= {
+        own = {(one.key, name) for one in self.optimizers for name, _ in one.params}
+        own |= {("", name) for name in self.values}
+        own |= {
             ("", f"{key}.{name}")
             for key, value in self.state.items()
             for module in stages(value) or ()
             for name, _ in named_parameters(module)
         }
-        told = self.group.share(
-            np.packbits(np.array([n in here for n in recorded], bool)).tobytes()
+        masks = self.group.share(
+            np.packbits(np.array([n in own for n in recorded], bool)).tobytes()
         )
-        bits = np.unpackbits(np.bitwise_or.reduce([np.frombuffer(t, np.uint8) for t in told]))
+        bits = np.unpackbits(np.bitwise_or.reduce([np.frombuffer(t, np.uint8) for t in masks]))
         nowhere = [one for one, known in zip(recorded, bits) if not known]
         return tuple(
             f"{key}.{name}" if key else name
@@ -265,7 +259,7 @@ class Replay:
 
     def _warn_of_hooks(self, steps: list[RecordedStep]) -> None:
         """Warn of missing hooks after a step: they write to weights again what no record has."""
-        for one in self.steps:
+        for one in self.optimizers:
             applied = [a for s in steps for a in s.applied().get(one.key, {}).values()]
             recorded, here = max((a.hooks for a in applied), default=0), hooks_after(one.optimizer)
             if recorded > here:
@@ -279,7 +273,7 @@ class Replay:
         checkpoint = self.log.open(step, {}, {})
         lenient = _lenient(self.options)
         resized = judge_together(checkpoint, self.live, Problems(), None, self.group, lenient)
-        kinds = {o.key: type(stepping(o.optimizer)).__name__ for o in self.steps}
+        kinds = {o.key: type(stepping(o.optimizer)).__name__ for o in self.optimizers}
         whole = [key for key, kind in kinds.items() if kind not in ELEMENTWISE]
         if resized and whole:
             raise NotRecoverable(
@@ -293,13 +287,13 @@ class Replay:
         """Read what is used of a record: gradients, the buffers that it changed, extras.  Collective."""
         with alike(self.group, step.step):
             checkpoint = self.log.open(step, {}, {})
-            wants, few = self._wanted(step, checkpoint, into)
+            wants, sparse = self._wanted(step, checkpoint, into)
             for file in checkpoint.manifest.files[self.group.rank :: self.group.size]:
                 checkpoint.file_extras(file)
         read_together(checkpoint.files, wants, self.group if self.group.size > 1 else None)
-        if few or into.packed:
+        if sparse or into.packed:
             with alike(self.group, step.step):
-                self._unpack(step, few, into.packed)
+                self._unpack(step, sparse, into.packed)
 
     def _wanted(
         self, step: RecordedStep, checkpoint: Checkpoint, into: Gradients
@@ -307,15 +301,15 @@ class Replay:
         """Return what to read into gradients, room for packed ones and buffers, and the gradients by
         name that have to be unpacked then."""
         wants: list[Want] = []
-        few: dict[str, torch.Tensor] = {}
+        sparse: dict[str, torch.Tensor] = {}
         packed = {t.name for t in self.log.plan(step).packed}
-        for one in self.steps:
+        for one in self.optimizers:
             if one.key not in step.applied():
                 continue
             given = step.with_gradient(one.key)
             for full in (grad_name(one.key, name) for name, _ in one.params if name in given):
                 if full in packed:
-                    few[full] = into.of[full]
+                    sparse[full] = into.of[full]
                 else:
                     wants += self._wants(checkpoint, full, into.of[full])
         into.packed = _room_for_packed(checkpoint)
@@ -325,23 +319,23 @@ class Replay:
         into.values = self._changed(step, checkpoint)
         for name, tensor in into.values.items():
             wants += self._wants(checkpoint, name, tensor)
-        return wants, few
+        return wants, sparse
 
     def _unpack(
         self,
         step: RecordedStep,
-        few: dict[str, torch.Tensor],
+        sparse: dict[str, torch.Tensor],
         packed: dict[str, np.ndarray[Any, Any]],
     ) -> None:
         """Unpack gradients of which only what is not zero was recorded.  FormatError."""
-        for tensor in few.values():
+        for tensor in sparse.values():
             local_of(tensor).zero_()
         for (key, rank), parts in self._parts(step).items():
             data = packed.get(packed_name(key, rank))
             for one in () if data is None else entries(parts, data):
-                if one.part.name in few:
+                if one.part.name in sparse:
                     box = self.live.tensors[one.part.name].placed.box
-                    one.into(local_of(few[one.part.name]), box)
+                    one.into(local_of(sparse[one.part.name]), box)
 
     def _parts(self, step: RecordedStep) -> dict[tuple[str, int], list[PackedPart]]:
         """The parts that were packed, by optimizer and rank; the same for all records of a plan."""
@@ -349,19 +343,19 @@ class Replay:
         if known not in self._packing:
             plan = self.log.plan(step)
             agreement = Agreement(plan.mesh, plan.shardings, plan.tensors, plan.aliases)
-            found: dict[tuple[str, int], list[PackedPart]] = {}
+            packed: dict[tuple[str, int], list[PackedPart]] = {}
             for rank in range(step.world):
                 for part in parts_of(agreement, plan.packed, rank):
-                    found.setdefault((part.key, rank), []).append(part)
-            self._packing[known] = found
+                    packed.setdefault((part.key, rank), []).append(part)
+            self._packing[known] = packed
         return self._packing[known]
 
     def _changed(self, step: RecordedStep, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         """Memory for the values that a step changed."""
         same = step.unchanged()
-        here = [n for n in self.values if n not in same and is_known(checkpoint, n)]
+        names = [n for n in self.values if n not in same and is_known(checkpoint, n)]
         with torch.no_grad():
-            return {n: torch.empty_like(self.values[n], requires_grad=False) for n in here}
+            return {n: torch.empty_like(self.values[n], requires_grad=False) for n in names}
 
     def _wants(self, checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> list[Want]:
         if not is_known(checkpoint, name):
@@ -376,7 +370,7 @@ class Replay:
         return [Want(index, placed.box, target_of(local_of(tensor), entry.dtype))]
 
     def _apply(self, step: RecordedStep, grads: Gradients) -> None:
-        known = {one.key: one for one in self.steps}
+        known = {one.key: one for one in self.optimizers}
         is_resized = self._resized[step.run, step.plan]
         for key, ranks in step.applied(0 if is_resized else self.group.rank).items():
             if key not in known:
@@ -427,8 +421,8 @@ class Replay:
 
 def _late(step: RecordedStep) -> set[str] | None:
     """Names of tensors written after the step began, on any rank; None if nothing in it may read any."""
-    told = [record.late for _, record in step.records.values() if record.late is not None]
-    return set().union(*told) if told else None
+    late = [record.late for _, record in step.records.values() if record.late is not None]
+    return set().union(*late) if late else None
 
 
 def _room_for_packed(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:

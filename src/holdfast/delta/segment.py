@@ -57,17 +57,21 @@ class Record(msgspec.Struct, frozen=True):
     parent: Identity
     """The state that it leads on from."""
     bytes: int
+    """Length of its image."""
     data: int
     extras: int
     table: int
+    """Bytes of the image at which tensors, extras and the digest table begin."""
     applied: tuple[Applied, ...]
     unchanged: tuple[str, ...] = ()
-    """Tensors that are as they were."""
+    """Names of recorded tensors that have the values that they had before the step."""
     notes: dict[str, tuple[str, str]] = {}
     """Digest and rule of each of its extras, by key."""
     late: tuple[str, ...] | None = None
-    """Tensors written after the first step that may read any had begun; None if no step may."""
+    """Names of tensors that were written after the first optimizer step that may read them had begun; None
+    if no step may read any."""
     at: int = 0
+    """Bytes from the first record of the segment to this one."""
     digest: str = ""
     """Digest of its digest table."""
     sizes: dict[str, int] = {}

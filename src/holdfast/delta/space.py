@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.names import Saved, committed, parse_segment
 from holdfast.delta.segment import Identity
-from holdfast.errors import NotFound, OutOfSpace, UsageError
+from holdfast.errors import HoldfastError, NotFound, OutOfSpace, UsageError
 from holdfast.sizes import size_text
 from holdfast.store import LocalStore, Store
 
@@ -29,6 +29,14 @@ class Space:
     def __init__(self, max_bytes: int, num_ranks: int) -> None:
         self.max_bytes = max_bytes
         self.num_ranks = num_ranks
+        self.record_bytes = 0
+        """Bytes of a record with its header, as planned."""
+        self.save_every: int | None = None
+        """Steps between full saves, as far as that is known."""
+        self.notice: HoldfastError | None = None
+        """The error to be told to the user, once."""
+        self._looked_for = 0
+        """Room in storage is not looked for again for records of up to so many bytes."""
         self._recorded = 0
         self._covered = 0
         """Bytes recorded before that save."""
@@ -61,36 +69,39 @@ class Space:
         """True if a full save is to be made, for older records to go."""
         return self._share > 0 and not self.is_saving and self._since() >= self._share // 4
 
-    def has_room(self, num_bytes: int) -> bool:
+    @property
+    def has_room(self) -> bool:
         """True if another record keeps within the bound."""
-        return not self._share or self._since() + num_bytes <= self._share // 2
+        return not self._share or self._since() + self.record_bytes <= self._share // 2
 
     def _since(self) -> int:
         _ = self.is_saving
         return self._recorded - self._covered
 
-    def check(self, record_bytes: int) -> None:
+    def check(self) -> None:
         """UsageError for a bound within which one cannot record."""
-        if self._share and record_bytes > self._share // 4:
-            least = 4 * record_bytes * self.num_ranks
-            took = size_text(record_bytes)
+        if self._share and self.record_bytes > self._share // 4:
+            least = 4 * self.record_bytes * self.num_ranks
+            took = size_text(self.record_bytes)
             raise UsageError(
                 f"Delta(max_bytes={self.max_bytes}): a step's record takes {took} on this rank",
                 hint=f"at least four steps must fit, of all ranks: about {size_text(least)}",
             )
 
-    def lacking(self, store: Store, record_bytes: int, steps: int | None) -> OutOfSpace | None:
-        """The error if a local disk has no room for the records of `steps` steps, or for the bound."""
+    def look_for_room(self, store: Store) -> None:
+        """Give notice if a local disk has no room for the records until older ones go, or for the bound."""
+        if self.record_bytes <= self._looked_for:
+            return
+        self._looked_for = self.record_bytes * 5 // 4
         free = free_bytes(store)
-        step_bytes = record_bytes * self.num_ranks
-        need = min(n for n in (self.max_bytes, (steps or 0) * step_bytes, 1 << 62) if n)
-        if free is None or need <= free or need == 1 << 62:
-            return None
-        return OutOfSpace(
-            f"records take about {size_text(step_bytes)} a step and {size_text(need)} until older ones "
-            f"go, but {size_text(free)} are free in {store.url}",
-            hint="save more often (Every(durable=...)), or bound the log (Delta(max_bytes=...))",
-        )
+        step_bytes = self.record_bytes * self.num_ranks
+        needs = [n for n in (self.max_bytes, (self.save_every or 0) * step_bytes) if n]
+        if free is not None and needs and min(needs) > free:
+            self.notice = OutOfSpace(
+                f"records take about {size_text(step_bytes)} a step and {size_text(min(needs))} until "
+                f"older ones go, but {size_text(free)} are free in {store.url}",
+                hint="save more often (Every(durable=...)), or bound the log (Delta(max_bytes=...))",
+            )
 
     @property
     def is_paused(self) -> bool:
@@ -98,10 +109,10 @@ class Space:
         self._paused = self._paused and self.is_saving
         return self._paused
 
-    def pause(self) -> OutOfSpace:
-        """Record nothing until then; return what to tell the user of it."""
+    def pause(self) -> None:
+        """Record nothing until then, and give notice of it."""
         self._paused = True
-        return OutOfSpace(
+        self.notice = OutOfSpace(
             "records pause: since the newest full save they take half of "
             f"Delta(max_bytes={self.max_bytes})",
             hint="they begin again when the save under way is complete; a larger bound leaves it time",
@@ -115,14 +126,14 @@ def newest_of(saved: Iterable[Saved]) -> Identity:
 
 def weigh(store: Store, newest: Identity) -> list[tuple[int, str, bool]]:
     """Size and key of every segment, oldest first, and whether it may lead on from full step `newest`."""
-    found = []
+    segments = []
     for key in store.list("log/"):
         parsed = parse_segment(key)
         if parsed is not None:
             run, _, last, _ = parsed
             needed = run > newest[0] or (run == newest[0] and last > newest[1])
-            found.append(((run, last), _size(store, key), key, needed))
-    return [(size, key, needed) for _, size, key, needed in sorted(found)]
+            segments.append(((run, last), _size(store, key), key, needed))
+    return [(size, key, needed) for _, size, key, needed in sorted(segments)]
 
 
 def needed_bytes(store: Store) -> int:

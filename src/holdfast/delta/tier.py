@@ -5,33 +5,34 @@ optimizer reads them until it ends: they are copied into the ring in that time. 
 `Checkpointer.step` follow the rest of what the step changed (buffers, extras), and the record goes to the
 writer.  No rank waits for another, except when all plan together what their records hold.
 
-Here is when a record is made and what it leads on from; `state.observer` tells of steps, `capture` makes
-the record, and `watching` sees what no record can tell.
+Here is when a record is made and what it leads on from; `optimizers` tells of steps, `capture` makes the
+record, `watching` sees what no record can tell, and `bases` the full saves that records begin with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import msgspec
 import torch
 from torch.optim import Optimizer
 
 from holdfast.codec.digest import hexdigest
-from holdfast.delta.capture import Groups, OpenRecord, RecordCapture
+from holdfast.delta.bases import Bases, Unrecorded
+from holdfast.delta.capture import RecordCapture
 from holdfast.delta.clock import Clock, Spent
+from holdfast.delta.copying import OpenRecord
 from holdfast.delta.log import Log, RecordedStep
-from holdfast.delta.options import Delta
-from holdfast.delta.recording import (
+from holdfast.delta.optimizers import (
     GRAD,
-    encode_extras,
+    ObservedOptimizers,
     is_watched,
     mixed_up,
     only_reads,
-    optimizers,
     refused,
 )
+from holdfast.delta.options import Delta
+from holdfast.delta.planning import encode_extras
 from holdfast.delta.replay import Replay, survey
 from holdfast.delta.segment import Identity
 from holdfast.delta.watching import Watch
@@ -42,17 +43,39 @@ from holdfast.layout import Box, Mesh
 from holdfast.restore.targets import RestoreOptions
 from holdfast.saving import Save
 from holdfast.state.customised import asked_once
-from holdfast.state.live import Live, State, is_optimizer
-from holdfast.state.observer import Observer, Order, StepCall
+from holdfast.state.live import Live, State
+from holdfast.state.observer import StepCall
 from holdfast.state.placed import reduce_gradients
 from holdfast.state.rest import collect_rest
-from holdfast.state.wrapped import bare
 from holdfast.store import MemoryStore, Store
 
 MAX_EDITS = 3
 FAILED = "the step of an optimizer failed"
 MAX_IDLE = 20
 """Records in a row without the step of any optimizer, before the user is told."""
+
+Parts = dict[str, tuple[tuple[int, ...], Box, str]]
+"""Shape, box and dtype of this rank's parts of tensors, by name."""
+
+
+class IdleRecords:
+    """Records in a row without the step of an optimizer: a graph that holds the whole step, say, calls no
+    hooks; nor is what it writes counted."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._is_told = False
+
+    def add(self, *, is_idle: bool) -> str:
+        """Count a record; return what to tell the user, once, of many that are idle.  Empty if nothing."""
+        self._count = self._count + 1 if is_idle else 0
+        if self._count != MAX_IDLE or self._is_told:
+            return ""
+        self._is_told = True
+        return (
+            f"{MAX_IDLE} steps without a step of an optimizer of the state: if another one is trained "
+            "with, or its steps are in a graph of a device, records do not have them"
+        )
 
 
 class DeltaTier:
@@ -78,99 +101,65 @@ class DeltaTier:
             )
         self.state = state
         self.group = group
-        self._store, self._run = store, run
         self.on_resize = on_resize
         self.parent: Identity | None = None
         """The state that the next record leads on from; None until there is one to begin with."""
-        self.paused = False
-        self.recorded = False
-        """True if this run has made records."""
         self.news: list[str] = []
         """Messages that the user has to be told."""
         self._capture = RecordCapture(
             group, store, options, run=run, mesh=mesh, deadline_s=deadline_s
         )
         self._watch = Watch()
-        self._parts: dict[str, tuple[tuple[int, ...], Box, str]] = {}
-        """Shape, box and dtype of this rank's parts of objects' sharded tensors, as planned."""
-        self._base: Save | None = None
-        self._begun = False
-        self._bases = 0
-        """Number of the next wish for a base: so many times ranks were done with one."""
+        self._parts: Parts = {}
+        """This rank's parts of objects' sharded tensors, as planned."""
+        self._bases = Bases(group)
+        self._unrecorded = Unrecorded()
         self._edits = 0
         """Number of records in a row that could not be, because of weights that were written."""
-        self._unsaved: tuple[int, int] | None = None
-        """The first and the last step since the newest record or full save, if no record has them."""
-        self._why = "no full save was made yet"
-        """Why no record has the next step, while `parent` is None."""
-        self._idle = 0
-        """Number of records in a row without the step of any optimizer."""
-        self._told_of_idle = False
-        self._early: dict[str, tuple[int, int]] | None = None
-        """Versions of what no optimizer changes, when this record's first step that may read it began; None
-        if none may."""
+        self._idle = IdleRecords()
         self._clock = Clock()
-        self._steps = optimizers(state())
-        self._observer = self._observe()
+        self._optimizers = ObservedOptimizers(state(), self._before, self._after_step)
 
     # -- what records lead on from ----------------------------------------------------------------
 
     def needs_base(self, step: int) -> bool:
-        """True if all ranks make a full save of this step, for records to lead on from.
-
-        One rank may need it alone: it says so, and all do it at the step after, when all have heard of it.
-        """
-        if self._base is not None and self._base.done():
-            failed, self._base = self._base.error is not None or self._base.skipped, None
-            if failed:
-                self._break("the save that records lead on from failed")
+        """True if all ranks make a full save of this step, for records to lead on from."""
+        if self._bases.has_failed():
+            self._break("the save that records lead on from failed")
         space = self._capture.space
         begins = self.parent is None and not self._capture.is_behind and not space.is_paused
         wanted = self.error is None and (begins or space.is_due)
-        if self.group.size == 1 or not self._begun:
-            return wanted
-        key = f"delta/base/{self._bases}"
-        if wanted:
-            self.group.post_first(key, str(step + 1).encode())
-        found = self.group.peek(key)
-        if found is None or step < int(found):
-            return False
-        self._bases += 1
-        self._capture.unplan()
-        return True
+        is_due = self._bases.is_due(step, wanted=wanted)
+        if is_due and self.group.size > 1:
+            self._capture.unplan()
+        return is_due
 
     def saving(self, save: Save) -> None:
         """Note that a full save to storage has begun."""
         self._capture.space.saving(save)
-        if self._unsaved is not None and save.step >= self._unsaved[1]:
-            self._unsaved = None
+        self._unrecorded.saved(save.step)
 
     def loss(self) -> str:
         """Say what is lost if the run ends now: steps that are in no record, with no full save
         since.  Empty if there are none, or if the user has been told that records end."""
-        if self._unsaved is None or self.error is not None:
-            return ""
-        first, last = self._unsaved
-        steps = f"step {last} is" if first == last else f"steps {first} to {last} are"
-        return (
-            f"{steps} in no record and no full save ({self._why}): a restart does not have them; "
-            f"save({last}) before close() keeps them"
-        )
+        return "" if self.error is not None else self._unrecorded.text()
 
     def notice(self) -> HoldfastError | None:
         """The error that the user is to be told; once."""
-        notice, self._capture.notice = self._capture.notice, None
+        space = self._capture.space
+        notice, space.notice = space.notice, None
         return notice
 
     def begin_from(self, identity: Identity, base: Save | None = None) -> None:
         """Lead on from the live state, which is this one, known or being saved."""
         self._capture.drop()
-        if self._follow_optimizers() or self._is_stale():
+        if self._optimizers.follow(self.state()) or self._optimizers.is_stale:
             self._capture.unplan()
-        self._begun, self._unsaved = True, None
-        self.parent, self._base = identity, base
-        self._observer.forget_failed()
-        self._observer.come_last()
+        self._unrecorded.forget()
+        self._bases.begin(base)
+        self.parent = identity
+        self._optimizers.observer.forget_failed()
+        self._optimizers.observer.come_last()
         self._watch.begin(self.state())
 
     def prepare(self) -> None:
@@ -196,7 +185,7 @@ class DeltaTier:
 
     def end(self, why: str) -> None:
         """Record no more, until records begin from another base."""
-        self._unsaved = None
+        self._unrecorded.forget()
         if self.parent is not None:
             self._capture.drop()
             self._break(why)
@@ -208,9 +197,12 @@ class DeltaTier:
 
     def adopt(self, run: int) -> None:
         """Go on as another run, with a writer of its own.  Blocks until all is written."""
-        self.recorded = False
-        self._run = run
         self._capture.adopt(run)
+
+    @property
+    def recorded(self) -> bool:
+        """True if this run has made records."""
+        return self._capture.recorded
 
     @property
     def error(self) -> HoldfastError | None:
@@ -226,8 +218,7 @@ class DeltaTier:
     def _break(self, why: str) -> None:
         """Records end here."""
         emit("delta.broken", why=why)
-        self.parent, self._why = None, why
-        self._early = None
+        self.parent, self._unrecorded.why = None, why
 
     def _again(self, why: str) -> None:
         """This step's record cannot be: the next ones are planned anew, from a new base."""
@@ -255,7 +246,7 @@ class DeltaTier:
 
     def survey(self, since: int) -> Log:
         """Return what is recorded after step `since`, in this run's root.  Collective; Deadline."""
-        return survey(self._store, self.group, since, self._run)
+        return survey(self._capture.store, self.group, since, self._capture.run)
 
     def replay(
         self, log: Log, steps: list[RecordedStep], state: State, options: RestoreOptions
@@ -264,22 +255,13 @@ class DeltaTier:
         None if none did.  Collective."""
         changed = {t.name for t in log.plan(steps[-1]).tensors if t.state == "buffer"}
         self.expect(changed)
-        with self.pause():
+        with self._optimizers.pause():
             return Replay(log, self.group, state, options).run(steps)
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Steps of optimizers in this block are no steps of the training."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
 
     # -- an optimizer's step ----------------------------------------------------------------------
 
     def _before(self, call: StepCall[str]) -> None:
-        if self.paused or call.around == call.name:  # a class calls its parent's step
+        if call.around == call.name:  # a class calls its parent's step
             return
         params = (p for group in call.optimizer.param_groups for p in group["params"])
         reduce_gradients(params)  # by all ranks, whether they make records or not
@@ -305,7 +287,7 @@ class DeltaTier:
         record = self._opened()
         if record is None:
             return
-        if not self._observer.is_last(key):
+        if not self._optimizers.observer.is_last(key):
             self._again("a hook was registered that may change gradients after their copy")
             return
         if self._watch.is_edited(key if record.applied else None):
@@ -319,7 +301,7 @@ class DeltaTier:
                 f"{key!r} has made two steps between two calls of Checkpointer.step()",
                 hint="call it after each optimizer step",
             )
-        one = next(one for one in self._steps if one.key == key)
+        one = self._optimizers[key]
         if name := mixed_up(one):
             self._fail(
                 UsageError(
@@ -330,10 +312,8 @@ class DeltaTier:
                 )
             )
             return
-        if not record.applied:
-            self._early = None
-        if self._early is None and is_watched(one.optimizer):
-            self._early = self._watch.versions(self.state())
+        if record.early is None and is_watched(one.optimizer):
+            record.early = self._watch.versions(self.state())
         self._capture.gradients(record, one)
         if not only_reads(one.optimizer):
             self._after(key, one.optimizer)
@@ -375,56 +355,29 @@ class DeltaTier:
         if record is None:
             error = self._capture.error
             slow = (
-                "storage is too slow" if self._capture.notice is None else "the log is at its bound"
+                "storage is too slow"
+                if self._capture.space.notice is None
+                else "the log is at its bound"
             )
             self._break(slow if error is None else error.message)
         return record
 
-    def _follow_optimizers(self) -> bool:
-        """True if the state has other optimizers than those observed; these are observed now."""
-        state = self.state()
-        found = [(key, id(bare(value))) for key, value in state.items() if is_optimizer(value)]
-        if found == [(one.key, id(one.optimizer)) for one in self._steps]:
-            return False
-        self._observer.close()
-        self._steps = optimizers(state)
-        self._observer = self._observe()
-        return True
-
-    def _observe(self) -> Observer[str]:
-        optimizers = {one.key: one.optimizer for one in self._steps}
-        return Observer(optimizers, Order.RECORDS, self._before, self._after_step)
-
-    def _is_stale(self) -> bool:
-        """True if an optimizer has other parameters than planned."""
-        return any(
-            [id(p) for g in one.optimizer.param_groups for p in g["params"]]
-            != [id(p) for _, p in one.params]
-            for one in self._steps
-        )
-
     def _plan(self) -> None:
         """Plan what records hold from now on.  Collective; blocks."""
         state = self.state()
-        self._steps = optimizers(state)
+        self._optimizers.rename(state)
+        named, groups = self._optimizers.named, self._optimizers.groups
         values = self._watch.expect(state)
-        rest = collect_rest(state, self._groups, self.on_resize)
+        rest = collect_rest(state, groups, self.on_resize)
         objects = self._of_objects(rest, state)
-        self._parts = _places(rest, objects)
+        self._parts = _parts_of(rest, objects)
         values |= objects
-        self._capture.plan(self._steps, self._groups, values, encode_extras(rest.extras))
+        self._capture.plan(named, groups, values, encode_extras(rest.extras))
 
     def _of_objects(self, rest: Live, state: State) -> dict[str, torch.Tensor]:
         """Sharded tensors in the state of objects: records hold them whole at every step."""
         known = self._watch.tensors(state)
         return {name: t.source for name, t in rest.tensors.items() if name not in known}
-
-    @property
-    def _groups(self) -> Groups:
-        return {
-            one.key: tuple(tuple(name for name, _ in pairs) for pairs in one.groups)
-            for one in self._steps
-        }
 
     # -- a step of the training -------------------------------------------------------------------
 
@@ -433,23 +386,23 @@ class DeltaTier:
 
         `save_every`: steps between full saves, as far as that is known.
         """
-        self._capture.save_every = save_every
+        self._capture.space.save_every = save_every
         parent = self.parent
         if parent is not None and step <= parent[1]:
             self._check_number(step, parent[1])
             return
-        self._unsaved = (self._unsaved or (step, step))[0], step
+        self._unrecorded.add(step)
         if parent is None:
             return
-        if self._observer.forget_failed():
+        if self._optimizers.observer.forget_failed():
             self._again(FAILED)
             return
-        if self._follow_optimizers():
+        if self._optimizers.follow(self.state()):
             self._again("the state has other optimizers")
             return
         with self._clock.held(), span("delta.call", step=step), asked_once():
             state = self.state()
-            rest = collect_rest(state, self._groups, self.on_resize)
+            rest = collect_rest(state, self._optimizers.groups, self.on_resize)
             changed = self._watch.changed(state)
             if self._watch.is_edited():
                 self._edited("after it")
@@ -489,35 +442,24 @@ class DeltaTier:
         values = {n: t for n, t in self._watch.tensors(state).items() if n in planned}
         objects = self._of_objects(rest, state)
         values |= objects
-        if _places(rest, objects) != self._parts:
+        if _parts_of(rest, objects) != self._parts:
             self._again("the state of an object has other tensors")
             return
         misfit = self._capture.fill(record, encode_extras(rest.extras), values)
         if misfit:
             self._again(misfit)
             return
-        self._count_idle(record)
+        if news := self._idle.add(is_idle=not record.applied):
+            self.news.append(news)
         unchanged = tuple(sorted(self._watch.changing - changed))
-        late = None if self._early is None else self._watch.written_since(self._early, state)
+        late = None if record.early is None else self._watch.written_since(record.early, state)
         self.parent = self._capture.hand_over(
             record, step, parent, unchanged=unchanged, notes=_notes(rest), late=late
         )
-        self._early = self._unsaved = None
+        self._unrecorded.forget()
         self._edits = 0
-        self.recorded = True
         self._clock.made()
-        self._observer.come_last()
-
-    def _count_idle(self, record: OpenRecord) -> None:
-        """Tell of many records without an optimizer's step: a graph that holds the whole step, say,
-        calls no hooks; nor is what it writes counted."""
-        self._idle = 0 if record.applied else self._idle + 1
-        if self._idle == MAX_IDLE and not self._told_of_idle:
-            self._told_of_idle = True
-            self.news.append(
-                f"{MAX_IDLE} steps without a step of an optimizer of the state: if another one is trained "
-                "with, or its steps are in a graph of a device, records do not have them"
-            )
+        self._optimizers.observer.come_last()
 
     def spent(self) -> Spent:
         """The time that the training thread was held since this was last asked."""
@@ -540,8 +482,8 @@ class DeltaTier:
     def settle(self) -> None:
         """Wait until nothing is on its way to storage, for all will be read.  A rank's wish for a base is
         forgotten: its step may come again.  All ranks do so together."""
-        self._bases += 1
-        self._unsaved = None
+        self._bases.forget_wish()
+        self._unrecorded.forget()
         self._capture.unplan()
         self._capture.settle()
 
@@ -550,12 +492,11 @@ class DeltaTier:
         self._capture.handed_over(limit_s)
 
     def close(self, limit_s: float) -> None:
-        self._observer.close()
+        self._optimizers.observer.close()
         self._capture.close(limit_s)
 
 
-def _places(rest: Live, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], Box, str]]:
-    """Shape, box and dtype of this rank's parts of tensors, by name."""
+def _parts_of(rest: Live, names: Iterable[str]) -> Parts:
     placed = {name: rest.tensors[name].placed for name in names}
     return {name: (p.shape, p.box, p.dtype) for name, p in placed.items()}
 

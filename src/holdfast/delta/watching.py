@@ -7,10 +7,58 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from holdfast.delta.recording import buffers, small, untrained
-from holdfast.state.live import State
+from holdfast.state.customised import customised, own_tensors
+from holdfast.state.live import (
+    State,
+    is_optimizer,
+    is_stateful,
+    named_buffers,
+    named_parameters,
+    stages,
+)
+from holdfast.state.optimizers import tensors_in
 from holdfast.state.wrapped import stepping
 from holdfast.state.writes import Mark, Marks, count_and_address
+
+SMALL_BYTES = 1 << 20
+
+
+def untrained(state: State) -> dict[str, torch.Tensor]:
+    """Parameters that no optimizer of the state has, by name: frozen ones, or an average of the weights."""
+    trained = {
+        id(p)
+        for value in state.values()
+        if isinstance(value, Optimizer)
+        for group in value.param_groups
+        for p in group["params"]
+    }
+    others: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        for module in stages(value) or ():
+            for name, p in named_parameters(module):
+                if id(p) not in trained:
+                    others.setdefault(f"{key}.{name}", p)
+    return others
+
+
+def buffers(state: State) -> dict[str, torch.Tensor]:
+    """Buffers and tensors of the user's own, by name."""
+    named: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        for module in stages(value) or ():
+            for name, buffer in named_buffers(module):
+                named.setdefault(f"{key}.{name}", buffer)
+            for name, tensor in own_tensors(customised(key, module)):
+                named.setdefault(f"{key}.{name}", tensor)
+        if stages(value) is None and not is_optimizer(value) and not is_stateful(value):
+            for path, tensor in tensors_in(value):
+                named[f"{key}.{path}" if path else key] = tensor
+    return named
+
+
+def small(tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Names of small tensors, recorded at every step: batch norm's kernels write uncounted."""
+    return {n for n, t in tensors.items() if t.numel() * t.element_size() <= SMALL_BYTES}
 
 
 class Watch:
@@ -69,8 +117,10 @@ class Watch:
         """Names of what was written since the last record, as far as that can be known."""
         before = self._marks
         self._mark(state)
-        found = {n for n, mark in self._marks.items() if n not in before or mark.differs(before[n])}
-        return found | small(buffers(state))
+        written = {
+            n for n, mark in self._marks.items() if n not in before or mark.differs(before[n])
+        }
+        return written | small(buffers(state))
 
     def versions(self, state: State) -> dict[str, tuple[int, int]]:
         """A count of writes to each tensor that no optimizer changes, and where it lies, by name."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
-from holdfast.delta import words as w
+from holdfast.delta import messages as w
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import (
     Record,
@@ -27,7 +27,7 @@ from holdfast.delta.segment import (
     read_header,
     segment_key,
 )
-from holdfast.delta.writers import withdraw
+from holdfast.delta.writer_registry import withdraw
 from holdfast.errors import Exists
 from holdfast.format.image import ALIGN
 from holdfast.here import yield_to_training
@@ -40,146 +40,42 @@ PAUSES_S = (0.1, 1.0, 5.0)
 """Seconds before each further try to write a segment that nobody else has any more."""
 
 
-class RecordWriter:
-    """Collects records and writes them in batches.  `parent`: the training process."""
+class SegmentWriter:
+    """Writes records of one order, which lie in slots of a ring, as segments to storage."""
 
-    def __init__(self, line: socket.socket, parent: int) -> None:
-        self._line = line
-        self._parent: list[int] = []
-        with suppress(OSError):  # an old kernel: the socket alone has to tell
-            self._parent = [os.pidfd_open(parent)]
-        self._is_orphan = os.getppid() != parent
-        """True if the training process died before this one had begun."""
-        self._order = w.Open("", SegmentHeader(0, 0, 0, "", {}), 0, 0, 1)
-        self._ring: Ring | None = None
-        self._store: Store | None = None
-        self._batch: list[w.Put] = []
-        self._alone = False
-        """True once the training process was found to be gone, or to listen no more."""
+    def __init__(self, store: Store, order: w.Open, ring: Ring) -> None:
+        self.store = store
+        self.order = order
+        self.ring = ring
 
-    def run(self) -> None:
-        """Take records to storage until the training process closes its end, or dies."""
-        while True:
-            message, fd = self._next()
-            match message:
-                case w.Open():
-                    self._open(message, fd)
-                case w.Put():
-                    self._batch.append(self._digested(message))
-                    if len(self._batch) >= self._order.batch:
-                        self._write()
-                case w.Flush():
-                    self._write()
-                    self._say(w.Flushed())
-                case None:
-                    self._alone = True
-                    self._write()
-                    self._leave()
-                    return
-
-    def _next(self) -> tuple[object, int | None]:
-        """The next message; None when the training process is gone, whoever else holds its socket."""
-        try:
-            here = self._line.fileno()
-            limit_s = 0 if self._is_orphan else None
-            ready, _, _ = select.select([here, *self._parent], [], [], limit_s)
-            if here not in ready:
-                return None, None
-            return w.receive(self._line, w.TO_WRITER)
-        except OSError:
-            return None, None
-
-    def _open(self, order: w.Open, fd: int | None) -> None:
-        assert fd is not None
-        self._write()
-        if self._ring is not None:
-            self._ring.close()
-        self._order = order
-        self._ring = Ring(order.slots, order.slot_bytes, fd)
-        if self._store is None or self._store.url != order.root:
-            self._store = open_store(order.root)
-            be_patient(
-                self._store, None
-            )  # nobody waits for this process: what it holds is lost with it
-
-    def _leave(self) -> None:
-        if self._store is not None:
-            withdraw(self._store, self._order.header.run, self._order.header.rank)
-
-    def _slot(self, put: w.Put) -> memoryview:
-        assert self._ring is not None
-        return self._ring.slot(put.slot)
-
-    def _digested(self, put: w.Put) -> w.Put:
-        view, record = self._slot(put), put.record
+    def digested(self, put: w.Put) -> w.Put:
+        """Complete the image in a slot by the digests of its chunks; return the record with theirs."""
+        view, record = self.ring.slot(put.slot), put.record
         digests = np.empty(num_chunks(record.table, CHUNK_BYTES), "<u8")
         digest_chunks(view[: record.table], digests)
         view[record.table : record.bytes] = digests.tobytes()
         done = msgspec.structs.replace(record, digest=hexdigest(digests.tobytes()))
         return w.Put(put.slot, done)
 
-    def _write(self) -> None:
-        """Write one segment of what has been collected."""
-        batch, self._batch = self._batch, []
-        if not batch:
-            return
-        began = time.monotonic()
-        slots = tuple(put.slot for put in batch)
-        try:
-            size, fixed_s = self._persist(batch)
-        except Exception as error:
-            failure = WireError.of(error)
-            self._say(w.RecordsWrote(slots, error=failure))
-            if self._is_alone():
-                steps = f"{batch[0].record.step} to {batch[-1].record.step}"
-                with suppress(OSError):  # who read that may be gone as well
-                    print(
-                        f"holdfast: the records of steps {steps} are lost: {failure.message}",
-                        file=sys.stderr,
-                    )
-            return
-        took = time.monotonic() - began
-        self._say(w.RecordsWrote(slots, batch[-1].record.step, size, took, fixed_s))
-
-    def _persist(self, batch: list[w.Put]) -> tuple[int, float]:
-        """Write a segment, and try again after errors if the training process is gone, which would
-        have begun anew with a full save."""
-        for pause_s in PAUSES_S:
-            try:
-                return self._segment(batch)
-            except Exception:
-                if not self._is_alone():
-                    raise
-                time.sleep(pause_s)
-        return self._segment(batch)
-
-    def _is_alone(self) -> bool:
-        """True if the training process is gone, or listens no more."""
-        if not self._alone:
-            gone, _, _ = select.select(self._parent, [], [], 0)
-            self._alone = self._is_orphan or bool(gone)
-        return self._alone
-
-    def _segment(self, batch: list[w.Put]) -> tuple[int, float]:
+    def write(self, batch: list[w.Put]) -> tuple[int, float]:
         """Write a segment; return its bytes, and the seconds to open and finish the file."""
         at, records = 0, []
         for put in batch:
             records.append(msgspec.structs.replace(put.record, at=at))
             at += aligned(put.record.bytes)
-        header = msgspec.structs.replace(self._order.header, records=tuple(records))
+        header = msgspec.structs.replace(self.order.header, records=tuple(records))
         head = encode_header(header)
         key = segment_key(header.run, records[0].step, records[-1].step, header.rank)
         size = len(head) + at
-        assert self._store is not None
         began = time.monotonic()
-        file = self._store.create(key, size)
+        file = self.store.create(key, size)
         opened = time.monotonic()
         written = opened
         try:
             check_blocks(file, key, ALIGN, "keep records on a file system")
             file.write(0, memoryview(head))
             for put, record in zip(batch, records):
-                self._image(file, len(head) + record.at, self._slot(put), record)
+                self._image(file, len(head) + record.at, self.ring.slot(put.slot), record)
             written = time.monotonic()
             file.finish()
         except Exists:
@@ -192,8 +88,7 @@ class RecordWriter:
 
     def _check_same(self, key: str, header: SegmentHeader) -> None:
         """Accept what a writer wrote that died before it said so; Exists if it is another."""
-        assert self._store is not None
-        reader = self._store.open(key)
+        reader = self.store.open(key)
         try:
             found, _ = read_header(reader, key)
         finally:
@@ -208,6 +103,109 @@ class RecordWriter:
         for start in range(0, size, WRITE_BYTES):
             stop = min(start + WRITE_BYTES, size)
             file.write(at + start, view[start:stop])
+
+
+class RecordWriter:
+    """Collects records and writes them in batches.  `parent`: the training process."""
+
+    def __init__(self, line: socket.socket, parent: int) -> None:
+        self._line = line
+        self._parent: list[int] = []
+        with suppress(OSError):  # an old kernel: the socket alone has to tell
+            self._parent = [os.pidfd_open(parent)]
+        self._is_orphan = os.getppid() != parent
+        """True if the training process died before this one had begun."""
+        self._alone = False
+        """True once the training process was found to be gone, or to listen no more."""
+
+    def run(self) -> None:
+        """Take records to storage until the training process closes its end, or dies."""
+        store: Store | None = None
+        message, fd = self._next()
+        while isinstance(message, w.Open) and fd is not None:
+            if store is None or store.url != message.root:
+                store = open_store(message.root)
+                be_patient(
+                    store, None
+                )  # nobody waits for this process: what it holds is lost with it
+            ring = Ring(message.slots, message.slot_bytes, fd)
+            order, (message, fd) = message, self._serve(SegmentWriter(store, message, ring))
+            ring.close()
+            if message is None:
+                withdraw(store, order.header.run, order.header.rank)
+
+    def _serve(self, segments: SegmentWriter) -> tuple[object, int | None]:
+        """Take records of one order to storage; return what comes after them: the next order, or None."""
+        batch: list[w.Put] = []
+        while True:
+            message, fd = self._next()
+            match message:
+                case w.Put():
+                    batch.append(segments.digested(message))
+                    if len(batch) >= segments.order.batch:
+                        self._write(segments, batch)
+                        batch = []
+                case w.Flush():
+                    self._write(segments, batch)
+                    batch = []
+                    self._say(w.Flushed())
+                case _:
+                    self._alone |= message is None
+                    self._write(segments, batch)
+                    return message, fd
+
+    def _next(self) -> tuple[object, int | None]:
+        """The next message; None when the training process is gone, whoever else holds its socket."""
+        try:
+            here = self._line.fileno()
+            limit_s = 0 if self._is_orphan else None
+            ready, _, _ = select.select([here, *self._parent], [], [], limit_s)
+            if here not in ready:
+                return None, None
+            return w.receive(self._line, w.TO_WRITER)
+        except OSError:
+            return None, None
+
+    def _write(self, segments: SegmentWriter, batch: list[w.Put]) -> None:
+        """Write one segment of what has been collected, if anything; say so, or why not."""
+        if not batch:
+            return
+        began = time.monotonic()
+        slots = tuple(put.slot for put in batch)
+        try:
+            size, fixed_s = self._persist(segments, batch)
+        except Exception as error:
+            failure = WireError.of(error)
+            self._say(w.RecordsWrote(slots, error=failure))
+            if self._is_alone():
+                steps = f"{batch[0].record.step} to {batch[-1].record.step}"
+                with suppress(OSError):  # who read that may be gone as well
+                    print(
+                        f"holdfast: the records of steps {steps} are lost: {failure.message}",
+                        file=sys.stderr,
+                    )
+            return
+        took = time.monotonic() - began
+        self._say(w.RecordsWrote(slots, batch[-1].record.step, size, took, fixed_s))
+
+    def _persist(self, segments: SegmentWriter, batch: list[w.Put]) -> tuple[int, float]:
+        """Write a segment, and try again after errors if the training process is gone, which would
+        have begun anew with a full save."""
+        for pause_s in PAUSES_S:
+            try:
+                return segments.write(batch)
+            except Exception:
+                if not self._is_alone():
+                    raise
+                time.sleep(pause_s)
+        return segments.write(batch)
+
+    def _is_alone(self) -> bool:
+        """True if the training process is gone, or listens no more."""
+        if not self._alone:
+            gone, _, _ = select.select(self._parent, [], [], 0)
+            self._alone = self._is_orphan or bool(gone)
+        return self._alone
 
     def _say(self, message: object) -> None:
         if self._alone:

@@ -47,9 +47,9 @@ class Exchange:
     def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
         """Send the parts of `parts[r]`, joined, to each rank r; returns what each sent.  Collective."""
         out = bytearray().join(p for to in parts for p in to)
-        if self.size == 1:
+        if (others := self._others) is None:
             return [memoryview(out)]
-        with self._talking("exchange") as group:
+        with self._talking(others, "exchange") as group:
             sizes = torch.tensor([sum(map(len, to)) for to in parts], dtype=torch.int64)
             theirs = torch.empty_like(sizes)
             group.all_to_all(theirs, sizes)
@@ -64,9 +64,9 @@ class Exchange:
 
     def share(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, on every rank; one round trip if all are short.  Collective."""
-        if self.size == 1:
+        if (others := self._others) is None:
             return [data]
-        with self._talking("share") as group:
+        with self._talking(others, "share") as group:
             heads = self._all_gather(_SIZE.pack(len(data)) + data, SHARE_BYTES, group)
             sizes = [_SIZE.unpack(h[: _SIZE.size])[0] for h in heads]
             rest = max(sizes) - (SHARE_BYTES - _SIZE.size)
@@ -88,19 +88,19 @@ class Exchange:
 
     def most(self, number: int) -> int:
         """The largest number that any rank says; returns when all have said.  Collective."""
-        if self.size == 1:
+        if (others := self._others) is None:
             return number
         said = torch.tensor([number], dtype=torch.int64)
-        with self._talking("agree") as group:
+        with self._talking(others, "agree") as group:
             group.max(said)
         return int(said)
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
         """One rank's bytes, on every rank; one round trip if they are few.  Collective."""
         data = data or b""
-        if self.size == 1:
+        if (others := self._others) is None:
             return data
-        with self._talking("broadcast") as group:
+        with self._talking(others, "broadcast") as group:
             head = bytearray((_SIZE.pack(len(data)) + data)[:BROADCAST_BYTES])
             into = torch.frombuffer(head.ljust(BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
             group.broadcast(into, source)
@@ -133,19 +133,25 @@ class Exchange:
             raise decode_error(answer[1:], rank=0)
         return answer[1:]
 
+    @property
+    def _others(self) -> tuple[Meeting, Met] | None:
+        """The other ranks, as this one has met them; None if there is one rank."""
+        if self.size == 1 or self.meeting is None or self.met is None:
+            return None
+        return self.meeting, self.met
+
     @contextmanager
-    def _talking(self, what: str) -> Iterator[Gloo]:
+    def _talking(self, others: tuple[Meeting, Met], what: str) -> Iterator[Gloo]:
         """The gloo group, for collectives.  One that failed is of no more use, here or elsewhere."""
-        assert self.meeting is not None and self.met is not None
+        meeting, met = others
         try:
-            gloo = self._gloo_group(self.meeting, self.met, what)
-            yield gloo
+            yield self._gloo_group(meeting, met, what)
         except BaseException as error:
-            _, held = self.meeting.held.pop(self.deadline_s, (0, None))
+            _, held = meeting.held.pop(self.deadline_s, (0, None))
             if held is not None:
                 held.end()  # so that the others learn it, too
             if isinstance(error, (RuntimeError, dist.DistError)):
-                raise self._explained(self.meeting, self.met, what, error) from error
+                raise self._explained(meeting, met, what, error) from error
             raise
 
     def _explained(self, meeting: Meeting, met: Met, what: str, error: Exception) -> AgentError:

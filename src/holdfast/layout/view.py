@@ -194,17 +194,18 @@ class View:
     def padded(self, dim: int, *, to: int | None = None, multiple: int | None = None) -> View:
         """`dim` is stored longer, `to` a length or a multiple of `multiple`; what is added is padding."""
         line = self._plain(dim)
-        if (to is None) == (multiple is None):
-            raise LayoutError("padded takes `to` or `multiple`")
-        if multiple is not None:
+        if to is not None and multiple is None:
+            stored = to
+        elif multiple is not None and to is None:
             _check_positive("multiple", multiple)
-            to = -(-line.length // multiple) * multiple
-        assert to is not None
-        if to < line.length:
+            stored = -(-line.length // multiple) * multiple
+        else:
+            raise LayoutError("padded takes `to` or `multiple`")
+        if stored < line.length:
             raise LayoutError(
-                f"dim {dim}: {line.length} is longer than {to}, to which it is padded"
+                f"dim {dim}: {line.length} is longer than {stored}, to which it is padded"
             )
-        return self._with(dim, replace(line, length=to))
+        return self._with(dim, replace(line, length=stored))
 
     def transposed(self, order: Sequence[int] | None = None) -> View:
         """Stored dim k is what was dim `order[k]`; the order is reversed if none is given."""

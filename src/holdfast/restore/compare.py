@@ -31,9 +31,20 @@ OTHER_NAMES = (
 
 @dataclass
 class Problems:
+    """Differences between a checkpoint and the live state, as one rank sees them."""
+
     lines: list[str] = field(default_factory=list)
+    """Texts for the user."""
     missing: list[str] = field(default_factory=list)
+    """Names that the checkpoint lacks."""
     unexpected: list[str] = field(default_factory=list)
+    """Names that the checkpoint has of a module and the live module has not."""
+
+    def add(self, other: Problems) -> None:
+        """Take over what another look has found."""
+        self.lines += other.lines
+        self.missing += other.missing
+        self.unexpected += other.unexpected
 
 
 def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOptions) -> Problems:

@@ -23,12 +23,22 @@ from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
+from holdfast.restore.compare import Problems
 from holdfast.restore.groups import HOW, match_groups
-from holdfast.restore.nested import LIVE, OBJECT, Nested, StateSlot, nested
+from holdfast.restore.nested import (
+    LIVE,
+    OBJECT,
+    Nested,
+    StateSlot,
+    is_object,
+    nested,
+    not_its_state,
+)
 from holdfast.restore.targets import RestoreOptions, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
+from holdfast.state.deriving import derives, tell_loaded
 from holdfast.state.live import (
     RULES,
     Live,
@@ -38,7 +48,9 @@ from holdfast.state.live import (
     is_optimizer,
     is_stateful,
     outline_tensor,
+    parts_of,
     stages,
+    unwrap,
 )
 from holdfast.state.optimizers import (
     common_name,
@@ -51,6 +63,7 @@ from holdfast.state.own_errors import naming
 from holdfast.state.placed import local_of, place, torch_dtype
 from holdfast.state.several import Several
 from holdfast.state.wrapped import stepping
+from holdfast.state.wrappers import parts
 
 _RULES = ", ".join(RULES)
 
@@ -73,11 +86,8 @@ class Extras:
         self.resized = False
         self.is_whole = True
         """True if optimizers' states are in the checkpoint; in a record they are not."""
-        self.problems: list[str] = []
-        self.missing: list[str] = []
-        """Names that the checkpoint lacks."""
-        self.unexpected: list[str] = []
-        """Names that the checkpoint has of a module and the live module has not."""
+        self.problems = Problems()
+        """Differences between what is saved and what is live, outside of tensors."""
         self.wants: list[Want] = []
         self._loaded: dict[str, torch.Tensor] = {}
         self._params: dict[str, dict[str, torch.Tensor]] = {}
@@ -85,7 +95,6 @@ class Extras:
         self._nested: dict[str, Nested] = {}
         """Objects inside lists and dicts, by key of the state."""
         self._live = live
-        self._owns: dict[int, list[Own]] = live.own
         live.keys = set(state)
         if options.only is None:
             self._find_missing()
@@ -99,22 +108,26 @@ class Extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
                 if self.options.strict:
-                    self.problems += _all_unknown(key, manifest.extras[key], pairs)
+                    self.problems.lines += _all_unknown(key, manifest.extras[key], pairs)
             if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
                 found = self._nested[key] = nested(key, value, manifest.extras[key])
-                self.problems += found.missing + (found.homeless if self.options.strict else [])
+                self.problems.lines += found.missing + (
+                    found.homeless if self.options.strict else []
+                )
+            if key in manifest.extras and is_object(value) and not is_optimizer(value):
+                self.problems.lines += not_its_state(key, value, manifest.extras[key])
             if is_optimizer(value) and not self._has_common(value):
-                self.problems += self._common_without_place(key, value)
+                self.problems.lines += self._common_without_place(key, value)
             plain = stages(value) is None and not only_tensors(value)
             optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
                 if not optional and self.options.strict:
                     hint = near(key, [*manifest.extras, *manifest.per_rank])
-                    self.problems.append(
+                    self.problems.lines.append(
                         f"missing in the checkpoint: {key}{f' ({hint})' if hint else ''}"
                     )
                 elif not optional:
-                    self.missing.append(key)
+                    self.problems.missing.append(key)
 
     def _has_common(self, optimizer: Any) -> bool:
         """True if an optimizer can have state that belongs to no parameter, and that is saved."""
@@ -153,15 +166,17 @@ class Extras:
                 live.taken.add(name)
                 made.setdefault(name, set()).update(own.made)
                 tree = self._saved_of(name) if name in saved else {}
-                self.missing += [f"{key}.{own.name(e)}" for e in own.made if e not in tree]
+                self.problems.missing += [f"{key}.{own.name(e)}" for e in own.made if e not in tree]
                 if name in manifest.extras:
                     from holdfast.state.made import unloadable
 
-                    self.problems += unloadable(key, own, self._readable(key, own, tree))
+                    self.problems.lines += unloadable(key, own, self._readable(key, own, tree))
             for name, entries in made.items():
                 tree = self._saved_of(name) if name in saved else {}
                 more = [name.removesuffix(OWN) + entry for entry in tree if entry not in entries]
-                self.unexpected += [n for n in more if n not in live.owned and options.wanted(n)]
+                self.problems.unexpected += [
+                    n for n in more if n not in live.owned and options.wanted(n)
+                ]
 
     def _readable(self, key: str, own: Own, tree: dict[str, Any]) -> dict[str, Any]:
         """Saved values, decoded, that a module makes and that are wanted; without those with large tensors,
@@ -224,10 +239,10 @@ class Extras:
         ]
 
     def _own_of(self, key: str, module: nn.Module) -> list[Own]:
-        if id(module) not in self._owns:
+        if id(module) not in self._live.own:
             saves_rest = self._live.sources.of(module).saves_rest
-            self._owns[id(module)] = customised(key, module) if saves_rest else []
-        return self._owns[id(module)]
+            self._live.own[id(module)] = customised(key, module) if saves_rest else []
+        return self._live.own[id(module)]
 
     def _param_of(self, name: str) -> torch.Tensor | None:
         """The parameter in whose optimizer's state a tensor is, in a list, say."""
@@ -329,6 +344,27 @@ class Extras:
                 from holdfast.state.made import put_own
 
                 put_own(key, one, {e: v for e, v in saved.items() if e in one.made and e in wanted})
+        if self.is_whole:
+            self._tell_loaded(key, value)
+
+    def _tell_loaded(self, key: str, value: Any) -> None:
+        """Let modules derive what they derive when they are loaded, the inner ones first."""
+        told = {id(own.part) for _, own in self._made(key, value)}
+        for module in stages(value) or ():
+            for prefix, part in reversed(list(self._deriving(module))):
+                name = f"{key}.{prefix}"
+                if id(part) not in told and any(n.startswith(name) for n in self._live.tensors):
+                    tell_loaded(name.removesuffix("."), part)
+
+    def _deriving(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Submodules that may derive something when they are loaded, with what their names begin with."""
+        root = unwrap(module)
+        is_torchs = self._live.sources.of(module).saves_rest
+        few = {part for part in parts_of(root) if is_torchs and derives(part)}
+        for prefix, part in parts(root) if few else ():
+            if part in few:
+                few.remove(part)
+                yield prefix, part
 
     def _tree(self, name: str, own: dict[str, Any]) -> Any:
         """An extra that is part of a value of the state, as this rank is to have it; None if it is not."""

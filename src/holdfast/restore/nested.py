@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,13 +67,29 @@ def nested(key: str, live: Any, tree: Any) -> Nested:
     return found
 
 
+def not_its_state(key: str, live: Any, tree: Any) -> list[str]:
+    """A problem if what was saved is no dict, and the object that is a value of the state has one.
+
+    Nothing marks the states of such objects, and a state may be a number or a list.  So the object is
+    asked, but only then: its state_dict() may draw, or fail before its first load.
+    """
+    if _may_be_a_state(tree):
+        return []
+    with suppress(Exception):
+        if isinstance(live.state_dict(), Mapping):
+            return [_no_state(key, live)]
+    return []
+
+
+def _no_state(path: str, live: Any) -> str:
+    return f"{path}: no state of an object was saved, and here is a {type(live).__name__}"
+
+
 def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
     is_saved = isinstance(tree, dict) and tree.keys() == {OBJECT}
     if is_object(live):
         if not is_saved and not _may_be_a_state(tree):
-            into.missing.append(
-                f"{path}: no state of an object was saved, and here is a {type(live).__name__}"
-            )
+            into.missing.append(_no_state(path, live))
             return tree
         slot = StateSlot(path, live, tree[OBJECT] if is_saved else tree)
         into.slots.append(slot)

@@ -315,23 +315,16 @@ def _optimizer_targets(
             known = have if plain is None or not source.saves_rest else every
             there = {*saved, *(plain or {}).get(name, ())}
             drop = [k for k in known if k not in there] if options.only is None else []
+            lies, dtype, full = orders.get(name, {}), was.get(name), f"{key}.{name}"
             made = {
-                s: _new_state(
-                    checkpoint,
-                    f"{key}.{name}.{s}",
-                    tensor,
-                    group,
-                    master,
-                    was.get(name),
-                    orders.get(name, {}).get(s),
-                )
+                s: _new_state(checkpoint, f"{full}.{s}", tensor, group, master, dtype, lies.get(s))
                 for s in saved
                 if s not in have
             }
             changes.append(Change(inner, tensor, made, drop))
+            values = have | made
             for state in saved:
-                value = have[state] if state in have else made[state]
-                add_state(live, f"{key}.{name}", state, p, value, master)
+                add_state(live, full, state, p, values[state], master)
                 add_ties(live, key, state, all_names.get(id(p), ()))
     if fitting is not None:
         live.problems += fitting.problems()

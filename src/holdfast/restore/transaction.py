@@ -7,11 +7,13 @@ in one error); read every rank's boxes together, straight into the live tensors;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
@@ -26,7 +28,7 @@ from holdfast.layout import whole
 from holdfast.restore.compare import Problems, compare, judge_together
 from holdfast.restore.extras import Extras
 from holdfast.restore.overlapping import Aside, set_aside
-from holdfast.restore.targets import Change, RestoreOptions, materialise, target_of, targets
+from holdfast.restore.targets import RestoreOptions, materialise, target_of, targets
 from holdfast.state.kinds import writing
 from holdfast.state.live import Live, State, check_keys, in_order, is_of_framework, stages
 from holdfast.state.placed import Placed
@@ -48,6 +50,22 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Restore
     """
     check_keys(state)
     wait_for_copies()
+    with _outside_inference_mode():
+        _restore(checkpoint, state, group, options)
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """A block whose tensors can be trained, wherever it was called: an optimizer's next step could not
+    write to states that were made in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
     prepared = _prepare(checkpoint, state, group, options)
     try:
         with span("restore.read", step=checkpoint.step):
@@ -59,7 +77,7 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Restore
         with alike(group, checkpoint.step):
             for source in prepared.live.sources.of_frameworks():
                 source.refresh()
-    except Exception as error:
+    except BaseException as error:  # a KeyboardInterrupt, too: a notebook goes on
         poison(prepared.live)
         _tell_left_behind(error)
         raise
@@ -67,7 +85,7 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Restore
         count_writes(prepared.live)
 
 
-def _tell_left_behind(error: Exception) -> None:
+def _tell_left_behind(error: BaseException) -> None:
     """Say in a Deadline's hint that a read which storage has not answered may still write into the memory
     that it was given: nobody can take that back from the kernel."""
     if isinstance(error, HoldfastError) and isinstance(error.__cause__ or error, Deadline):
@@ -104,15 +122,12 @@ class _Prepared:
 
 
 def _prepare(
-    checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions
+    checkpoint: Checkpoint, given: State, group: Group, options: RestoreOptions
 ) -> _Prepared:
-    error: Exception | None = None
-    live, problems = Live(), Problems()
-    changes: list[Change] = []
+    """Find where everything goes.  Nothing that is live has changed if this fails, which it does on all
+    ranks alike.  Collective."""
+    state, live, problems = given, Live(), Problems()
     masters: list[MasterChange] = []
-    asides: dict[int, Aside] = {}
-    plan: Extras | None = None
-    given = state
     try:
         state = in_order(as_seen(state))
         for value in state.values():
@@ -124,34 +139,45 @@ def _prepare(
             masters = _master_changes(checkpoint, state, live, options)
             problems = compare(checkpoint, live, state, options)
             _tell_unfit(problems, live, options)
-            plan = Extras(checkpoint, state, live, group, options)
-        problems.lines += plan.problems
-        problems.missing += plan.missing
-        problems.unexpected += plan.unexpected
-        if not problems.lines:
-            asides = set_aside(checkpoint, live)
-    except Exception as failed:
-        error = failed
-        problems.lines.append(str(failed))
-    if is_of_framework(state):
-        from holdfast.restore.masters import read_numbers
-
-        with alike(group, checkpoint.step):
-            read_numbers(checkpoint, masters if error is None else [])
+            extras = Extras(checkpoint, state, live, group, options)
+        problems.add(extras.problems)
+        asides = {} if problems.lines else set_aside(checkpoint, live)
+    except Exception as error:
+        problems.lines.append(str(error))
+        _read_numbers(checkpoint, state, [], group)
+        problems.lines += [line for change in masters for line in change.problems]
+        judge_together(checkpoint, live, problems, error, group, options)
+        raise
+    _read_numbers(checkpoint, state, masters, group)
     problems.lines += [line for change in masters for line in change.problems]
-    changed = judge_together(checkpoint, live, problems, error, group, options)
-    assert plan is not None
-    plan.resized = changed
+    extras.resized = judge_together(checkpoint, live, problems, None, group, options)
     with alike(group, checkpoint.step):
-        plan.check_rules()
+        extras.check_rules()
     with alike(group, checkpoint.step):
         for change in changes:
             change.apply()
         for master in masters:
             master.apply()
+    wants = _wanted(checkpoint, live, asides) + extras.wants
+    return _Prepared(live, wants, asides, partial(_put_extras, extras, state, given))
+
+
+def _read_numbers(
+    checkpoint: Checkpoint, state: State, masters: list[MasterChange], group: Group
+) -> None:
+    """Read the numbers that masters share, if a framework has any.  Collective."""
+    if is_of_framework(state):
+        from holdfast.restore.masters import read_numbers
+
+        with alike(group, checkpoint.step):
+            read_numbers(checkpoint, masters)
+
+
+def _wanted(checkpoint: Checkpoint, live: Live, asides: dict[int, Aside]) -> list[Want]:
+    """The reads that fill this rank's part of every live tensor."""
     find = checkpoint.manifest.find
     with uncollected():
-        wants = [
+        return [
             want
             for name, t in live.tensors.items()
             if (index := find(name)) is not None
@@ -159,8 +185,6 @@ def _prepare(
             if part.box.size
             for want in _wants(checkpoint, index, part, asides)
         ]
-    wants += plan.wants
-    return _Prepared(live, wants, asides, partial(_put_extras, plan, state, given))
 
 
 def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:

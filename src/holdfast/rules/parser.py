@@ -1,7 +1,8 @@
 """From text to statements.
 
 A statement begins at the start of a line; lines that begin with a blank go on with it; `#` at the start of
-a line or behind a blank begins a comment.  The grammar is in docs/reference/rules.md.
+a line or behind a blank begins a comment.  The grammar is in docs/reference/rules.md.  An include is
+replaced by the statements of what it includes.
 """
 
 from __future__ import annotations

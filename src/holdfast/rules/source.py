@@ -1,5 +1,7 @@
 """Texts of rules: presets that come with holdfast, and files; places in them, and errors that show these.
 
+Only here files are opened.
+
 gpt.rules:3: there is no axis 'tpp'
   **.linear_qkv.weight  unique, shard 0 over tpp
                                              ^^^

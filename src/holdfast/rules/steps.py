@@ -121,10 +121,10 @@ class Padded:
             original = place.number(self.original, size)
             if original != size:
                 raise self.original.span.error(f"dim {self.dim} has {size}, not {original}")
-        if self.to is not None:
-            return view.padded(self.dim, to=place.number(self.to, size))
-        assert self.multiple is not None
-        return view.padded(self.dim, multiple=place.number(self.multiple, size))
+        to, multiple = (
+            None if e is None else place.number(e, size) for e in (self.to, self.multiple)
+        )
+        return view.padded(self.dim, to=to, multiple=multiple)
 
 
 @dataclass(frozen=True, slots=True)

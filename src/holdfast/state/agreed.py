@@ -158,9 +158,7 @@ class _Shardings:
         if holders not in self._on:
             self._on[holders] = product(self.mesh, [r for i in holders for r in self.ranks[i]])
         on = self._on[holders]
-        cuts = tuple(
-            Cut(dim, (self.where or {})[Axis(stride, size)]) for dim, stride, size, _ in first.cuts
-        )
+        cuts = self._cuts(first.cuts)
         if on is None or {a for c in cuts for a in c.axes} & {a for a, _ in on}:
             return None
         return Sharding(cuts, on)
@@ -189,12 +187,13 @@ class _Shardings:
     def _boxes(self, t: Described, rank: int) -> list[Box]:
         if t.cuts is None:
             return [Box(*box) for box in t.boxes]
-        cuts = tuple(
-            Cut(dim, (self.where or {})[Axis(stride, size)]) for dim, stride, size, _ in t.cuts
-        )
-        box = Sharding(cuts).box(t.shape, self.mesh, rank)
-        assert box is not None
-        return [box]
+        box = Sharding(self._cuts(t.cuts)).box(t.shape, self.mesh, rank)
+        return [] if box is None else [box]
+
+    def _cuts(self, described: Iterable[tuple[int, int, int, str | None]]) -> tuple[Cut, ...]:
+        """Cuts of a tensor over the axes of the mesh, from what a rank has described."""
+        where = self.where or {}
+        return tuple(Cut(dim, where[Axis(stride, size)]) for dim, stride, size, _ in described)
 
 
 def product(mesh: Mesh, ranks: Iterable[int]) -> tuple[tuple[str, tuple[int, ...]], ...] | None:

@@ -83,6 +83,8 @@ class _Asking:
     """Submodules that have something of their own, the inner ones first."""
     names: list[str] = field(default_factory=list)
     """Names of all that modules have of their own, ignored ones too."""
+    paths: dict[nn.Module, list[str]] = field(default_factory=dict)
+    """All paths of each submodule, if anything is ignored: one that is shared is asked under the first."""
 
     def ask(self, path: str, part: nn.Module) -> None:
         """Find what a module has beyond what is saved anyway."""
@@ -92,9 +94,7 @@ class _Asking:
             return
         held = _held(own, self.found)
         rest = _not_held(self.key, own, entries, held)
-        self.names += map(own.name, rest)
-        if self.ignored is not None:
-            rest = {e: v for e, v in rest.items() if not self.ignored.has(own.name(e))}
+        rest = {e: v for e, v in rest.items() if not self._is_ignored(own, e)}
         tensors = {
             e: v for e, v in rest.items() if isinstance(v, torch.Tensor) and not v.is_quantized
         }
@@ -107,6 +107,13 @@ class _Asking:
             _check_steady(self.key, own)
             _tell_copies(self.key, own, held)
 
+    def _is_ignored(self, own: Own, entry: str) -> bool:
+        """True if an entry is given up under any of its module's names."""
+        paths = self.paths.get(own.part, [own.path])
+        names = [Own(path, own.part).name(entry) for path in paths]
+        self.names += names
+        return self.ignored is not None and any([self.ignored.has(name) for name in names])
+
     def _entries(self, own: Own) -> Mapping[str, Any] | None:
         """Entries of a module's state_dict(); None if that fails, and its failure is ignored."""
         try:
@@ -114,8 +121,7 @@ class _Asking:
         except HoldfastError:
             raise
         except Exception as error:
-            self.names.append(own.name("*"))
-            if self.ignored is not None and self.ignored.has(self.names[-1]):
+            if self._is_ignored(own, "*"):
                 return None
             raise UsageError(
                 f"{self.key}.{own.path}: what this {type(own.part).__name__} keeps besides its parameters "
@@ -151,7 +157,10 @@ def asked_once() -> Iterator[None]:
 
 def _ask(key: str, module: nn.Module, first: bool) -> list[Own]:
     asking = _Asking(key, ignored_of(module), first)
-    for prefix, part in reversed(list(asked(unwrap(module)))):
+    root = unwrap(module)
+    for prefix, part in parts(root) if asking.ignored is not None else ():
+        asking.paths.setdefault(part, []).append(prefix.removesuffix("."))
+    for prefix, part in reversed(list(asked(root))):
         asking.ask(prefix.removesuffix("."), part)
     if asking.ignored is not None and first:
         asking.ignored.check(key, asking.names)

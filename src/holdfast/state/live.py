@@ -401,11 +401,18 @@ def add_tensor(
 # -- the rest -------------------------------------------------------------------------------------
 
 
-def encode(live: Live, key: str, value: Any, *, inline: bool, rule: str | None = None) -> Any:
+def encode(
+    live: Live, key: str, value: Any, *, inline: bool, rule: str | None = None, depth: int = 0
+) -> Any:
     """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline.
 
-    `rule`: of the extra that it goes into, if that is not called `key`.
+    `rule`: of the extra that it goes into, if that is not called `key`.  `depth`: objects that it is in.
     """
+    if depth > extras.MAX_DEPTH:
+        raise UsageError(
+            f"{key[:80]}: objects whose state_dict() has objects, deeper than {extras.MAX_DEPTH}",
+            hint="does a state_dict() return its object itself?",
+        )
     each_rank = (rule or live.rules.get(key)) in PER_RANK
     objects: list[tuple[str, Any, dict[str, Any]]] = []
     """Path, object, and where its state goes: asked for in one order on all ranks (`in_order`)."""
@@ -451,7 +458,7 @@ def encode(live: Live, key: str, value: Any, *, inline: bool, rule: str | None =
         name = f"{key}.{path}" if path else key
         with naming(name, leaf, "state_dict"):
             saved = leaf.state_dict()
-        into["$object"] = encode(live, name, saved, inline=True)
+        into["$object"] = encode(live, name, saved, inline=True, depth=depth + 1)
     return tree
 
 

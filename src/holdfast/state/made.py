@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from holdfast.errors import HoldfastError, StateMismatch, warn_user
 from holdfast.state.asking import SavedTensors, asks_whole, entries_of, is_same
 from holdfast.state.customised import Own, form, named_entries
+from holdfast.state.deriving import load_alone
 from holdfast.state.quantised import has_quant_states, put_quant_states
 from holdfast.state.wrappers import Names
 
@@ -135,10 +135,7 @@ def _load(own: Own, saved: Mapping[str, Any]) -> str | None:
             if asks_whole(part):
                 part.load_state_dict(entries, strict=False)
             else:
-                metadata = {"version": part._version}
-                part._load_from_state_dict(entries, "", metadata, True, [], [], errors)
-                for hook in part._load_state_dict_post_hooks.values():
-                    hook(part, _IncompatibleKeys([], []))
+                load_alone(part, entries, errors)
     except HoldfastError:
         raise
     except Exception as error:

@@ -252,17 +252,18 @@ def _keeps_states(kind: type) -> bool:
     """
     own = (one for one in kind.__mro__ if one not in Optimizer.__mro__)
     methods = (inspect.unwrap(m) for one in own for m in vars(one).values() if callable(m))
-    return any(_uses_state(m.__code__) for m in methods if inspect.isfunction(m))
+    codes = (m.__code__ for m in methods if inspect.isfunction(m))
+    return any(_uses_state(code, code.co_varnames[0]) for code in codes if code.co_argcount)
 
 
-def _uses_state(code: CodeType) -> bool:
-    """True if `self.state` is in a function, or in one that is inside it."""
+def _uses_state(code: CodeType, own: str) -> bool:
+    """True if `self.state` is in a function, or in one that is inside it.  `own`: how it calls `self`."""
     for before, then in pairwise(dis.get_instructions(code)):
         # one instruction may load two names, the last of which is on top
         names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
-        if names[-1:] == ("self",) and then.argval == "state" and then.opname.endswith("_ATTR"):
+        if names[-1:] == (own,) and then.argval == "state" and then.opname.endswith("_ATTR"):
             return True
-    return any(_uses_state(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    return any(_uses_state(inner, own) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def _refused(where: str, optimizer: Any, lost: dict[str, Any], why: str) -> UsageError:

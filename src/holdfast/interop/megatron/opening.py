@@ -97,7 +97,11 @@ def open_megatron(store: Store, step: int | None = None) -> Checkpoint:
             raise NotFound(f"{store.url} holds iteration {opened.step}; it has no step {step}")
         return opened
     folder = _marked(store) if step is None else f"iter_{step:07d}/"
-    assert folder is not None
+    if folder is None:
+        raise NotFound(
+            f"{MARKER} of {store.url} names no iteration",
+            hint=f"iterations there: {describe(steps_of_megatron(store))}; name one",
+        )
     if _kind(store, folder) is None:
         raise NotFound(
             f"no Megatron-Core checkpoint in {store.url}/{folder}; iterations there: "

@@ -1,51 +1,42 @@
-"""The contents of a rank's records: gradients as the optimizer uses them, and what else changes."""
+"""The optimizers that records are of: their parameters by name, their steps, and what they do to gradients.
+
+A record is exact only if a replay makes the same step.  So this module knows which gradients a record can
+hold, which optimizers only read them, and which steps may depend on what no record has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.compression.marks import HALVES, rounded_to
-from holdfast.delta.packing import SPARSE, pays
-from holdfast.delta.segment import SegmentPlan
+from holdfast.compression.marks import HALVES
 from holdfast.errors import UsageError
-from holdfast.format.manifest import TensorEntry
-from holdfast.group import Group
-from holdfast.layout import Mesh
-from holdfast.state.agreed import Agreement, Description, describe, merge
-from holdfast.state.customised import customised, own_tensors
-from holdfast.state.live import (
-    Live,
-    State,
-    is_optimizer,
-    is_stateful,
-    named_buffers,
-    named_parameters,
-    stages,
-)
-from holdfast.state.observer import calls_hooks, hooks_after
-from holdfast.state.optimizers import named_groups, param_names, served_modules, tensors_in
+from holdfast.state.live import State, is_optimizer
+from holdfast.state.observer import Observer, Order, StepCall, calls_hooks, hooks_after
+from holdfast.state.optimizers import named_groups, param_names, served_modules
 from holdfast.state.placed import local_of
 from holdfast.state.several import check_apart
 from holdfast.state.wrapped import bare, stepping
 
 GRAD = "grad"
 """The state of a gradient, and the end of its name: `optim.h.0.weight.grad`."""
-SPARE_ROOM = 4 << 10
-"""Bytes left free for extras that grow."""
-SMALL_BYTES = 1 << 20
-ROUNDED = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
-"""Dtypes of gradients that are recorded in another dtype than their own, by their state."""
+
+Groups = dict[str, tuple[tuple[str, ...], ...]]
+"""The parameters' names, group by group, by optimizer's key."""
+
+
+def grad_name(key: str, name: str) -> str:
+    return f"{key}.{name}.{GRAD}"
 
 
 @dataclass
-class Steps:
+class NamedOptimizer:
     """An optimizer of the state, and its parameters by name."""
 
     key: str
@@ -60,15 +51,15 @@ class Steps:
             yield from pairs
 
 
-def optimizers(state: State) -> list[Steps]:
+def optimizers(state: State) -> list[NamedOptimizer]:
     """Every optimizer of a state.  UsageError for those of engines, whose gradients are elsewhere."""
-    found: list[Steps] = []
+    named: list[NamedOptimizer] = []
     check_apart(state, "delta=")
     for key, value in state.items():
         if not is_optimizer(value):
             continue
         value = bare(value)
-        if twice := [one.key for one in found if one.optimizer is value]:
+        if twice := [one.key for one in named if one.optimizer is value]:
             raise UsageError(f"an optimizer is in the state twice, as {twice[0]!r} and {key!r}")
         if not isinstance(value, Optimizer):
             raise UsageError(
@@ -84,109 +75,76 @@ def optimizers(state: State) -> list[Steps]:
         groups = [(group, group["params"]) for group in value.param_groups]
         names = param_names(state, groups)
         modules = tuple(served_modules(state, groups))
-        found.append(Steps(key, value, named_groups(groups, names), modules))
-    if not found:
+        named.append(NamedOptimizer(key, value, named_groups(groups, names), modules))
+    if not named:
         raise UsageError("delta= needs an optimizer in the state")
-    return found
+    return named
 
 
-def untrained(state: State) -> dict[str, torch.Tensor]:
-    """Parameters that no optimizer of the state has, by name: frozen ones, or an average of the weights."""
-    trained = {
-        id(p)
-        for value in state.values()
-        if isinstance(value, Optimizer)
-        for group in value.param_groups
-        for p in group["params"]
-    }
-    found: dict[str, torch.Tensor] = {}
-    for key, value in state.items():
-        for module in stages(value) or ():
-            for name, p in named_parameters(module):
-                if id(p) not in trained:
-                    found.setdefault(f"{key}.{name}", p)
-    return found
+class ObservedOptimizers:
+    """The optimizers of the state, by name, each of whose steps is told of before and after it."""
 
+    def __init__(
+        self,
+        state: State,
+        before: Callable[[StepCall[str]], None],
+        after: Callable[[StepCall[str]], None],
+    ) -> None:
+        self._before = before
+        self._after = after
+        self._is_paused = False
+        self.named = optimizers(state)
+        self.observer = self._observe()
 
-def buffers(state: State) -> dict[str, torch.Tensor]:
-    """Buffers and tensors of the user's own, by name."""
-    found: dict[str, torch.Tensor] = {}
-    for key, value in state.items():
-        for module in stages(value) or ():
-            for name, buffer in named_buffers(module):
-                found.setdefault(f"{key}.{name}", buffer)
-            for name, tensor in own_tensors(customised(key, module)):
-                found.setdefault(f"{key}.{name}", tensor)
-        if stages(value) is None and not is_optimizer(value) and not is_stateful(value):
-            for path, tensor in tensors_in(value):
-                found[f"{key}.{path}" if path else key] = tensor
-    return found
+    def __getitem__(self, key: str) -> NamedOptimizer:
+        return next(one for one in self.named if one.key == key)
 
+    def _observe(self) -> Observer[str]:
+        by_key = {one.key: one.optimizer for one in self.named}
+        return Observer(by_key, Order.RECORDS, self._begins, self._after)
 
-def small(tensors: dict[str, torch.Tensor]) -> set[str]:
-    """Names of small tensors, recorded at every step: batch norm's kernels write uncounted."""
-    return {n for n, t in tensors.items() if t.numel() * t.element_size() <= SMALL_BYTES}
+    def _begins(self, call: StepCall[str]) -> None:
+        if not self._is_paused:
+            self._before(call)
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Steps in this block are no steps of the training: they are not told of."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
-def grad_name(key: str, name: str) -> str:
-    return f"{key}.{name}.{GRAD}"
+    def follow(self, state: State) -> bool:
+        """True if the state has other optimizers than those observed; these are observed now."""
+        live = [(key, id(bare(value))) for key, value in state.items() if is_optimizer(value)]
+        if live == [(one.key, id(one.optimizer)) for one in self.named]:
+            return False
+        self.observer.close()
+        self.named = optimizers(state)
+        self.observer = self._observe()
+        return True
 
+    def rename(self, state: State) -> None:
+        """Find their parameters, and the names of these, anew."""
+        self.named = optimizers(state)
 
-def held(steps: list[Steps], values: dict[str, torch.Tensor], dense: Collection[str] = ()) -> Live:
-    """The tensors of a record; gradients lie as their parameters do.  `dense`: those that are recorded
-    whole, whatever was declared of them."""
-    live = Live()
-    for one in steps:
-        for name, p in one.params:
-            full = grad_name(one.key, name)
-            state = GRAD if full in dense else declared(p)
-            live.add(full, state, p, steady=True)
-    for name, tensor in values.items():
-        live.add(name, "buffer", tensor, steady=False)
-    return live
+    @property
+    def is_stale(self) -> bool:
+        """True if an optimizer has other parameters than were named."""
+        return any(
+            [id(p) for g in one.optimizer.param_groups for p in g["params"]]
+            != [id(p) for _, p in one.params]
+            for one in self.named
+        )
 
-
-def declared(p: torch.Tensor) -> str:
-    """The state that a parameter's gradient counts as, by what was declared of it."""
-    if pays(p):
-        return SPARSE
-    dtype = rounded_to(p)
-    return GRAD if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement:
-    """Agree on what the records of all ranks hold together.  Collective; blocks."""
-
-    def together(answers: list[bytes]) -> bytes:
-        kinds = list(dict.fromkeys(answers))
-        found = merge(kinds, [kinds.index(a) for a in answers], mesh)
-        return msgspec.msgpack.encode(_one_state(found, kinds))
-
-    data = group.ask(
-        f"delta/plan/{number}", describe(live), together, awaited="planned its records"
-    )
-    return msgspec.msgpack.decode(data, type=Agreement)
-
-
-def _one_state(agreement: Agreement, descriptions: list[bytes]) -> Agreement:
-    """A gradient that one rank has to record whole is recorded whole by all; one that is rounded counts as
-    of that dtype."""
-    docs = [msgspec.msgpack.decode(d, type=Description) for d in descriptions]
-    dense = {t.name for doc in docs for t in doc.tensors if t.state == GRAD}
-    tensors = []
-    for t in agreement.tensors:
-        if t.name in dense:
-            t = msgspec.structs.replace(t, state=GRAD)
-        elif t.state in ROUNDED:
-            t = msgspec.structs.replace(t, state=GRAD, dtype=t.state)
-        tensors.append(t)
-    return msgspec.structs.replace(agreement, tensors=tuple(tensors))
-
-
-def plan_of(agreement: Agreement, few: tuple[TensorEntry, ...]) -> SegmentPlan:
-    return SegmentPlan(
-        agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases, few
-    )
+    @property
+    def groups(self) -> Groups:
+        return {
+            one.key: tuple(tuple(name for name, _ in pairs) for pairs in one.groups)
+            for one in self.named
+        }
 
 
 def check_grad(name: str, p: torch.Tensor, *, read_only: bool) -> None:
@@ -232,7 +190,7 @@ def refused(key: str, given: list[Any]) -> UsageError:
     )
 
 
-def mixed_up(one: Steps) -> str:
+def mixed_up(one: NamedOptimizer) -> str:
     """Name of a parameter with which an optimizer computes otherwise than a replay would; empty if none.
 
     Torch's fused kernels on CPUs go through the memory of gradient and parameter side by side, also where
@@ -279,9 +237,5 @@ def is_watched(optimizer: Optimizer) -> bool:
     return hooks_after(optimizer) > 0 or not is_torchs(optimizer)
 
 
-def missing_of(one: Steps) -> tuple[str, ...]:
+def missing_of(one: NamedOptimizer) -> tuple[str, ...]:
     return tuple(name for name, p in one.params if p.grad is None)
-
-
-def encode_extras(extras: dict[str, Any]) -> bytes:
-    return msgspec.json.encode(extras)

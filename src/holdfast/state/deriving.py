@@ -1,0 +1,54 @@
+"""What modules derive from their tensors when they are loaded.
+
+Tensors are filled in place, and nobody is asked.  A module may keep something else that follows from them
+(a packed copy, a cache, a norm) and make it anew in its `_load_from_state_dict` or in a hook: without that
+it would go on with what it derived from other weights.  So such modules are called once their tensors are
+there.  Torch's own derive nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from holdfast.errors import warn_user
+
+
+def tell_loaded(name: str, part: nn.Module) -> None:
+    """Call a module's own way to load and its hooks, after its tensors were filled: it may derive something
+    from them.  It is given what it has already.  HoldfastWarning if it fails."""
+    entries: OrderedDict[str, Any] = OrderedDict()
+    try:
+        with torch.no_grad():
+            part._save_to_state_dict(entries, "", True)
+            load_alone(part, entries, [])
+    except Exception as error:
+        warn_user(
+            f"{name}: its tensors are loaded, and its own way to load failed then: what this "
+            f"{type(part).__name__} derives from them is as it was ({type(error).__name__}: {error})"
+        )
+
+
+def derives(part: nn.Module) -> bool:
+    """True if a module has a way to load, or hooks after a load, that are not torch's."""
+    if not (part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks):
+        own = part.__dict__.get("_load_from_state_dict") or type(part)._load_from_state_dict
+        return not _is_torchs(own)
+    hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
+    return not all(map(_is_torchs, (type(part)._load_from_state_dict, *hooks)))
+
+
+def _is_torchs(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(("torch.", "holdfast."))
+
+
+def load_alone(part: nn.Module, entries: dict[str, Any], errors: list[str]) -> None:
+    """Hand a module, without its submodules, its own entries, and call what is to be called after a load.
+    `errors`: gets what the module says against them."""
+    part._load_from_state_dict(entries, "", {"version": part._version}, True, [], [], errors)
+    for hook in part._load_state_dict_post_hooks.values():
+        hook(part, _IncompatibleKeys([], []))
