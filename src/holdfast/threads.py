@@ -94,6 +94,7 @@ def _work(tasks: Tasks) -> None:
         del task, future, work, args, kwargs
         tasks.task_done()
     _workers.pop(threading.current_thread(), None)
+    tasks.task_done()  # the end was one, too: `idle` may wait for it already
 
 
 def result_of(future: Future[T], limit_s: float | None, late: Callable[[], Exception]) -> T:

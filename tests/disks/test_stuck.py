@@ -18,7 +18,7 @@ from disks.frozen import Frozen
 from holdfast import patience, tiers
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
 from holdfast.store import LocalStore, be_patient
-from holdfast.threads import in_threads
+from holdfast.threads import Worker, idle, in_threads
 
 DEADLINE_S = 0.4
 """Of calls on storage that does not answer; what is to succeed has more."""
@@ -377,6 +377,17 @@ def test_a_thread_that_was_left_behind_does_no_more_when_it_comes_back(tmp_path:
     for thread in threads:
         thread.join(ENOUGH_S)
     assert not done
+
+
+def test_a_worker_that_ends_meanwhile_holds_up_no_end_of_python() -> None:
+    """As that of a Checkpointer which is let go of just before: its order to end is done when it ends."""
+    gate = threading.Event()
+    worker = Worker("test")
+    worker.submit(gate.wait)
+    del worker
+    assert not idle(0.05)
+    threading.Timer(0.2, gate.set).start()
+    assert idle(ENOUGH_S)
 
 
 def test_errors_and_results_come_through(tmp_path: Path) -> None:
