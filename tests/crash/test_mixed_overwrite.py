@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +36,10 @@ def test_holdfast_keeps_the_old_step(tmp_path: Path) -> None:
         assert outcome["exits"] == [[0, 0], [0, 9], [0, 0]]
         assert outcome["values"] == [0.0], outcome
         assert outcome["after"] == [2.0], outcome
-    errors = [line["error"] for line in lines if "error" in line]
-    assert len(errors) == 3
-    for error in errors:
-        said = "Deadline: rank 1 has not written its part of the save of step 7 within 2 s"
-        assert error.startswith(said), error
+    said = r"Deadline: rank 1 has not written its part of the save of step 7 within \d+ s"
+    for before, line in zip(lines, lines[1:]):
+        if "moment" in line:
+            assert re.match(said, before["error"]), before
 
 
 @pytest.mark.distributed
