@@ -1,4 +1,8 @@
-"""What the saves of a run have in common: the thread that agrees and copies, the plan, the open window."""
+"""What the saves of a run have in common: the thread that agrees and copies, the plan, the open window.
+
+A save takes over what holds from the one before: the description of the state, as long as every tensor is
+the very one of then or lies alike, and with it the plan.
+"""
 
 from __future__ import annotations
 
