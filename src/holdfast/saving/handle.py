@@ -45,7 +45,7 @@ class Save:
             self.told = self.told or error is self.error
             raise
 
-    def conclude(self, error: BaseException | None = None) -> None:
+    def _conclude(self, error: BaseException | None = None) -> None:
         """Say that the save has ended, with `error` if it failed.  Called by the operation, once."""
         if error is not None:
             self._future.set_exception(error)

@@ -381,7 +381,7 @@ class SaveOperation:
         elif not self.request.is_rehearsal:
             took = time.perf_counter() - self.request.made
             emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))
-        self.save.conclude(error)
+        self.save._conclude(error)
 
     def _leave_out(self) -> None:
         """End the operation without a save: some rank was busy."""
@@ -390,4 +390,4 @@ class SaveOperation:
         self.save.skipped = True
         self._on_end(self, None)
         emit(f"{self.kind}.skipped", step=self.step)
-        self.save.conclude()
+        self.save._conclude()
