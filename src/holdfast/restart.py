@@ -226,7 +226,7 @@ class Restart:
             return True
         if not self.candidates or self.reached is None:
             return False
-        return self.reached[1] != self.candidates[0].end[1]
+        return self.reached != self.candidates[0].end
 
     def is_unsaved(self) -> bool:
         """True if what was taken is in memory only."""

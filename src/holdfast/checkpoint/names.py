@@ -24,7 +24,7 @@ from holdfast.errors import (
     StoreError,
     UsageError,
 )
-from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head
+from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head, verified
 from holdfast.store import Store
 
 FOLDERS = ("steps", "claims", "log")
@@ -146,6 +146,14 @@ def stated_attempt(store: Store, step: int) -> str | None:
     except HoldfastError:
         return None
     match = _ATTEMPT.match(data)
+    return match[1].decode() if match else None
+
+
+def verified_attempt(store: Store, step: int) -> str | None:
+    """The attempt that a step's manifest names, which is verified but not parsed: it may name very many
+    tensors.  NotFound, Corrupt or FormatError as `read_manifest`."""
+    key = manifest_key(step)
+    match = _ATTEMPT.match(verified(store.get(key), key))
     return match[1].decode() if match else None
 
 

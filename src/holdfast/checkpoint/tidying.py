@@ -20,6 +20,7 @@ from holdfast.checkpoint.names import (
     read_manifest,
     stated_attempt,
     step_prefix,
+    verified_attempt,
 )
 from holdfast.errors import FormatError, HoldfastError, NotFound, UnsupportedVersion
 from holdfast.events import emit
@@ -60,7 +61,7 @@ class Keep:
 def attempt_of(store: Store, step: int) -> str | None:
     """The attempt that a step's manifest names; None if there is no (readable) one."""
     try:
-        return read_manifest(store, step).attempt
+        return verified_attempt(store, step)
     except HoldfastError:
         return None
 
@@ -68,7 +69,7 @@ def attempt_of(store: Store, step: int) -> str | None:
 def discard(store: Store, step: int, attempt: str) -> None:
     """Delete one attempt's files, unless the step's manifest names them."""
     try:
-        if read_manifest(store, step).attempt == attempt:
+        if verified_attempt(store, step) in (attempt, None):
             return
     except NotFound:
         pass

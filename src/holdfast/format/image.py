@@ -99,12 +99,13 @@ def piece_entries(
     columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
     for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
         t = tensors[index]
-        n = len(t.shape)
+        shape = t.shape
+        n = len(shape)
         name = t.name.removeprefix(strip)
-        box = Box(tuple(start[:n]), tuple(stop[:n]))
-        if any(start) or box.stop != t.shape:
-            name = f"{name}@{box}"
-        out.append((name, *_stored(t.dtype, box.shape), offset, offset + size))
+        if any(start) or tuple(stop[:n]) != shape:
+            box = Box(tuple(start[:n]), tuple(stop[:n]))
+            name, shape = f"{name}@{box}", box.shape
+        out.append((name, *_stored(t.dtype, shape), offset, offset + size))
     return out
 
 

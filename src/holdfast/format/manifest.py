@@ -190,8 +190,9 @@ def _check_version(data: bytes, key: str) -> None:
         )
 
 
-def decode(data: bytes, key: str) -> Manifest:
-    """Parse and check a manifest.  Corrupt, UnsupportedVersion or FormatError if it is not sound."""
+def verified(data: bytes, key: str) -> bytes:
+    """The bytes of a manifest of this version, without their seal.  Corrupt, UnsupportedVersion or
+    FormatError if they are not what was written."""
     if len(data) > MAX_BYTES:
         raise FormatError(f"manifest of {len(data)} bytes; at most {MAX_BYTES}", key=key)
     _check_version(data, key)
@@ -210,6 +211,12 @@ def decode(data: bytes, key: str) -> Manifest:
             expected=seal[1].decode(),
             found=found,
         )
+    return body
+
+
+def decode(data: bytes, key: str) -> Manifest:
+    """Parse and check a manifest.  Corrupt, UnsupportedVersion or FormatError if it is not sound."""
+    body = verified(data, key)
     try:
         with uncollected():
             manifest = msgspec.json.decode(body + b"}", type=Manifest)

@@ -17,6 +17,7 @@ from holdfast.errors import LayoutError
 from holdfast.format.manifest import ShardingEntry, TensorEntry, from_sharding
 from holdfast.layout import Axis, Box, Cut, Mesh, Sharding, common_mesh, tiles
 from holdfast.state.live import Live
+from holdfast.state.placed import dtype_name
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -57,7 +58,7 @@ def describe(live: Live) -> bytes:
             boxes = tuple((part.box.start, part.box.stop) for part in t.parts)
         elif cuts:
             cuts = tuple((d, a.stride, a.size, a.name) for d, a in cuts if a.size > 1)
-        rows.append(Described(t.name, p.dtype, p.shape, t.state, cuts, boxes))
+        rows.append(Described(t.name, dtype_name(p.local.dtype), p.shape, t.state, cuts, boxes))
     return msgspec.msgpack.encode(Description(tuple(rows), live.aliases))
 
 
@@ -77,7 +78,8 @@ def merge(descriptions: list[bytes], of_rank: list[int], known: Mesh | None = No
     tensors = []
     for name, given in found.items():
         t = given[0][1]
-        _same(name, given, ranks)
+        if len(given) > 1:
+            _same(name, given, ranks)
         sharding = builder.of(given)
         tensors.append(TensorEntry(name, t.dtype, t.shape, sharding, t.state))
     aliases = {a: n for a, n in aliases.items() if a not in found}

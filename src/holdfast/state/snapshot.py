@@ -265,8 +265,8 @@ class Copies:
     def _add(self, memory: memoryview, start: int, part: torch.Tensor, stop: int) -> None:
         if part.is_cpu:
             values = array_of(part)
-            into = np.frombuffer(memory, values.dtype, values.size, start)
-            self.host.append((into.reshape(values.shape), values, stop))
+            into = np.ndarray(values.shape, values.dtype, memory, start)
+            self.host.append((into, values, stop))
         else:
             flat = torch.frombuffer(memory[start:stop], dtype=torch.uint8).view(part.dtype)
             self.device.append((flat.view(part.shape), part.detach()))
