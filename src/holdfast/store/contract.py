@@ -54,7 +54,11 @@ class Writer(Protocol):
     """
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Write a part.  Thread-safe; the memory is the caller's again when the call returns."""
+        """Write a part.  Thread-safe; the memory is the caller's again when the call returns.
+
+        A part may come again, with the same bytes.  Parts are best written about in order: a bucket's
+        writer keeps those that come before their turn in memory.
+        """
 
     def finish(self) -> None:
         """Make the object appear with all its bytes, durable.  Raises if a part is missing."""
