@@ -91,6 +91,11 @@ _pid: int | None = None
 class ObjectStore:
     """Objects of a bucket below a prefix.  Opening it makes no request."""
 
+    read_bytes = 4 << 20
+    read_threads = 12
+    """A bucket takes 10 to 100 ms to begin to answer, and gives some 100 MB/s to each request.  What is
+    under way is held twice, by obstore and here: 96 MiB."""
+
     def __init__(self, url: str) -> None:
         self.address: Address = address_of(url)
         self.url = self.address.url
