@@ -17,7 +17,7 @@ from urllib.parse import unquote_to_bytes
 from holdfast.arguments import path_of
 from holdfast.errors import UsageError
 from holdfast.near import near
-from holdfast.store.contract import Reader, Store, Writer
+from holdfast.store.contract import Entry, Reader, Store, Writer
 from holdfast.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
+    "Entry",
     "LocalStore",
     "MemoryStore",
     "Reader",
