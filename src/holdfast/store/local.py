@@ -28,6 +28,7 @@ from holdfast.store.contract import (
     BLOCK_BYTES,
     HIDDEN,
     Bytes,
+    Entry,
     Parts,
     byte_view,
     check_key,
@@ -162,6 +163,17 @@ class LocalStore:
         return status.st_size
 
     @patient
+    def entries(self, prefix: str = "") -> list[Entry]:
+        """All objects whose keys begin with `prefix`, sorted, with their lengths; 0 for a link that leads
+        nowhere."""
+        found, keys = [], self.list(prefix)
+        with translated("list", prefix, self.root):
+            for key in keys:
+                with suppress(FileNotFoundError, NotADirectoryError):  # deleted since it was listed
+                    found.append(Entry(key, _length(os.path.join(self.root, key))))
+        return found
+
+    @patient
     def list(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`, sorted.  In a folder also of what was moved, with a link in
         its place, and links that lead nowhere: to read one is `NotFound`.  All of a root may have links to
@@ -210,6 +222,15 @@ class LocalStore:
     def _path(self, key: str) -> str:
         check_key(key)
         return os.path.join(self.root, key)
+
+
+def _length(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        if os.path.islink(path):  # it was listed: it leads nowhere
+            return 0
+        raise
 
 
 def _fill(fd: int, offset: int, view: memoryview) -> int:
