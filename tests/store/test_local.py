@@ -737,6 +737,15 @@ def test_what_was_moved_elsewhere_is_listed_by_its_link(tmp_path: Path) -> None:
     assert store.list("a/") == ["a/2/y"]
 
 
+def test_a_part_that_comes_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root")
+    writer = store.create("a", 6)
+    writer.write(0, b"failed")
+    writer.write(0, b"retry!")
+    writer.finish()
+    assert store.get("a") == b"retry!"
+
+
 def test_entries_have_what_the_list_has(tmp_path: Path) -> None:
     """A link has the length of what it leads to; one that leads nowhere is listed, and has none."""
     store = LocalStore(tmp_path / "root")
