@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from holdfast.checkpoint.names import describe, parse_attempt, stated_attempt
+from holdfast.checkpoint.listing import stated_attempt
+from holdfast.checkpoint.names import describe, parse_attempt
 from holdfast.checkpoint.recorded import last_recorded
 from holdfast.checkpoint.unproved import tell_passed_over
 from holdfast.errors import HoldfastError, NotFound, NotRecoverable, warn_user

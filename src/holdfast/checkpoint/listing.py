@@ -9,16 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.checkpoint.names import (
-    HEAD_THREADS,
+    ATTEMPT,
     Saved,
     StepKeys,
+    at_a_time,
     manifest_key,
     read_manifest,
     step_prefix,
     verified_attempt,
 )
 from holdfast.errors import HoldfastError, NotFound
-from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.format.manifest import HEAD_BYTES, FileEntry, Manifest
 from holdfast.store import Store
 from holdfast.threads import in_threads
 
@@ -56,6 +57,17 @@ class Listing:
         return next((s.step for s in reversed(self.steps) if s.problem is None), None)
 
 
+def stated_attempt(store: Store, step: int) -> str | None:
+    """The attempt that the beginning of a step's manifest states; not verified.  None if it states none."""
+    data = bytearray(HEAD_BYTES + 128)
+    try:
+        store.read(manifest_key(step), 0, memoryview(data))
+    except HoldfastError:
+        return None
+    match = ATTEMPT.match(data)
+    return match[1].decode() if match else None
+
+
 def attempt_of(store: Store, step: int) -> str | None:
     """The attempt that a step's manifest names; None if there is no (readable) one."""
     try:
@@ -75,7 +87,7 @@ def survey(store: Store) -> Listing:
         except HoldfastError as error:
             read[step] = error
 
-    in_threads(look, list(keys.manifests), HEAD_THREADS)
+    in_threads(look, list(keys.manifests), at_a_time(store))
     sound = [one for one in read.values() if isinstance(one, Manifest)]
     keys.known.learn(Saved(manifest.run, manifest.step) for manifest in sound)
     steps = tuple(_judge(store, saved, read[saved.step], sizes) for saved in keys.saved)

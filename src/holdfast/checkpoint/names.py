@@ -28,7 +28,6 @@ from functools import cached_property
 from holdfast.errors import (
     Corrupt,
     FormatError,
-    HoldfastError,
     NotFound,
     StoreError,
     UsageError,
@@ -43,12 +42,12 @@ _MANIFEST = re.compile(r"steps/(\d{10})(?:/manifest\.json)?")
 """The key of a step's manifest, or of a step that is a link which leads nowhere."""
 _IMAGE = re.compile(r"steps/(\d{10})/([^/]+)/[^/]+")
 _NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
-HEAD_THREADS = 16
-"""Manifests of which the beginnings are asked for at a time, where each takes a way over a network."""
+REQUESTS = 16
+"""Small requests that are made at a time, where each takes a way over a network."""
 _LOG = re.compile(
     r"log/(\d{10})/(?:\d{10}-\d{10}/r\d{5,}\.log|plan-[0-9a-f]{16}\.json|r\d{5,}-\d+\.writing)"
 )
-_ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
+ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -65,6 +64,11 @@ class Saved:
     def is_proved(self) -> bool:
         """True if the manifest's beginning is sound.  `read_manifest` tells if all of it is."""
         return self.run >= 0
+
+
+def at_a_time(store: Store) -> int:
+    """Number of threads for small requests."""
+    return 1 if isinstance(store, LocalStore) else REQUESTS
 
 
 def step_prefix(step: int) -> str:
@@ -150,8 +154,8 @@ class StepKeys:
         def look(step: int) -> None:
             found[step] = read_head(self.store, step, self.manifests[step])
 
-        threads = 1 if isinstance(self.store, LocalStore) else HEAD_THREADS
-        in_threads(look, [step for step in self.manifests if step not in found], threads)
+        unknown = [step for step in self.manifests if step not in found]
+        in_threads(look, unknown, at_a_time(self.store))
         saved = sorted(filter(None, found.values()))
         self.known.learn(saved)
         return saved
@@ -167,8 +171,8 @@ class StepKeys:
 
     def delete(self, prefix: str) -> None:
         """Delete what begins with `prefix`; that is listed anew if it is not among the keys."""
-        for key in [k for k in self.keys if k.startswith(prefix)] or self.store.list(prefix):
-            self.store.delete(key)
+        keys = [key for key in self.keys if key.startswith(prefix)] or self.store.list(prefix)
+        in_threads(self.store.delete, keys, at_a_time(self.store))
         self.keys = [key for key in self.keys if not key.startswith(prefix)]
 
 
@@ -207,17 +211,6 @@ def _fault(store: Store, key: str) -> str:
     return f"does not begin as a manifest does ({size:,} bytes)"
 
 
-def stated_attempt(store: Store, step: int) -> str | None:
-    """The attempt that the beginning of a step's manifest states; not verified.  None if it states none."""
-    data = bytearray(HEAD_BYTES + 128)
-    try:
-        store.read(manifest_key(step), 0, memoryview(data))
-    except HoldfastError:
-        return None
-    match = _ATTEMPT.match(data)
-    return match[1].decode() if match else None
-
-
 def verified_attempt(store: Store, step: int) -> str | None:
     """The attempt that a step's manifest names, which is verified but not parsed: it may name very many
     tensors.  NotFound, Corrupt or FormatError as `read_manifest`."""
@@ -226,7 +219,7 @@ def verified_attempt(store: Store, step: int) -> str | None:
 
 def attempt_in(data: bytes, step: int) -> str | None:
     """The attempt that the manifest with these bytes names, as `verified_attempt`."""
-    match = _ATTEMPT.match(verified(data, manifest_key(step)))
+    match = ATTEMPT.match(verified(data, manifest_key(step)))
     return match[1].decode() if match else None
 
 

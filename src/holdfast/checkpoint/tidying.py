@@ -10,18 +10,18 @@ import re
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from holdfast.arguments import count_of
 from holdfast.checkpoint.claiming import Claim, is_abandoned
 from holdfast.checkpoint.committing import check_files
 from holdfast.checkpoint.names import (
     StepKeys,
+    at_a_time,
     manifest_key,
     parse_attempt,
     read_head,
     read_manifest,
-    stated_attempt,
     step_prefix,
     verified_attempt,
 )
@@ -29,10 +29,12 @@ from holdfast.errors import FormatError, HoldfastError, NotFound, UnsupportedVer
 from holdfast.events import emit
 from holdfast.store import LocalStore, Store
 from holdfast.store.local import sweep as sweep_unfinished
+from holdfast.threads import in_threads
 
 INDEX = ".safetensors.index.json"
 """Ending of the indexes beside a consolidated step's manifest, for Hugging Face's loaders."""
 
+Lock: TypeAlias = AbstractContextManager[Any]
 _DIRECTORY = re.compile(r"steps/(\d{10})/([^/]+)")
 
 
@@ -76,7 +78,7 @@ def prune(
     keep: Keep,
     *,
     spare: Collection[int] = (),
-    lock: AbstractContextManager[Any] | None = None,
+    lock: Lock | None = None,
     keys: StepKeys | None = None,
 ) -> list[int]:
     """Delete what `keep` does not keep; returns the steps deleted.
@@ -124,10 +126,7 @@ def _sound(keys: StepKeys, step: int) -> bool:
 
 
 def delete_step(
-    store: Store,
-    step: int,
-    lock: AbstractContextManager[Any] | None = None,
-    keys: StepKeys | None = None,
+    store: Store, step: int, lock: Lock | None = None, keys: StepKeys | None = None
 ) -> bool:
     """Delete the manifest first: from then on the step does not exist, whatever stops us.
 
@@ -171,18 +170,15 @@ def sweep(
         attempts = {a: k for a, k in theirs.items() if _is_old(a, mine, upto) or is_abandoned(a)}
         if not attempts or (len(theirs) == 1 and step in keys.manifests):
             continue  # nothing to delete, so nothing to prove
-        if list(attempts) == [stated_attempt(store, step)]:
-            continue
         try:
-            named = read_manifest(store, step).attempt
+            named = verified_attempt(store, step)
         except NotFound:
-            named = None
+            named = ""
         except HoldfastError:
             continue
         for attempt, images in attempts.items():
-            if attempt != named:
-                for key in images:
-                    store.delete(key)
+            if named not in (attempt, None):
+                in_threads(store.delete, images, at_a_time(store))
                 gone.append(attempt)
     if isinstance(store, LocalStore):
         sweep_unfinished(store.root, lambda path: _is_of_old(path, mine, upto))
