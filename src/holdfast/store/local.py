@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
 from holdfast.arguments import flag_of, path_of
-from holdfast.errors import UsageError
+from holdfast.errors import NotFound, UsageError
 from holdfast.patience import Patience, patient, patient_or
 from holdfast.store.contract import (
     BLOCK_BYTES,
@@ -164,13 +164,12 @@ class LocalStore:
 
     @patient
     def entries(self, prefix: str = "") -> list[Entry]:
-        """All objects whose keys begin with `prefix`, sorted, with their lengths; 0 for a link that leads
-        nowhere."""
-        found, keys = [], self.list(prefix)
-        with translated("list", prefix, self.root):
-            for key in keys:
-                with suppress(FileNotFoundError, NotADirectoryError):  # deleted since it was listed
-                    found.append(Entry(key, _length(os.path.join(self.root, key))))
+        """All objects whose keys begin with `prefix`, sorted, with their lengths.  Not links that lead
+        nowhere, which `list` has."""
+        found = []
+        for key in self.list(prefix):
+            with suppress(NotFound):
+                found.append(Entry(key, self.size(key)))
         return found
 
     @patient
@@ -222,15 +221,6 @@ class LocalStore:
     def _path(self, key: str) -> str:
         check_key(key)
         return os.path.join(self.root, key)
-
-
-def _length(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        if os.path.islink(path):  # it was listed: it leads nowhere
-            return 0
-        raise
 
 
 def _fill(fd: int, offset: int, view: memoryview) -> int:
