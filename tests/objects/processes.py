@@ -1,10 +1,10 @@
 """A server as a process of its own, which ends with the tests whatever ends them.
 
-    server = Process([sys.executable, "-m", "http.server", "8000"], log=tmp_path / "log")
-    server.start()
-    await_answer("http://127.0.0.1:8000/", server, within_s=10)
-    server.kill()                          # SIGKILL: as a crash of the machine, but for its page cache
-    server.start()                         # again, on what it had written
+server = Process([sys.executable, "-m", "http.server", "8000"], log=tmp_path / "log")
+server.start()
+await_answer("http://127.0.0.1:8000/", server, within_s=10)
+server.kill()                          # SIGKILL: as a crash of the machine, but for its page cache
+server.start()                         # again, on what it had written
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Process:
 
 
 def await_true(condition: Callable[[], bool], what: str, process: Process, within_s: float) -> None:
-    """Wait for a condition; an AssertionError with the server's log if it does not come, or the server ends."""
+    """Wait for a condition; an AssertionError with the server's log if it does not come."""
     until = time.monotonic() + within_s
     while not condition():
         assert process.is_alive, f"the server ended before {what}\n{process.tail()}"
