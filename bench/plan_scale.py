@@ -125,7 +125,7 @@ def timed(work: Callable[[], Any], rounds: int) -> tuple[list[float], Any]:
 
 
 def measure(rounds: int, steps: bool) -> dict[str, Any]:
-    from holdfast.checkpoint.reading import plan_blocks
+    from holdfast.checkpoint.reading import BLOCK_CHUNKS, plan_blocks
     from holdfast.checkpoint.rows import group_rows, needs, plan_rows
     from holdfast.format.image import plan_image
     from holdfast.format.manifest import decode, encode
@@ -148,7 +148,9 @@ def measure(rounds: int, steps: bool) -> dict[str, Any]:
         size = found.chunk_bytes
         blocks = []
         for path, intervals in needs(indexes, size).items():
-            blocks += plan_blocks(indexes[path].rows[0].file, intervals, indexes[path], size)
+            blocks += plan_blocks(
+                indexes[path].rows[0].file, intervals, indexes[path], size, BLOCK_CHUNKS
+            )
         return indexes, blocks
 
     save_s, image = timed(save_plan, rounds)

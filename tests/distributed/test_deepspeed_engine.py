@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gate import cases_of
+from kernels import compiled
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
 
@@ -23,7 +21,6 @@ from .engine_resuming_cases import ELSEWHERE, OWN_FILES
 from .engine_saving_cases import CASES as SAVING
 from .engine_saving_cases import COMPILING
 from .engines import BUILT
-from .launch import TESTS
 
 pytestmark = pytest.mark.distributed
 
@@ -88,27 +85,12 @@ def test_on_three_ranks(on_three: Failed, name: str) -> None:
 
 
 @pytest.fixture
-def kernels(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """DeepSpeed's kernels, compiled once per checkout.
-
-    A compilation that is killed leaves its lock, for which every later one would wait for ever.
-    """
-    place = pytestconfig.cache.mkdir("kernels")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
-    with open(place / "in-use", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for lock in place.glob("*/lock"):
-            lock.unlink()
-        subprocess.run([sys.executable, "-c", COMPILE], check=True, timeout=400, cwd=TESTS)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """DeepSpeed's kernels, which the ranks that are started find."""
+    env = dict(os.environ)
+    with compiled(env):
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", env["TORCH_EXTENSIONS_DIR"])
         yield
-
-
-COMPILE = """
-import deepspeed_on_cpu
-from deepspeed.accelerator import get_accelerator
-for name in ("FusedAdamBuilder", "CPUAdamBuilder"):
-    get_accelerator().create_op_builder(name).load()
-"""
 
 
 @pytest.mark.slow

@@ -735,3 +735,12 @@ def test_what_was_moved_elsewhere_is_listed_by_its_link(tmp_path: Path) -> None:
     assert store.list("p/") == []
     store.delete("a/1/x")
     assert store.list("a/") == ["a/2/y"]
+
+
+def test_a_part_that_comes_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root")
+    writer = store.create("a", 6)
+    writer.write(0, b"failed")
+    writer.write(0, b"retry!")
+    writer.finish()
+    assert store.get("a") == b"retry!"

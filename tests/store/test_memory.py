@@ -29,3 +29,12 @@ def test_one_name_is_one_store() -> None:
 def test_a_store_needs_a_name() -> None:
     with pytest.raises(UsageError, match="needs a name"):
         MemoryStore("")
+
+
+def test_a_part_that_comes_again_takes_the_place_of_the_first() -> None:
+    store = MemoryStore(next(names))
+    writer = store.create("a", 6)
+    writer.write(0, b"failed")
+    writer.write(0, b"retry!")
+    writer.finish()
+    assert store.get("a") == b"retry!"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.store import LocalStore, MemoryStore, open_store
+from holdfast.store import LocalStore, MemoryStore, open_store, register
 
 
 @pytest.mark.parametrize("name", ["run", "with space", "50%25", "a?b#c", "é"])
@@ -48,11 +48,30 @@ def test_memory() -> None:
     assert store.url == "memory://some/name"
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_object_storage_comes_later(scheme: str) -> None:
-    with pytest.raises(UsageError, match=r"later release; what works now is a path, file://") as e:
-        open_store(f"{scheme}://bucket/run")
-    assert f"{scheme}://bucket/run" in str(e.value)
+def test_a_scheme_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.store._registered", {})
+    register("tape", lambda url: MemoryStore(url.partition("://")[2]))
+    open_store("tape://reel").put("a", b"x")
+    assert MemoryStore("reel").get("a") == b"x"
+    with pytest.raises(UsageError, match="tape://"):
+        open_store("tapes://reel")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file", "S 3", "a://b", 3])
+def test_a_scheme_that_cannot_be_registered(scheme: str) -> None:
+    with pytest.raises(UsageError, match="register"):
+        register(scheme, MemoryStore)
+
+
+def test_a_package_brings_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tapes-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: tapes\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[holdfast.stores]\nreel = tapes:Tape\n")
+    (tmp_path / "tapes.py").write_text("from holdfast.store import MemoryStore as Tape\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("holdfast.store._registered", {})
+    assert isinstance(open_store("reel://one"), MemoryStore)
 
 
 def test_unknown_scheme_names_the_near_one() -> None:

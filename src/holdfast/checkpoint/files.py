@@ -15,6 +15,7 @@ from holdfast.errors import Corrupt, HoldfastError, NotFound, Unavailable
 from holdfast.events import count
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.store import Reader, Store
+from holdfast.store.contract import reads_of
 
 MOST_OPEN = 64
 
@@ -132,6 +133,7 @@ class Files:
         self.manifest = manifest
         self.verify = verify
         self.readers = Readers(store)
+        self.store_reads = reads_of(store)
         self._tables: dict[str, DigestTable] = {}
         """Tables by file path, in order of use: the one used last comes last."""
         self._reading: dict[str, threading.Lock] = {}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.peers import Peers
 
 BLOCK_CHUNKS = 8
+"""Chunks that are read at once, unless the store states more (`Store.read_bytes`)."""
 
 
 def cores_here() -> int:
@@ -39,6 +40,16 @@ def threads_here() -> int:
     return max(2, cores_here())
 
 
+def block_chunks(files: Files) -> int:
+    """Chunks of a file that are read at once."""
+    return max(BLOCK_CHUNKS, files.store_reads.num_bytes // files.manifest.chunk_bytes)
+
+
+def threads_for(files: Files) -> int:
+    """Threads for reading files: the more, the longer the store takes to begin to answer."""
+    return files.store_reads.threads or threads_here()
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Consecutive chunks to read at once; straight into `memory` if given."""
@@ -50,9 +61,10 @@ class Block:
 
 
 def plan_blocks(
-    file: FileEntry, intervals: list[Interval], index: RowIndex, chunk_bytes: int
+    file: FileEntry, intervals: list[Interval], index: RowIndex, chunk_bytes: int, most: int
 ) -> list[Block]:
-    """Cut intervals of chunks into blocks, direct ones wherever a lone row has its own memory."""
+    """Cut intervals of chunks into blocks of at most `most`, direct ones wherever a lone row has its own
+    memory."""
     blocks: list[Block] = []
     for first, stop in intervals:
         at = first
@@ -64,19 +76,25 @@ def plan_blocks(
             memory = row.direct()
             if memory is None or len(index.touching(a * chunk_bytes, b * chunk_bytes)) > 1:
                 continue
-            blocks += _cut(file, at, a, None, 0, chunk_bytes)
-            blocks += _cut(file, a, b, memory, row.start, chunk_bytes)
+            blocks += _cut(file, at, a, None, 0, chunk_bytes, most)
+            blocks += _cut(file, a, b, memory, row.start, chunk_bytes, most)
             at = b
-        blocks += _cut(file, at, stop, None, 0, chunk_bytes)
+        blocks += _cut(file, at, stop, None, 0, chunk_bytes, most)
     return blocks
 
 
 def _cut(
-    file: FileEntry, first: int, stop: int, memory: memoryview | None, origin: int, chunk_bytes: int
+    file: FileEntry,
+    first: int,
+    stop: int,
+    memory: memoryview | None,
+    origin: int,
+    chunk_bytes: int,
+    most: int,
 ) -> list[Block]:
     out = []
-    for a in range(first, stop, BLOCK_CHUNKS):
-        b = min(a + BLOCK_CHUNKS, stop)
+    for a in range(first, stop, most):
+        b = min(a + most, stop)
         part = memory and memory[a * chunk_bytes - origin : b * chunk_bytes - origin]
         out.append(Block(file, a, b, part))
     return out
@@ -99,13 +117,14 @@ def run_blocks(
 ) -> None:
     """Read, verify and place every block; the first error ends it."""
     size = files.manifest.chunk_bytes
+    most = block_chunks(files) * size
     scratch = Scratch()
 
     def one(block: Block) -> None:
         if block.memory is not None:
             files.chunks(block.file, block.first, block.stop, block.memory)
             return
-        view = files.chunks(block.file, block.first, block.stop, scratch.get(BLOCK_CHUNKS * size))
+        view = files.chunks(block.file, block.first, block.stop, scratch.get(most))
         at = block.first * size
         for row in indexes[block.file.path].touching(at, at + len(view)):
             row.place(view, at)
@@ -128,13 +147,13 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
 
 def read_alone(files: Files, wants: list[Want], threads: int | None = None) -> None:
     """Fill every want from the store, with no help from other ranks."""
-    threads = threads or threads_here()
+    threads = threads or threads_for(files)
     with uncollected():
         indexes = group_rows(plan_rows(files.manifest, wants))
         size = files.manifest.chunk_bytes
         blocks = []
         for path, intervals in needs(indexes, size).items():
             index = indexes[path]
-            blocks += plan_blocks(index.rows[0].file, intervals, index, size)
+            blocks += plan_blocks(index.rows[0].file, intervals, index, size, block_chunks(files))
     with files.readers.kept():
         run_blocks(files, blocks, indexes, threads)

@@ -20,12 +20,12 @@ from holdfast.checkpoint.dealing import Deal, deal
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.peers import Peers, SharedWindow, agree
 from holdfast.checkpoint.reading import (
-    BLOCK_CHUNKS,
     Block,
+    block_chunks,
     cores_here,
     plan_blocks,
     run_blocks,
-    threads_here,
+    threads_for,
 )
 from holdfast.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.format.manifest import FileEntry
@@ -35,6 +35,8 @@ from holdfast.threads import Worker, in_threads
 WINDOW_BYTES = 8 << 20
 """Bytes read per rank and round.  Small windows cost few first touches of fresh pages, which can be
 slow; large ones cost fewer rounds.  bench/load_resharded.py shows the whole."""
+FAR_WINDOW_BYTES = 32 << 20
+"""The same for a store that takes long to begin to answer."""
 
 
 Run = tuple[int, int, int, int]
@@ -71,7 +73,8 @@ class Rounds:
         Returns what went wrong here in the last round, which the others do not know yet.
         """
         size = self.files.manifest.chunk_bytes
-        per_window = max(1, WINDOW_BYTES // size)
+        is_far = self.files.store_reads.threads > 0
+        per_window = max(1, (FAR_WINDOW_BYTES if is_far else WINDOW_BYTES) // size)
         window = self.peers.window(2 * per_window * size)
         try:
             self.remote = set(range(self.peers.size)) - set(window.theirs) - {self.peers.rank}
@@ -118,17 +121,18 @@ class Rounds:
 
     def _read(self, window: SharedWindow, number: int, size: int) -> None:
         half = self._half(window.mine, number, size)
+        most = block_chunks(self.files)
         blocks = [
-            (self.by_number[file], first, min(first + BLOCK_CHUNKS, b), slot + first - a)
+            (self.by_number[file], first, min(first + most, b), slot + first - a)
             for file, a, b, slot in self.mine.get(number, ())
-            for first in range(a, b, BLOCK_CHUNKS)
+            for first in range(a, b, most)
         ]
 
         def one(block: tuple[FileEntry, int, int, int]) -> None:
             file, first, stop, slot = block
             self.files.chunks(file, first, stop, half[slot * size :])
 
-        in_threads(one, blocks, self.threads)
+        in_threads(one, blocks, max(self.threads, self.files.store_reads.threads))
 
     def _place(self, window: SharedWindow, number: int, size: int) -> None:
         """Copy from the windows that can be seen."""
@@ -184,7 +188,7 @@ def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
 
 def read_shared(files: Files, wants: list[Want], peers: Peers) -> None:
     """Fill the wants of several ranks (`reading.read_together`).  Collective."""
-    threads = threads_here()
+    threads = threads_for(files)
     size = files.manifest.chunk_bytes
     by_number = sorted(files.manifest.files, key=lambda f: f.path)
     number_of = {f.path: i for i, f in enumerate(by_number)}
@@ -218,5 +222,5 @@ def _alone(
     by_path = {f.path: f for f in files.manifest.files}
     blocks = []
     for path, intervals in needed.items():
-        blocks += plan_blocks(by_path[path], intervals, indexes[path], size)
+        blocks += plan_blocks(by_path[path], intervals, indexes[path], size, block_chunks(files))
     return blocks

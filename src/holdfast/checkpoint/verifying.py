@@ -26,7 +26,7 @@ from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.listing import wrong_size
 from holdfast.checkpoint.names import committed, manifest_key, read_manifest
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
-from holdfast.checkpoint.reading import Scratch, threads_here
+from holdfast.checkpoint.reading import Scratch, threads_for
 from holdfast.checkpoint.rows import merge
 from holdfast.codec.digest import num_chunks
 from holdfast.codec.table import DigestTable
@@ -149,7 +149,7 @@ class _Verification:
         self.files: Files = self.checkpoint.files
         self.report = findings.report
         self.findings = findings
-        self.threads = threads or threads_here()
+        self.threads = threads or threads_for(self.files)
         self._scratch = Scratch()
 
     def run(self) -> None:

@@ -3,20 +3,27 @@
     open_store("/scratch/run")            a directory
     open_store("file:///scratch/run")     the same
     open_store("memory://name")           this process's memory, shared by name
+    open_store("s3://bucket/run")         a bucket (gs:// and az:// too): extra holdfast[object]
 
-`holdfast.testing.StoreTests` tells whether another answer is a right one.
+`holdfast.testing.StoreTests` tells whether another answer is a right one.  `register` gives it a scheme, or
+a package that has it does so by an entry point, which processes in the background find as well:
+
+    [project.entry-points."holdfast.stores"]
+    swift = "my_package:SwiftStore"       # called with the URL
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from holdfast.arguments import path_of
+from holdfast.arguments import function_of, path_of, unfit
 from holdfast.errors import UsageError
 from holdfast.near import near
+from holdfast.patience import Patience
 from holdfast.store.contract import Reader, Store, Writer
 from holdfast.store.local import LocalStore
 
@@ -32,11 +39,17 @@ __all__ = [
     "Store",
     "Writer",
     "open_store",
+    "register",
 ]
 
-_OBJECT_STORAGE = ("s3", "gs", "az")
-SCHEMES = ("file", "memory", *_OBJECT_STORAGE)
-"""Schemes that a URL can begin with, before `://`."""
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+
+_BUCKETS = ("s3", "gs", "az")
+SCHEMES = ("file", "memory", *_BUCKETS)
+"""Schemes of our own that a URL can begin with, before `://`."""
+ENTRY_POINTS = "holdfast.stores"
+"""Group of entry points by which packages bring schemes of theirs."""
+_registered: dict[str, Callable[[str], Store]] = {}
 
 
 def split_prefix(text: str) -> tuple[str, str] | None:
@@ -59,6 +72,19 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'holdfast.store' has no attribute {name!r}")
 
 
+def register(scheme: str, factory: Callable[[str], Store]) -> None:
+    """Let URLs that begin with `scheme://` be opened by `factory(url)`, in this process.
+
+    Agents and writers of records are other processes, which open a store again by its `url`: for those a
+    package needs an entry point of the group `holdfast.stores`.  UsageError for a scheme of our own.
+    """
+    if not isinstance(scheme, str) or _SCHEME.fullmatch(scheme) is None:
+        raise unfit("register", "scheme", scheme, "a text such as 'swift', without ://")
+    if scheme in SCHEMES:
+        raise UsageError(f"register: {scheme}:// is a scheme of holdfast's own")
+    _registered[scheme] = function_of(factory, "register", "factory", "that takes a URL", 1)
+
+
 def open_store(url: str | os.PathLike[str]) -> Store:
     """The store at a path or URL.  Touches nothing: the first write makes what is missing."""
     text = path_of(url, "open_store", "url")
@@ -71,13 +97,36 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         from holdfast.store.memory import MemoryStore
 
         return MemoryStore(rest)
-    raise _unknown_scheme(text, scheme)
+    if scheme in _BUCKETS:
+        from holdfast.store.objects import ObjectStore
+
+        return ObjectStore(text)
+    return _factory(text, scheme)(text)
+
+
+def _factory(url: str, scheme: str) -> Callable[[str], Store]:
+    """What opens URLs of a scheme that is not ours.  UsageError if nothing does."""
+    found = _registered.get(scheme)
+    if found is None:
+        from importlib.metadata import entry_points
+
+        brought = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+        if scheme not in brought:
+            known = (*SCHEMES, *_registered, *brought)
+            raise UsageError(
+                f"cannot open '{url}': unknown scheme '{scheme}'; there are a path, "
+                f"{', '.join(f'{one}://' for one in known)}",
+                hint=near(scheme, known),
+            )
+        found = _registered[scheme] = brought[scheme].load()
+    return found
 
 
 def be_patient(store: Store, limit_s: float | None) -> None:
     """Let each operation take up to `limit_s` (None: no limit); a store in memory answers at once."""
-    if isinstance(store, LocalStore):
-        store.patience.limit_s = limit_s
+    patience = getattr(store, "patience", None)
+    if isinstance(patience, Patience):
+        patience.limit_s = limit_s
 
 
 def in_one(store: Store, call: Callable[[], T], what: str) -> T:
@@ -94,13 +143,3 @@ def _file_path(url: str, rest: str) -> str:
             f"cannot open '{url}': it names a host", hint=f"file:///{rest} has three /"
         )
     return os.fsdecode(unquote_to_bytes(path))
-
-
-def _unknown_scheme(url: str, scheme: str) -> UsageError:
-    works = "what works now is a path, file:// and memory://"
-    if scheme in _OBJECT_STORAGE:
-        later = "object storage comes with a later release"
-        return UsageError(f"cannot open '{url}': {later}; {works}", hint="use a shared file system")
-    return UsageError(
-        f"cannot open '{url}': unknown scheme '{scheme}'; {works}", hint=near(scheme, SCHEMES)
-    )

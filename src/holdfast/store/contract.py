@@ -11,6 +11,7 @@ a store, and each has one answer that object storage can give as well as a file 
   appears at `finish()`, durable, or never.
 * *How is it read?*  By ranges, into the caller's memory.  A range past the end is an error, never
   a short read.  Who reads many ranges of one object opens it first: a file system then reads ahead.
+  A store that takes long to begin to answer may ask for longer ranges by more threads (`Reads`).
 * *What is there?*  `list(prefix)`: every key below, sorted.  A key whose `put` or `finish`
   returned before the call is listed.  (No `exists()`: two ranks may see two answers.)
 * *How does it go?*  `delete`; deleting what is not there is fine.
@@ -32,7 +33,7 @@ object storage allows that, a file system cannot.
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from holdfast.arguments import count_of, shown, unfit
 from holdfast.errors import Corrupt, Exists, NotFound, UsageError
@@ -54,7 +55,11 @@ class Writer(Protocol):
     """
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Write a part.  Thread-safe; the memory is the caller's again when the call returns."""
+        """Write a part.  Thread-safe; the memory is the caller's again when the call returns.
+
+        A part may come again, with the same bytes.  Parts are best written about in order: a bucket's
+        writer keeps those that come before their turn in memory.
+        """
 
     def finish(self) -> None:
         """Make the object appear with all its bytes, durable.  Raises if a part is missing."""
@@ -117,6 +122,20 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object if it is there; durable when the call returns."""
+
+
+class Reads(NamedTuple):
+    """How a store is read best; it may state so by its attributes `read_bytes` and `read_threads`."""
+
+    num_bytes: int
+    """Bytes of a range; 0 if that is all the same to it."""
+    threads: int
+    """Threads that read at the same time; 0 to go by the cores of the host."""
+
+
+def reads_of(store: Store) -> Reads:
+    """How a store says it is read best."""
+    return Reads(getattr(store, "read_bytes", 0), getattr(store, "read_threads", 0))
 
 
 # -- the rules ---------------------------------------------------------------------------------------

