@@ -65,6 +65,7 @@ def transfer(
     step: int,
     *,
     replace: bool = False,
+    dry_run: bool = False,
     threads: int = THREADS,
     progress: Progress | None = None,
 ) -> Transferred:
@@ -74,6 +75,7 @@ def transfer(
     another step of that number: Exists, or with `replace` that one gives way when all is there.  NotFound
     if the source has no such step, Corrupt if it is damaged: then the target's steps are as they were.
     `progress` is told of `Manifest.total_bytes` in all, the bytes of files that were there included.
+    `dry_run`: nothing is written, and the result says what would be.
     """
     key, tell = manifest_key(step), progress or (lambda _: None)
     manifest, data = _manifest(source, step)
@@ -83,13 +85,14 @@ def transfer(
         _check_other(target, manifest, seen, replace)
     files = _FilesToCopy(Files(source, step_prefix(step), manifest, verify=True), target, there)
     missing = files.missing(threads, tell)
-    files.copy(missing, threads, tell)
-    _copy_indexes(source, target, step)
-    _check_arrived(target, manifest)
-    if seen != data:
-        _commit(target, step, data, seen)
-    copied = sum(f.bytes for f in missing)
-    return Transferred(step, len(manifest.files), len(missing), copied, seen != data)
+    if not dry_run:
+        files.copy(missing, threads, tell)
+        _copy_indexes(source, target, step)
+        _check_arrived(target, manifest)
+        if seen != data:
+            _commit(target, step, data, seen)
+    num_bytes = sum(f.bytes for f in missing)
+    return Transferred(step, len(manifest.files), len(missing), num_bytes, seen != data)
 
 
 def _manifest(source: Store, step: int) -> tuple[Manifest, bytes]:
@@ -205,7 +208,6 @@ class _FilesToCopy:
         try:
             arrived.table(file)
         except (Corrupt, NotFound):
-            self.target.delete(key)
             return False
         tell(file.bytes)
         return True
@@ -216,6 +218,9 @@ class _FilesToCopy:
         in_each = 1 if side_by_side > 1 else threads
 
         def one(file: FileEntry) -> None:
+            key = self.files.key(file)
+            if key in self.there:  # and is not what it ought to be
+                self.target.delete(key)
             try:
                 copy_object(self.provable(file), self.files.store, self.target, in_each, tell)
             except Exists:  # another copy of the same step has come first
