@@ -136,7 +136,7 @@ def test_there_is_one_of_each() -> None:
     def having(text: str) -> list[str]:
         return [path for path, source in texts.items() if text in source]
 
-    assert having(" first_difference(") == ["codec/digest.py", "codec/table.py"]
+    assert having(" first_difference(") == ["codec/table.py"]
     assert having("TimeoutError as FutureTimeout") == ["threads.py"]
     assert having("subprocess.Popen(") == ["background.py"]
 
