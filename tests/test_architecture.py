@@ -32,6 +32,7 @@ LAYERS = (
     ("restore",),
     ("compression",),
     ("memory", "delta"),
+    ("uploading",),
     ("history", "tiers"),
     ("ending", "looking", "once", "restart", "steering"),
     ("checkpointer",),
@@ -67,6 +68,7 @@ TORCH_FREE = (
     "holdfast.rules",
     "holdfast.store",
     "holdfast.testing",
+    "holdfast.uploading.claims",
 )
 
 
@@ -166,7 +168,7 @@ def test_no_pickle() -> None:
 
 BESIDE_THE_CORE = (
     "cli", "compression", "converting", "delta", "history", "interop", "memory", "policy", "rules",
-    "steering", "testing", "writers",
+    "steering", "testing", "uploading", "writers",
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 

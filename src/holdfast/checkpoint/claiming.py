@@ -47,8 +47,8 @@ class Claim(msgspec.Struct, frozen=True):
         return f"run {self.run} (host {self.host}, pid {self.pid}, since {self.created})"
 
 
-def claim(store: Store) -> Claim:
-    """Take a root: the next run number, for this process.
+def claim(store: Store, above: int = 0) -> Claim:
+    """Take a root: the next run number, for this process; one beyond `above`, too.
 
     UsageError if the process that holds it is alive on this host.  A run on another host cannot be
     seen; it finds itself superseded at its next commit.
@@ -60,7 +60,7 @@ def claim(store: Store) -> Claim:
                 f"{store.url} is in use by {held}",
                 hint="stop that run, or give this one a root of its own",
             )
-        run = max([held.run if held else 0, *_runs_of(store)]) + 1
+        run = max([above, held.run if held else 0, *_runs_of(store)]) + 1
         mine = Claim(
             run=run,
             host=socket.gethostname(),
@@ -77,6 +77,12 @@ def claim(store: Store) -> Claim:
         if held is not None:
             store.delete(f"claims/{held.run:010d}.json")
         return mine
+
+
+def last_run(store: Store) -> int:
+    """The greatest number of a run that a root knows of; 0 if it knows of none."""
+    held = newest_claim(store)
+    return max([held.run if held else 0, *_runs_of(store)])
 
 
 def _runs_of(store: Store) -> Iterator[int]:

@@ -1,0 +1,43 @@
+"""Taking both homes of a run, the root and the one behind it, under one number.
+
+A manifest states the number of its run, and is the same in both homes.  So a run needs a number above all
+that either home has seen: then steps of the two can be compared, and no name of an attempt comes twice.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.checkpoint.claiming import Claim, claim, last_run, newest_claim, release
+from holdfast.checkpoint.tidying import sweep
+from holdfast.errors import UsageError
+from holdfast.group import Group
+from holdfast.store import Store
+
+
+def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
+    """As `roots.claim_together`, of two homes.  Collective.
+
+    UsageError if either is in use: two runs must not upload to one place, whatever their roots.  What a
+    dead run has begun to upload stays until this run has uploaded a step: it may be completed.
+    """
+
+    def take() -> bytes:
+        held = newest_claim(root), newest_claim(upload)
+        mine = claim(root, last_run(upload))
+        try:
+            theirs = claim(upload, mine.run - 1)
+            if theirs.run != mine.run:
+                raise UsageError(
+                    f"{upload.url} was taken by another run while run {mine.run} took it",
+                    hint="give each run an upload= of its own",
+                )
+        except BaseException:
+            release(root, mine)
+            raise
+        if held[0] is None or held[0].is_over():
+            sweep(root, mine, 0)
+        crashed = any(one is not None and one.started != "closed" for one in held)
+        return msgspec.json.encode((mine, crashed))
+
+    return msgspec.json.decode(group.from_rank0(take), type=tuple[Claim, bool])
