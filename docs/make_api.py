@@ -50,7 +50,7 @@ SECTIONS = (
         "stores",
         "Stores",
         "holdfast.store",
-        ("open_store", "LocalStore", "MemoryStore", "Store", "Reader", "Writer"),
+        ("open_store", "LocalStore", "MemoryStore", "Store", "Entry", "Reader", "Writer"),
     ),
     ("frameworks", "Frameworks", "holdfast.sources", tuple(holdfast.sources.__all__)),
     ("testing", "Testing", "holdfast.testing", tuple(holdfast.testing.__all__)),
@@ -59,6 +59,7 @@ SECTIONS = (
 ELSEWHERE = {
     "TensorInfo": opened.TensorInfo,
     "Store": contract.Store,
+    "Entry": contract.Entry,
     "Reader": contract.Reader,
     "Writer": contract.Writer,
 }

@@ -68,7 +68,6 @@ TORCH_FREE = (
     "holdfast.rules",
     "holdfast.store",
     "holdfast.testing",
-    "holdfast.uploading.claims",
 )
 
 
@@ -138,7 +137,7 @@ def test_there_is_one_of_each() -> None:
     def having(text: str) -> list[str]:
         return [path for path, source in texts.items() if text in source]
 
-    assert having(" first_difference(") == ["codec/digest.py", "codec/table.py"]
+    assert having(" first_difference(") == ["codec/table.py"]
     assert having("TimeoutError as FutureTimeout") == ["threads.py"]
     assert having("subprocess.Popen(") == ["background.py"]
 
@@ -237,7 +236,7 @@ ONLY_TO_RESTORE = (
 """The half of the core that the first restore loads."""
 
 MOST_MODULES = 85
-MOST_LINES = 9_550
+MOST_LINES = 9_610
 """What importing `holdfast.checkpointer` may need: modules of ours, and lines of code in them."""
 
 NO_CODE = (

@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast import events, here
-from holdfast.checkpoint.names import parse_segment, segments
+from holdfast.checkpoint.recorded import parse_segment, segments
 from holdfast.delta import capture, copying
 from holdfast.errors import UsageError
 from holdfast.store import LocalStore

@@ -33,10 +33,10 @@ from holdfast.arguments import (
     unfit,
 )
 from holdfast.checkpoint.consolidating import Consolidation, plan_consolidation
+from holdfast.checkpoint.listing import attempt_of
 from holdfast.checkpoint.names import FOLDERS
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import FileDigests, Outfile, Progress, check_files, write_files
-from holdfast.checkpoint.tidying import attempt_of
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError
 from holdfast.format.dtypes import DTYPES

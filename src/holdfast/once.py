@@ -17,8 +17,9 @@ from holdfast.arguments import (
     seconds_of,
     step_of,
 )
-from holdfast.checkpoint.claiming import newest_claim, once_attempt
-from holdfast.checkpoint.names import committed, segments
+from holdfast.checkpoint.claiming import newest_claim, once_attempt, runs_of_steps
+from holdfast.checkpoint.names import StepKeys
+from holdfast.checkpoint.recorded import segments
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
@@ -63,8 +64,8 @@ def save(
 
 
 def _once(store: Store, step: int) -> bytes:
-    held = newest_claim(store)
-    run = max([held.run if held else 0, *(s.run for s in committed(store))])
+    held, keys = newest_claim(store), StepKeys(store)
+    run = max([held.run if held else 0, *runs_of_steps(store, keys)])
     if segments(store, step) and _records_lead_on(store, run, step):
         raise UsageError(
             f"records of run {run} in {store.url} lead on from its step {step}: from another state they "
@@ -72,7 +73,7 @@ def _once(store: Store, step: int) -> bytes:
             hint="save under another number, or in a root of its own",
         )
     try:
-        sweep(store)
+        sweep(store, keys=keys)
     except HoldfastError as error:
         emit("sweep.failed", error=str(error))
     return msgspec.json.encode((run, once_attempt()))

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from holdfast.checkpoint.names import describe, last_recorded, stated_attempt
-from holdfast.checkpoint.tidying import came_later
+from holdfast.checkpoint.listing import stated_attempt
+from holdfast.checkpoint.names import describe, parse_attempt
+from holdfast.checkpoint.recorded import last_recorded
 from holdfast.checkpoint.unproved import tell_passed_over
 from holdfast.errors import HoldfastError, NotFound, NotRecoverable, warn_user
 from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
 from holdfast.restore.candidates import Candidate, newest_first, newest_good
-from holdfast.restore.reading import load_step, saved_steps
+from holdfast.restore.reading import load_step, saved_steps, tell_exactness
 from holdfast.restore.result import Restored
 from holdfast.restore.targets import RestoreOptions
-from holdfast.saving.exactness import EXACT, tell_exactness
+from holdfast.saving.exactness import EXACT
 from holdfast.state.live import State
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Restart:
         self.tiers = tiers
         self.state = state
         self.options = options
-        self.durable = saved_steps(tiers.store, tiers.group)
+        self.durable = saved_steps(tiers.store, tiers.group, tiers.durable.steps.known)
         behind = None if tiers.upload is None else tiers.upload.store
         self.behind = behind
         """The home behind the root."""
@@ -263,3 +264,12 @@ class Restart:
 def _passed_over(candidate: Candidate, error: HoldfastError) -> None:
     emit("restore.passed_over", step=candidate.step, error=str(error))
     warn_user(f"{candidate} cannot be used: {error}")
+
+
+def came_later(attempt: str, than: str) -> bool:
+    """True if `attempt` is newer than `than`, of one run and step: one by a process without a claim
+    beats numbered ones; otherwise the higher number wins."""
+    mine, other = parse_attempt(attempt), parse_attempt(than)
+    if mine is None or other is None:
+        return mine is None and other is not None
+    return mine[1] > other[1]

@@ -112,7 +112,7 @@ class Tiers:
                 on_resize=on_resize,
                 deadline_s=self.group.deadline_s,
             )
-        self.durable.steps.also_tidy = partial(tidy_log, self.store, options.bound)
+        self.durable.steps.also_tidy = partial(tidy_log, self.store, max_bytes=options.bound)
 
     def leave_behind(self) -> None:
         """Go on as a new run after going back: what it saves now is newer than what it left."""
@@ -161,7 +161,7 @@ class Tiers:
         if self.group.rank == 0:
             try:
                 with within(limit_s):
-                    self.durable.steps.also_tidy()
+                    self.durable.steps.tidy_log()
             except HoldfastError as error:
                 emit("tidy.failed", error=str(error))
 

@@ -15,7 +15,7 @@ import pytest
 
 import holdfast
 from holdfast import background
-from holdfast.checkpoint.names import parse_segment
+from holdfast.checkpoint.recorded import parse_segment
 from holdfast.store import LocalStore
 from memory.zygote import Lives, Told
 

@@ -13,7 +13,7 @@ import pytest
 
 import holdfast
 from distributed.launch import launch
-from holdfast.checkpoint.names import last_recorded
+from holdfast.checkpoint.recorded import last_recorded
 from holdfast.checkpoint.verifying import verify
 from holdfast.store import open_store
 

@@ -61,11 +61,11 @@ def test_size_does_not_grow_with_ranks_times_tensors() -> None:
 
 
 def test_image_offsets_follow_from_the_manifest(manifest) -> None:
-    from holdfast.format.image import image_of
+    from holdfast.checkpoint.verifying import image_of
 
     for file in manifest.files:
-        image = image_of(manifest, file)
+        image = image_of(manifest, file, manifest.placement)
         assert image.total_bytes == file.bytes
         moved = msgspec.structs.replace(file, data=file.data + 4096)
         with pytest.raises(FormatError, match="offsets"):
-            image_of(manifest, moved)
+            image_of(manifest, moved, manifest.placement)

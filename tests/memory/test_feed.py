@@ -15,9 +15,10 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import UsageError
+from holdfast.memory.decision import of_all
 from holdfast.memory.feed import Feed
 from holdfast.memory.twin import Gradient, Twin
-from holdfast.saving.exactness import Exactness, of_all
+from holdfast.saving.exactness import Exactness
 from holdfast.state import snapshot
 from memory.agents import kill
 

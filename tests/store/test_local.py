@@ -744,3 +744,14 @@ def test_a_part_that_comes_again_takes_the_place_of_the_first(tmp_path: Path) ->
     writer.write(0, b"retry!")
     writer.finish()
     assert store.get("a") == b"retry!"
+
+
+def test_entries_have_what_the_list_has(tmp_path: Path) -> None:
+    """A link has the length of what it leads to; one that leads nowhere is listed, and has none."""
+    store = LocalStore(tmp_path / "root")
+    store.put("a/x", b"12345")
+    (tmp_path / "root/a/y").symlink_to(tmp_path / "root/a/x")
+    (tmp_path / "root/a/z").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "root/a/.tmp-w").write_bytes(b"under way")
+    assert store.entries("a/") == [("a/x", 5), ("a/y", 5)]
+    assert store.list("a/") == ["a/x", "a/y", "a/z"]

@@ -35,6 +35,17 @@ def tails() -> Tails:
     return Tails(store, 3)
 
 
+def test_a_view_that_lists_has_entries() -> None:
+    class Listed(Tails):
+        def list(self, prefix: str = "") -> list[str]:
+            return self.inner.list(prefix)
+
+    inner = MemoryStore("listed views")
+    inner.put("a/b", b"0123456789")
+    assert Listed(inner, 3).entries("a/") == [("a/b", 7)]
+    assert Tails(inner, 3).entries() == []
+
+
 def test_reading(tails: Tails) -> None:
     assert isinstance(tails, Store)
     assert tails.get("a/b") == b"3456789"

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.checkpoint.names import committed, run_of_log
+from holdfast.checkpoint.names import StepKeys, parse_attempt, read_head, run_of_log
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Exists, NotFound, UsageError
 from holdfast.here import fate, place, started
@@ -47,12 +47,20 @@ class Claim(msgspec.Struct, frozen=True):
         return f"run {self.run} (host {self.host}, pid {self.pid}, since {self.created})"
 
 
-def claim(store: Store, above: int = 0) -> Claim:
-    """Take a root: the next run number, for this process; one beyond `above`, too.
+def claim(store: Store) -> Claim:
+    """Take a root, as `take`."""
+    return take(store, StepKeys(store))[0]
+
+
+def take(store: Store, keys: StepKeys, above: int = 0) -> tuple[Claim, Claim | None]:
+    """Take a root: the next run number, for this process, which is also beyond `above`.  Return also the
+    claim that was there.
 
     UsageError if the process that holds it is alive on this host.  A run on another host cannot be
-    seen; it finds itself superseded at its next commit.
+    seen; it finds itself superseded at its next commit.  The numbers of the runs of full steps and of
+    records are taken, whatever became of the claims.
     """
+    taken = _last_saved(store, keys)
     while True:
         held = newest_claim(store)
         if held is not None and held.alive_elsewhere():
@@ -60,7 +68,7 @@ def claim(store: Store, above: int = 0) -> Claim:
                 f"{store.url} is in use by {held}",
                 hint="stop that run, or give this one a root of its own",
             )
-        run = max([above, held.run if held else 0, *_runs_of(store)]) + 1
+        run = max(held.run if held else 0, taken, above) + 1
         mine = Claim(
             run=run,
             host=socket.gethostname(),
@@ -76,22 +84,29 @@ def claim(store: Store, above: int = 0) -> Claim:
             continue
         if held is not None:
             store.delete(f"claims/{held.run:010d}.json")
-        return mine
+        return mine, held
 
 
-def last_run(store: Store) -> int:
-    """The greatest number of a run that a root knows of; 0 if it knows of none."""
+def last_run(store: Store, keys: StepKeys) -> int:
+    """The greatest number of a run that a root has a claim, steps or records of; 0 if it has none."""
     held = newest_claim(store)
-    return max([held.run if held else 0, *_runs_of(store)])
+    return max(held.run if held else 0, _last_saved(store, keys))
 
 
-def _runs_of(store: Store) -> Iterator[int]:
-    """The runs of full steps and of records: their numbers are taken, whatever became of the claims."""
-    yield from (s.run for s in committed(store))
-    for key in store.list("log/"):
-        run = run_of_log(key)
-        if run is not None:
-            yield run
+def _last_saved(store: Store, keys: StepKeys) -> int:
+    runs = [*runs_of_steps(store, keys), *map(run_of_log, store.list("log/"))]
+    return max(filter(None, runs), default=0)
+
+
+def runs_of_steps(store: Store, keys: StepKeys) -> Iterator[int]:
+    """The runs of full steps.  An attempt has the number of its run in its name; of a step with others the
+    manifest says it."""
+    for step, key in keys.manifests.items():
+        named = [parse_attempt(attempt) for attempt in keys.attempts.get(step, ())]
+        yield from (numbers[0] for numbers in named if numbers)
+        if not named or None in named:
+            saved = read_head(store, step, key)
+            yield saved.run if saved else 0
 
 
 def newest_claim(store: Store) -> Claim | None:
@@ -113,8 +128,16 @@ def newest_claim(store: Store) -> Claim | None:
     return None
 
 
+def is_newest(store: Store, mine: Claim) -> bool:
+    """True if no run has taken the root since, by the names of the claims: one request."""
+    runs = (_CLAIM.fullmatch(key) for key in store.list("claims/"))
+    return max((int(match[1]) for match in runs if match), default=-1) == mine.run
+
+
 def check_claim(store: Store, mine: Claim) -> None:
     """UsageError if another run has taken the root since, or the root is there no more."""
+    if is_newest(store, mine):
+        return
     held = newest_claim(store)
     if held is None:
         raise UsageError(
@@ -134,8 +157,8 @@ def release(store: Store, mine: Claim) -> None:
 
     A claim that another run has removed meanwhile stays away.
     """
-    held, key = newest_claim(store), f"claims/{mine.run:010d}.json"
-    if held is not None and held.run == mine.run:
+    key = f"claims/{mine.run:010d}.json"
+    if is_newest(store, mine):
         gone = msgspec.structs.replace(mine, pid=0, started="closed")
         with suppress(NotFound, Exists):
             store.put(key, msgspec.json.encode(gone), replacing=store.get(key))

@@ -24,11 +24,13 @@ Invariants (docs/reference/format.md states them for other implementations):
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from holdfast.checkpoint.claiming import Claim, check_claim
-from holdfast.checkpoint.names import manifest_key, step_prefix
-from holdfast.errors import Exists, NotFound, StoreError, UsageError
+from holdfast.checkpoint.names import attempt_in, manifest_key, step_prefix
+from holdfast.errors import Exists, HoldfastError, NotFound, StoreError, UsageError
 from holdfast.format.manifest import FileEntry, Manifest, encode
-from holdfast.store import Store
+from holdfast.store import LocalStore, Store
 from holdfast.threads import in_threads
 
 CHECK_THREADS = 8
@@ -36,9 +38,10 @@ CHECK_THREADS = 8
 
 def commit(
     store: Store, manifest: Manifest, mine: Claim | None = None, data: bytes | None = None
-) -> None:
-    """Make a step exist.  Everything that the manifest names must be durable already.  `data`: the bytes of
-    the manifest, where there are such already, in another home of the step.
+) -> str | None:
+    """Make a step exist.  Everything that the manifest names must be durable already.  Return the attempt
+    that was the step before; None if there was none that can be read.  `data`: the bytes of the manifest,
+    where there are such already, in another home of the step.
 
     StoreError if a file cannot be seen from here or has another length, UsageError if another process has
     saved, or deleted, this step meanwhile: then nothing is committed.
@@ -61,6 +64,9 @@ def commit(
             _put(store, key, data, now)
         else:
             raise _overtaken(store, manifest.step, now) from None
+    with suppress(HoldfastError):
+        return None if seen is None else attempt_in(seen, manifest.step)
+    return None
 
 
 def _present(store: Store, key: str) -> bytes | None:
@@ -91,6 +97,9 @@ def _overtaken(store: Store, step: int, now: bytes | None) -> UsageError:
 def check_files(store: Store, manifest: Manifest) -> None:
     """StoreError unless every file of a manifest is there, with its length."""
     prefix = step_prefix(manifest.step)
+    there: dict[str, int] = {}
+    if not isinstance(store, LocalStore):  # which would look at one file after the other
+        there = dict(store.entries(f"{prefix}{manifest.attempt}/"))
 
     def check(file: FileEntry) -> None:
         try:
@@ -107,4 +116,5 @@ def check_files(store: Store, manifest: Manifest) -> None:
                 key=prefix + file.path,
             )
 
-    in_threads(check, list(manifest.files), CHECK_THREADS)
+    doubtful = [f for f in manifest.files if there.get(prefix + f.path) != f.bytes]
+    in_threads(check, doubtful, CHECK_THREADS)

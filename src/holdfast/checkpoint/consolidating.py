@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.claiming import newest_claim
+from holdfast.checkpoint.claiming import newest_claim, runs_of_steps
 from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.names import committed, step_prefix
+from holdfast.checkpoint.names import StepKeys, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.checkpoint.tidying import INDEX
@@ -136,7 +136,7 @@ def _draft(
     return Manifest(
         holdfast=old.holdfast,
         step=old.step,
-        run=max([old.run, held.run if held else 0, *(s.run for s in committed(store))]),
+        run=max([old.run, held.run if held else 0, *runs_of_steps(store, StepKeys(store))]),
         attempt=attempt,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         software={**old.software, "holdfast": __version__},

@@ -5,13 +5,23 @@ Looks at manifests and at the lengths of files, not at their bytes (`verifying` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from holdfast.checkpoint.names import Saved, committed, manifest_key, read_manifest, step_prefix
+from holdfast.checkpoint.names import (
+    ATTEMPT,
+    Saved,
+    StepKeys,
+    at_a_time,
+    manifest_key,
+    read_manifest,
+    step_prefix,
+    verified_attempt,
+)
 from holdfast.errors import HoldfastError, NotFound
-from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.format.manifest import HEAD_BYTES, FileEntry, Manifest
 from holdfast.store import Store
+from holdfast.threads import in_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +57,52 @@ class Listing:
         return next((s.step for s in reversed(self.steps) if s.problem is None), None)
 
 
-def survey(store: Store) -> Listing:
-    """Read every manifest and the length of every file."""
-    steps = tuple(_look(store, saved) for saved in committed(store))
-    return Listing(steps, tuple(_unreferenced(store, steps)))
-
-
-def _look(store: Store, saved: Saved) -> Step:
+def stated_attempt(store: Store, step: int) -> str | None:
+    """The attempt that the beginning of a step's manifest states; not verified.  None if it states none."""
+    data = bytearray(HEAD_BYTES + 128)
     try:
-        manifest = read_manifest(store, saved.step)
-    except HoldfastError as error:
-        problem = f"manifest.json {saved.problem}" if saved.problem else error.message
+        store.read(manifest_key(step), 0, memoryview(data))
+    except HoldfastError:
+        return None
+    match = ATTEMPT.match(data)
+    return match[1].decode() if match else None
+
+
+def attempt_of(store: Store, step: int) -> str | None:
+    """The attempt that a step's manifest names; None if there is no (readable) one."""
+    try:
+        return verified_attempt(store, step)
+    except HoldfastError:
+        return None
+
+
+def survey(store: Store) -> Listing:
+    """Read every manifest, and list the length of every file."""
+    keys, sizes = StepKeys(store), dict(store.entries("steps/"))
+    read: dict[int, Manifest | HoldfastError] = {}
+
+    def look(step: int) -> None:
+        try:
+            read[step] = read_manifest(store, step)
+        except HoldfastError as error:
+            read[step] = error
+
+    in_threads(look, list(keys.manifests), at_a_time(store))
+    sound = [one for one in read.values() if isinstance(one, Manifest)]
+    keys.known.learn(Saved(manifest.run, manifest.step) for manifest in sound)
+    steps = tuple(_judge(store, saved, read[saved.step], sizes) for saved in keys.saved)
+    return Listing(steps, tuple(_unreferenced(steps, sizes)))
+
+
+def _judge(
+    store: Store, saved: Saved, manifest: Manifest | HoldfastError, sizes: Mapping[str, int]
+) -> Step:
+    if not isinstance(manifest, Manifest):
+        problem = f"manifest.json {saved.problem}" if saved.problem else manifest.message
         return Step(saved.step, saved.run, None, f"damaged manifest: {problem}")
-    found = ((f.path, wrong_size(store, manifest, f)) for f in manifest.files)
+    prefix = step_prefix(saved.step)
+    doubtful = (f for f in manifest.files if sizes.get(prefix + f.path) != f.bytes)
+    found = ((f.path, wrong_size(store, manifest, f)) for f in doubtful)
     faults = [f"{path} {fault}" for path, fault in found if fault]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return Step(saved.step, manifest.run, manifest, faults[0] + more if faults else None)
@@ -78,19 +121,16 @@ def wrong_size(store: Store, manifest: Manifest, file: FileEntry) -> str | None:
     return None
 
 
-def _unreferenced(store: Store, steps: tuple[Step, ...]) -> Iterator[Attempt]:
+def _unreferenced(steps: tuple[Step, ...], sizes: Mapping[str, int]) -> Iterator[Attempt]:
     named = {step_prefix(s.step) + f.path for s in steps if s.manifest for f in s.manifest.files}
     unreadable = {s.step for s in steps if s.manifest is None}
     found: dict[tuple[int, str], list[int]] = {}
-    for key in store.list("steps/"):
+    for key, size in sizes.items():
         parts = key.split("/")
         if len(parts) < 4 or not parts[1].isdigit() or key in named:
             continue
         if int(parts[1]) in unreadable or key == manifest_key(int(parts[1])):
             continue
-        try:
-            found.setdefault((int(parts[1]), parts[2]), []).append(store.size(key))
-        except NotFound:
-            continue  # deleted since it was listed
-    for (step, name), sizes in sorted(found.items()):
-        yield Attempt(step, name, len(sizes), sum(sizes))
+        found.setdefault((int(parts[1]), parts[2]), []).append(size)
+    for (step, name), lengths in sorted(found.items()):
+        yield Attempt(step, name, len(lengths), sum(lengths))

@@ -8,34 +8,46 @@ log/0000000007/...                                   records of run 7 (`delta`)
 ```
 A step exists if and only if its manifest does.  Steps are ordered by (run, step): a run that went back
 to step 50 and saved step 60 has made the older run's step 100 history, not the newest state.
+
+On object storage each look is a request that is paid and waited for.  So one listing serves all that is
+done at one time (`StepKeys`), and the beginning of a manifest, which has its run, is read once (`Known`):
+
+    known = Known()                        # of a run: what it has read and committed
+    keys = StepKeys(store, known)          # one request: what lies below steps/
+    keys.saved                             # a request for each manifest that is not known yet
+    keys.attempts                          # none
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from holdfast.errors import (
     Corrupt,
     FormatError,
-    HoldfastError,
     NotFound,
-    NotRecoverable,
     StoreError,
     UsageError,
 )
 from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head, verified
-from holdfast.store import Store
+from holdfast.store import LocalStore, Store
+from holdfast.threads import in_threads
 
 FOLDERS = ("steps", "claims", "log")
 """Folders that a root consists of, in which nobody else's files belong."""
 _MANIFEST = re.compile(r"steps/(\d{10})(?:/manifest\.json)?")
 """The key of a step's manifest, or of a step that is a link which leads nowhere."""
+_IMAGE = re.compile(r"steps/(\d{10})/([^/]+)/[^/]+")
+_NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
+REQUESTS = 16
+"""Small requests that are made at a time, where each takes a way over a network."""
 _LOG = re.compile(
     r"log/(\d{10})/(?:\d{10}-\d{10}/r\d{5,}\.log|plan-[0-9a-f]{16}\.json|r\d{5,}-\d+\.writing)"
 )
-_SEGMENT = re.compile(r"log/(\d{10})/(\d{10})-(\d{10})/r(\d{5,})\.log")
-_ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
+ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,6 +66,11 @@ class Saved:
         return self.run >= 0
 
 
+def at_a_time(store: Store) -> int:
+    """Number of threads for small requests."""
+    return 1 if isinstance(store, LocalStore) else REQUESTS
+
+
 def step_prefix(step: int) -> str:
     if not 0 <= step < 10**10:
         raise UsageError(f"step {step} is not in 0..9999999999")
@@ -64,63 +81,119 @@ def manifest_key(step: int) -> str:
     return step_prefix(step) + "manifest.json"
 
 
+def parse_attempt(attempt: str) -> tuple[int, int] | None:
+    """Return the run and the number of an attempt; None if it is by a process that took no claim."""
+    match = _NUMBERED.fullmatch(attempt)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
 def run_of_log(key: str) -> int | None:
     """The run that a file below `log/` belongs to; None if it is none of ours (a script's log)."""
     match = _LOG.fullmatch(key)
     return None if match is None else int(match[1])
 
 
-def parse_segment(key: str) -> tuple[int, int, int, int] | None:
-    """Return run, first step, last step and rank of a file of records; None if a key is of none."""
-    match = _SEGMENT.fullmatch(key)
-    return None if match is None else (int(match[1]), int(match[2]), int(match[3]), int(match[4]))
+class Known:
+    """The steps that a process has seen or committed, whose manifests' beginnings need not be read again.
+
+    A manifest is replaced by another, and never changed.  While a run's claim is the newest, that run alone
+    replaces any; if another process does all the same, what is known of the step is old.  So it only orders
+    steps: whoever deletes a step, or restores it, reads its manifest anew.
+    """
+
+    def __init__(self) -> None:
+        self.last: tuple[int, set[str]] = (-1, set())
+        """The step that was committed last, and the keys of its files."""
+        self._saved: dict[int, Saved] = {}
+        self._unsure: set[int] = set()
+        """Steps whose commit is under way, or has ended nobody knows how."""
+
+    def begin(self, step: int) -> None:
+        """Say that the manifest of a step may be replaced from now on."""
+        self._unsure.add(step)
+        self._saved.pop(step, None)
+
+    def add(self, manifest: Manifest) -> None:
+        """Say that a manifest has been committed."""
+        prefix = step_prefix(manifest.step)
+        self.last = manifest.step, {prefix + file.path for file in manifest.files}
+        self._saved[manifest.step] = Saved(manifest.run, manifest.step)
+        self._unsure.discard(manifest.step)
+
+    def learn(self, saved: Iterable[Saved]) -> None:
+        """Remember steps whose manifests have been read."""
+        for one in saved:
+            if one.is_proved and one.step not in self._unsure:
+                self._saved.setdefault(one.step, one)
+
+    def among(self, steps: Iterable[int]) -> dict[int, Saved]:
+        """Those of some steps that are known; others are forgotten: somebody has deleted them."""
+        there, known = set(steps), dict(self._saved)
+        for step in known.keys() - there:
+            self._saved.pop(step, None)
+        return {step: one for step, one in known.items() if step in there}
 
 
-def segments(store: Store, since: int = 0) -> list[str]:
-    """Keys of all segments that have records after step `since`."""
-    found = []
-    for key in store.list("log/"):
-        parsed = parse_segment(key)
-        if parsed is not None and parsed[2] > since:
-            found.append(key)
-    return found
+class StepKeys:
+    """The keys below `steps/`, or those of one step, as one request has listed them, and what they say."""
 
+    def __init__(self, store: Store, known: Known | None = None, step: int | None = None) -> None:
+        self.store = store
+        self.known = known or Known()
+        self.keys = store.list("steps/" if step is None else step_prefix(step))
+        matches = ((key, _MANIFEST.fullmatch(key)) for key in self.keys)
+        self.manifests = {int(match[1]): key for key, match in matches if match}
+        """Key of the manifest of each step."""
 
-def last_recorded(store: Store, run: int, step: int) -> int:
-    """The last step after `step` that `run`, or a later run, has recorded, by the names of
-    segments; 0 if there is none."""
-    found = map(parse_segment, segments(store, step))
-    return max((last for of_run, _, last, _ in filter(None, found) if of_run >= run), default=0)
+    @cached_property
+    def saved(self) -> list[Saved]:
+        """Every committed step, oldest to newest.  One whose manifest's head is damaged counts as the
+        oldest of all: it is not proved.  One of a newer format has its place, so that it is noticed."""
+        found: dict[int, Saved | None] = {**self.known.among(self.manifests)}
 
+        def look(step: int) -> None:
+            found[step] = read_head(self.store, step, self.manifests[step])
 
-def is_recorded(store: Store, step: int) -> bool:
-    """True if some run has recorded the step, by the names of segments."""
-    found = filter(None, map(parse_segment, segments(store, step - 1)))
-    return any(first <= step for _, first, _, _ in found)
+        unknown = [step for step in self.manifests if step not in found]
+        in_threads(look, unknown, at_a_time(self.store))
+        saved = sorted(filter(None, found.values()))
+        self.known.learn(saved)
+        return saved
+
+    @cached_property
+    def attempts(self) -> dict[int, dict[str, list[str]]]:
+        """The keys of the images of each step, by the attempt that they are of."""
+        found: dict[int, dict[str, list[str]]] = {}
+        for key in self.keys:
+            if match := _IMAGE.fullmatch(key):
+                found.setdefault(int(match[1]), {}).setdefault(match[2], []).append(key)
+        return found
+
+    def delete(self, prefix: str) -> None:
+        """Delete what begins with `prefix`; that is listed anew if it is not among the keys."""
+        keys = [key for key in self.keys if key.startswith(prefix)] or self.store.list(prefix)
+        in_threads(self.store.delete, keys, at_a_time(self.store))
+        self.keys = [key for key in self.keys if not key.startswith(prefix)]
 
 
 def committed(store: Store) -> list[Saved]:
-    """Every committed step, oldest to newest.  One whose manifest's head is damaged counts as the
-    oldest of all: it is not proved.  One of a newer format has its place, so that it is noticed."""
-    found = []
-    for key in store.list("steps/"):
-        match = _MANIFEST.fullmatch(key)
-        if match is None:
-            continue
-        try:
-            found.append(_head(store, key, int(match[1])))
-        except NotFound:
-            if key in store.list(key):  # else it was deleted since it was listed
-                problem = "is a link that leads nowhere"
-                found.append(Saved(-1, int(match[1]), problem))
-    return sorted(found)
+    """Every committed step, as `StepKeys.saved`."""
+    return StepKeys(store).saved
 
 
-def _head(store: Store, key: str, step: int) -> Saved:
+def step_numbers(store: Store) -> list[int]:
+    """The numbers of all committed steps, ascending, by the names of their manifests."""
+    return sorted(StepKeys(store).manifests)
+
+
+def read_head(store: Store, step: int, key: str) -> Saved | None:
+    """What the beginning of a manifest says of its step; None if the manifest was deleted meanwhile."""
     data = bytearray(HEAD_BYTES)
     try:
         store.read(key, 0, memoryview(data))
         _, stated, run = decode_head(bytes(data), key)
+    except NotFound:
+        return Saved(-1, step, "is a link that leads nowhere") if key in store.list(key) else None
     except (FormatError, Corrupt):
         return Saved(-1, step, _fault(store, key))
     if stated != step:
@@ -138,22 +211,15 @@ def _fault(store: Store, key: str) -> str:
     return f"does not begin as a manifest does ({size:,} bytes)"
 
 
-def stated_attempt(store: Store, step: int) -> str | None:
-    """The attempt that the beginning of a step's manifest states; not verified.  None if it states none."""
-    data = bytearray(HEAD_BYTES + 128)
-    try:
-        store.read(manifest_key(step), 0, memoryview(data))
-    except HoldfastError:
-        return None
-    match = _ATTEMPT.match(data)
-    return match[1].decode() if match else None
-
-
 def verified_attempt(store: Store, step: int) -> str | None:
     """The attempt that a step's manifest names, which is verified but not parsed: it may name very many
     tensors.  NotFound, Corrupt or FormatError as `read_manifest`."""
-    key = manifest_key(step)
-    match = _ATTEMPT.match(verified(store.get(key), key))
+    return attempt_in(store.get(manifest_key(step)), step)
+
+
+def attempt_in(data: bytes, step: int) -> str | None:
+    """The attempt that the manifest with these bytes names, as `verified_attempt`."""
+    match = ATTEMPT.match(verified(data, manifest_key(step)))
     return match[1].decode() if match else None
 
 
@@ -163,12 +229,11 @@ def read_manifest(store: Store, step: int) -> Manifest:
     try:
         manifest = decode(store.get(key), key)
     except NotFound:
-        have = [s.step for s in committed(store)]
         raise NotFound(
             f"no step {step} in {store.url}",
             step=step,
             key=key,
-            hint=f"steps there: {describe(have)}",
+            hint=f"steps there: {describe(step_numbers(store))}",
         ) from None
     except (FormatError, StoreError) as error:
         error.step = step
@@ -182,15 +247,6 @@ def check_step(manifest: Manifest, step: int) -> None:
     if manifest.step != step:
         key = manifest_key(step)
         raise Corrupt(f"manifest is of step {manifest.step}, not {step}", key=key, step=step)
-
-
-def newest_of(saved: list[Saved], url: str) -> int:
-    """The newest of the steps of a root.  NotRecoverable if there is none."""
-    if not saved:
-        raise NotRecoverable(
-            f"no checkpoint in {url}", hint="check the path; `holdfast ls` lists steps"
-        )
-    return max(saved).step
 
 
 def describe(steps: list[int], most: int = 10) -> str:

@@ -10,15 +10,18 @@ import re
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from holdfast.arguments import count_of
 from holdfast.checkpoint.claiming import Claim, is_abandoned
+from holdfast.checkpoint.committing import check_files
 from holdfast.checkpoint.names import (
-    committed,
+    StepKeys,
+    at_a_time,
     manifest_key,
+    parse_attempt,
+    read_head,
     read_manifest,
-    stated_attempt,
     step_prefix,
     verified_attempt,
 )
@@ -26,13 +29,13 @@ from holdfast.errors import FormatError, HoldfastError, NotFound, UnsupportedVer
 from holdfast.events import emit
 from holdfast.store import LocalStore, Store
 from holdfast.store.local import sweep as sweep_unfinished
+from holdfast.threads import in_threads
 
 INDEX = ".safetensors.index.json"
 """Ending of the indexes beside a consolidated step's manifest, for Hugging Face's loaders."""
 
+Lock: TypeAlias = AbstractContextManager[Any]
 _DIRECTORY = re.compile(r"steps/(\d{10})/([^/]+)")
-_IMAGE = re.compile(rf"{_DIRECTORY.pattern}/[^/]+")
-_NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +61,7 @@ class Keep:
                 object.__setattr__(self, name, n)
 
 
-def attempt_of(store: Store, step: int) -> str | None:
-    """The attempt that a step's manifest names; None if there is no (readable) one."""
-    try:
-        return verified_attempt(store, step)
-    except HoldfastError:
-        return None
-
-
-def discard(store: Store, step: int, attempt: str) -> None:
+def discard(store: Store, step: int, attempt: str, keys: StepKeys | None = None) -> None:
     """Delete one attempt's files, unless the step's manifest names them."""
     try:
         if verified_attempt(store, step) in (attempt, None):
@@ -75,8 +70,7 @@ def discard(store: Store, step: int, attempt: str) -> None:
         pass
     except HoldfastError:
         return  # an unreadable manifest may name them
-    for key in store.list(f"{step_prefix(step)}{attempt}/"):
-        store.delete(key)
+    (keys or StepKeys(store, step=step)).delete(f"{step_prefix(step)}{attempt}/")
 
 
 def prune(
@@ -84,7 +78,8 @@ def prune(
     keep: Keep,
     *,
     spare: Collection[int] = (),
-    lock: AbstractContextManager[Any] | None = None,
+    lock: Lock | None = None,
+    keys: StepKeys | None = None,
 ) -> list[int]:
     """Delete what `keep` does not keep; returns the steps deleted.
 
@@ -92,86 +87,98 @@ def prune(
     which are being saved anew or lead to the newest state by records; `lock` keeps commits away while a
     manifest is deleted.
     """
-    due = prunable(store, keep, spare)
-    gone = [step for step in due if delete_step(store, step, lock)]
+    keys = keys or StepKeys(store)
+    due = prunable(store, keep, spare, keys)
+    gone = [step for step in due if delete_step(store, step, lock, keys)]
     for step in gone:
         emit("pruned", step=step)
     return gone
 
 
-def prunable(store: Store, keep: Keep, spare: Collection[int] = ()) -> list[int]:
+def prunable(
+    store: Store, keep: Keep, spare: Collection[int] = (), keys: StepKeys | None = None
+) -> list[int]:
     """The steps that `prune` would delete, oldest first."""
-    saved = committed(store)
-    if (keep.last is None and keep.every is None) or not saved:
+    if keep.last is None and keep.every is None:
         return []
-    good = [s for s in saved if s.is_proved]
+    keys = keys or StepKeys(store)
+    good = [s for s in keys.saved if s.is_proved]
     stay = {s.step for s in good[-(keep.last or 1) :]}
     stay |= {s.step for s in good if keep.every and s.step % keep.every == 0}
-    stay |= {s.step for s in saved if not s.is_proved}
-    stay |= set(next(([s.step] for s in reversed(good) if _sound(store, s.step)), []))
-    return [s.step for s in saved if s.step not in stay and s.step not in spare]
+    due = [s.step for s in good if s.step not in stay and s.step not in spare]
+    newest = next((s.step for s in reversed(good) if _sound(keys, s.step)), None) if due else None
+    return [step for step in due if step != newest]
 
 
-def _sound(store: Store, step: int) -> bool:
-    """True if a step's manifest is readable and every file has its length."""
+def _sound(keys: StepKeys, step: int) -> bool:
+    """True if a step's manifest is readable and every file has its length.
+
+    That was so of the step that this process has just committed: it is if its files are still listed.
+    """
+    last, named = keys.known.last
+    if last == step and named <= set(keys.keys):
+        return True
     try:
-        manifest = read_manifest(store, step)
-        prefix = step_prefix(step)
-        return all(store.size(prefix + f.path) == f.bytes for f in manifest.files)
+        check_files(keys.store, read_manifest(keys.store, step))
     except HoldfastError:
         return False
+    return True
 
 
-def delete_step(store: Store, step: int, lock: AbstractContextManager[Any] | None = None) -> bool:
+def delete_step(
+    store: Store, step: int, lock: Lock | None = None, keys: StepKeys | None = None
+) -> bool:
     """Delete the manifest first: from then on the step does not exist, whatever stops us.
 
     `lock` is held from reading the manifest to deleting it, so that it is no newer one that goes.
 
     Then the files that it named, and no others: another rank may be writing this very step anew.
-    A step of a newer format stays (False): its files are not known here.
+    A step of a newer format stays (False): its files are not known here.  So does one whose manifest's
+    beginning was damaged since it was read.
     """
-    attempt = None
+    keys, attempt, key = keys or StepKeys(store, step=step), None, manifest_key(step)
     with lock or nullcontext():
         try:
             attempt = read_manifest(store, step).attempt
         except UnsupportedVersion:
             return False
         except FormatError:
-            pass
-        store.delete(manifest_key(step))
-    named = f"{step_prefix(step)}{attempt}/"
-    for key in store.list(step_prefix(step)) if attempt else ():
-        if key.startswith(named) or key.endswith(INDEX):
-            store.delete(key)
+            saved = read_head(store, step, key)
+            if saved is not None and not saved.is_proved:
+                return False
+        store.delete(key)
+    keys.manifests.pop(step, None)
+    if attempt is not None:
+        keys.delete(f"{step_prefix(step)}{attempt}/")
+        for key in keys.keys:
+            if key.startswith(step_prefix(step)) and key.endswith(INDEX):
+                store.delete(key)
     return True
 
 
-def sweep(store: Store, mine: Claim | None = None, upto: int = 0) -> list[str]:
+def sweep(
+    store: Store, mine: Claim | None = None, upto: int = 0, keys: StepKeys | None = None
+) -> list[str]:
     """Delete what no manifest names: attempts of older runs, and of this run up to number `upto`.
 
     Later ones of this run may be under way: another rank may already write the next save.  Attempts
-    without a run go when their process is gone.
+    without a run go when their process is gone.  The only attempt of a committed step is the one that its
+    manifest names: nobody deletes its files before the manifest.
     """
-    found: dict[int, dict[str, list[str]]] = {}
-    for key in store.list("steps/"):
-        match = _IMAGE.fullmatch(key)
-        if match:
-            found.setdefault(int(match[1]), {}).setdefault(match[2], []).append(key)
-    gone = []
-    for step, theirs in found.items():
+    keys, gone = keys or StepKeys(store), []
+    for step, theirs in keys.attempts.items():
         attempts = {a: k for a, k in theirs.items() if _is_old(a, mine, upto) or is_abandoned(a)}
-        if not attempts or list(attempts) == [stated_attempt(store, step)]:
+        if not attempts or (len(theirs) == 1 and step in keys.manifests):
             continue  # nothing to delete, so nothing to prove
         try:
-            named = read_manifest(store, step).attempt
+            named = verified_attempt(store, step)
         except NotFound:
-            named = None
+            named = ""
         except HoldfastError:
             continue
-        for attempt, keys in attempts.items():
-            if attempt != named:
-                for key in keys:
-                    store.delete(key)
+        for attempt, images in attempts.items():
+            if named not in (attempt, None):
+                in_threads(store.delete, images, at_a_time(store))
                 gone.append(attempt)
     if isinstance(store, LocalStore):
         sweep_unfinished(store.root, lambda path: _is_of_old(path, mine, upto))
@@ -184,16 +191,5 @@ def _is_of_old(directory: str, mine: Claim | None, upto: int) -> bool:
 
 
 def _is_old(attempt: str, mine: Claim | None, upto: int) -> bool:
-    match = _NUMBERED.fullmatch(attempt)
-    if match is None or mine is None:
-        return False
-    return (int(match[1]), int(match[2])) <= (mine.run, upto)
-
-
-def came_later(attempt: str, than: str) -> bool:
-    """True if `attempt` is newer than `than`, of one run and step: one by a process without a claim
-    beats numbered ones; otherwise the higher number wins."""
-    mine, other = _NUMBERED.fullmatch(attempt), _NUMBERED.fullmatch(than)
-    if mine is None or other is None:
-        return mine is None and other is not None
-    return int(mine[2]) > int(other[2])
+    numbers = parse_attempt(attempt)
+    return numbers is not None and mine is not None and numbers <= (mine.run, upto)

@@ -27,8 +27,14 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from holdfast.checkpoint.files import Files
-from holdfast.checkpoint.names import check_step, manifest_key, read_manifest, step_prefix
-from holdfast.checkpoint.tidying import INDEX, attempt_of, discard
+from holdfast.checkpoint.names import (
+    check_step,
+    manifest_key,
+    read_manifest,
+    step_prefix,
+    verified_attempt,
+)
+from holdfast.checkpoint.tidying import INDEX, discard
 from holdfast.codec.table import DigestTable
 from holdfast.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, StoreError
 from holdfast.format.manifest import FileEntry, Manifest, decode
@@ -112,6 +118,14 @@ def _present(store: Store, key: str) -> bytes | None:
     try:
         return store.get(key)
     except NotFound:
+        return None
+
+
+def attempt_of(store: Store, step: int) -> str | None:
+    """The attempt that a step's manifest names; None if there is no sound one."""
+    try:
+        return verified_attempt(store, step)
+    except HoldfastError:
         return None
 
 

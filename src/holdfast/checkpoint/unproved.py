@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.checkpoint.names import Saved, committed, manifest_key, newest_of, read_manifest
-from holdfast.errors import HoldfastError, warn_user
+from holdfast.checkpoint.names import Saved, committed, manifest_key, read_manifest
+from holdfast.errors import HoldfastError, NotRecoverable, warn_user
 from holdfast.store import Store
 
 MOST = 5
@@ -22,6 +22,15 @@ def newest(store: Store) -> int:
     step = newest_of(saved, store.url)
     tell_passed_over(store.url, saved, step)
     return step
+
+
+def newest_of(saved: list[Saved], url: str) -> int:
+    """The newest of the steps of a root.  NotRecoverable if there is none."""
+    if not saved:
+        raise NotRecoverable(
+            f"no checkpoint in {url}", hint="check the path; `holdfast ls` lists steps"
+        )
+    return max(saved).step
 
 
 def tell_passed_over(url: str, saved: Iterable[Saved], taken: int) -> None:

@@ -133,6 +133,22 @@ def good_before(store: Store, step: int, *, quick: bool = False) -> int | None:
     return next((s for s in reversed(older) if verify(store, s, quick=quick).good), None)
 
 
+def image_of(manifest: Manifest, file: FileEntry, placement: Placement) -> Image:
+    """The image that a file must be, from the manifest alone; FormatError if sizes disagree."""
+    image = plan_image(
+        manifest.tensors,
+        placement.pieces(file.rank),
+        extras_bytes=file.table - file.extras,
+        chunk_bytes=manifest.chunk_bytes,
+        strip=file.strip,
+    )
+    planned = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
+    stated = (file.data, file.extras, file.table, file.bytes)
+    if planned != stated:
+        raise FormatError(f"the manifest states offsets {stated}; its shardings give {planned}")
+    return image
+
+
 class _Verification:
     """One step being verified; problems go into the report."""
 
@@ -186,20 +202,9 @@ class _Verification:
             self._check_rank_extras(file)
 
     def _image(self, file: FileEntry) -> Image:
-        """Plan as `image_of` does, with a placement of its own: its caches end with the file."""
+        """The image that a file must be, by a placement of its own: its caches end with the file."""
         m = self.manifest
-        image = plan_image(
-            m.tensors,
-            Placement(m.layout, m.placement.table).pieces(file.rank),
-            extras_bytes=file.table - file.extras,
-            chunk_bytes=m.chunk_bytes,
-            strip=file.strip,
-        )
-        planned = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
-        stated = (file.data, file.extras, file.table, file.bytes)
-        if planned != stated:
-            raise FormatError(f"the manifest states offsets {stated}; its shardings give {planned}")
-        return image
+        return image_of(m, file, Placement(m.layout, m.placement.table))
 
     def _bad_chunks(self, file: FileEntry, table: DigestTable) -> list[tuple[int, int]]:
         """Runs of chunks that differ from the table."""

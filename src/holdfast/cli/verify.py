@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-from holdfast.checkpoint.names import committed, newest_of, read_manifest, step_prefix
+from holdfast.checkpoint.names import committed, read_manifest, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.unproved import newest_of
 from holdfast.checkpoint.verifying import Report, good_before, verify
 from holdfast.cli.options import Option, Target, split_target
 from holdfast.cli.screen import Result, progress, say

@@ -37,11 +37,3 @@ def digest_chunks(data: memoryview, into: Digests, chunk_bytes: int = CHUNK_BYTE
     """Digest consecutive chunks of `data` (which begins on a chunk) into `into`, in order."""
     for i in range(num_chunks(len(data), chunk_bytes)):
         into[i] = xxhash.xxh3_64_intdigest(data[i * chunk_bytes : (i + 1) * chunk_bytes])
-
-
-def first_difference(data: memoryview, expected: Digests, chunk_bytes: int) -> int | None:
-    """Index of the first chunk whose digest is not the expected one, None if all agree."""
-    for i, want in enumerate(expected.tolist()):
-        if xxhash.xxh3_64_intdigest(data[i * chunk_bytes : (i + 1) * chunk_bytes]) != want:
-            return i
-    return None

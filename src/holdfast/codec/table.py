@@ -19,8 +19,8 @@ import numpy as np
 from holdfast.codec.digest import (
     CHUNK_BYTES,
     Digests,
+    digest,
     digest_chunks,
-    first_difference,
     hexdigest,
     num_chunks,
 )
@@ -82,3 +82,11 @@ class DigestTable:
         digest_chunks(view, found, self.chunk_bytes)
         differs = found != self.digests[first : first + len(found)]
         return [first + int(i) for i in np.flatnonzero(differs)]
+
+
+def first_difference(data: memoryview, expected: Digests, chunk_bytes: int) -> int | None:
+    """Index of the first chunk whose digest is not the expected one, None if all agree."""
+    for i, want in enumerate(expected.tolist()):
+        if digest(data[i * chunk_bytes : (i + 1) * chunk_bytes]) != want:
+            return i
+    return None

@@ -13,12 +13,11 @@ import msgspec
 from holdfast.checkpoint.names import (
     Saved,
     committed,
-    parse_segment,
     run_of_log,
-    segments,
     step_prefix,
 )
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.recorded import parse_segment, segments
 from holdfast.delta.segment import (
     Applied,
     Identity,
@@ -29,7 +28,7 @@ from holdfast.delta.segment import (
     read_header,
     read_plan,
 )
-from holdfast.delta.space import newest_of, weigh
+from holdfast.delta.space import newest_of, weighed
 from holdfast.errors import (
     FormatError,
     HoldfastError,
@@ -82,19 +81,21 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[LogSegment]:
     return segments
 
 
-def tidy_log(store: Store, max_bytes: int = 0) -> None:
-    """Delete the records that no step which is still there needs.
+def tidy_log(store: Store, saved: list[Saved] | None = None, *, max_bytes: int = 0) -> None:
+    """Delete the records that no step which is still there needs.  `saved`: these steps, if they are known.
 
     Records of a run without a full save stay: it may be on its way, whatever older runs have saved.
     With a bound, delete also the oldest that the newest state does not need, until half of it is free.
     """
-    saved = committed(store)
+    saved = committed(store) if saved is None else saved
     if not saved:
         return
     oldest, saving = min(s.step for s in saved), newest_of(saved)[0]
-    kept: set[int] = set()
+    kept: dict[str, int] = {}
+    """Length of each segment that stays, or 0 where nobody asks."""
     plans: list[tuple[int, str]] = []
-    for key in store.list("log/"):
+    sizes = dict(store.entries("log/")) if max_bytes else dict.fromkeys(store.list("log/"), 0)
+    for key, size in sizes.items():
         parsed, run = parse_segment(key), run_of_log(key)
         if run is None:
             continue  # not ours
@@ -103,26 +104,30 @@ def tidy_log(store: Store, max_bytes: int = 0) -> None:
         elif parsed[2] <= oldest and run <= saving:
             store.delete(key)
         else:
-            kept.add(parsed[0])
-    newest = max(kept, default=0)
+            kept[key] = size
+    runs = {run_of_log(key) or 0 for key in kept}
     for run, key in plans:
-        if run not in kept and run < newest:
+        if run not in runs and run < max(runs, default=0):
             store.delete(key)
-    if max_bytes:
-        sizes = weigh(store, newest_of(saved))
-        left = sum(size for size, _, _ in sizes)
-        replayed = _replayed(store, saved) if left > max_bytes // 2 else set()
-        for size, key, needed in sizes:
-            if left > max_bytes // 2 and not needed and key not in replayed:
-                store.delete(key)
-                left -= size
+    if sum(kept.values()) > max_bytes // 2:
+        _make_room(store, saved, kept, max_bytes)
 
 
-def _replayed(store: Store, saved: list[Saved]) -> set[str]:
+def _make_room(store: Store, saved: list[Saved], sizes: dict[str, int], max_bytes: int) -> None:
+    """Delete the oldest segments until no more than half of the bound is left, or those that are needed."""
+    left = sum(sizes.values())
+    replayed = _replayed(store, saved, sizes)
+    for size, key, needed in weighed(sizes.items(), newest_of(saved)):
+        if left > max_bytes // 2 and not needed and key not in replayed:
+            store.delete(key)
+            left -= size
+
+
+def _replayed(store: Store, saved: list[Saved], kept: Iterable[str]) -> set[str]:
     """Segments through which the newest state is replayed, if its run has made no full save: if that run
     went back, they are older than the newest full step."""
     run, _ = newest_of(saved)
-    if all(int(key.split("/")[1]) <= run for key in segments(store)):
+    if all((run_of_log(key) or 0) <= run for key in kept):
         return set()
     _, steps = newest_history(open_log(store)[0], saved)
     return {segment.key for step in steps for segment in step.segments}

@@ -20,9 +20,9 @@ from holdfast.delta.replay import Replay, merged_groups
 from holdfast.delta.segment import Identity
 from holdfast.errors import NotFound, NotRecoverable, UsageError
 from holdfast.group import Group
+from holdfast.restore.reading import tell_exactness
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
-from holdfast.saving.exactness import tell_exactness
 from holdfast.state.customised import OWN
 from holdfast.state.live import State
 from holdfast.state.placed import torch_dtype

@@ -27,17 +27,17 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.checkpoint.names import segments
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.reading import read_together
+from holdfast.checkpoint.recorded import segments_in
 from holdfast.checkpoint.rows import ArrayTarget, Want
 from holdfast.delta.log import Log, LogSegment, RecordedStep, read_headers
 from holdfast.delta.optimizers import GRAD, NamedOptimizer, grad_name, is_torchs, optimizers
 from holdfast.delta.packing import PACKED, PackedPart, entries, packed_name, parts_of
 from holdfast.delta.planning import ROUNDED, held
 from holdfast.delta.watching import buffers, untrained
-from holdfast.delta.writer_registry import await_others
+from holdfast.delta.writer_registry import WriterEntry, await_others, writers
 from holdfast.errors import (
     PASSED_OVER,
     Deadline,
@@ -68,17 +68,24 @@ from holdfast.threads import Worker
 def survey(store: Store, group: Group, since: int, run: int) -> Log:
     """Return the log of what follows step `since`, when the writers of runs before `run` are done.
 
-    Each rank reads its part of the headers, and all plans.  Collective.
+    Rank 0 lists for all, again if writers were at work when it first did; each rank reads its part of the
+    headers, and all plans.  Collective.
     """
-    with alike(group, since):
-        if left := await_others(store, run):
-            raise Deadline(
-                f"the writer of a dead process is still at work: {left[0]}",
-                hint="storage may hang; when it has ended, restart",
-            )
-    keys = msgspec.json.decode(
-        group.from_rank0(lambda: msgspec.json.encode(segments(store, since))), type=list[str]
-    )
+
+    def look() -> bytes:
+        keys = store.list("log/")
+        return msgspec.json.encode((segments_in(keys, since), writers(store, keys, run)))
+
+    kind = tuple[list[str], dict[str, WriterEntry]]
+    keys, others = msgspec.json.decode(group.from_rank0(look), type=kind)
+    if others:
+        with alike(group, since):
+            if left := await_others(others):
+                raise Deadline(
+                    f"the writer of a dead process is still at work: {left[0]}",
+                    hint="storage may hang; when it has ended, restart",
+                )
+        keys, _ = msgspec.json.decode(group.from_rank0(look), type=kind)
     own = keys[group.rank :: group.size]
     with span("log.headers", files=len(own)):
         mine = read_headers(store, own)

@@ -13,9 +13,10 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoint.names import Saved, committed, parse_segment
+from holdfast.checkpoint.names import Saved, committed
+from holdfast.checkpoint.recorded import parse_segment
 from holdfast.delta.segment import Identity
-from holdfast.errors import HoldfastError, NotFound, OutOfSpace, UsageError
+from holdfast.errors import HoldfastError, OutOfSpace, UsageError
 from holdfast.sizes import size_text
 from holdfast.store import LocalStore, Store
 
@@ -126,13 +127,18 @@ def newest_of(saved: Iterable[Saved]) -> Identity:
 
 def weigh(store: Store, newest: Identity) -> list[tuple[int, str, bool]]:
     """Size and key of every segment, oldest first, and whether it may lead on from full step `newest`."""
+    return weighed(store.entries("log/"), newest)
+
+
+def weighed(entries: Iterable[tuple[str, int]], newest: Identity) -> list[tuple[int, str, bool]]:
+    """Size and key of the segments among some objects, as `weigh`."""
     segments = []
-    for key in store.list("log/"):
+    for key, size in entries:
         parsed = parse_segment(key)
         if parsed is not None:
             run, _, last, _ = parsed
             needed = run > newest[0] or (run == newest[0] and last > newest[1])
-            segments.append(((run, last), _size(store, key), key, needed))
+            segments.append(((run, last), size, key, needed))
     return [(size, key, needed) for _, size, key, needed in sorted(segments)]
 
 
@@ -140,13 +146,6 @@ def needed_bytes(store: Store) -> int:
     """Bytes that the records after the newest full step take."""
     sizes = weigh(store, newest_of(committed(store)))
     return sum(size for size, _, needed in sizes if needed)
-
-
-def _size(store: Store, key: str) -> int:
-    try:
-        return store.size(key)
-    except NotFound:  # deleted meanwhile
-        return 0
 
 
 def free_bytes(store: Store) -> int | None:

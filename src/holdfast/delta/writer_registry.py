@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 import msgspec
@@ -50,21 +51,28 @@ def withdraw(store: Store, run: int, rank: int) -> None:
         store.delete(writing_key(run, rank, os.getpid()))
 
 
-def await_others(store: Store, run: int, limit_s: float = WAIT_S) -> list[str]:
-    """Wait until no writer of a run before `run` is at work on this host; return those still so.
+def writers(store: Store, keys: Iterable[str], run: int) -> dict[str, WriterEntry]:
+    """Writers of runs before `run` that some keys tell of, by their keys.  Of one that has ended since it
+    was listed, or whose entry is damaged, that nothing is known: it is at work nowhere."""
+    found = {}
+    for key in keys:
+        if _WRITING.fullmatch(key) is not None and int(key.split("/")[1]) < run:
+            try:
+                found[key] = msgspec.json.decode(store.get(key), type=WriterEntry)
+            except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
+                found[key] = WriterEntry("", 0, "")
+    return found
+
+
+def await_others(others: dict[str, WriterEntry], limit_s: float = WAIT_S) -> list[str]:
+    """Wait until none of some writers is at work on this host; return those still so.
 
     On other hosts nobody can tell.
     """
     left = []
     until = time.monotonic() + limit_s
     with span("replay.writers") as fields:
-        for key in store.list("log/"):
-            if _WRITING.fullmatch(key) is None or int(key.split("/")[1]) >= run:
-                continue
-            try:
-                one = msgspec.json.decode(store.get(key), type=WriterEntry)
-            except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
-                continue
+        for key, one in others.items():
             fields["waited"] = fields.get("waited", 0) + one.is_here()
             while one.is_here():
                 if time.monotonic() > until:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from holdfast.codec.digest import CHUNK_BYTES, num_chunks
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import dtype_of
-from holdfast.format.manifest import FileEntry, Manifest, TensorEntry
+from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box, Pieces
 
 ALIGN = 4096
@@ -146,21 +146,3 @@ def _header(pieces: bytes, size: int, extras_bytes: int, table_bytes: int) -> by
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(f"image header of {len(text)} bytes; at most {MAX_HEADER_BYTES}")
     return len(text).to_bytes(8, "little") + text
-
-
-def image_of(manifest: Manifest, file: FileEntry) -> Image:
-    """The image that a file must be, from the manifest alone; FormatError if sizes disagree."""
-    image = plan_image(
-        manifest.tensors,
-        manifest.placement.pieces(file.rank),
-        extras_bytes=file.table - file.extras,
-        chunk_bytes=manifest.chunk_bytes,
-        strip=file.strip,
-    )
-    planned = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
-    stated = (file.data, file.extras, file.table, file.bytes)
-    if planned != stated:
-        raise FormatError(
-            f"manifest states offsets {stated}; its shardings give {planned}", key=file.path
-        )
-    return image

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.names import step_numbers
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import NotFound, UsageError
 from holdfast.interop.dcp import is_dcp, open_dcp
@@ -83,13 +83,15 @@ def detect(url: str | os.PathLike[str]) -> str | None:
         if not _may_be(prefix, store):
             raise NotFound(f"no {prefix} checkpoint in {store.url}", hint=_instead(path, store))
         return prefix
+    if not isinstance(store, (LocalStore, OneFile)) and step_numbers(store):
+        return None  # one request, where each format asks for several
     found = next((name for name in FORMATS if _is(name, store)), None)
     if isinstance(store, OneFile):
         if found is None:
             what = f"{store.url} is a file of no format that holdfast knows"
             raise NotFound(what, hint=near_path(path))
         return found
-    return None if found is None or committed(store) else found
+    return None if found is None or step_numbers(store) else found
 
 
 def _is(name: str, store: Store) -> bool:
@@ -107,7 +109,7 @@ def _instead(path: str, store: Store) -> str | None:
     found = [name for name in FORMATS if _may_be(name, store)]
     if found:
         return f"what is there looks like {' or '.join(found)}"
-    if not isinstance(store, OneFile) and committed(store):
+    if not isinstance(store, OneFile) and step_numbers(store):
         return "there are steps of holdfast: leave the prefix out"
     return near_path(path) or (None if top(store) else "there are no files")
 
@@ -140,7 +142,7 @@ def near_path(path: str) -> str | None:
 def _root_above(place: str) -> str | None:
     """Name the root that a path leads into, and which of its steps; None if there is none."""
     found = re.fullmatch(r"(.+)/steps(?:/(\d{10})(?:/.*)?)?", place)
-    if found is None or not committed(LocalStore(found[1])):
+    if found is None or not step_numbers(LocalStore(found[1])):
         return None
     of_step = f", and step {int(found[2])} by itself" if found[2] else ""
     return f"it lies in a root: give {found[1]}{of_step}"

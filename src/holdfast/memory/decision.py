@@ -3,10 +3,12 @@ that."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from holdfast.memory.node import words as w
-from holdfast.saving.exactness import Exactness
+from holdfast.saving.exactness import REPLICA, Exactness
 from holdfast.wire import WireError
 
 
@@ -65,3 +67,17 @@ def decided(filled: list[Filled], manifest: bytes = b"") -> Decision:
         tuple(max(f.size, f.memory) for f in filled),
         tuple(budgets[card] for card in cards),
     )
+
+
+def of_all(ranks: Iterable[Exactness | None]) -> dict[str, str]:
+    """Entry of the worst for a manifest; `None`: a rank that copied the live state.  {} if all
+    did."""
+    found = [one for one in ranks if one is not None]
+    if not found:
+        return {}
+    worst = Exactness(
+        all(one.is_exact for one in found),
+        max(one.drift for one in found),
+        min(one.compared for one in found),
+    )
+    return {REPLICA: str(worst)}

@@ -16,7 +16,7 @@ from holdfast.checkpoint.names import step_prefix
 from holdfast.errors import Deadline, HoldfastError, RankErrors
 from holdfast.events import emit, span
 from holdfast.format.manifest import FileEntry, Manifest, encode
-from holdfast.memory.decision import Decision, Filled, decided
+from holdfast.memory.decision import Decision, Filled, decided, of_all
 from holdfast.memory.feed import Feed
 from holdfast.memory.loading import load_snapshot
 from holdfast.memory.node import words as w
@@ -32,7 +32,6 @@ from holdfast.restore.targets import RestoreOptions
 from holdfast.saving import Draft, Request, Save, SaveOperation, Saver
 from holdfast.saving.commit import manifest_of, written
 from holdfast.saving.durable import Durable
-from holdfast.saving.exactness import of_all
 from holdfast.saving.messages import Written
 from holdfast.saving.operation import Replica
 from holdfast.state.live import Live, State

@@ -5,25 +5,27 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.checkpoint.names import (
+    Known,
     Saved,
     check_step,
     committed,
     describe,
-    is_recorded,
-    last_recorded,
     manifest_key,
+    step_numbers,
 )
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import alike
+from holdfast.checkpoint.recorded import is_recorded, last_recorded
 from holdfast.checkpoint.unproved import tell_passed_over
 from holdfast.errors import FormatError, NotFound, NotRecoverable, warn_user
+from holdfast.events import emit
 from holdfast.format.manifest import Manifest, decode
 from holdfast.group import Group
 from holdfast.patience import bounded, opening
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
 from holdfast.roots import foreign_format, open_shared, patience_s
-from holdfast.saving.exactness import tell_exactness
+from holdfast.saving.exactness import EXACT, REPLICA
 from holdfast.state.live import State
 from holdfast.store import Store, in_one, open_store
 
@@ -126,7 +128,7 @@ def manifest_bytes(store: Store, group: Group, step: int) -> bytes:
         try:
             return store.get(manifest_key(step))
         except NotFound:
-            have = describe([s.step for s in committed(store)])
+            have = describe(step_numbers(store))
             hint = (
                 f"it is recorded: `holdfast replay {store.url} DST --to {step}` makes it a full one"
             )
@@ -138,10 +140,28 @@ def manifest_bytes(store: Store, group: Group, step: int) -> bytes:
     return group.from_rank0(read)
 
 
-def saved_steps(store: Store, group: Group) -> list[Saved]:
-    """Every step, oldest to newest, as rank 0 sees them."""
+def saved_steps(store: Store, group: Group, known: Known | None = None) -> list[Saved]:
+    """Every step, oldest to newest, as rank 0 sees them, who remembers them as `known`."""
 
     def look() -> bytes:
-        return in_one(store, lambda: msgspec.json.encode(committed(store)), "look at")
+        saved = in_one(store, lambda: committed(store), "look at")
+        if known is not None:
+            known.learn(saved)
+        return msgspec.json.encode(saved)
 
     return msgspec.json.decode(group.from_rank0(look), type=list[Saved])
+
+
+def tell_exactness(manifest: Manifest) -> str:
+    """Return how exact a step is.  An event if it was made from gradients; a warning if it is not known to
+    be bit-exact."""
+    exactness = manifest.software.get(REPLICA)
+    if exactness is None:
+        return EXACT
+    emit("restore.from_replica", step=manifest.step, exactness=exactness)
+    if not exactness.startswith(EXACT):
+        warn_user(
+            f"step {manifest.step} was made from gradients on the host, not copied from the device: "
+            f"{exactness}"
+        )
+    return exactness

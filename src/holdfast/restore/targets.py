@@ -6,6 +6,7 @@ their parameters.  Nothing is read here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
-from holdfast.errors import UsageError
+from holdfast.errors import FormatError, UsageError
 from holdfast.layout import Mesh
 from holdfast.restore.expected import Fitting
 from holdfast.restore.groups import memory_orders, plain_states
@@ -39,7 +40,6 @@ from holdfast.state.live import (
     stages,
     unwrap,
 )
-from holdfast.state.memory_order import empty_in
 from holdfast.state.optimizers import (
     KINDS,
     add_state,
@@ -361,3 +361,19 @@ def _new_state(
             whole = [Replicate()] * p.device_mesh.ndim
             return DTensor.from_local(local, p.device_mesh, whole, run_check=False)
         return torch.empty(info.shape, dtype=dtype, device=p.device)
+
+
+def empty_in(
+    order: Sequence[int],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+) -> torch.Tensor:
+    """Memory for a state of that shape with its dims in that order.  FormatError if it is none."""
+    if sorted(order) != list(range(len(shape))):
+        raise FormatError(
+            f"malformed extras: {name!r} of shape {shape} lies in the order {order!r}"
+        )
+    outer = torch.empty([shape[d] for d in order], dtype=dtype, device=device)
+    return outer.permute([list(order).index(d) for d in range(len(shape))])

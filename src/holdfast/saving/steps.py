@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.tidying import Keep, attempt_of, discard, prune, sweep
+from holdfast.checkpoint.names import Known, Saved, StepKeys
+from holdfast.checkpoint.tidying import Keep, discard, prune, sweep
 from holdfast.errors import Deadline, HoldfastError, Unavailable
 from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
@@ -28,8 +29,10 @@ class RootSteps:
         self.store = store
         self.claim = claim
         """This run's claim on the root; None for a save by itself."""
-        self.also_tidy: Callable[[], None] = lambda: None
-        """Called on rank 0, after the steps have been tidied up."""
+        self.known = Known()
+        """The steps that rank 0 has seen and committed."""
+        self.also_tidy: Callable[[list[Saved]], None] | None = None
+        """Called on rank 0 with the steps that there are, after they have been tidied up."""
         self.worker = Worker("holdfast-tidy")
         self._rank = rank
         self._keep = keep
@@ -61,8 +64,9 @@ class RootSteps:
         try:
             manifest = make()
             with self._committing:
-                op.outcome.replaced = attempt_of(self.store, op.step)
-                commit(self.store, manifest, self.claim)
+                self.known.begin(op.step)
+                op.outcome.replaced = commit(self.store, manifest, self.claim)
+                self.known.add(manifest)
         except Exception as error:
             op.outcome.is_uncertain = isinstance(error, (Unavailable, Deadline))
             return {0: WireError.of(error, "commit")}
@@ -82,18 +86,26 @@ class RootSteps:
         if self._rank == 0:
             self.worker.submit(self._tidy, op.number, op.step, op.outcome.replaced)
 
+    def tidy_log(self) -> None:
+        """Tidy up what goes with the steps, if there is anything."""
+        if self.also_tidy is not None:
+            self.also_tidy(StepKeys(self.store, self.known).saved)
+
     def _tidy(self, number: int, step: int, replaced: str | None) -> None:
         """Delete what a commit has replaced, what `keep` lets go, what crashes left."""
         try:
             with span("tidy", step=step):
-                if replaced is not None:
-                    discard(self.store, step, replaced)
                 with self._lock:  # they may end in another order than they began
                     watched = dict(self._watched)
-                spare = tuple(watched.values())
-                prune(self.store, self._keep, spare=spare, lock=self._committing)
-                if self.claim is not None:
-                    sweep(self.store, self.claim, min([number, *(n - 1 for n in watched)]))
-                self.also_tidy()
+                keys = None if self.claim is None else StepKeys(self.store, self.known)
+                if replaced is not None:
+                    discard(self.store, step, replaced, keys)
+                if keys is None:
+                    return  # a save by itself
+                spare, lock = tuple(watched.values()), self._committing
+                gone = prune(self.store, self._keep, spare=spare, lock=lock, keys=keys)
+                sweep(self.store, self.claim, min([number, *(n - 1 for n in watched)]), keys)
+                if self.also_tidy is not None:
+                    self.also_tidy([saved for saved in keys.saved if saved.step not in gone])
         except Exception as error:
             emit("tidy.failed", error=str(error))

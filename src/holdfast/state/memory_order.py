@@ -9,12 +9,8 @@ is made so.  Memory that is there already stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.distributed.tensor import DTensor
-
-from holdfast.errors import FormatError
 
 
 def order_of(state: torch.Tensor, p: torch.Tensor) -> list[int] | None:
@@ -31,19 +27,3 @@ def order_of(state: torch.Tensor, p: torch.Tensor) -> list[int] | None:
     if state.stride() == usual.stride():
         return None
     return sorted(range(state.ndim), key=lambda d: (-state.stride(d), d))
-
-
-def empty_in(
-    order: Sequence[int],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    name: str,
-) -> torch.Tensor:
-    """Memory for a state of that shape with its dims in that order.  FormatError if it is none."""
-    if sorted(order) != list(range(len(shape))):
-        raise FormatError(
-            f"malformed extras: {name!r} of shape {shape} lies in the order {order!r}"
-        )
-    outer = torch.empty([shape[d] for d in order], dtype=dtype, device=device)
-    return outer.permute([list(order).index(d) for d in range(len(shape))])

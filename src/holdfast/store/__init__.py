@@ -24,7 +24,7 @@ from holdfast.arguments import function_of, path_of, unfit
 from holdfast.errors import UsageError
 from holdfast.near import near
 from holdfast.patience import Patience
-from holdfast.store.contract import Reader, Store, Writer
+from holdfast.store.contract import Entry, Reader, Store, Writer
 from holdfast.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
+    "Entry",
     "LocalStore",
     "MemoryStore",
     "Reader",

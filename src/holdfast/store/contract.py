@@ -12,8 +12,10 @@ a store, and each has one answer that object storage can give as well as a file 
 * *How is it read?*  By ranges, into the caller's memory.  A range past the end is an error, never
   a short read.  Who reads many ranges of one object opens it first: a file system then reads ahead.
   A store that takes long to begin to answer may ask for longer ranges by more threads (`Reads`).
-* *What is there?*  `list(prefix)`: every key below, sorted.  A key whose `put` or `finish`
-  returned before the call is listed.  (No `exists()`: two ranks may see two answers.)
+* *What is there?*  `list(prefix)`: every key below, sorted; `entries(prefix)`: their sizes as well.  A
+  key whose `put` or `finish` returned before the call is listed.  Either is one request on object
+  storage for every 1,000 keys; a directory has to look at each file for its size, so who needs no sizes
+  asks for the list.  (No `exists()`: two ranks may see two answers.)
 * *How does it go?*  `delete`; deleting what is not there is fine.
 
 No rename of directories, no locks, no append: NFS and object stores have none that can be trusted.
@@ -42,6 +44,14 @@ from holdfast.errors import Corrupt, Exists, NotFound, UsageError
 
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
+
+
+class Entry(NamedTuple):
+    """One object as a listing shows it."""
+
+    key: str
+    bytes: int
+    """Length of the object."""
 
 
 @runtime_checkable
@@ -116,6 +126,12 @@ class Store(Protocol):
 
     def size(self, key: str) -> int:
         """Length of an object in bytes.  `NotFound` if there is none."""
+
+    def entries(self, prefix: str = "") -> list[Entry]:
+        """All objects whose keys begin with `prefix`, as `list`, with the length of each.
+
+        An object that is deleted meanwhile may be left out.
+        """
 
     def list(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`, sorted.  A missing prefix is an empty list."""

@@ -22,12 +22,13 @@ from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
 from holdfast.arguments import flag_of, path_of
-from holdfast.errors import UsageError
+from holdfast.errors import NotFound, UsageError
 from holdfast.patience import Patience, patient, patient_or
 from holdfast.store.contract import (
     BLOCK_BYTES,
     HIDDEN,
     Bytes,
+    Entry,
     Parts,
     byte_view,
     check_key,
@@ -160,6 +161,16 @@ class LocalStore:
         if not stat.S_ISREG(status.st_mode):
             raise not_found(key, self.url)
         return status.st_size
+
+    @patient
+    def entries(self, prefix: str = "") -> list[Entry]:
+        """All objects whose keys begin with `prefix`, sorted, with their lengths.  Not links that lead
+        nowhere, which `list` has."""
+        found = []
+        for key in self.list(prefix):
+            with suppress(NotFound):
+                found.append(Entry(key, self.size(key)))
+        return found
 
     @patient
     def list(self, prefix: str = "") -> list[str]:

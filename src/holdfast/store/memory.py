@@ -16,6 +16,7 @@ from holdfast.errors import UsageError
 from holdfast.store.contract import (
     BLOCK_BYTES,
     Bytes,
+    Entry,
     Parts,
     byte_view,
     check_key,
@@ -78,6 +79,13 @@ class MemoryStore:
     def size(self, key: str) -> int:
         """Length of an object in bytes."""
         return len(self._object(key))
+
+    def entries(self, prefix: str = "") -> list[Entry]:
+        """All objects whose keys begin with `prefix`, sorted, with their lengths."""
+        check_prefix(prefix)
+        with _lock:
+            sizes = [Entry(k, len(v)) for k, v in self._objects.items() if k.startswith(prefix)]
+        return sorted(sizes)
 
     def list(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`, sorted."""

@@ -41,6 +41,7 @@ from holdfast.store.contract import (
     BLOCK_BYTES,
     HIDDEN,
     Bytes,
+    Entry,
     Parts,
     byte_view,
     check_key,
@@ -69,8 +70,7 @@ except ImportError:
     ) from None
 
 T = TypeVar("T")
-Found = list[tuple[str, int]]
-"""Keys, with the bytes of their objects."""
+Entries = list[Entry]
 
 PART_BYTES = 8 << 20
 """Bytes of a part of an upload, or more for an object of more than `MOST_PARTS` of them."""
@@ -204,24 +204,29 @@ class ObjectStore:
         check_key(key)
         return int(self.ask("size", key, lambda inner, name: obstore.head(inner, name))["size"])
 
-    @patient
+    def entries(self, prefix: str = "") -> list[Entry]:
+        """All objects whose keys begin with `prefix`, with their lengths: as many requests as `list`."""
+        return self._found(prefix)
+
     def list(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`, sorted: a request for each 1,000 of them."""
-        check_prefix(prefix)
-        return sorted(key for key, _ in self._found(prefix))
+        return [entry.key for entry in self._found(prefix)]
 
-    def _found(self, prefix: str) -> Found:
+    @patient
+    def _found(self, prefix: str) -> Entries:
+        check_prefix(prefix)
         folder = self._prefix + prefix.rpartition("/")[0]  # obstore lists by whole names
 
-        def pages(inner: Any, _: str) -> Found:
+        def pages(inner: Any, _: str) -> Entries:
             stream = obstore.list(inner, folder.strip("/") or None, chunk_size=PAGE)
-            return [(o["path"][len(self._prefix) :], o["size"]) for page in stream for o in page]
+            start = len(self._prefix)
+            return [Entry(o["path"][start:], o["size"]) for page in stream for o in page]
 
-        return [
-            (key, size)
-            for key, size in self.ask("list", prefix, pages)
-            if key.startswith(prefix) and not key.rpartition("/")[2].startswith(HIDDEN)
-        ]
+        return sorted(
+            entry
+            for entry in self.ask("list", prefix, pages)
+            if entry.key.startswith(prefix) and not entry.key.rpartition("/")[2].startswith(HIDDEN)
+        )
 
     @patient
     def delete(self, key: str) -> None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from holdfast.errors import UsageError
-from holdfast.store.contract import Bytes, Reader, Writer
+from holdfast.store.contract import Bytes, Entry, Reader, Writer
 
 
 class ViewStore(ABC):
@@ -37,6 +37,10 @@ class ViewStore(ABC):
         data = bytearray(self.size(key))
         self.read(key, 0, memoryview(data))
         return bytes(data)
+
+    def entries(self, prefix: str = "") -> list[Entry]:
+        """The objects that `list` tells of, with their lengths."""
+        return [Entry(key, self.size(key)) for key in self.list(prefix)]
 
     def list(self, prefix: str = "") -> list[str]:
         """Return no keys: who reads a view knows them."""

@@ -479,6 +479,48 @@ class StoreTests:
         for prefix in ("/", "/a", "../", "a/../", "a//", "a\0", "a\\"):
             raised(UsageError, store.list, prefix)
 
+    def test_entries_are_the_list_with_lengths(self, store: Store) -> None:
+        sizes = {"b": 0, "a/2": 3, "a/10": 70_000, "a/b/c": 1, "ab": 5000, "a-": 2, "A": 4}
+        for key, size in sizes.items():
+            store.put(key, b"x" * size)
+        for prefix in ("", "a", "a/", "a/1", "a/b/", "a/b/c", "b", "no/such/"):
+            found = store.entries(prefix)
+            assert [one.key for one in found] == store.list(prefix)
+            assert all(one.bytes == sizes[one.key] for one in found)
+            assert found == [(one.key, one.bytes) for one in found]
+
+    def test_entries_after_every_change(self, store: Store) -> None:
+        assert store.entries() == []
+        store.put("d/a", b"x")
+        store.put("d/a", b"longer")
+        writer = store.create("d/b", 5)
+        writer.write(0, b"abcde")
+        assert store.entries("d/") == [("d/a", 6)]  # what is being written is hidden
+        writer.finish()
+        assert store.entries("d/") == [("d/a", 6), ("d/b", 5)]
+        store.delete("d/a")
+        assert store.entries() == [("d/b", 5)]
+
+    def test_entries_refuses_bad_prefixes(self, store: Store) -> None:
+        for prefix in ("/", "/a", "../", "a/../", "a//", "a\0", "a\\"):
+            raised(UsageError, store.entries, prefix)
+
+    def test_entries_while_others_write_and_delete(self, store: Store) -> None:
+        stays = [(f"stays/{i}", i) for i in range(5)]
+        for key, size in stays:
+            store.put(key, b"x" * size)
+
+        def come_and_go(turn: int) -> None:
+            store.put(f"goes/{turn % 3}/a", b"xy")
+            store.delete(f"goes/{turn % 3}/a")
+
+        def watch() -> None:
+            found = store.entries()
+            assert [one for one in found if one.key.startswith("stays/")] == stays
+            assert all(one.bytes == 2 for one in found if one.key.startswith("goes/"))
+
+        meanwhile(come_and_go, watch)
+
     def test_list_while_others_write_and_delete(self, store: Store) -> None:
         stays = [f"stays/{i}" for i in range(5)]
         for key in stays:

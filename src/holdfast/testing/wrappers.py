@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
 from holdfast.arguments import count_of, flag_of, function_of, instance_of, seconds_of
-from holdfast.store.contract import Bytes, Reader, Store, Writer
+from holdfast.store.contract import Bytes, Entry, Reader, Store, Writer
 
 T = TypeVar("T")
 
@@ -89,6 +89,11 @@ class Wrapper(ABC):
     def size(self, key: str) -> int:
         """`Store.size`."""
         return self.around(Operation("size", key), lambda: self.inner.size(key))
+
+    @final
+    def entries(self, prefix: str = "") -> list[Entry]:
+        """`Store.entries`."""
+        return self.around(Operation("entries", prefix), lambda: self.inner.entries(prefix))
 
     @final
     def list(self, prefix: str = "") -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.checkpoint.claiming import Claim, claim, last_run, newest_claim, release
+from holdfast.checkpoint.claiming import Claim, last_run, release, take
+from holdfast.checkpoint.names import StepKeys
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import UsageError
 from holdfast.group import Group
@@ -22,22 +23,22 @@ def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
     dead run has begun to upload stays until this run has uploaded a step: it may be completed.
     """
 
-    def take() -> bytes:
-        held = newest_claim(root), newest_claim(upload)
-        mine = claim(root, last_run(upload))
+    def take_both() -> bytes:
+        keys = StepKeys(root)
+        theirs, held_behind = take(upload, StepKeys(upload), last_run(root, keys))
         try:
-            theirs = claim(upload, mine.run - 1)
+            mine, held = take(root, keys, theirs.run - 1)
             if theirs.run != mine.run:
                 raise UsageError(
-                    f"{upload.url} was taken by another run while run {mine.run} took it",
-                    hint="give each run an upload= of its own",
+                    f"{root.url} was taken by another run while run {theirs.run} took it",
+                    hint="give each run a root of its own",
                 )
         except BaseException:
-            release(root, mine)
+            release(upload, theirs)
             raise
-        if held[0] is None or held[0].is_over():
-            sweep(root, mine, 0)
-        crashed = any(one is not None and one.started != "closed" for one in held)
+        if held is None or held.is_over():
+            sweep(root, mine, 0, keys)
+        crashed = any(one is not None and one.started != "closed" for one in (held, held_behind))
         return msgspec.json.encode((mine, crashed))
 
-    return msgspec.json.decode(group.from_rank0(take), type=tuple[Claim, bool])
+    return msgspec.json.decode(group.from_rank0(take_both), type=tuple[Claim, bool])

@@ -42,8 +42,16 @@ import msgspec
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.files import Files
-from holdfast.checkpoint.names import committed, manifest_key, stated_attempt, step_prefix
-from holdfast.checkpoint.tidying import Keep, attempt_of, discard, prune, sweep
+from holdfast.checkpoint.names import (
+    Known,
+    Saved,
+    StepKeys,
+    committed,
+    manifest_key,
+    step_prefix,
+    verified_attempt,
+)
+from holdfast.checkpoint.tidying import Keep, discard, prune, sweep
 from holdfast.checkpoint.transfer import PART_BYTES, transfer_files
 from holdfast.errors import FormatError, HoldfastError, NotFound, UsageError
 from holdfast.events import emit, span
@@ -67,7 +75,7 @@ NICENESS = 10
 ALL = 10**12
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
+class Newest(msgspec.Struct, frozen=True, array_like=True):
     """The newest save that a rank knows to be committed: its number in this run, and its step.
 
     The one of number 0 is the newest step of the root that is newer than all that were uploaded.
@@ -104,12 +112,16 @@ class Upload:
         self.claim = claim
         self.news: list[str] = []
         """Messages that the user is to be told."""
-        self.also_tidy: Callable[[], None] = lambda: None
-        """Called on rank 0, after the steps of the store have been tidied up."""
+        self.known = Known()
+        """The steps of the store."""
+        self.also_tidy: Callable[[list[Saved]], None] | None = None
+        """Called on rank 0 with the steps of the store, after they have been tidied up."""
+        self._replaced: str | None = None
+        """The attempt that the step uploaded last was of before."""
         self._keep = keep
         self._rounds = 0
         self._saves = 0
-        self._newest = Known(0)
+        self._newest = Newest(0)
         self._answered = -1
         """Number of the newest save of which it is settled what becomes of it here."""
         self._waiting: dict[int, Save] = {}
@@ -174,7 +186,7 @@ class Upload:
             with self._lock:
                 self._waiting[number] = save
                 if number > self._newest.number:
-                    self._newest = Known(number, save.step)
+                    self._newest = Newest(number, save.step)
             self._begin()
 
     def _begin(self) -> None:
@@ -241,18 +253,25 @@ class Upload:
     def _decide(self, answers: list[bytes]) -> bytes:
         """Rank 0: the newest that all know, as it lies in the root now."""
         known = min(
-            (msgspec.msgpack.decode(a, type=Known) for a in answers), key=lambda k: k.number
+            (msgspec.msgpack.decode(a, type=Newest) for a in answers), key=lambda k: k.number
         )
         step = known.step if known.number else self._left_by_others()
-        attempt = None if step is None else stated_attempt(self.root, step)
+        attempt = None if step is None else self._attempt_of(step)
         if step is None or attempt is None:
             return msgspec.msgpack.encode(Choice(known.number))
         return msgspec.msgpack.encode(Choice(known.number, step, attempt))
 
+    def _attempt_of(self, step: int) -> str | None:
+        """The attempt that a step of the root is of now; None if it is gone, or damaged."""
+        try:
+            return verified_attempt(self.root, step)
+        except (NotFound, FormatError):
+            return None
+
     def _left_by_others(self) -> int | None:
         """The newest step of the root, if it is newer than all that were uploaded."""
         mine = [s for s in committed(self.root) if s.is_proved]
-        theirs = [s for s in committed(self.store) if s.is_proved]
+        theirs = [s for s in StepKeys(self.store, self.known).saved if s.is_proved]
         return mine[-1].step if mine and (not theirs or theirs[-1] < mine[-1]) else None
 
     def _upload(self, choice: Choice) -> Outcome:
@@ -302,16 +321,15 @@ class Upload:
         return msgspec.msgpack.encode(Outcome(verdict, errors[0] if errors else None))
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
-        replaced = attempt_of(self.store, manifest.step)
-        commit(self.store, manifest, self.claim, data)
-        if replaced not in (None, manifest.attempt):
-            discard(self.store, manifest.step, str(replaced))
+        self.known.begin(manifest.step)
+        self._replaced = commit(self.store, manifest, self.claim, data)
+        self.known.add(manifest)
 
     def _verdict(self, choice: Choice, errors: list[WireError]) -> str:
         """What becomes of a round, by what failed."""
         if not errors:
             return "uploaded"
-        if stated_attempt(self.root, choice.step) != choice.attempt:
+        if self._attempt_of(choice.step) != choice.attempt:
             return "gone"
         found = [error.error() for error in errors]
         if any(isinstance(error, UsageError) for error in found):
@@ -346,9 +364,13 @@ class Upload:
         """Delete what is to go from the store; nothing is on its way to it now."""
         try:
             with span("upload.tidy", step=step):
-                prune(self.store, self._keep)
-                sweep(self.store, self.claim, ALL)
-                self.also_tidy()
+                keys = StepKeys(self.store, self.known)
+                if self._replaced is not None:
+                    discard(self.store, step, self._replaced, keys)
+                gone = prune(self.store, self._keep, keys=keys)
+                sweep(self.store, self.claim, ALL, keys)
+                if self.also_tidy is not None:
+                    self.also_tidy([saved for saved in keys.saved if saved.step not in gone])
         except HoldfastError as error:
             emit("tidy.failed", error=str(error))
 

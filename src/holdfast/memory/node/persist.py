@@ -8,8 +8,8 @@ import msgspec
 
 from holdfast.checkpoint.claiming import Claim, check_claim, newest_claim
 from holdfast.checkpoint.committing import check_files, commit
+from holdfast.checkpoint.listing import attempt_of
 from holdfast.checkpoint.names import manifest_key
-from holdfast.checkpoint.tidying import attempt_of
 from holdfast.codec.digest import CHUNK_BYTES
 from holdfast.codec.table import DigestTable
 from holdfast.errors import Corrupt, NotFound, StoreError, UsageError

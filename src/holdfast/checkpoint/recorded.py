@@ -1,0 +1,43 @@
+"""Which steps are recorded, by the names of the files of records: none of them is read.
+
+log/0000000007/0000001001-0000001010/r00003.log      rank 3's records of steps 1001 to 1010, by run 7
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from holdfast.store import Store
+
+_SEGMENT = re.compile(r"log/(\d{10})/(\d{10})-(\d{10})/r(\d{5,})\.log")
+
+
+def parse_segment(key: str) -> tuple[int, int, int, int] | None:
+    """Return run, first step, last step and rank of a file of records; None if a key is of none."""
+    match = _SEGMENT.fullmatch(key)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]), int(match[4]))
+
+
+def segments(store: Store, since: int = 0) -> list[str]:
+    """Keys of all segments that have records after step `since`."""
+    return segments_in(store.list("log/"), since)
+
+
+def segments_in(keys: Iterable[str], since: int = 0) -> list[str]:
+    """Those of some keys that are of segments with records after step `since`."""
+    parsed = ((key, parse_segment(key)) for key in keys)
+    return [key for key, segment in parsed if segment is not None and segment[2] > since]
+
+
+def last_recorded(store: Store, run: int, step: int) -> int:
+    """The last step after `step` that `run`, or a later run, has recorded, by the names of
+    segments; 0 if there is none."""
+    found = map(parse_segment, segments(store, step))
+    return max((last for of_run, _, last, _ in filter(None, found) if of_run >= run), default=0)
+
+
+def is_recorded(store: Store, step: int) -> bool:
+    """True if some run has recorded the step, by the names of segments."""
+    found = filter(None, map(parse_segment, segments(store, step - 1)))
+    return any(first <= step for _, first, _, _ in found)

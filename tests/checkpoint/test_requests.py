@@ -1,0 +1,176 @@
+"""Requests that each deed costs in a bucket, where every call of a store is one: few, however many steps
+are kept.  A listing is one request for every 1,000 keys.
+
+    pytest -s tests/checkpoint/test_requests.py      # prints the table
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import store as stores
+from holdfast.checkpoint.claiming import claim
+from holdfast.checkpoint.listing import survey
+from holdfast.checkpoint.tidying import Keep, prune
+from holdfast.format.manifest import HEAD_BYTES
+from holdfast.store import MemoryStore
+from holdfast.testing import Counting
+
+KEPT = (3, 34, 100)
+IMAGE = {"create": 1, "write": 1, "finish": 1}
+"""Of a small image, which a bucket takes by one PUT; of a larger one each write is a part, and `finish`
+asks whether the key is taken."""
+COMMIT = {"get": 1, "list": 1, "entries": 1, "put": 1}
+"""The manifest that was there, the claims, the files of the attempt, the new manifest."""
+MOST_OF_RANK_0 = 8
+
+
+class Root:
+    """A root in memory that counts requests, and a training that saves there."""
+
+    def __init__(self, url: str, store: Counting, kept: int) -> None:
+        self.url = url
+        self.store = store
+        self.kept = kept
+        model = torch.nn.Linear(300, 300)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 300)).sum().backward()
+        optimizer.step()
+        self.state = {"model": model, "optim": optimizer}
+
+    def run(self, **options: Any) -> holdfast.Checkpointer:
+        return holdfast.Checkpointer(
+            self.url, self.state, keep=holdfast.Keep(last=self.kept), **options
+        )
+
+    def save(self, ckpt: holdfast.Checkpointer, step: int) -> None:
+        """Save, and tidy up."""
+        ckpt.save(step).wait(60)
+        ckpt._tiers.durable.settle(60)
+
+    def cost(self, what: str, call: Callable[[], object]) -> dict[str, int]:
+        """Number of requests of each kind that a call makes."""
+        before = self.store.calls.copy()
+        call()
+        made = dict(self.store.calls - before)
+        print(f"{self.kept:4} kept  {what:34} {sum(made.values()):4}  {made}")
+        return made
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[dict[str, Counting]]:
+    """Stores that count, by their URLs `counted://name`."""
+    opened: dict[str, Counting] = {}
+
+    def count(url: str) -> Counting:
+        return opened.setdefault(url, Counting(MemoryStore(f"requests/{url}")))
+
+    stores.register("counted", count)
+    yield opened
+    del stores._registered["counted"]
+
+
+@pytest.fixture(scope="module", params=KEPT)
+def root(request: pytest.FixtureRequest, opened: dict[str, Counting]) -> Root:
+    """A root with as many steps as are kept, by a run that has ended."""
+    url, kept = f"counted://kept{request.param}", request.param
+    stores.open_store(url)
+    root = Root(url, opened[url], kept)
+    with root.run() as ckpt:
+        for step in range(1, kept + 2):
+            ckpt.save(step).wait(60)
+    assert holdfast.steps(url) == list(range(2, kept + 2))
+    return root
+
+
+def test_a_run(root: Root) -> None:
+    """From its claim to its end: the first save, too, is one of 8 requests besides the image."""
+    run: list[holdfast.Checkpointer] = []
+    made = root.cost("claim", lambda: run.append(root.run()))
+    assert made == {"list": 3, "get": 1, "put": 1, "delete": 1}
+    (ckpt,) = run
+    made = root.cost("restore", ckpt.restore)
+    assert made["list"] <= 2 and made["get"] == 1 and "entries" not in made
+    step = holdfast.steps(root.url)[-1]
+    for when in ("first save", "next save"):
+        step += 1
+        made = root.cost(when, lambda: root.save(ckpt, step))
+        tidied = {"list": 1, "get": 1, "delete": 2}
+        assert made == dict(Counter(IMAGE) + Counter(COMMIT) + Counter(tidied))
+        assert sum(made.values()) <= sum(IMAGE.values()) + MOST_OF_RANK_0
+    made = root.cost("save in its place", lambda: root.save(ckpt, step))
+    replaced = {"list": 1, "get": 1, "delete": 1}
+    assert made == dict(Counter(IMAGE) + Counter(COMMIT) + Counter(replaced))
+    made = root.cost("close", ckpt.close)
+    assert made == {"list": 1, "get": 1, "put": 1}
+
+
+def test_a_restore_reads_what_is_wanted(root: Root) -> None:
+    """The image once, the manifest of its step, and of the others the beginnings."""
+    with root.run() as ckpt:
+        before = root.store.bytes_read
+        step = ckpt.restore()
+        num_bytes = root.store.bytes_read - before
+    sizes = dict(root.store.entries(f"steps/{step:010d}/"))
+    assert num_bytes <= 1.1 * sum(sizes.values()) + 256 * 1024 + HEAD_BYTES * root.kept
+
+
+def test_a_run_that_does_not_restore(root: Root) -> None:
+    """Before it deletes the first step it reads the beginnings of manifests that it does not know, once."""
+    with root.run() as ckpt:
+        step = holdfast.steps(root.url)[-1]
+        made = root.cost("first save, without a restore", lambda: root.save(ckpt, step + 1))
+        assert made.pop("read") == root.kept
+        assert sum(made.values()) <= sum(IMAGE.values()) + MOST_OF_RANK_0
+        made = root.cost("next save, without a restore", lambda: root.save(ckpt, step + 2))
+        assert sum(made.values()) <= sum(IMAGE.values()) + MOST_OF_RANK_0
+
+
+def test_looking(root: Root) -> None:
+    steps = root.cost("holdfast.steps", lambda: holdfast.steps(root.url))
+    assert steps == {"list": 2, "read": root.kept, "get": 1}
+    ls = root.cost("ls", lambda: survey(root.store))
+    assert ls == {"list": 1, "entries": 1, "get": root.kept}
+    newest = holdfast.steps(root.url)[-1]
+    load = root.cost("holdfast.load", lambda: holdfast.load(root.url, root.state))
+    named = root.cost(
+        "holdfast.load of a step", lambda: holdfast.load(root.url, root.state, step=newest)
+    )
+    assert (load["list"], named["list"]) == (2, 1)
+    assert load["read"] - root.kept == named["read"]
+
+
+def test_a_save_by_itself(root: Root) -> None:
+    """Among many steps it costs what it costs in an empty root."""
+    newest = holdfast.steps(root.url)[-1]
+    made = root.cost("holdfast.save", lambda: holdfast.save(root.url, root.state, step=newest + 1))
+    before = {"list": 3, "get": 1}  # claims, steps, records; the newest claim
+    assert made.pop("read", 0) <= 1
+    assert Counter(made) - Counter(IMAGE) - Counter(COMMIT) <= Counter(before)
+    root.store.delete(f"steps/{newest + 1:010d}/manifest.json")
+
+
+def test_pruning(root: Root) -> None:
+    """A listing, and for each step that goes its manifest, which is read before it is deleted."""
+    last = max(root.kept // 2, 1)
+    there = holdfast.steps(root.url)
+    gone: list[int] = []
+    made = root.cost("prune to half", lambda: gone.extend(prune(root.store, Keep(last=last))))
+    assert gone == there[:-last]
+    assert made.pop("entries") == made.pop("list") == 1  # of the newest step: is it whole?
+    assert made == {"read": len(there), "get": 1 + len(gone), "delete": 2 * len(gone)}
+
+
+def test_a_claim_of_a_root_whose_claims_are_gone(root: Root) -> None:
+    """The numbers of runs are in the names of the images."""
+    for key in root.store.list("claims/"):
+        root.store.delete(key)
+    made = root.cost("claim without claims", lambda: claim(root.store))
+    assert made == {"list": 3, "put": 1}
+    assert claim(MemoryStore(root.store.inner.name)).run > 1

@@ -1,0 +1,69 @@
+"""Requests of several ranks: rank 0 looks for all, and the others ask for nothing but their images.
+
+`checkpoint/test_requests.py` counts those of one rank, with many steps kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from .launch import launch
+from .requests_cases import KEPT
+
+pytestmark = [pytest.mark.distributed]
+Phases = dict[str, list[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Phases]:
+    """The requests of each rank, by phase."""
+    out = tmp_path_factory.mktemp("out")
+    launch("requests_cases", request.param, out).check()
+    found = [json.loads((out / f"requests-{r}.json").read_text()) for r in range(request.param)]
+    for phase in found[0]:
+        for rank, phases in enumerate(found):
+            print(f"{phase:22} rank {rank}  {dict(counted(phases[phase]))}")
+    return found
+
+
+def counted(made: list[tuple[str, str]]) -> Counter[str]:
+    return Counter(name for name, _ in made)
+
+
+@pytest.mark.parametrize("phase", ["save", "save in its place", "first save"])
+def test_a_save(ranks: list[Phases], phase: str) -> None:
+    """Rank 0 deletes the images of all ranks of the step that goes."""
+    image = Counter({"create": 1, "write": 1, "finish": 1})
+    for phases in ranks[1:]:
+        assert counted(phases[phase]) == image
+    others = counted(ranks[0][phase]) - image
+    images = [1 for name, key in ranks[0][phase] if name == "delete" and "safetensors" in key]
+    assert len(images) == len(ranks)
+    assert sum(others.values()) - len(images) <= 7
+    assert others["list"] + others["entries"] == 3
+
+
+def test_a_claim(ranks: list[Phases]) -> None:
+    for phase in ("claim anew", "claim", "close"):
+        for phases in ranks[1:]:
+            assert phases[phase] == []
+    assert counted(ranks[0]["claim anew"]) == {"list": 3, "put": 1}
+    assert counted(ranks[0]["claim"]) == {"list": 3, "get": 1, "put": 1, "delete": 1}
+
+
+@pytest.mark.parametrize("phase", ["restore", "restore with records"])
+def test_a_restart(ranks: list[Phases], phase: str) -> None:
+    """Two listings for all ranks together, and each file that is read is an image or a record."""
+    made = [one for phases in ranks for one in phases[phase]]
+    assert counted(made)["list"] + counted(made)["entries"] <= 2
+    for phases in ranks[1:]:
+        assert not [key for _, key in phases[phase] if key.endswith("manifest.json")]
+    assert phase != "restore" or counted(made)["put"] == 0
+
+
+def test_a_restart_reads_the_beginning_of_each_manifest_once(ranks: list[Phases]) -> None:
+    read = [key for name, key in ranks[0]["restore"] if name == "read" and key.endswith(".json")]
+    assert len(read) == len(set(read)) == KEPT
