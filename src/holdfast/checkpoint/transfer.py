@@ -27,8 +27,14 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from holdfast.checkpoint.files import Files
-from holdfast.checkpoint.names import check_step, manifest_key, read_manifest, step_prefix
-from holdfast.checkpoint.tidying import INDEX, attempt_of, discard
+from holdfast.checkpoint.names import (
+    check_step,
+    manifest_key,
+    read_manifest,
+    step_prefix,
+    verified_attempt,
+)
+from holdfast.checkpoint.tidying import INDEX, discard
 from holdfast.codec.table import DigestTable
 from holdfast.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, StoreError
 from holdfast.format.manifest import FileEntry, Manifest, decode
@@ -118,6 +124,14 @@ def _present(store: Store, key: str) -> bytes | None:
         return None
 
 
+def attempt_of(store: Store, step: int) -> str | None:
+    """The attempt that a step's manifest names; None if there is no sound one."""
+    try:
+        return verified_attempt(store, step)
+    except HoldfastError:
+        return None
+
+
 def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) -> None:
     """Exists if the target's step of that number, which is another, must stay."""
     step, key = manifest.step, manifest_key(manifest.step)
@@ -177,6 +191,27 @@ def _check_arrived(target: Store, manifest: Manifest) -> None:
                 step=manifest.step,
                 hint="does a training save there?  Copy again when it does not",
             )
+
+
+def transfer_files(
+    files: Files,
+    target: Store,
+    wanted: Sequence[FileEntry],
+    *,
+    look: bool,
+    threads: int = THREADS,
+    progress: Progress | None = None,
+) -> int:
+    """Copy some files of a step, without its manifest: what one rank does of `transfer`.  Blocks.
+
+    Returns the bytes copied.  `look`: whether some may have arrived before, which costs a listing and a
+    look at each of them.  NotFound if the source has one no more, Corrupt if it is damaged there.
+    """
+    there = set(target.list(files.prefix)) if look else set[str]()
+    work, tell = _FilesToCopy(files, target, there), progress or (lambda _: None)
+    missing = [file for file in wanted if not work.is_there(file, tell)]
+    work.copy(missing, threads, tell)
+    return sum(file.bytes for file in missing)
 
 
 @dataclass(frozen=True)
