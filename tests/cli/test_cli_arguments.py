@@ -18,7 +18,7 @@ from holdfast.cli.options import Option
 
 MANY_DIGITS = "9" * 5000
 LONG = "x" * 300
-PATHS = ("", "s3://bucket", "fiel://x", "dpc:run", "a\udc00\ud800b")
+PATHS = ("", "s3://", "fiel://x", "dpc:run", "a\udc00\ud800b")
 STEPS = (
     "run@x",
     "run@",
