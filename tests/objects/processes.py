@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import final
 
@@ -29,6 +30,8 @@ if os.getppid() == parent:
 """Runs the rest of its arguments as a program that is killed when the process of the first one ends."""
 
 END_S = 30.0
+_STARTER = ThreadPoolExecutor(1)
+"""A child is killed when the thread ends that has started it: this one ends with the process."""
 
 
 @final
@@ -55,8 +58,11 @@ class Process:
     def start(self) -> None:
         """Start it; whether it answers is another question."""
         assert not self.is_alive, "the server runs already"
+        self._process = _STARTER.submit(self._begin).result()
+
+    def _begin(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-S", "-c", BOUND, str(os.getpid()), *self.command],
                 env=self.env,
                 stdin=subprocess.DEVNULL,
