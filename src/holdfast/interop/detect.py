@@ -134,7 +134,7 @@ def near_path(path: str) -> str | None:
     store = open_place(path)
     folder = store.inner if isinstance(store, OneFile) else store
     if not isinstance(folder, LocalStore):
-        return None
+        return None if store.list() else "there are no files"
     place = os.path.join(folder.root, store.name) if isinstance(store, OneFile) else folder.root
     if os.path.exists(place):
         return _root_above(place)
