@@ -349,7 +349,7 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
     writer = target.create(this.key, this.num_bytes)
     try:
         part = part_bytes(writer, PART_BYTES)
-        buffers = _Buffers(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
+        buffers = _Pages(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
 
         def one(start: int) -> None:
             stop = min(start + part, this.num_bytes)
@@ -365,7 +365,7 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
         raise
 
 
-class _Buffers(threading.local):
+class _Pages(threading.local):
     """One page-aligned buffer of each thread."""
 
     def __init__(self, size: int) -> None:

@@ -6,8 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-from holdfast.checkpoint.names import committed, newest_of, read_manifest, segments
+from holdfast.checkpoint.names import committed, read_manifest
+from holdfast.checkpoint.recorded import segments
 from holdfast.checkpoint.transfer import Transferred, transfer
+from holdfast.checkpoint.unproved import newest_of
 from holdfast.cli.options import Argument, Option, Target, own_root, split_target
 from holdfast.cli.screen import Result, progress, say
 from holdfast.cli.words import bad, dim, good, many, size
