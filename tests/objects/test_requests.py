@@ -15,7 +15,7 @@ from objects.fixtures import fresh
 from objects.proxy import Fate, Proxy, Request
 from objects.servers import SeaweedFS
 
-KEPT = 12
+KEPT = 3
 COMMIT = {"GET": 1, "LIST": 2, "PUT": 1}
 GONE = {"LIST": 1, "GET": 1, "DELETE": 2}
 """Of one step that goes after the commit: obstore deletes by POST."""
