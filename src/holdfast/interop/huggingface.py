@@ -18,7 +18,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import threads_here
 from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.format.safetensors import Header, HeaderEntry, read_header
-from holdfast.interop.folder import OneFile, top
+from holdfast.interop.folder import OneFile, joined, top
 from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.sections import at_place
 from holdfast.layout import whole
@@ -93,7 +93,7 @@ def _choose(store: Store) -> str:
     if len(found) > 1:
         raise UsageError(
             f"several models in {store.url}: {', '.join(found)}",
-            hint=f"name one: huggingface:{store.url.removeprefix('file://')}/{found[0]}",
+            hint=f"name one: huggingface:{joined(store.url, found[0]).removeprefix('file://')}",
         )
     return found[0]
 
