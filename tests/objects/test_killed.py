@@ -119,7 +119,7 @@ CASES = {
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_at_every_request(lives: Lives, seaweed: SeaweedFS, proxy: Proxy, case: str) -> None:
-    """Of the process, as the server sees it: the requests of a claim, a save, a commit, and what is tidied."""
+    """Of the process, as the server sees it: requests of a claim, a save, a commit, and of tidying."""
     before = {1: 1.0, 2: 2.0}
     outcomes = []
     for n in range(1, 40):
