@@ -43,6 +43,7 @@ from holdfast.state.collecting import RunState
 from holdfast.state.live import RULES, Live, State, check_keys
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
+from holdfast.store import open_store
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Checkpointer:
         memory: Memory | None = None,
         delta: Delta | None = None,
         keep: Keep | None = None,
+        upload: str | os.PathLike[str] | None = None,
+        upload_keep: Keep | None = None,
         when_busy: Literal["queue", "skip"] | None = None,
         on_error: Literal["warn", "raise"] = "warn",
         on_resize: dict[str, str] | None = None,
@@ -104,9 +107,11 @@ class Checkpointer:
         call = "Checkpointer"
         root = path_of(path, call, "path")
         check_own(root)
+        behind = None if upload is None else path_of(upload, call, "upload")
         check_keys(state)
         _check_choices(call, when_busy, on_error, replicas)
-        _check_tiers(memory, delta, keep)
+        _check_tiers(memory=memory, delta=delta, keep=keep, upload_keep=upload_keep)
+        _check_homes(root, behind, upload_keep)
         on_resize = rules_of(on_resize, RULES, (*state, "rng"), call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
@@ -133,6 +138,8 @@ class Checkpointer:
             mesh=named,
             replicas=replicas,
             carry_bytes=0 if memory is None else memory.carry_bytes,
+            upload=None if behind is None else open_shared(behind, self._group),
+            upload_keep=upload_keep,
         )
         if memory is not None:
             self._tiers.keep_in_memory(memory)
@@ -271,6 +278,8 @@ class Checkpointer:
         self._saves.append(save)
         if self._steering is not None:
             self._steering.saving("durable", save)
+        if self._tiers.upload is not None:
+            self._tiers.upload.watch(save)
         if delta is not None:
             delta.saving(save)
         if delta is not None and delta.parent is not None:
@@ -290,7 +299,7 @@ class Checkpointer:
 
     def _look_back(self) -> None:
         """See what there is to be told."""
-        for tier in (self._tiers.durable, self._tiers.memory):
+        for tier in (self._tiers.durable, self._tiers.memory, self._tiers.upload):
             while tier is not None and tier.news:
                 self._notices.warn(tier.news.pop(0))
         done = [s for s in self._saves if s.done()]
@@ -305,7 +314,9 @@ class Checkpointer:
         """Return the news that a next call would tell, beside saves that have failed."""
         delta = self._tiers.delta
         failed = None if delta is None else delta.error
+        upload = self._tiers.upload
         news = self._notices.texts + self._lost_steps()
+        news += [] if upload is None else upload.unheard()
         return news if self._notices.was_told(failed) else [*news, f"records end: {failed}"]
 
     def _lost_steps(self) -> list[str]:
@@ -510,17 +521,37 @@ def _check_choices(call: str, when_busy: object, on_error: object, replicas: obj
     choice_of(replicas, ("once", "verify", "trust"), call, "replicas")
 
 
-def _check_tiers(memory: object, delta: object, keep: object) -> None:
+def _check_tiers(**options: object) -> None:
     """UsageError for options of another kind.  The modules of a tier are imported when it is asked for."""
-    for name, given, module in (
-        ("memory", memory, "holdfast.memory.options"),
-        ("delta", delta, "holdfast.delta.options"),
-        ("keep", keep, "holdfast.checkpoint.tidying"),
-    ):
+    modules = {
+        "Memory": "holdfast.memory.options",
+        "Delta": "holdfast.delta.options",
+        "Keep": "holdfast.checkpoint.tidying",
+    }
+    for name, given in options.items():
         if given is not None:
-            kind = name.capitalize()
+            kind = name.rpartition("_")[2].capitalize()
             expected = f"a holdfast.{kind}(...), or None"
-            instance_of(given, getattr(import_module(module), kind), "Checkpointer", name, expected)
+            cls = getattr(import_module(modules[kind]), kind)
+            instance_of(given, cls, "Checkpointer", name, expected)
+
+
+def _check_homes(root: str, upload: str | None, upload_keep: Keep | None) -> None:
+    """UsageError unless `upload` is another place than the root."""
+    if upload is None:
+        if upload_keep is not None:
+            raise UsageError(
+                "upload_keep= says which steps stay behind the root: give upload=, too"
+            )
+        return
+    check_own(upload)
+    (one, _, at), (other, _, other_at) = (open_store(p).url.partition("?") for p in (root, upload))
+    one, other = (f"{url.rstrip('/')}/" for url in (one, other))
+    if at == other_at and (one.startswith(other) or other.startswith(one)):
+        raise UsageError(
+            f"upload={upload} lies in the root {root}, or that in it: the home behind must be apart",
+            hint="give upload= a place of its own, as a bucket, or a folder on another disk",
+        )
 
 
 def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:

@@ -45,7 +45,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import encode
 from holdfast.here import boot_id
 from holdfast.interop.detect import split
-from holdfast.interop.folder import MARK, Listed, OneFile, last_name
+from holdfast.interop.folder import MARK, ListedFolder, OneFile, last_name
 from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Sections
 from holdfast.looking import open as open_checkpoint
@@ -55,7 +55,7 @@ from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.directories import fsync_directories, fsync_directory, walk
 from holdfast.store.oserrors import translated
 from holdfast.version import __version__
-from holdfast.writers.bucket import ATTEMPT, Bucket, bucket_for
+from holdfast.writers.bucket import ATTEMPT, BucketTarget, bucket_for
 from holdfast.writers.planned import Planned, Rename, WriteOptions, weights
 from holdfast.writers.ranks import converting_ranks
 
@@ -166,7 +166,7 @@ class _Conversion:
 
     def __post_init__(self) -> None:
         self.identity = _identity(self.source, self.to, self.options)
-        self.bucket: Bucket | None = None
+        self.bucket: BucketTarget | None = None
         if "://" in self.target:
             self.bucket = bucket_for(self.target, self.to, self.identity, self.source.step)
             return
@@ -439,7 +439,7 @@ def _identity(source: Checkpoint, to: str, options: WriteOptions) -> str:
     files: list[Any] = []
     if isinstance(source.store, Sections):  # listed anew: they may have changed since it was opened
         origin = source.store.origin
-        origin = origin.anew() if isinstance(origin, Listed) else origin
+        origin = origin.anew() if isinstance(origin, ListedFolder) else origin
         keys = origin.list()
         if isinstance(origin, OneFile):  # and what it names, if it is an index
             origin, keys = origin.inner, sorted({*keys, *map(file_of, source.manifest.files)})

@@ -40,8 +40,14 @@ class Restart:
         self.state = state
         self.options = options
         self.durable = saved_steps(tiers.store, tiers.group, tiers.durable.steps.known)
+        behind = None if tiers.upload is None else tiers.upload.store
+        self.behind = behind
+        """The home behind the root."""
+        self.uploaded = [] if behind is None else saved_steps(behind, tiers.group)
         self.snapshots = None if tiers.memory is None else tiers.memory.survey()
         bases = [Candidate(s.run, s.step) for s in self.durable]
+        if behind is not None:
+            bases += [Candidate(s.run, s.step, home=behind.url) for s in self.uploaded]
         if self.snapshots is not None:
             replaced = self._replaced(self.snapshots.manifests)
             bases += [
@@ -49,7 +55,7 @@ class Restart:
                 for m in self.snapshots.manifests
             ]
         since = min((c.step for c in bases), default=0)
-        self.log: Log | None = None if tiers.delta is None else tiers.delta.survey(since)
+        self.log: Log | None = None if tiers.delta is None else tiers.delta.survey(since, behind)
         """The records that may lead on from one of these steps."""
         self.candidates = newest_first(self._with_tip(base) for base in bases)
         self.taken: Candidate | None = None
@@ -98,8 +104,17 @@ class Restart:
 
     def to_step(self, step: int) -> int:
         """Restore that step, or the nearest from which records lead to it.  NotRecoverable."""
-        self.taken = self._leading_to(step)
-        found = self._attempt(self.taken, until=step)[1]
+        self.taken = best = self._leading_to(step)
+        copies = [c for c in self.candidates if (c.run, c.step) == (best.run, best.step) and c.home]
+
+        def attempt(candidate: Candidate) -> int:
+            return self._attempt(candidate, until=step)[1]
+
+        if copies and not best.home:
+            self.taken = newest_good([best, *copies], attempt, _passed_over)
+            found = step if self.reached is None else self.reached[1]
+        else:
+            found = attempt(best)
         if found != step:
             raise NotRecoverable(
                 f"step {step} cannot be reached: the record of the step after {found} is damaged",
@@ -118,10 +133,14 @@ class Restart:
         way = max(reached, key=lambda way: way[:2], default=None)
         if way is not None:
             return way[2]
-        if kept := sorted({c.step for c in self.candidates if c.in_memory}):
+        elsewhere = {"memory": sorted({c.step for c in self.candidates if c.in_memory})}
+        if self.behind is not None:
+            elsewhere[self.behind.url] = [s.step for s in self.uploaded]
+        if elsewhere := {place: steps for place, steps in elsewhere.items() if steps}:
             raise NotFound(
-                f"no step {step} in {self.tiers.store.url} or in memory; steps there: "
-                f"{describe([s.step for s in self.durable])}; in memory: {describe(kept)}"
+                f"no step {step} in {' or in '.join([self.tiers.store.url, *elsewhere])}; steps there: "
+                + describe([s.step for s in self.durable])
+                + "".join(f"; in {where}: {describe(have)}" for where, have in elsewhere.items())
             )
         return Candidate(0, step)  # nor in storage, which says what it has
 
@@ -129,8 +148,9 @@ class Restart:
         """Warn of steps that count as the oldest because their manifests are damaged, and may be the
         newest."""
         if self.taken is not None and self.tiers.group.rank == 0:
-            unproved = [s for s in self.durable if not s.is_proved]
-            tell_passed_over(self.tiers.store.url, unproved, self.taken.step)
+            tell_passed_over(self.tiers.store.url, self.durable, self.taken.step)
+            if self.behind is not None:
+                tell_passed_over(self.behind.url, self.uploaded, self.taken.step)
 
     def _warn_of_baseless(self) -> None:
         """Warn if there are records, and no step was ever complete that they lead on from."""
@@ -169,7 +189,9 @@ class Restart:
         """Return what to tell the user of the step that was reached."""
         if self.taken is None or self.reached is None:
             return Restored(0)
-        tier: Literal["memory", "durable"] = "memory" if self.taken.in_memory else "durable"
+        tier: Literal["memory", "upload", "durable"] = (
+            "memory" if self.taken.in_memory else "upload" if self.taken.home else "durable"
+        )
         return Restored(step, tier, self.num_replayed, self.exactness)
 
     # -- the reading ------------------------------------------------------------------------------
@@ -189,9 +211,11 @@ class Restart:
                 )
             self.exactness = tell_exactness(manifest)
         else:
-            with span("restore.load", step=candidate.step, tier="durable"):
+            behind = self.behind if candidate.home else None
+            tier = "durable" if behind is None else "upload"
+            with span("restore.load", step=candidate.step, tier=tier):
                 self.exactness = load_step(
-                    tiers.store, tiers.group, candidate.step, self.state, self.options,
+                    behind or tiers.store, tiers.group, candidate.step, self.state, self.options,
                     verify=self.verify,
                 )  # fmt: skip
 

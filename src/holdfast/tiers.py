@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from holdfast.checkpoint.claiming import release
+from holdfast.checkpoint.claiming import Claim, release
 from holdfast.checkpoint.tidying import Keep
 from holdfast.errors import Deadline, HoldfastError
 from holdfast.events import emit
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from holdfast.delta.tier import DeltaTier
     from holdfast.memory.options import Memory
     from holdfast.memory.tier import MemoryTier
+    from holdfast.uploading.upload import Upload
 
 LEAST_S = 0.1
 RELEASE_S = 5.0
 """Seconds that `close` may take beyond its time to give up the root."""
+UNFINISHED_S = 30.0
+"""Seconds that a run which ends by an error may wait for its upload."""
 
 
 class Tiers:
@@ -45,13 +48,17 @@ class Tiers:
         mesh: Mesh | None,
         replicas: Literal["once", "verify", "trust"],
         carry_bytes: int,
+        upload: Store | None = None,
+        upload_keep: Keep | None = None,
     ) -> None:
-        """Takes the root for this run.  Collective.  `state`: gives the live state."""
+        """Takes the root for this run, and `upload`, the home behind it.  Collective.  `state`: gives the
+        live state."""
         self.store = store
         self.group = group
         self.state = state
         self.mesh = mesh
-        self.claim, self.crashed = claim_together(store, group)
+        self._behind = upload
+        self.claim, self.crashed = self._take()
         """`crashed`: the run before did not end by closing."""
         sweep_host(store)
         self.saver = Saver(
@@ -64,6 +71,19 @@ class Tiers:
         self.durable = Durable(store, self.saver, claim=self.claim, run=self.run, keep=keep)
         self.memory: MemoryTier | None = None
         self.delta: DeltaTier | None = None
+        self.upload: Upload | None = None
+        if upload is not None:
+            from holdfast.uploading.upload import Upload
+
+            self.upload = Upload(store, upload, group, self.claim, upload_keep or Keep())
+
+    def _take(self) -> tuple[Claim, bool]:
+        """Take the homes of the run.  Collective."""
+        if self._behind is None:
+            return claim_together(self.store, self.group)
+        from holdfast.uploading.claims import claim_both
+
+        return claim_both(self.store, self._behind, self.group)
 
     @property
     def run(self) -> int:
@@ -93,14 +113,18 @@ class Tiers:
                 deadline_s=self.group.deadline_s,
             )
         self.durable.steps.also_tidy = partial(tidy_log, self.store, max_bytes=options.bound)
+        if self.upload is not None:
+            self.upload.keep_records(self.durable.steps, options)
 
     def leave_behind(self) -> None:
         """Go on as a new run after going back: what it saves now is newer than what it left."""
         if self.memory is not None:
             self.memory.settle(self.group.deadline_s)
         self.durable.settle(self.group.deadline_s)
-        self.claim, _ = claim_together(self.store, self.group)
+        self.claim, _ = self._take()
         self.durable.adopt(self.claim)
+        if self.upload is not None:
+            self.upload.adopt(self.claim)
         if self.delta is not None:
             self.delta.adopt(self.run)
         if self.memory is not None:
@@ -117,6 +141,9 @@ class Tiers:
 
         try:
             with ExitStack() as last:
+                if (upload := self.upload) is not None:
+                    most_s = limit_s if finished or timeout is not None else UNFINISHED_S
+                    last.callback(lambda: upload.close(min(left_s(), most_s)))
                 last.callback(lambda: self.durable.close(left_s()))
                 if (memory := self.memory) is not None:
                     last.callback(lambda: memory.close(left_s(), finished=finished))
@@ -141,10 +168,11 @@ class Tiers:
                 emit("tidy.failed", error=str(error))
 
     def release(self) -> None:
-        """Give up the root, if storage answers."""
-        if self.group.rank == 0:
+        """Give up the root, and the home behind it, if storage answers."""
+        for store in (self.store, self._behind) if self.group.rank == 0 else ():
             try:
                 with within(RELEASE_S):
-                    release(self.store, self.claim)
+                    if store is not None:
+                        release(store, self.claim)
             except HoldfastError as error:
                 emit("release.failed", error=str(error))

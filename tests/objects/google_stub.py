@@ -1,4 +1,4 @@
-"""As much of Google Cloud Storage's XML API as obstore speaks, with generation conditions: in memory, by threads.
+"""As much of Google Cloud Storage's XML API as obstore speaks, with generation conditions: in memory.
 
     with GoogleStub() as stub:
         holdfast.Checkpointer(stub.url("run"), ...)

@@ -1,10 +1,10 @@
 """A server as a process of its own, which ends with the tests whatever ends them.
 
-    server = Process([sys.executable, "-m", "http.server", "8000"], log=tmp_path / "log")
-    server.start()
-    await_answer("http://127.0.0.1:8000/", server, within_s=10)
-    server.kill()                          # SIGKILL: as a crash of the machine, but for its page cache
-    server.start()                         # again, on what it had written
+server = Process([sys.executable, "-m", "http.server", "8000"], log=tmp_path / "log")
+server.start()
+await_answer("http://127.0.0.1:8000/", server, within_s=10)
+server.kill()                          # SIGKILL: as a crash of the machine, but for its page cache
+server.start()                         # again, on what it had written
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import final
 
@@ -29,6 +30,8 @@ if os.getppid() == parent:
 """Runs the rest of its arguments as a program that is killed when the process of the first one ends."""
 
 END_S = 30.0
+_STARTER = ThreadPoolExecutor(1)
+"""A child is killed when the thread ends that has started it: this one ends with the process."""
 
 
 @final
@@ -55,8 +58,11 @@ class Process:
     def start(self) -> None:
         """Start it; whether it answers is another question."""
         assert not self.is_alive, "the server runs already"
+        self._process = _STARTER.submit(self._begin).result()
+
+    def _begin(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-S", "-c", BOUND, str(os.getpid()), *self.command],
                 env=self.env,
                 stdin=subprocess.DEVNULL,
@@ -77,7 +83,7 @@ class Process:
 
 
 def await_true(condition: Callable[[], bool], what: str, process: Process, within_s: float) -> None:
-    """Wait for a condition; an AssertionError with the server's log if it does not come, or the server ends."""
+    """Wait for a condition; an AssertionError with the server's log if it does not come."""
     until = time.monotonic() + within_s
     while not condition():
         assert process.is_alive, f"the server ended before {what}\n{process.tail()}"

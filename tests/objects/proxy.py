@@ -289,7 +289,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, store: HTTPConnection, body: bytes) -> None:
         store.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        left_out = {*self.owner.stripped, "connection", "transfer-encoding", "content-length", "expect"}
+        left_out = {
+            *self.owner.stripped,
+            "connection",
+            "transfer-encoding",
+            "content-length",
+            "expect",
+        }
         for name, value in self.headers.items():
             if name.lower() not in left_out:
                 store.putheader(name, value)

@@ -278,5 +278,3 @@ def npm(package: str) -> Path:
             except subprocess.TimeoutExpired:
                 raise NotInstalled(f"npm did not install {package} in {INSTALL_S:.0f} s") from None
     return program
-
-

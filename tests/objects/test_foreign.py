@@ -17,7 +17,7 @@ from cli.calling import call
 from holdfast.errors import NotFound
 from holdfast.interop import detect
 from holdfast.interop.detect import FORMATS, open_as
-from holdfast.interop.folder import Listed
+from holdfast.interop.folder import ListedFolder
 from holdfast.store import Store, open_store
 from holdfast.testing import Counting
 from objects.fixtures import fresh
@@ -123,7 +123,7 @@ def test_opening_lists_once_and_reads_heads_alone(
     upload(folders[name], root)
     store = Counting(open_store(root))
     store.read_bytes, store.read_threads = 4 << 20, 4  # type: ignore[attr-defined]
-    FORMATS[name].open(Listed(store), None)
+    FORMATS[name].open(ListedFolder(store), None)
     assert store.calls["entries"] == 1
     assert store.calls["size"] == store.calls["list"] == 0
     assert store.calls["read"] + store.calls["get"] <= most
@@ -137,7 +137,7 @@ def test_only_wanted_bytes_are_read(root: str, monkeypatch: pytest.MonkeyPatch) 
 
     def counted(url: str) -> Store:
         stores.append(Counting(open_store(url)))
-        return Listed(stores[-1])
+        return ListedFolder(stores[-1])
 
     open_store(root).put("rank0.pt", file.getvalue())
     monkeypatch.setattr(detect, "open_place", counted)

@@ -52,15 +52,15 @@ def claim(store: Store) -> Claim:
     return take(store, StepKeys(store))[0]
 
 
-def take(store: Store, keys: StepKeys) -> tuple[Claim, Claim | None]:
-    """Take a root: the next run number, for this process.  Return also the claim that was there.
+def take(store: Store, keys: StepKeys, above: int = 0) -> tuple[Claim, Claim | None]:
+    """Take a root: the next run number, for this process, which is also beyond `above`.  Return also the
+    claim that was there.
 
     UsageError if the process that holds it is alive on this host.  A run on another host cannot be
     seen; it finds itself superseded at its next commit.  The numbers of the runs of full steps and of
     records are taken, whatever became of the claims.
     """
-    runs = [*runs_of_steps(store, keys), *map(run_of_log, store.list("log/"))]
-    taken = max(filter(None, runs), default=0)
+    taken = _last_saved(store, keys)
     while True:
         held = newest_claim(store)
         if held is not None and held.alive_elsewhere():
@@ -68,7 +68,7 @@ def take(store: Store, keys: StepKeys) -> tuple[Claim, Claim | None]:
                 f"{store.url} is in use by {held}",
                 hint="stop that run, or give this one a root of its own",
             )
-        run = max(held.run if held else 0, taken) + 1
+        run = max(held.run if held else 0, taken, above) + 1
         mine = Claim(
             run=run,
             host=socket.gethostname(),
@@ -85,6 +85,17 @@ def take(store: Store, keys: StepKeys) -> tuple[Claim, Claim | None]:
         if held is not None:
             store.delete(f"claims/{held.run:010d}.json")
         return mine, held
+
+
+def last_run(store: Store, keys: StepKeys) -> int:
+    """The greatest number of a run that a root has a claim, steps or records of; 0 if it has none."""
+    held = newest_claim(store)
+    return max(held.run if held else 0, _last_saved(store, keys))
+
+
+def _last_saved(store: Store, keys: StepKeys) -> int:
+    runs = [*runs_of_steps(store, keys), *map(run_of_log, store.list("log/"))]
+    return max(filter(None, runs), default=0)
 
 
 def runs_of_steps(store: Store, keys: StepKeys) -> Iterator[int]:

@@ -36,14 +36,18 @@ from holdfast.threads import in_threads
 CHECK_THREADS = 8
 
 
-def commit(store: Store, manifest: Manifest, mine: Claim | None = None) -> str | None:
+def commit(
+    store: Store, manifest: Manifest, mine: Claim | None = None, data: bytes | None = None
+) -> str | None:
     """Make a step exist.  Everything that the manifest names must be durable already.  Return the attempt
-    that was the step before; None if there was none that can be read.
+    that was the step before; None if there was none that can be read.  `data`: the bytes of the manifest,
+    where there are such already, in another home of the step.
 
     StoreError if a file cannot be seen from here or has another length, UsageError if another process has
     saved, or deleted, this step meanwhile: then nothing is committed.
     """
-    key, data = manifest_key(manifest.step), encode(manifest)
+    key = manifest_key(manifest.step)
+    data = encode(manifest) if data is None else data
     seen = _present(store, key)
     if mine is not None:
         check_claim(store, mine)

@@ -193,6 +193,27 @@ def _check_arrived(target: Store, manifest: Manifest) -> None:
             )
 
 
+def transfer_files(
+    files: Files,
+    target: Store,
+    wanted: Sequence[FileEntry],
+    *,
+    look: bool,
+    threads: int = THREADS,
+    progress: Progress | None = None,
+) -> int:
+    """Copy some files of a step, without its manifest: what one rank does of `transfer`.  Blocks.
+
+    Returns the bytes copied.  `look`: whether some may have arrived before, which costs a listing and a
+    look at each of them.  NotFound if the source has one no more, Corrupt if it is damaged there.
+    """
+    there = set(target.list(files.prefix)) if look else set[str]()
+    work, tell = _FilesToCopy(files, target, there), progress or (lambda _: None)
+    missing = [file for file in wanted if not work.is_there(file, tell)]
+    work.copy(missing, threads, tell)
+    return sum(file.bytes for file in missing)
+
+
 @dataclass(frozen=True)
 class _FilesToCopy:
     """A step's files on their way from one store into another."""
@@ -328,7 +349,7 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
     writer = target.create(this.key, this.num_bytes)
     try:
         part = part_bytes(writer, PART_BYTES)
-        buffers = _Buffers(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
+        buffers = _Pages(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
 
         def one(start: int) -> None:
             stop = min(start + part, this.num_bytes)
@@ -344,7 +365,7 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
         raise
 
 
-class _Buffers(threading.local):
+class _Pages(threading.local):
     """One page-aligned buffer of each thread."""
 
     def __init__(self, size: int) -> None:

@@ -14,7 +14,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.interop.dcp import is_dcp, open_dcp
 from holdfast.interop.deepspeed.tags import is_deepspeed, may_be_deepspeed
-from holdfast.interop.folder import MARK, Listed, OneFile, open_place, top
+from holdfast.interop.folder import MARK, ListedFolder, OneFile, open_place, top
 from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open_huggingface
 from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_of_megatron
 from holdfast.interop.torchfiles import holds_torch, is_torch
@@ -81,7 +81,7 @@ def detect(url: str | os.PathLike[str]) -> str | None:
     if not prefix and _has_own_steps(path):
         return None
     store = open_place(path)
-    if isinstance(store, Listed) and MARK in store.sizes():
+    if isinstance(store, ListedFolder) and MARK in store.sizes():
         raise FormatError(
             f"{store.url} holds a conversion that is not complete",
             key=MARK,

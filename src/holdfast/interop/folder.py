@@ -4,7 +4,7 @@ Formats are found by the names of files, and a path may name a file itself (`wei
 Then the store is its directory, and `top` shows that file alone.
 
 In a bucket each question is a request.  So a folder is listed once, and what is asked of names and lengths
-is answered from that (`Listed`).
+is answered from that (`ListedFolder`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OneFile(ViewStore):
         return [self.name] if self.name.startswith(prefix) else []
 
 
-class Listed(ViewStore):
+class ListedFolder(ViewStore):
     """A store whose objects were listed once, when that was asked first."""
 
     shows = "a listed folder"
@@ -82,9 +82,9 @@ class Listed(ViewStore):
             self._sizes = {key: num_bytes for key, num_bytes in self.inner.entries()}
         return self._sizes
 
-    def anew(self) -> Listed:
+    def anew(self) -> ListedFolder:
         """The same folder, to be listed again."""
-        return Listed(self.inner)
+        return ListedFolder(self.inner)
 
     def open(self, key: str) -> Reader:
         """See `Store.open`."""
@@ -128,7 +128,7 @@ def open_place(path: str) -> Store:
             return OneFile(folder_store, name)
         except NotFound:
             pass
-    return Listed(store)
+    return ListedFolder(store)
 
 
 def joined(url: str, name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import threads_here
 from holdfast.errors import FormatError, NotFound, UsageError
-from holdfast.format.safetensors import Entry, Header, read_header
+from holdfast.format.safetensors import Header, HeaderEntry, read_header
 from holdfast.interop.folder import OneFile, joined, top
 from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.sections import at_place
@@ -200,7 +200,7 @@ def _check_index(index: Index, headers: dict[str, Header]) -> None:
 # -- as a checkpoint ------------------------------------------------------------------------------
 
 
-def _tensor(file: str, entry: Entry) -> Foreign:
+def _tensor(file: str, entry: HeaderEntry) -> Foreign:
     box = whole(entry.shape)
     parts = (StoredPart.of(box, file, at_place(file, entry.start)),) if box.size else ()
     return Foreign(f"model.{entry.name}", entry.dtype, entry.shape, "param", parts)

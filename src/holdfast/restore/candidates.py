@@ -32,6 +32,8 @@ class Candidate:
     """Run and step of the state that records lead to from it, if there are any."""
     replaced: bool = False
     """True if storage has a later save of this step."""
+    home: str = ""
+    """The store that it lies in, if that is not the root but the one behind it."""
 
     @property
     def in_memory(self) -> bool:
@@ -43,17 +45,19 @@ class Candidate:
         return self.tip or (self.run, self.step)
 
     def __str__(self) -> str:
-        return f"step {self.step}" + (" in memory" if self.in_memory else "")
+        where = self.home or "memory" * self.in_memory
+        return f"step {self.step}" + f" in {where}" * bool(where)
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Sort by the run and step they lead to, then their own step, then the one saved later, then tier.
+    """Sort by the run and step they lead to, then their own step, then the one saved later, then tier: of
+    two homes, the root comes first.
 
     A run that went back has made what came after that step history.
     """
 
     def newness(c: Candidate) -> tuple[object, ...]:
-        return (c.end, c.step, not c.replaced, c.in_memory, c.attempt)
+        return (c.end, c.step, not c.replaced, c.in_memory, not c.home, c.attempt)
 
     return sorted(candidates, key=newness, reverse=True)
 

@@ -12,9 +12,10 @@ class Restored(int):
     restored step 0 and if there was nothing to restore; `found` tells the two apart.
     """
 
-    tier: Literal["memory", "durable", "source"] | None
-    """Place that the full step was read from: memory of the nodes, the root, or the `source` that was
-    given (also a foreign checkpoint in the root).  None if there was nothing."""
+    tier: Literal["memory", "durable", "upload", "source"] | None
+    """Place that the full step was read from: memory of the nodes, the root, the home behind it
+    (`upload=`), or the `source` that was given (also a foreign checkpoint in the root).  None if there was
+    nothing."""
     replayed: int
     """The number of recorded steps that were done again after the full step."""
     exactness: str
@@ -23,7 +24,7 @@ class Restored(int):
     def __new__(
         cls,
         step: int,
-        tier: Literal["memory", "durable", "source"] | None = None,
+        tier: Literal["memory", "durable", "upload", "source"] | None = None,
         replayed: int = 0,
         exactness: str = "bit-exact",
     ) -> Restored:

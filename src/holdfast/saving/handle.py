@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from holdfast.arguments import timeout_of
@@ -20,11 +21,17 @@ class Save:
         self.skipped = False
         self.told = False
         """True if the caller of `wait` has been given the failure."""
+        self.uploaded = False
+        """True once the step lies in the home behind the root, too (`Checkpointer(upload=)`)."""
         self._future: Future[bool] = Future()
 
     def done(self) -> bool:
         """True if the save is committed, failed or skipped."""
         return self._future.done()
+
+    def _on_end(self, call: Callable[[Save], object]) -> None:
+        """Call `call` when it has ended, on the thread that ends it, or now."""
+        self._future.add_done_callback(lambda _: call(self))
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the step is committed.  Raises the failure, or Deadline after `timeout` s.

@@ -32,21 +32,21 @@ ATTEMPT = "convert-"
 """Beginning of the names of attempts that are conversions."""
 
 
-def bucket_for(target: str, to: str, identity: str, step: int) -> Bucket:
+def bucket_for(target: str, to: str, identity: str, step: int) -> BucketTarget:
     """The place at a URL.  For one file of torch.save it is the folder above."""
     place, mark, query = target.partition("?")
     above, _, name = place.rstrip("/").rpartition("/")
     if to != "torch":
-        return Bucket(open_store(target), to, identity, step)
+        return BucketTarget(open_store(target), to, identity, step)
     if not name or above.endswith("/"):
         raise UsageError(
             f"{target} names no file", hint=f"such as {place.rstrip('/')}/weights.pt{mark}{query}"
         )
-    return Bucket(open_store(above + mark + query), to, identity, step)
+    return BucketTarget(open_store(above + mark + query), to, identity, step)
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketTarget:
     """The target of a conversion, and what is known of it."""
 
     store: Store
