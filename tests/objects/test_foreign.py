@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from holdfast.store import Store, open_store
 from holdfast.testing import Counting
 from objects.fixtures import fresh
 from objects.servers import Moto
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "megatron_0_14.tar.xz"
 
 
 def upload(folder: Path, url: str) -> None:
@@ -78,6 +81,18 @@ def test_read_from_a_bucket(folders: dict[str, Path], root: str, name: str, pref
         for tensor in found.names():
             assert np.array_equal(found.read(tensor), on_disk.read(tensor))
     assert holdfast.steps(url) == holdfast.steps(folders[name])
+
+
+def test_megatron_from_a_bucket(root: str, tmp_path: Path) -> None:
+    with tarfile.open(GOLDEN) as archive:
+        archive.extractall(tmp_path)  # our own file; `filter` is not in every Python 3.10
+    upload(tmp_path / "iter_0000003", f"{root.replace('?', '/iter_0000003?')}")
+    on_disk = holdfast.open(tmp_path / "iter_0000003")
+    with holdfast.open(root.replace("?", "/iter_0000003?")) as found:
+        assert (found.format, found.step) == (on_disk.format, on_disk.step) == ("megatron", 3)
+        assert found.names() == on_disk.names()
+        for tensor in found.names():
+            assert np.array_equal(found.read(tensor), on_disk.read(tensor))
 
 
 @pytest.mark.parametrize("name", ["dcp", "huggingface", "torch"])
