@@ -208,6 +208,8 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "memory": (*OBJECTS, holdfast.Memory),
             "delta": (*OBJECTS, holdfast.Delta),
             "keep": (*OBJECTS, holdfast.Keep),
+            "upload": (*PATHS_OR_NONE, "dpc:x", "memory://"),
+            "upload_keep": (*OBJECTS, holdfast.Keep),
             "when_busy": tuple(v for v in WORDS if v is not None),
             "on_error": WORDS,
             "on_resize": RULES,
@@ -264,7 +266,13 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
     ),
     "Delta": (
         lambda m: holdfast.Delta,
-        {"batch": COUNTS, "queue": COUNTS, "when_full": WORDS, "max_bytes": SIZES_BUT_NOTHING},
+        {
+            "batch": COUNTS,
+            "queue": COUNTS,
+            "when_full": WORDS,
+            "max_bytes": SIZES_BUT_NOTHING,
+            "upload_every_s": SECONDS,
+        },
     ),
     "Rng.load_state_dict": (
         lambda m: holdfast.Rng().load_state_dict,
