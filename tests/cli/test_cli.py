@@ -429,7 +429,7 @@ def test_usage() -> None:
 
 
 def test_an_unsupported_url_is_a_usage_error() -> None:
-    code, _, err = call("ls", "s3://bucket/x")
+    code, _, err = call("ls", "s33://bucket/x")
     assert code == 2 and err.startswith("error: ") and "hint" in err
 
 
@@ -444,6 +444,7 @@ def test_verbs_run_without_torch(root: Path) -> None:
         ["plan", "{root}", "--mesh", "dp=2"],
         ["plan", "{root}", "--mesh", "dp=2", "--rules", "deepspeed-zero"],
         ["prune", "{root}", "--keep-last", "9"],
+        ["copy", "{root}", "{root}/other"],
         ["nonsense"],
     ]
     code = """
@@ -462,7 +463,7 @@ for args in json.loads(sys.argv[1]):
         [sys.executable, "-c", code, asked], capture_output=True, text=True, check=False
     )
     told = [line for line in done.stderr.splitlines() if line.startswith("LOADED")]
-    assert told == ["LOADED [] 0"] * 8 + ["LOADED [] 2"], done.stderr
+    assert told == ["LOADED [] 0"] * 9 + ["LOADED [] 2"], done.stderr
     assert "Traceback" not in done.stderr
 
 

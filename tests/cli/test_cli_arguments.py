@@ -18,7 +18,7 @@ from holdfast.cli.options import Option
 
 MANY_DIGITS = "9" * 5000
 LONG = "x" * 300
-PATHS = ("", "s3://bucket", "fiel://x", "dpc:run", "a\udc00\ud800b")
+PATHS = ("", "s3://", "fiel://x", "dpc:run", "a\udc00\ud800b")
 STEPS = (
     "run@x",
     "run@",
@@ -53,9 +53,16 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "convert": (
         ("TARGET", "DST"),
         {
-            "TARGET": (*PATHS, *STEPS), "DST": (*PATHS, "memory://x"), "--to": ("", "hugingface"),
+            "TARGET": (*PATHS, *STEPS), "DST": PATHS, "--to": ("", "hugingface"),
             "--from": ("dpc",), "--to=torch --key": ("", "modle"), "--to=torch --dtype": ("", "bfoat16"),
             "--rules": ("", "nofile", "run"), "--max-file": SIZES, "--memory": (*SIZES, "1"),
+        },
+    ),
+    "copy": (
+        ("TARGET", "DST"),
+        {
+            "TARGET": (*PATHS, *STEPS), "DST": (*PATHS, "run", "torch:x"), "--all": ("x",),
+            "--log": ("x",), "--dry-run": ("x",),
         },
     ),
     "prune": (

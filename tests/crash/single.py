@@ -77,7 +77,11 @@ def life(monkeypatch, store: Store, saves: list[tuple[int, float]], **options: A
 
 
 def each_death(
-    base: Store, live: Callable[[Store], None], clone: Callable[[Store], Store] = memory
+    base: Store,
+    live: Callable[[Store], None],
+    clone: Callable[[Store], Store] = memory,
+    *,
+    least: int = 9,
 ) -> list[tuple[str, Store]]:
     """(what happened, the store that is left) for a death at every change, before and after it."""
     whole = StopAfter(clone(base), None)
@@ -88,5 +92,5 @@ def each_death(
             dying = StopAfter(clone(base), n, torn=torn)
             live(dying)
             found.append((f"{'after' if torn else 'before'} change {n}", dying.inner))
-    assert len(found) > 9, "too few operations to be the real thing"
+    assert len(found) > least, "too few operations to be the real thing"
     return found

@@ -3,6 +3,7 @@
 Blocks by the line that opens them:
 
     ```python             executed in order, one namespace per page, in a fresh directory
+    ```python bucket      the same beside a server of S3, which has the bucket "bucket"
     ```python torchrun    a page's such blocks make one script, run by two processes before the others
     ```console            each line `$ COMMAND` is run, and what is shown is compared: see `docs.commands`
 """
@@ -14,6 +15,8 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +27,7 @@ import pytest
 import holdfast
 from docs.commands import ROOT, SOAK_S, commands_of, run
 from holdfast.cli.main import VERBS
+from objects.servers import S3_ENV, Moto
 from ports import free_port
 
 TESTS = Path(__file__).parent.parent
@@ -101,9 +105,25 @@ def run_programs(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=holdfast.HoldfastWarning)
         warnings.filterwarnings("default", "the save of step", holdfast.HoldfastWarning)
-        for block in blocks(page, "python", ""):
-            padded = "\n" * block.line + block.text  # tracebacks show the page's line
-            exec(compile(padded, str(page), "exec"), namespace)
+        with serving(page, tmp_path, monkeypatch):
+            for block in [b for b in blocks(page, "python") if b.options in ("", "bucket")]:
+                padded = "\n" * block.line + block.text  # tracebacks show the page's line
+                exec(compile(padded, str(page), "exec"), namespace)
+
+
+@contextmanager
+def serving(page: Path, folder: Path, monkeypatch: Any) -> Iterator[None]:
+    """A server of S3, if the page has programs that want one."""
+    if not blocks(page, "python", "bucket"):
+        yield
+        return
+    for name, value in S3_ENV.items():
+        monkeypatch.setenv(name, value)
+    (folder / "server").mkdir()
+    with Moto(folder / "server") as server:
+        server.client().create_bucket(Bucket="bucket")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        yield
 
 
 def run_together(page: Path, folder: Path) -> None:

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.names import (
+    attempt_in,
     check_step,
     manifest_key,
     read_manifest,
     step_prefix,
-    verified_attempt,
 )
 from holdfast.checkpoint.tidying import INDEX, discard
 from holdfast.codec.table import DigestTable
@@ -71,6 +71,7 @@ def transfer(
     step: int,
     *,
     replace: bool = False,
+    dry_run: bool = False,
     threads: int = THREADS,
     progress: Progress | None = None,
 ) -> Transferred:
@@ -80,6 +81,7 @@ def transfer(
     another step of that number: Exists, or with `replace` that one gives way when all is there.  NotFound
     if the source has no such step, Corrupt if it is damaged: then the target's steps are as they were.
     `progress` is told of `Manifest.total_bytes` in all, the bytes of files that were there included.
+    `dry_run`: nothing is written, and the result says what would be.
     """
     key, tell = manifest_key(step), progress or (lambda _: None)
     manifest, data = _manifest(source, step)
@@ -89,13 +91,14 @@ def transfer(
         _check_other(target, manifest, seen, replace)
     files = _FilesToCopy(Files(source, step_prefix(step), manifest, verify=True), target, there)
     missing = files.missing(threads, tell)
-    files.copy(missing, threads, tell)
-    _copy_indexes(source, target, step)
-    _check_arrived(target, manifest)
-    if seen != data:
-        _commit(target, step, data, seen)
-    copied = sum(f.bytes for f in missing)
-    return Transferred(step, len(manifest.files), len(missing), copied, seen != data)
+    if not dry_run:
+        files.copy(missing, threads, tell)
+        _copy_indexes(source, target, step)
+        _check_arrived(target, manifest)
+        if seen != data:
+            _commit(target, step, data, seen)
+    num_bytes = sum(f.bytes for f in missing)
+    return Transferred(step, len(manifest.files), len(missing), num_bytes, seen != data)
 
 
 def _manifest(source: Store, step: int) -> tuple[Manifest, bytes]:
@@ -121,10 +124,10 @@ def _present(store: Store, key: str) -> bytes | None:
         return None
 
 
-def attempt_of(store: Store, step: int) -> str | None:
-    """The attempt that a step's manifest names; None if there is no sound one."""
+def _attempt(data: bytes, step: int) -> str | None:
+    """The attempt that a manifest names; None if it is damaged."""
     try:
-        return verified_attempt(store, step)
+        return attempt_in(data, step)
     except HoldfastError:
         return None
 
@@ -139,7 +142,7 @@ def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) 
             key=key,
             hint="nothing is overwritten: give another target, or delete that step",
         )
-    if attempt_of(target, step) == manifest.attempt:
+    if _attempt(seen, step) == manifest.attempt:
         raise Exists(
             f"{target.url} has another step {step}, of an attempt of the same name, {manifest.attempt}",
             step=step,
@@ -150,7 +153,7 @@ def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) 
 
 def _commit(target: Store, step: int, data: bytes, seen: bytes | None) -> None:
     """Put the manifest, where the one that was seen, or none, still is."""
-    key, old = manifest_key(step), None if seen is None else attempt_of(target, step)
+    key, old = manifest_key(step), None if seen is None else _attempt(seen, step)
     try:
         if seen is None:
             target.put(key, data, if_absent=True)
@@ -240,7 +243,6 @@ class _FilesToCopy:
         try:
             arrived.table(file)
         except (Corrupt, NotFound):
-            self.target.delete(key)
             return False
         tell(file.bytes)
         return True
@@ -251,6 +253,9 @@ class _FilesToCopy:
         in_each = 1 if side_by_side > 1 else threads
 
         def one(file: FileEntry) -> None:
+            key = self.files.key(file)
+            if key in self.there:  # and is not what it ought to be
+                self.target.delete(key)
             try:
                 copy_object(self.provable(file), self.files.store, self.target, in_each, tell)
             except Exists:  # another copy of the same step has come first
@@ -344,7 +349,7 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
     writer = target.create(this.key, this.num_bytes)
     try:
         part = part_bytes(writer, PART_BYTES)
-        buffers = _Buffers(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
+        buffers = _Pages(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
 
         def one(start: int) -> None:
             stop = min(start + part, this.num_bytes)
@@ -360,7 +365,7 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
         raise
 
 
-class _Buffers(threading.local):
+class _Pages(threading.local):
     """One page-aligned buffer of each thread."""
 
     def __init__(self, size: int) -> None:

@@ -23,10 +23,10 @@ from holdfast.errors import HoldfastError, HoldfastWarning, NotFound, NotRecover
 from holdfast.near import near
 from holdfast.version import __version__
 
-VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "prune", "log", "replay", "simulate",
+VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "log", "replay", "simulate",
          "agent")  # fmt: skip
 ABOUT = """\
-Look at, verify, compare, convert and prune checkpoints; list and replay records; simulate failures; \
+Look at, verify, compare, convert, copy and prune checkpoints; list and replay records; simulate failures; \
 look after the agent of a node.
 
 URL is a folder of checkpoints; URL@STEP one step of it, URL alone the newest. Checkpoints of other \

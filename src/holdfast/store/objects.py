@@ -136,8 +136,7 @@ class ObjectStore:
         self, key: str, view: memoryview, mode: Any, taken: Callable[[str, str], HoldfastError]
     ) -> None:
         """Put under a condition.  A request whose end is not known is repeated, and may have been done."""
-        until = time.monotonic() + self._limit_s * 0.6
-        is_doubtful, pause_s = False, 0.1
+        is_doubtful, pauses = False, self._pauses()
         while True:
             try:
                 _put(self._inner(repeat=False), self._prefix + key, view, mode)
@@ -153,10 +152,16 @@ class ObjectStore:
             except (BaseError, OSError) as error:
                 failed = self._translated("put", key, error)
                 is_doubtful = True
-            if not isinstance(failed, Unavailable) or time.monotonic() + pause_s > until:
+            if not isinstance(failed, Unavailable) or not next(pauses, False):
                 raise failed
+
+    def _pauses(self) -> Iterator[bool]:
+        """Pause for longer each time, and say True, while an operation may go on."""
+        until, pause_s = time.monotonic() + self._limit_s * 0.6, 0.1
+        while time.monotonic() + pause_s <= until:
             time.sleep(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, 5.0)
+            yield True
 
     def _prove_conditions(self, key: str, view: memoryview) -> None:
         """UsageError if a store lets the same key be made once more.  Asked once for each bucket."""
@@ -243,13 +248,25 @@ class ObjectStore:
         """The name of a key in the bucket."""
         return self._prefix + key
 
-    def ask(self, operation: str, key: str, call: Callable[[Any, str], T]) -> T:
-        """Do `call` with obstore's store and the key's name there, and say what fails as a store does."""
-        inner = self._inner(repeat=True)
-        try:
-            return call(inner, self._prefix + key)
-        except (BaseError, OSError) as error:
-            raise self._translated(operation, key, error) from None
+    def ask(
+        self,
+        operation: str,
+        key: str,
+        call: Callable[[Any, str], T],
+        may_repeat: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Do `call` with obstore's store and the key's name there, and say what fails as a store does.
+
+        Obstore repeats what fails, but not a request whose reply was cut short: that is repeated here, if
+        it may be.
+        """
+        inner, pauses = self._inner(repeat=True), self._pauses()
+        while True:
+            try:
+                return call(inner, self._prefix + key)
+            except (BaseError, OSError) as error:
+                if not (_CUT in str(error) and may_repeat() and next(pauses, False)):
+                    raise self._translated(operation, key, error) from None
 
     @property
     def _limit_s(self) -> float:
@@ -277,7 +294,8 @@ class ObjectStore:
         if isinstance(error, (NotFoundError, FileNotFoundError)):
             return not_found(key, self.url)
         message = f"cannot {operation} '{place}': {said}"
-        if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+        is_unknown = any(host in said for host in ("169.254.", "metadata.google"))
+        if is_unknown or isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
             hint = "credentials come from the environment (AWS_ACCESS_KEY_ID, ...), ~/.aws or the machine"
             return StoreError(message, key=key, hint=hint)
         return Unavailable(message, key=key)
@@ -310,13 +328,17 @@ class ObjectReader:
             try:
                 return obstore.get_range(inner, name, start=offset, end=stop)
             except BaseError as error:
-                if "416" in _status(error):  # it ends before the range begins
-                    return b""
+                if "416" in _status(error) or _NO_RANGE.search(str(error)):
+                    return b""  # it ends before the range begins
                 raise
 
         found = memoryview(self._store.ask("read", self._key, fetch))
         if len(found) != len(view):
-            raise past_end(self._key, offset, stop, self._store.size(self._key))
+            size = self._store.size(self._key)
+            if size < stop:
+                raise past_end(self._key, offset, stop, size)
+            had = f"the reply has {len(found)} of {len(view)} bytes"
+            raise Unavailable(f"cannot read '{self.place_of()}': {had}", key=self._key)
         view[:] = found
 
     def close(self) -> None:
@@ -378,6 +400,7 @@ class ObjectWriter:
             self._check_absent(key)
             self._queue.end()
             self._upload.join()
+            self._forgive_lost_reply(key)
             self._raise_if_failed("finish")
         if self._state == "failed":
             self._state = "finished"
@@ -413,10 +436,19 @@ class ObjectWriter:
                     chunk_size=part,
                     max_concurrency=UPLOADS,
                 ),
+                may_repeat=lambda: self._queue.num_taken == 0,  # its begin was not answered
             )
         except BaseException as error:
             self._failed = error
             self._queue.fail(error)
+
+    def _forgive_lost_reply(self, key: str) -> None:
+        """Forget the error of an upload that has ended all the same: there was no object, all parts were
+        sent, and now one of this length is there."""
+        if isinstance(self._failed, StoreError) and self._queue.is_empty:
+            with suppress(StoreError):
+                if self._store.size(key) == self._parts.size:
+                    self._failed = None
 
     def _check_absent(self, key: str) -> None:
         """`Exists` if the key is taken: obstore ends uploads without a condition."""
@@ -452,6 +484,10 @@ class _Ordered:
         self._next = 0
         self._is_ended = False
         self._error: BaseException | None = None
+        self.num_taken = 0
+        """Parts that have left."""
+        self.is_empty = False
+        """All parts have left, and there are no more."""
 
     def add(self, offset: int, part: bytes) -> None:
         """Take a part, and move those whose turn it is now."""
@@ -494,8 +530,10 @@ class _Ordered:
                 if self._error is not None:
                     raise self._error
                 if not self._ready:
+                    self.is_empty = True
                     return
                 part = self._ready.popleft()
+                self.num_taken += 1
                 self._ready_bytes -= len(part)
                 self.changed.notify_all()
             yield part
@@ -521,6 +559,12 @@ def _check_process() -> None:
 _SECRETS = re.compile(
     r"((?:sig|sas|token|X-Amz-[A-Za-z-]+|Signature|AWSAccessKeyId)=)[^&\s\"]+", re.I
 )
+
+
+_CUT = "request or response body error"
+"""How obstore says that a connection ended before the reply did."""
+_NO_RANGE = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \"bytes 0--1/0\"")
+"""How obstore says that a reply has nothing of the range, where the status does not: Azure's emulator."""
 
 
 def _said(error: Exception) -> str:

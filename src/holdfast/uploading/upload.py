@@ -100,7 +100,7 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
     attempt: str = ""
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class RoundOutcome(msgspec.Struct, frozen=True, array_like=True):
     """What became of a round: `uploaded`; `gone`, with the step, from the root; `given up`, as the step is
     damaged; to be tried `again`, later; `ended`, with all uploads of this run."""
 
@@ -153,7 +153,7 @@ class Upload:
     def watch(self, save: Save) -> None:
         """Upload the step of a save when it is committed, unless a newer one is by then."""
         self._saves += 1
-        save.on_end(partial(self._done, self._saves))
+        save._on_end(partial(self._done, self._saves))
 
     def adopt(self, claim: Claim) -> None:
         """Go on as another run."""
@@ -259,9 +259,9 @@ class Upload:
         choice = Choice(0)
         try:
             choice = self._choose()
-            outcome = Outcome("uploaded") if not choice.attempt else self._upload(choice)
+            outcome = RoundOutcome("uploaded") if not choice.attempt else self._upload(choice)
         except Exception as error:  # the other ranks cannot be reached
-            outcome = Outcome("again", WireError.of(error))
+            outcome = RoundOutcome("again", WireError.of(error))
         self._tell(choice, outcome, time.monotonic() - began)
         if outcome.verdict in ("again", "ended"):
             self._has_ended = outcome.verdict == "ended"
@@ -306,7 +306,7 @@ class Upload:
         self._last_uploaded = theirs[-1] if theirs else None
         return mine[-1].step if mine and (not theirs or theirs[-1] < mine[-1]) else None
 
-    def _upload(self, choice: Choice) -> Outcome:
+    def _upload(self, choice: Choice) -> RoundOutcome:
         """Copy this rank's files, and hear what rank 0 makes of all."""
         key, error, manifest, data = manifest_key(choice.step), None, None, b""
         with span("upload", step=choice.step) as fields:
@@ -324,7 +324,7 @@ class Upload:
                 COPY_S,
                 f"uploaded its part of step {choice.step}",
             )
-        return msgspec.msgpack.decode(answer, type=Outcome)
+        return msgspec.msgpack.decode(answer, type=RoundOutcome)
 
     def _check_attempt(self, manifest: Manifest, choice: Choice) -> None:
         if manifest.attempt != choice.attempt:
@@ -350,7 +350,7 @@ class Upload:
             except Exception as error:
                 errors = [WireError.of(error)]
         verdict = self._verdict(choice, errors)
-        return msgspec.msgpack.encode(Outcome(verdict, errors[0] if errors else None))
+        return msgspec.msgpack.encode(RoundOutcome(verdict, errors[0] if errors else None))
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         self.known.begin(manifest.step)
@@ -371,7 +371,7 @@ class Upload:
             return "given up"
         return "ended" if self._is_closing else "again"
 
-    def _settle(self, choice: Choice, outcome: Outcome) -> None:
+    def _settle(self, choice: Choice, outcome: RoundOutcome) -> None:
         """Note that nothing more becomes of this save, and of those before it."""
         self._pause_s = PAUSE_S
         with self._lock:
@@ -409,7 +409,7 @@ class Upload:
 
     # -- what is told -----------------------------------------------------------------------------
 
-    def _tell(self, choice: Choice, outcome: Outcome, took_s: float) -> None:
+    def _tell(self, choice: Choice, outcome: RoundOutcome, took_s: float) -> None:
         """Tell of a round: by an event, and the user, on rank 0, of each outage once."""
         error, step = outcome.error, choice.step
         if error is None:

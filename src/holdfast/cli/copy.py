@@ -1,0 +1,185 @@
+"""`holdfast copy URL[@STEP] DST`: steps, as they are, into another root."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+from holdfast.checkpoint.names import committed, read_manifest
+from holdfast.checkpoint.recorded import segments
+from holdfast.checkpoint.transfer import Transferred, transfer
+from holdfast.checkpoint.unproved import newest_of
+from holdfast.cli.options import Argument, Option, Target, own_root, split_target
+from holdfast.cli.screen import Result, progress, say
+from holdfast.cli.words import bad, dim, good, many, size
+from holdfast.delta.transfer import TransferredLog, transfer_log
+from holdfast.errors import Exists, FormatError, HoldfastError, NotFound, NotRecoverable, UsageError
+from holdfast.interop.detect import near_path, split
+from holdfast.store import Store, open_store
+
+Destination = Annotated[str, Argument("DST", "Root to copy into; made if need be.")]
+
+
+@dataclass
+class CopiedStep:
+    """What became of one step."""
+
+    step: int
+    outcome: str
+    """`copied`, `there already`, or `failed`; with `--dry-run`, `missing` instead of `copied`."""
+    num_files: int = 0
+    num_copied: int = 0
+    bytes: int = 0
+    problem: str | None = None
+
+
+@dataclass
+class Copied:
+    """What became of all that was to be copied."""
+
+    source: str
+    target: str
+    dry_run: bool
+    steps: list[CopiedStep]
+    records: TransferredLog | None
+    num_records_left: int
+    """Files of records that would lead on from the step, and were not asked for."""
+    seconds: float
+
+
+def run(
+    source: Target,
+    target: Destination,
+    every: Annotated[bool, Option("Copy every step, and the records.", name="--all")] = False,
+    log: Annotated[bool, Option("Copy the records that lead on from the step, too.")] = False,
+    dry_run: Annotated[bool, Option("Only say what would be copied.")] = False,
+) -> Result:
+    """Copy a step (the newest, or URL@STEP) into another root, byte for byte. Interrupted, the same
+    command goes on where it was.
+
+    Both are paths or URLs. Each chunk is compared with its digest before it is written, and a step exists
+    in DST when all of it is there. What is there already is not copied again; another step of the same
+    number stays. Exit 1 if a step is damaged or in the way.
+    """
+    began = time.perf_counter()
+    store, into, steps = _both(source, target, every)
+    done = [_copy(store, into, step, dry_run, go_on=every) for step in steps]
+    since = 0 if every else steps[0]
+    records, left = None, 0
+    if every or log:
+        records = _copy_records(store, into, since, dry_run)
+    else:
+        left = len(segments(store, since))
+    seconds = time.perf_counter() - began
+    made = Copied(store.url, into.url, dry_run, done, records, left, seconds)
+    is_bad = any(one.problem for one in done) or bool(records and records.problems)
+    return Result(lambda: made, lambda: _show(made), int(is_bad))
+
+
+def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int]]:
+    """The stores, and the steps to copy, newest first."""
+    url, step = split_target(source)
+    if step is not None and every:
+        raise UsageError(
+            f"{source} names a step, and --all means every one", hint="give one of them"
+        )
+    store = own_root(
+        url,
+        "copy leaves as it is",
+        "`holdfast convert` writes it as a step; or copy its files by other tools",
+    )
+    prefix, path = split(target)
+    if prefix:
+        what = f"{target} names a {prefix} checkpoint; what is copied stays holdfast's own"
+        raise UsageError(what, hint=f"give the path {path!r}, or `holdfast convert --to {prefix}`")
+    into = open_store(target)
+    if into.url == store.url:
+        raise UsageError(f"{target} is where the steps are already", hint="give another root")
+    if step is not None:
+        return store, into, [step]
+    saved = committed(store)
+    try:
+        newest = newest_of(saved, store.url)
+    except NotRecoverable as error:
+        error.hint = near_path(url) or error.hint
+        raise
+    return store, into, [s.step for s in reversed(saved)] if every else [newest]
+
+
+def _copy(store: Store, into: Store, step: int, dry_run: bool, *, go_on: bool) -> CopiedStep:
+    """Copy a step; `go_on`: what is wrong with it is in the result, and the others are copied."""
+    try:
+        with progress(f"copying step {step}", _bytes(store, step)) as told:
+            made = transfer(store, into, step, dry_run=dry_run, progress=told)
+    except (FormatError, NotFound, Exists) as error:
+        if not go_on:
+            raise
+        return CopiedStep(step, "failed", problem=error.message)
+    return CopiedStep(step, _outcome(made, dry_run), made.num_files, made.num_copied, made.bytes)
+
+
+def _outcome(made: Transferred, dry_run: bool) -> str:
+    if not made.is_new and not made.num_copied:
+        return "there already"
+    return "missing" if dry_run else "copied"
+
+
+def _bytes(store: Store, step: int) -> int:
+    try:
+        return read_manifest(store, step).total_bytes
+    except HoldfastError:
+        return 0  # it is said when it is copied
+
+
+def _copy_records(store: Store, into: Store, since: int, dry_run: bool) -> TransferredLog:
+    with progress("copying records", 0) as told:
+        return transfer_log(store, into, since, dry_run=dry_run, progress=told)
+
+
+def _show(made: Copied) -> None:
+    for one in made.steps:
+        if one.problem is not None:
+            say(f"{bad('failed')}  step {one.step}: {one.problem}")
+            continue
+        files = f"{one.num_copied:,} of {many(one.num_files, 'file')}, {size(one.bytes)}"
+        text = "" if one.outcome == "there already" else f": {files}"
+        say(f"{good(one.outcome)}  step {one.step}{text}")
+    if made.records is not None:
+        _show_records(made.records, made.dry_run)
+    if made.num_records_left:
+        say(
+            dim(
+                f"  {many(made.num_records_left, 'file')} of records lead on from it: --log copies them"
+            )
+        )
+    _show_total(made)
+
+
+def _show_records(records: TransferredLog, dry_run: bool) -> None:
+    files = f"{records.num_copied:,} of {many(records.num_files, 'file')}, {size(records.bytes)}"
+    if records.num_copied:
+        say(f"{good('missing' if dry_run else 'copied')}  records: {files}")
+    elif records.num_files:
+        say(f"{good('there already')}  records")
+    for key, problem in records.problems.items():
+        say(f"{bad('failed')}  {key}: {problem}")
+
+
+def _show_total(made: Copied) -> None:
+    num_bytes = sum(one.bytes for one in made.steps) + (made.records.bytes if made.records else 0)
+    if made.dry_run:
+        say(f"{size(num_bytes)} would be copied to {made.target}")
+    elif num_bytes:
+        speed = size(num_bytes / max(made.seconds, 1e-9))
+        say(
+            f"every chunk compared with its digest: {size(num_bytes)} in {made.seconds:.1f} s, {speed}/s"
+        )
+    elif not any(one.problem for one in made.steps):
+        say(f"all is in {made.target}")
+
+
+if __name__ == "__main__":
+    from holdfast.cli.main import main
+
+    main("copy")
