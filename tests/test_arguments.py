@@ -211,8 +211,6 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "memory": (*OBJECTS, holdfast.Memory),
             "delta": (*OBJECTS, holdfast.Delta),
             "keep": (*OBJECTS, holdfast.Keep),
-            "upload": (*PATHS_OR_NONE, "dpc:x", "memory://"),
-            "upload_keep": (*OBJECTS, holdfast.Keep),
             "when_busy": tuple(v for v in WORDS if v is not None),
             "on_error": WORDS,
             "on_resize": RULES,
