@@ -267,7 +267,13 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
     ),
     "Delta": (
         lambda m: holdfast.Delta,
-        {"batch": COUNTS, "queue": COUNTS, "when_full": WORDS, "max_bytes": SIZES_BUT_NOTHING},
+        {
+            "batch": COUNTS,
+            "queue": COUNTS,
+            "when_full": WORDS,
+            "max_bytes": SIZES_BUT_NOTHING,
+            "upload_every_s": SECONDS,
+        },
     ),
     "Rng.load_state_dict": (
         lambda m: holdfast.Rng().load_state_dict,
