@@ -98,6 +98,18 @@ KEPT: dict[str, tuple[str, ...]] = {
     "nodes/test_elastic_durable.py": (r"test_three_nodes_go_on_where_four_were",),
     "nodes/test_elastic_memory.py": (),
     "objects/test_deaths.py": (r"test_a_(save|claim)",),
+    "objects/test_faults.py": (
+        r"test_an_upload_survives_a_fault\[(begin-cut|part-(refused|dropped)|end-(cut|dropped))\]",
+        r"test_reads_lists_and_deletes_survive_a_fault\[(refused|cut)\]",
+        r"test_a_conditional_put_is_done_once\[(cut|dropped|lost)\]",
+        r"test_each_save_commits_or_fails_cleanly\[short\]",
+        r"test_a_bucket_that_is_gone.*\[(refuses|is silent)-skip\]",
+        r"test_(who_comes_second|a_claim|two_runs).*",
+    ),
+    "objects/test_killed.py": (
+        r"test_a_training_with_records\[2\]",
+        r"test_the_server_dies_in_mid_save\[once\]",
+    ),
 }
 """By file, below this folder."""
 

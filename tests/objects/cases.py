@@ -21,11 +21,14 @@ PACE_S = 0.01
 
 
 def new() -> Run:
-    return Run(OPTIMIZERS["adamw"])
+    """Without gradients that outlive a step: no checkpoint has those."""
+    run = Run(OPTIMIZERS["adamw"])
+    run.in_place = False
+    return run
 
 
 def digest(values: Any) -> str:
-    """Of all that a run holds, bit for bit."""
+    """Of tensors and other values, bit for bit."""
     seen = xxhash.xxh3_64()
 
     def add(value: Any) -> None:
@@ -43,6 +46,11 @@ def digest(values: Any) -> str:
 
     add(values)
     return seen.hexdigest()
+
+
+def digests(run: Run) -> dict[str, str]:
+    """Of each thing that a run holds."""
+    return {name: digest(value) for name, value in run.everything().items()}
 
 
 def what_of(root: Path) -> dict[str, Any]:
@@ -72,7 +80,7 @@ def trains(root: Path) -> None:
         deadline_s=60,
     ) as ckpt:
         start = ckpt.restore()
-        note(root, restored=start, digest=digest(run.everything()))
+        note(root, restored=start, digests=digests(run))
         for step in range(start + 1, what["until"] + 1):
             run.step(step)
             ckpt.step(step)

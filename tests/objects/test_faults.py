@@ -184,8 +184,8 @@ def filled(step: int, num_floats: int) -> torch.Tensor:
     ("num_saves", "num_floats", "delay_s"),
     [
         pytest.param(20, 60_000, 0.3, id="short"),
-        pytest.param(180, 60_000, 5.0, id="long", marks=pytest.mark.soak),
-        pytest.param(20, 6_000_000, 5.0, id="uploads", marks=pytest.mark.soak),
+        pytest.param(180, 60_000, 5.0, id="long"),
+        pytest.param(20, 6_000_000, 5.0, id="uploads"),
     ],
 )
 def test_each_save_commits_or_fails_cleanly(
@@ -211,8 +211,8 @@ def test_each_save_commits_or_fails_cleanly(
     [
         ("refuses", "skip"),
         ("is silent", "skip"),
-        pytest.param("refuses", "queue", marks=pytest.mark.soak),
-        pytest.param("is silent", "queue", marks=pytest.mark.soak),
+        ("refuses", "queue"),
+        ("is silent", "queue"),
     ],
 )
 def test_a_bucket_that_is_gone_costs_saves_and_not_the_training(

@@ -20,7 +20,7 @@ from holdfast.checkpoint.verifying import verify
 from holdfast.errors import HoldfastError
 from holdfast.store import Store, open_store
 from memory.zygote import KILLED, Lives
-from objects.cases import digest, new
+from objects.cases import digests, new
 from objects.fixtures import fresh
 from objects.proxy import Fate, Proxy, Request
 from objects.servers import S3_ENV, SeaweedFS
@@ -61,7 +61,7 @@ class Killer(threading.Thread):
             time.sleep(0.005)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [2, 20])
 def test_a_training_with_records(lives: Lives, seaweed: SeaweedFS, kills: int) -> None:
     """Each life begins with the state of the uninterrupted training, at the last step but one or later."""
     draw = random.Random(f"{SEED} {kills}")
@@ -85,7 +85,7 @@ def test_a_training_with_records(lives: Lives, seaweed: SeaweedFS, kills: int) -
 
 def check_restored(lines: list[dict[str, Any]]) -> list[int]:
     """Each restore against the last step before it, and bit for bit against a plain run; the steps."""
-    expected = {0: digest(new().everything())}
+    expected = {0: digests(new())}
     plain, done, found = new(), 0, []
     for line in lines:
         if "step" in line:
@@ -96,8 +96,8 @@ def check_restored(lines: list[dict[str, Any]]) -> list[int]:
         assert done - 1 <= step <= done + 1, (done, line, SEED)
         for number in range(max(expected) + 1, step + 1):
             plain.step(number)
-            expected[number] = digest(plain.everything())
-        assert line["digest"] == expected[step], (step, SEED)
+            expected[number] = digests(plain)
+        assert line["digests"] == expected[step], (step, SEED)
         found.append(step)
     return found
 
@@ -116,10 +116,9 @@ CASES = {
 }
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_at_every_request(lives: Lives, seaweed: SeaweedFS, proxy: Proxy, case: str) -> None:
-    """Of the process, as the server sees it: requests of a claim, a save, a commit, and of tidying."""
+    """The process dies at each request that changes something: of a claim, a save, and what is tidied."""
     before = {1: 1.0, 2: 2.0}
     outcomes = []
     for n in range(1, 40):
@@ -188,7 +187,7 @@ def recovers(lives: Lives, url: str, before: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param([2], id="once"), pytest.param([1, 3, 4, 5, 6], marks=pytest.mark.soak)]
+    "kills", [pytest.param([2], id="once"), pytest.param([1, 3, 4, 5, 6], id="five times")]
 )
 def test_the_server_dies_in_mid_save(tmp_path: Path, monkeypatch, kills: list[int]) -> None:
     """At the n-th change of a save; it is started again meanwhile, on the same data."""
