@@ -29,7 +29,7 @@ from torch import nn
 import holdfast
 from holdfast import checkpointer, once
 from holdfast.errors import HoldfastError, StoreError, UsageError
-from holdfast.store import LocalStore, MemoryStore, Store, open_store
+from holdfast.store import LocalStore, MemoryStore, Store, open_store, register
 
 Values = tuple[Any, ...]
 
@@ -63,6 +63,7 @@ WORDS: Values = (Odd(), [], {}, None, True, 3, b"skip", "", "skpi", HUGE_TEXT)
 PATHS: Values = (Odd(), [], {}, None, True, 3, 1.5, b"runs", "", "a\0b", "a\ud800b", HUGE_TEXT,
                  object)  # fmt: skip
 PATHS_OR_NONE = tuple(v for v in PATHS if v is not None)
+BUCKETS: Values = ("s3://", "s3://b?regoin=x", "az://b?unsafe=perhaps")
 SIZES: Values = (
     *OTHERS,
     True,
@@ -153,7 +154,7 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             )
         ),
         {
-            "path": (*PATHS, "s3://bucket", "dpc:x"),
+            "path": (*PATHS, *BUCKETS, "dpc:x"),
             "state": STATES,
             "step": STEPS,
             "replicas": (*WORDS, "verify"),
@@ -202,7 +203,9 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
     "Checkpointer": (
         lambda m: m.checkpointer,
         {
-            "path": (*PATHS, "s3://bucket"),
+            "path": (*PATHS, *BUCKETS),
+            "upload": (*PATHS_OR_NONE, *BUCKETS),
+            "upload_keep": (*OBJECTS, holdfast.Keep),
             "state": STATES,
             "every": EVERY,
             "memory": (*OBJECTS, holdfast.Memory),
@@ -264,7 +267,13 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
     ),
     "Delta": (
         lambda m: holdfast.Delta,
-        {"batch": COUNTS, "queue": COUNTS, "when_full": WORDS, "max_bytes": SIZES_BUT_NOTHING},
+        {
+            "batch": COUNTS,
+            "queue": COUNTS,
+            "when_full": WORDS,
+            "max_bytes": SIZES_BUT_NOTHING,
+            "upload_every_s": SECONDS,
+        },
     ),
     "Rng.load_state_dict": (
         lambda m: holdfast.Rng().load_state_dict,
@@ -326,7 +335,14 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
     ),
     "store.open_store": (
         lambda m: open_store,
-        {"url": (*PATHS, "s3://bucket", "fiel://x", "file://x")},
+        {"url": (*PATHS, *BUCKETS, "fiel://x", "file://x")},
+    ),
+    "store.register": (
+        lambda m: lambda **a: register(**{"scheme": "tape", "factory": MemoryStore, **a}),
+        {
+            "scheme": (*OTHERS, None, 3, "", "s3", "a://b", "S 3"),
+            "factory": (*FUNCTIONS, None, print_nothing),
+        },
     ),
     "store.LocalStore": (
         lambda m: lambda **a: LocalStore(**{"root": m.folder, **a}),
@@ -352,6 +368,7 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
     ),
 }
 KEYS: Values = (Odd(), None, 3, [], b"k", "", "../x", "/x", "a//b", "a\0b", "a\ud800", HUGE_TEXT)
+PREFIXES: Values = (Odd(), None, 3, [], b"k", "../x", "/x", "a//b", "a\0b", "a\ud800", HUGE_TEXT)
 NUMBERS: Values = (*OTHERS, None, -1, 1.5, "1", True, 10**5000)
 for _name, _store in (("store", lambda m: m.store), ("local", lambda m: m.local)):
     CALLS |= {
@@ -375,10 +392,8 @@ for _name, _store in (("store", lambda m: m.store), ("local", lambda m: m.local)
         ),
         f"{_name}.open": (lambda m, s=_store: s(m).open, {"key": KEYS}),
         f"{_name}.size": (lambda m, s=_store: s(m).size, {"key": KEYS}),
-        f"{_name}.list": (
-            lambda m, s=_store: s(m).list,
-            {"prefix": (Odd(), None, 3, [], b"k", "../x", "/x", "a//b", "a\0b", "a\ud800", HUGE_TEXT)},
-        ),
+        f"{_name}.list": (lambda m, s=_store: s(m).list, {"prefix": PREFIXES}),
+        f"{_name}.entries": (lambda m, s=_store: s(m).entries, {"prefix": PREFIXES}),
         f"{_name}.delete": (lambda m, s=_store: s(m).delete, {"key": KEYS}),
     }  # fmt: skip
 
@@ -439,6 +454,7 @@ RESULTS = {
     "Save",
     "compression.rounded_to",
     "events.Event",
+    "store.Entry",
     "testing.Operation",
     "testing.Training",
 }

@@ -4,6 +4,7 @@
 
 What is to be written is planned first (`holdfast.writers`); then files are filled straight from the source
 into `<target>.partial`, read back, and moved to their place in one rename: a target is whole or not there.
+In a bucket, which has no renames, the file that makes it a checkpoint is put last (`writers.bucket`).
 Killed and called again with the same arguments, a conversion goes on with the files that are missing.
 Under torchrun the ranks share the files evenly.
 """
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -43,7 +45,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import encode
 from holdfast.here import boot_id
 from holdfast.interop.detect import split
-from holdfast.interop.folder import OneFile
+from holdfast.interop.folder import MARK, ListedFolder, OneFile, last_name
 from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Sections
 from holdfast.looking import open as open_checkpoint
@@ -53,12 +55,12 @@ from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.directories import fsync_directories, fsync_directory, walk
 from holdfast.store.oserrors import translated
 from holdfast.version import __version__
+from holdfast.writers.bucket import ATTEMPT, BucketTarget, bucket_for
 from holdfast.writers.planned import Planned, Rename, WriteOptions, weights
 from holdfast.writers.ranks import converting_ranks
 
 FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
 PARTIAL = ".partial"
-_MARK = "holdfast-conversion.json"
 _WEIGHTS_ONLY = ("huggingface", "torch")
 
 Told = Callable[[str, int, int], object]
@@ -93,7 +95,7 @@ def convert(
     verify: bool = True,
     progress: Told | None = None,
 ) -> Converted:
-    """Rewrite one step of `source` (a URL, also with a prefix) as format `to`, at the path `target`.
+    """Rewrite one step of `source` (a URL, also with a prefix) as format `to`, at the path or URL `target`.
 
     `universal`: a root of holdfast's, each tensor whole; a root that is there gets one more step.
     `deepspeed`: its universal format.  `dcp`: torch.distributed.checkpoint.  `huggingface`, `torch`: the
@@ -121,7 +123,8 @@ def convert(
     with ExitStack() as opened:
         if not isinstance(source, Checkpoint):
             source = opened.enter_context(open_checkpoint(source, step=step))
-        place = _local(target)
+        store = open_store(target)
+        place = store.root if isinstance(store, LocalStore) else target
         return _Conversion(source, place, to, options, memory_bytes, verify, progress).run()
 
 
@@ -162,10 +165,14 @@ class _Conversion:
     told: Told | None
 
     def __post_init__(self) -> None:
+        self.identity = _identity(self.source, self.to, self.options)
+        self.bucket: BucketTarget | None = None
+        if "://" in self.target:
+            self.bucket = bucket_for(self.target, self.to, self.identity, self.source.step)
+            return
         self.partial = LocalStore(self.target + PARTIAL)
         """The mark, and the folder of what is written."""
         self.work = LocalStore(os.path.join(self.partial.root, "files"), durable=False)
-        self.identity = _identity(self.source, self.to, self.options)
 
     def run(self) -> Converted:
         begin = time.monotonic()
@@ -174,7 +181,7 @@ class _Conversion:
             files = plan.outfiles if isinstance(plan, Consolidation) else list(plan.files)
             there = len(files)
             with ExitStack() as held:
-                if not ranks.first("begin", lambda: self._begin(files, held)):
+                if not ranks.first("begin", lambda: self._begin(plan, files, held)):
                     with ranks.all("written"):
                         there = self._write(ranks.share(files))
                 ranks.first("end", lambda: self._end(plan, files))
@@ -206,15 +213,21 @@ class _Conversion:
             case "torch":
                 from holdfast.writers.weights import plan_torch
 
-                return plan_torch(self.source, self.options, os.path.basename(self.target))
+                name = last_name(self.target) if self.bucket else os.path.basename(self.target)
+                return plan_torch(self.source, self.options, name)
         target, most = open_store(self.target), self.options.max_file_bytes
         return plan_consolidation(self.source, target, _attempt_name(self.identity), most)
 
-    def _begin(self, files: Sequence[Outfile], held: ExitStack) -> bool:
+    def _begin(
+        self, plan: Planned | Consolidation, files: Sequence[Outfile], held: ExitStack
+    ) -> bool:
         """Go on with what an interrupted conversion of the same has left, or clear it away.
 
         True if the result is at its place already: it was interrupted after that.
         """
+        if self.bucket is not None:
+            last = [path for path, _ in plan.last] if isinstance(plan, Planned) else []
+            return self.bucket.begin(files, last, self.source.store.url)
         marked = self._marked()
         finished = marked.get("conversion") == self.identity and self._is_result(files)
         if not finished:
@@ -232,7 +245,7 @@ class _Conversion:
         mark = {"conversion": self.identity, "boot": boot_id()}
         same = marked == mark
         self._clear(files if same else ())
-        self.partial.put(_MARK, msgspec.json.encode(mark))
+        self.partial.put(MARK, msgspec.json.encode(mark))
         self._check_space(files, same)
         return False
 
@@ -253,7 +266,7 @@ class _Conversion:
     def _marked(self) -> dict[str, str]:
         """Return what the mark says of the conversion that has begun; empty if there is none."""
         try:
-            return msgspec.json.decode(self.partial.get(_MARK), type=dict[str, str])
+            return msgspec.json.decode(self.partial.get(MARK), type=dict[str, str])
         except (NotFound, msgspec.DecodeError):
             return {}
 
@@ -310,19 +323,28 @@ class _Conversion:
 
     def _write(self, files: Sequence[Outfile]) -> int:
         """Write what is missing, and read all back; return the number of files that were there."""
-        there = [f for f in files if _has(self.work, f)]
-        missing = [f for f in files if not _has(self.work, f)]
+        missing, work = (
+            self._missing(files),
+            self.work if self.bucket is None else self.bucket.store,
+        )
+        there = [f for f in files if f not in missing]
         for f in missing:
-            self.work.delete(f.path)
+            work.delete(f.path)
         written: list[FileDigests] = []
         if there and self.verify:
             written += self._pass("check", there, None)
         if missing:
-            written += self._pass("write", missing, self.work)
-        self.work.sync([f.path for f in files])
+            written += self._pass("write", missing, work)
+        if self.bucket is None:
+            self.work.sync([f.path for f in files])
         if self.verify:
-            check_files(self.work, written, progress=self._progress("verify", files))
+            check_files(work, written, progress=self._progress("verify", files))
         return len(there)
+
+    def _missing(self, files: Sequence[Outfile]) -> list[Outfile]:
+        if self.bucket is not None:
+            return self.bucket.missing(files)
+        return [f for f in files if not _has(self.work, f)]
 
     def _pass(self, phase: str, files: Sequence[Outfile], store: Store | None) -> list[FileDigests]:
         return write_files(
@@ -341,6 +363,10 @@ class _Conversion:
 
     def _end(self, plan: Planned | Consolidation, files: Sequence[Outfile]) -> None:
         """Make the result exist, unless it does; then nothing of the work is left."""
+        if self.bucket is not None:
+            self._check_source(partial(self.bucket.clear, files))
+            self.bucket.end(plan, files)
+            return
         if not self._is_result(files):
             self._check_end(files)
             if isinstance(plan, Consolidation):
@@ -356,8 +382,11 @@ class _Conversion:
         missing = next((f.path for f in files if not self._is_written(f)), None)
         if missing is not None:
             raise HoldfastError(f"{missing} was not written", hint="convert again: it goes on")
+        self._check_source(self._remove_partial)
+
+    def _check_source(self, clear: Callable[[], object]) -> None:
         if _identity(self.source, self.to, self.options) != self.identity:
-            self._remove_partial()
+            clear()
             raise Corrupt(
                 f"{self.source.store.url} has changed while it was converted",
                 hint="convert again once nobody writes to it",
@@ -394,7 +423,7 @@ class _Conversion:
 
 def _attempt_name(identity: str) -> str:
     """Return the attempt name of a step, by the identity of the conversion that writes it."""
-    return f"convert-{identity}"
+    return f"{ATTEMPT}{identity}"
 
 
 def _has(store: LocalStore, file: Outfile) -> bool:
@@ -404,19 +433,14 @@ def _has(store: LocalStore, file: Outfile) -> bool:
         return False
 
 
-def _local(target: str | os.PathLike[str]) -> str:
-    store = open_store(os.fspath(target))
-    if not isinstance(store, LocalStore):
-        raise UsageError(f"target {store.url}: conversions are written to file systems only")
-    return store.root
-
-
 def _identity(source: Checkpoint, to: str, options: WriteOptions) -> str:
     """Return a digest of the source's state and what is asked: a begun conversion with it is this one."""
     manifest = hexdigest(encode(source.manifest))
     files: list[Any] = []
-    if isinstance(source.store, Sections):
-        origin, keys = source.store.origin, source.store.origin.list()
+    if isinstance(source.store, Sections):  # listed anew: they may have changed since it was opened
+        origin = source.store.origin
+        origin = origin.anew() if isinstance(origin, ListedFolder) else origin
+        keys = origin.list()
         if isinstance(origin, OneFile):  # and what it names, if it is an index
             origin, keys = origin.inner, sorted({*keys, *map(file_of, source.manifest.files)})
         files = [(key, *_stamp(origin, key)) for key in keys]

@@ -55,7 +55,7 @@ class Restart:
                 for m in self.snapshots.manifests
             ]
         since = min((c.step for c in bases), default=0)
-        self.log: Log | None = None if tiers.delta is None else tiers.delta.survey(since)
+        self.log: Log | None = None if tiers.delta is None else tiers.delta.survey(since, behind)
         """The records that may lead on from one of these steps."""
         self.candidates = newest_first(self._with_tip(base) for base in bases)
         self.taken: Candidate | None = None

@@ -7,6 +7,7 @@ its own root never needs them.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,10 +17,12 @@ from holdfast.checkpoint.names import StepKeys
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
-from holdfast.group import Group
 from holdfast.patience import bounded
 from holdfast.store import LocalStore, Store, be_patient, open_store, split_prefix
 from holdfast.store.local import sweep as sweep_unfinished
+
+if TYPE_CHECKING:
+    from holdfast.group import Group
 
 OWN = frozenset({"steps", "claims", "log", "job.json", "tuning.json"})
 """All that holdfast keeps directly below a root."""

@@ -113,6 +113,8 @@ class Tiers:
                 deadline_s=self.group.deadline_s,
             )
         self.durable.steps.also_tidy = partial(tidy_log, self.store, max_bytes=options.bound)
+        if self.upload is not None:
+            self.upload.keep_records(self.durable.steps, options)
 
     def leave_behind(self) -> None:
         """Go on as a new run after going back: what it saves now is newer than what it left."""

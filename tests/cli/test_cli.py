@@ -429,7 +429,7 @@ def test_usage() -> None:
 
 
 def test_an_unsupported_url_is_a_usage_error() -> None:
-    code, _, err = call("ls", "ftp://bucket/x")
+    code, _, err = call("ls", "s33://bucket/x")
     assert code == 2 and err.startswith("error: ") and "hint" in err
 
 

@@ -53,9 +53,16 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "convert": (
         ("TARGET", "DST"),
         {
-            "TARGET": (*PATHS, *STEPS), "DST": (*PATHS, "memory://x"), "--to": ("", "hugingface"),
+            "TARGET": (*PATHS, *STEPS), "DST": PATHS, "--to": ("", "hugingface"),
             "--from": ("dpc",), "--to=torch --key": ("", "modle"), "--to=torch --dtype": ("", "bfoat16"),
             "--rules": ("", "nofile", "run"), "--max-file": SIZES, "--memory": (*SIZES, "1"),
+        },
+    ),
+    "copy": (
+        ("TARGET", "DST"),
+        {
+            "TARGET": (*PATHS, *STEPS), "DST": (*PATHS, "run", "torch:x"), "--all": ("x",),
+            "--log": ("x",), "--dry-run": ("x",),
         },
     ),
     "prune": (

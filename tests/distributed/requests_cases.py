@@ -97,7 +97,10 @@ def with_records(run: Run) -> None:
         "every": holdfast.Every(delta=1, durable=4),
     }
     ckpt = run.begin("records", **options)
-    run.train(ckpt, 1, 10)
+    run.train(ckpt, 1, 8)
+    ckpt._tiers.durable.settle(120)
+    run.phase("save with records", lambda: save(ckpt, 8))
+    run.train(ckpt, 9, 10)
     ckpt.close()
     ckpt = run.begin("records", **options)
     assert run.phase("restore with records", ckpt.restore) == 10

@@ -46,6 +46,13 @@ def test_a_save(ranks: list[Phases], phase: str) -> None:
     assert others["list"] + others["entries"] == 3
 
 
+def test_a_save_that_tidies_up_records(ranks: list[Phases]) -> None:
+    """One more listing, of the records; and what goes of them."""
+    made = ranks[0]["save with records"]
+    assert [key for name, key in made if name == "list"] == ["claims/", "steps/", "log/"]
+    assert counted(made)["read"] == 0 and counted(made)["get"] == 2
+
+
 def test_a_claim(ranks: list[Phases]) -> None:
     for phase in ("claim anew", "claim", "close"):
         for phases in ranks[1:]:

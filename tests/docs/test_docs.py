@@ -176,7 +176,7 @@ def run_commands(page: Path, monkeypatch: Any, capfd: Any, *, soak: bool = False
 def test_blocks_have_known_options() -> None:
     for page in PAGES:
         for block in blocks(page, "python"):
-            known = block.options in ("", "torchrun")
+            known = block.options in ("", "torchrun", "bucket")
             assert known, f"{name_of(page)}:{block.line}: {block.options}"
 
 

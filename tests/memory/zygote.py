@@ -162,7 +162,7 @@ def _fork(rank: int, script: dict[str, Any], port: int) -> int:
         world = len(script["nodes"])
         os.environ |= {
             "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "HOLDFAST_MEMORY_DIR": script["nodes"][rank],
+            "MASTER_PORT": str(port), "HOLDFAST_MEMORY_DIR": script["nodes"][rank], **script.get("env", {}),
         }  # fmt: skip
         from memory.life import Life
 

@@ -32,8 +32,8 @@ from holdfast.codec.digest import digest
 from holdfast.errors import Corrupt, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.layout import flat_range
-from holdfast.store import LocalStore, Store, Writer
-from holdfast.store.contract import check_blocks
+from holdfast.store import Store, Writer
+from holdfast.store.contract import check_blocks, reads_of
 from holdfast.threads import in_threads
 
 MAX_BLOCK_BYTES = 16 << 20
@@ -147,9 +147,9 @@ def write_files(
 
 
 def check_files(
-    store: LocalStore, files: Sequence[FileDigests], *, progress: Progress | None = None
+    store: Store, files: Sequence[FileDigests], *, progress: Progress | None = None
 ) -> None:
-    """Read files back from the disk.  Corrupt, with the first range that is not what was written."""
+    """Read files back from storage.  Corrupt, with the first range that is not what was written."""
     tell = progress or (lambda _: None)
     buffers = _Buffers(MAX_BLOCK_BYTES)
 
@@ -157,7 +157,7 @@ def check_files(
         file, start, expected = block
         view = buffers.get()[: min(file.block_bytes, file.bytes - start)]
         if len(view):
-            with closing(store.open_once(file.path)) as reader:
+            with closing(getattr(store, "open_once", store.open)(file.path)) as reader:
                 reader.read(start, view)
         if digest(view) != expected:
             what = f"bytes {start}..{start + len(view)} are not what was written"
@@ -168,7 +168,7 @@ def check_files(
         if store.size(file.path) != file.bytes:
             raise Corrupt(f"{store.size(file.path)} bytes, {file.bytes} written", key=file.path)
     blocks = [(f, i * f.block_bytes, d) for f in files for i, d in enumerate(f.digests)]
-    in_threads(one, blocks, threads_here())
+    in_threads(one, blocks, reads_of(store).threads or threads_here())
 
 
 def _shares(memory_bytes: int) -> tuple[int, int]:

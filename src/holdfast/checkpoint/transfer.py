@@ -28,11 +28,11 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.names import (
+    attempt_in,
     check_step,
     manifest_key,
     read_manifest,
     step_prefix,
-    verified_attempt,
 )
 from holdfast.checkpoint.tidying import INDEX, discard
 from holdfast.codec.table import DigestTable
@@ -124,10 +124,10 @@ def _present(store: Store, key: str) -> bytes | None:
         return None
 
 
-def attempt_of(store: Store, step: int) -> str | None:
-    """The attempt that a step's manifest names; None if there is no sound one."""
+def _attempt(data: bytes, step: int) -> str | None:
+    """The attempt that a manifest names; None if it is damaged."""
     try:
-        return verified_attempt(store, step)
+        return attempt_in(data, step)
     except HoldfastError:
         return None
 
@@ -142,7 +142,7 @@ def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) 
             key=key,
             hint="nothing is overwritten: give another target, or delete that step",
         )
-    if attempt_of(target, step) == manifest.attempt:
+    if _attempt(seen, step) == manifest.attempt:
         raise Exists(
             f"{target.url} has another step {step}, of an attempt of the same name, {manifest.attempt}",
             step=step,
@@ -153,7 +153,7 @@ def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) 
 
 def _commit(target: Store, step: int, data: bytes, seen: bytes | None) -> None:
     """Put the manifest, where the one that was seen, or none, still is."""
-    key, old = manifest_key(step), None if seen is None else attempt_of(target, step)
+    key, old = manifest_key(step), None if seen is None else _attempt(seen, step)
     try:
         if seen is None:
             target.put(key, data, if_absent=True)
@@ -349,7 +349,7 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
     writer = target.create(this.key, this.num_bytes)
     try:
         part = part_bytes(writer, PART_BYTES)
-        buffers = _Buffers(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
+        buffers = _Pages(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
 
         def one(start: int) -> None:
             stop = min(start + part, this.num_bytes)
@@ -365,7 +365,7 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
         raise
 
 
-class _Buffers(threading.local):
+class _Pages(threading.local):
     """One page-aligned buffer of each thread."""
 
     def __init__(self, size: int) -> None:

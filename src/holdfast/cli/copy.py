@@ -6,14 +6,16 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-from holdfast.checkpoint.names import committed, newest_of, read_manifest, segments
+from holdfast.checkpoint.names import committed, read_manifest
+from holdfast.checkpoint.recorded import segments
 from holdfast.checkpoint.transfer import Transferred, transfer
+from holdfast.checkpoint.unproved import newest_of
 from holdfast.cli.options import Argument, Option, Target, own_root, split_target
 from holdfast.cli.screen import Result, progress, say
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.delta.transfer import TransferredLog, transfer_log
 from holdfast.errors import Exists, FormatError, HoldfastError, NotFound, NotRecoverable, UsageError
-from holdfast.interop.detect import near_path
+from holdfast.interop.detect import near_path, split
 from holdfast.store import Store, open_store
 
 Destination = Annotated[str, Argument("DST", "Root to copy into; made if need be.")]
@@ -77,8 +79,6 @@ def run(
 
 def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int]]:
     """The stores, and the steps to copy, newest first."""
-    from holdfast.roots import check_own
-
     url, step = split_target(source)
     if step is not None and every:
         raise UsageError(
@@ -89,7 +89,10 @@ def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int
         "copy leaves as it is",
         "`holdfast convert` writes it as a step; or copy its files by other tools",
     )
-    check_own(target)
+    prefix, path = split(target)
+    if prefix:
+        what = f"{target} names a {prefix} checkpoint; what is copied stays holdfast's own"
+        raise UsageError(what, hint=f"give the path {path!r}, or `holdfast convert --to {prefix}`")
     into = open_store(target)
     if into.url == store.url:
         raise UsageError(f"{target} is where the steps are already", hint="give another root")

@@ -218,6 +218,8 @@ MAX_DIGITS = 40
 
 def split_target(text: str) -> tuple[str, int | None]:
     """`runs/gpt@1000` -> ("runs/gpt", 1000); no step: None.  UsageError if it can mean two things."""
+    if "://" in text and "?" in text:
+        return _split_url(text)
     url, at, step = text.rpartition("@")
     if not at or not url:
         return text, None
@@ -229,6 +231,17 @@ def split_target(text: str) -> tuple[str, int | None]:
             f"{text[:200]}: {shown(step)} is no step",
             hint=f"URL@STEP, such as {url[:200]}@1000; `holdfast ls` lists steps",
         )
+    return text, None
+
+
+def _split_url(text: str) -> tuple[str, int | None]:
+    """Split a URL with options: the step stands before or after these, `s3://bucket/run@5?region=x`."""
+    place, _, query = text.partition("?")
+    for part, other in ((place, f"?{query}"), (query, "")):
+        rest, at, step = part.rpartition("@")
+        if at and step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS:
+            url = f"{rest}{other}" if other else f"{place}?{rest}"
+            return url, step_of(int(step), "", "step")
     return text, None
 
 

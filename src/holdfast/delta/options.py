@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.arguments import choice_of, count_of
+from holdfast.arguments import choice_of, count_of, seconds_of
 from holdfast.sizes import size_of
 
 MAX_SLOTS = 1 << 20
@@ -21,18 +21,23 @@ class Delta:
     gradients).  `when_full`: whether training waits then (`"wait"`), or the records end until storage
     has taken those that wait, and begin again with a full save, made then (`"drop"`).  `max_bytes`: what
     all ranks' records may take in storage, in bytes or as `"200GiB"`: full saves are made for older records
-    to go; None: as much as lies between full saves that are kept.
+    to go; None: as much as lies between full saves that are kept.  `upload_every_s`: how often records are
+    copied to the home behind the root, if there is one (`Checkpointer(upload=)`); they are what is lost
+    with the root.
     """
 
     batch: int = 1
     queue: int = 3
     when_full: Literal["wait", "drop"] = "wait"
     max_bytes: int | str | None = None
+    upload_every_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("batch", "queue"):
             n = count_of(getattr(self, name), "Delta", name, most=MAX_SLOTS)
             object.__setattr__(self, name, n)
+        every_s = seconds_of(self.upload_every_s, "Delta", "upload_every_s")
+        object.__setattr__(self, "upload_every_s", every_s)
         choice_of(self.when_full, ("wait", "drop"), "Delta", "when_full")
         _ = self.bound
 

@@ -48,6 +48,7 @@ from holdfast.state.observer import StepCall
 from holdfast.state.placed import reduce_gradients
 from holdfast.state.rest import collect_rest
 from holdfast.store import MemoryStore, Store
+from holdfast.store.views import JoinedStore
 
 MAX_EDITS = 3
 FAILED = "the step of an optimizer failed"
@@ -244,9 +245,12 @@ class DeltaTier:
 
     # -- restoring --------------------------------------------------------------------------------
 
-    def survey(self, since: int) -> Log:
-        """Return what is recorded after step `since`, in this run's root.  Collective; Deadline."""
-        return survey(self._capture.store, self.group, since, self._capture.run)
+    def survey(self, since: int, behind: Store | None = None) -> Log:
+        """Return what is recorded after step `since`, in this run's root, or in the home behind it.
+        Collective; Deadline."""
+        store = self._capture.store
+        both = store if behind is None else JoinedStore(store, behind)
+        return survey(both, self.group, since, self._capture.run)
 
     def replay(
         self, log: Log, steps: list[RecordedStep], state: State, options: RestoreOptions

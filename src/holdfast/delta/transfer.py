@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.checkpoint.names import segments
+from holdfast.checkpoint.recorded import segments
 from holdfast.checkpoint.transfer import THREADS, Progress, Provable, copy_object
 from holdfast.codec.table import DigestTable
 from holdfast.delta.log import LogSegment, read_headers

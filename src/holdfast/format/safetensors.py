@@ -34,7 +34,7 @@ NAMED = {d.stored: d.name for d in DTYPES.values() if d.extra == 1 and d.stored 
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """A tensor of a safetensors file: `start` in bytes from the file's start."""
 
     name: str
@@ -48,7 +48,7 @@ class Entry:
 class Header:
     """The tensors of a safetensors file, in the order of its bytes; `metadata` is the writer's."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     metadata: dict[str, str]
 
 
@@ -90,7 +90,7 @@ def _rows(data: bytes, key: str) -> dict[str, Any]:
     return rows
 
 
-def _entry(name: str, row: Any, data: int, key: str) -> Entry:
+def _entry(name: str, row: Any, data: int, key: str) -> HeaderEntry:
     try:
         stored, shape, (start, stop) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
     except (TypeError, KeyError, ValueError):
@@ -108,10 +108,10 @@ def _entry(name: str, row: Any, data: int, key: str) -> Entry:
         raise Corrupt(
             f"{name!r}: {stored} of shape {list(shape)} in bytes {start}..{stop}", key=key
         )
-    return Entry(name, NAMED[stored], shape, data + start, expected)
+    return HeaderEntry(name, NAMED[stored], shape, data + start, expected)
 
 
-def _check_contiguous(entries: list[Entry], data: int, file_bytes: int, key: str) -> None:
+def _check_contiguous(entries: list[HeaderEntry], data: int, file_bytes: int, key: str) -> None:
     reached = data
     for e in entries:
         if e.start != reached:

@@ -165,11 +165,11 @@ def section_range(info: UnknownInstance) -> Archive:
 def section_tree(store: Store, info: UnknownInstance, more: More | None = None) -> Any:
     """Return what an archive in the middle of a file holds, tensors as `TensorRef`s."""
     path, start, stop = section_range(info)
-    reader = store.open(path)
+    section = PartFile.of(store, path, (start, stop))
     try:
-        return read_tree(PartFile(reader, start, stop), path, more)
+        return read_tree(section, path, more)
     finally:
-        reader.close()
+        section.close()
 
 
 def _where(

@@ -11,15 +11,15 @@ from typing import Any
 
 from holdfast.checkpoint.names import step_numbers
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.errors import NotFound, UsageError
+from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.interop.dcp import is_dcp, open_dcp
 from holdfast.interop.deepspeed.tags import is_deepspeed, may_be_deepspeed
-from holdfast.interop.folder import OneFile, open_place, top
+from holdfast.interop.folder import MARK, ListedFolder, OneFile, open_place, top
 from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open_huggingface
 from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_of_megatron
 from holdfast.interop.torchfiles import holds_torch, is_torch
 from holdfast.near import near
-from holdfast.store import SCHEMES, LocalStore, Store, split_prefix
+from holdfast.store import SCHEMES, LocalStore, Store, open_store, split_prefix
 from holdfast.store.oserrors import obstacle
 
 
@@ -78,7 +78,15 @@ def detect(url: str | os.PathLike[str]) -> str | None:
     A root with steps of our own is ours, whatever else lies in it.
     """
     prefix, path = split(os.fspath(url))
+    if not prefix and _has_own_steps(path):
+        return None
     store = open_place(path)
+    if isinstance(store, ListedFolder) and MARK in store.sizes():
+        raise FormatError(
+            f"{store.url} holds a conversion that is not complete",
+            key=MARK,
+            hint="convert again with the same arguments: it goes on",
+        )
     if prefix:
         if not _may_be(prefix, store):
             raise NotFound(f"no {prefix} checkpoint in {store.url}", hint=_instead(path, store))
@@ -92,6 +100,12 @@ def detect(url: str | os.PathLike[str]) -> str | None:
             raise NotFound(what, hint=near_path(path))
         return found
     return None if found is None or step_numbers(store) else found
+
+
+def _has_own_steps(path: str) -> bool:
+    """True if a folder of a bucket has steps of our own, which `steps/` tells: a root is long to list."""
+    store = open_store(path)
+    return not isinstance(store, LocalStore) and bool(step_numbers(store))
 
 
 def _is(name: str, store: Store) -> bool:
@@ -120,7 +134,7 @@ def near_path(path: str) -> str | None:
     store = open_place(path)
     folder = store.inner if isinstance(store, OneFile) else store
     if not isinstance(folder, LocalStore):
-        return None
+        return None if store.list() else "there are no files"
     place = os.path.join(folder.root, store.name) if isinstance(store, OneFile) else folder.root
     if os.path.exists(place):
         return _root_above(place)

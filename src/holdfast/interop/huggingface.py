@@ -17,8 +17,8 @@ from typing import Any
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import threads_here
 from holdfast.errors import FormatError, NotFound, UsageError
-from holdfast.format.safetensors import Entry, Header, read_header
-from holdfast.interop.folder import OneFile, top
+from holdfast.format.safetensors import Header, HeaderEntry, read_header
+from holdfast.interop.folder import OneFile, joined, top
 from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.sections import at_place
 from holdfast.layout import whole
@@ -93,7 +93,7 @@ def _choose(store: Store) -> str:
     if len(found) > 1:
         raise UsageError(
             f"several models in {store.url}: {', '.join(found)}",
-            hint=f"name one: huggingface:{store.url.removeprefix('file://')}/{found[0]}",
+            hint=f"name one: huggingface:{joined(store.url, found[0]).removeprefix('file://')}",
         )
     return found[0]
 
@@ -200,7 +200,7 @@ def _check_index(index: Index, headers: dict[str, Header]) -> None:
 # -- as a checkpoint ------------------------------------------------------------------------------
 
 
-def _tensor(file: str, entry: Entry) -> Foreign:
+def _tensor(file: str, entry: HeaderEntry) -> Foreign:
     box = whole(entry.shape)
     parts = (StoredPart.of(box, file, at_place(file, entry.start)),) if box.size else ()
     return Foreign(f"model.{entry.name}", entry.dtype, entry.shape, "param", parts)

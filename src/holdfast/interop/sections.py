@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from holdfast.errors import Corrupt, FormatError
 from holdfast.format.dtypes import numpy_dtype
 from holdfast.store import Reader, Store
+from holdfast.store.contract import reads_of
 from holdfast.store.views import PartReader, ViewStore
 
 Place = tuple[str, int]
@@ -100,6 +101,7 @@ class Sections(ViewStore):
         self.url = store.url
         self.origin = store
         """The store in which the files themselves lie."""
+        self.read_bytes, self.read_threads = reads_of(store)
         self.archives = archives
         """Archives of torch.save inside of files; a file that ends as theirs do is one itself."""
         self._sections = sections

@@ -8,10 +8,12 @@ of a larger file in DCP's format.
 from __future__ import annotations
 
 import struct
+import threading
 import zipfile
 import zlib
 from collections import ChainMap
 from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -24,6 +26,8 @@ from holdfast.interop.sections import Source, at_place
 from holdfast.interop.unpickle import UnknownInstance, check_size, new_set, unpickle
 from holdfast.layout import Box, Fragment, whole
 from holdfast.store import Reader, Store
+from holdfast.store.contract import reads_of
+from holdfast.threads import in_threads
 
 More = MutableMapping[tuple[str, str], Any]
 """Globals that a file may name besides those that all may; they are looked up first."""
@@ -107,8 +111,72 @@ def kind_of(value: Any) -> str:
     return f"{value.dtype} of shape {value.shape}" if known else f"a {type(value).__name__}"
 
 
+AHEAD_BYTES = 64 << 10
+AHEAD_BLOCKS = 32
+
+
+class _Ahead:
+    """A reader that reads a block where less is asked for, and keeps the blocks used last.
+
+    Who reads an archive asks for a few bytes here and there, and in a bucket each of these is a request.
+    """
+
+    def __init__(self, reader: Reader, size: int) -> None:
+        self._reader = reader
+        self._size = size
+        self._lock = threading.Lock()
+        self._blocks: dict[int, bytearray] = {}
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """See `Reader.read`."""
+        if len(into) >= AHEAD_BYTES or offset + len(into) > self._size:
+            self._reader.read(offset, into)
+            return
+        at = offset
+        while at < offset + len(into):
+            number, skip = divmod(at, AHEAD_BYTES)
+            part = memoryview(self._block(number))[skip : skip + offset + len(into) - at]
+            into[at - offset : at - offset + len(part)] = part
+            at += len(part)
+
+    def _block(self, number: int) -> bytearray:
+        with self._lock:
+            found = self._blocks.pop(number, None)
+            if found is not None:
+                self._blocks[number] = found
+                return found
+        start = number * AHEAD_BYTES
+        found = bytearray(min(AHEAD_BYTES, self._size - start))
+        self._reader.read(start, memoryview(found))
+        with self._lock:
+            self._blocks[number] = found
+            while len(self._blocks) > AHEAD_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+        return found
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        self._reader.close()
+
+
 class PartFile:
     """A part of an object, as the file that `zipfile` wants."""
+
+    threads = 1
+    """Threads that may read it at the same time, each by a `part` of its own."""
+
+    @classmethod
+    def of(cls, store: Store, key: str, bounds: tuple[int, int] | None = None) -> PartFile:
+        """Open an object, or a range of it; to be closed."""
+        threads, reader = reads_of(store).threads, store.open(key)
+        try:
+            size = store.size(key) if threads or bounds is None else 0
+        except BaseException:
+            reader.close()
+            raise
+        found = cls(_Ahead(reader, size) if threads else reader, *(bounds or (0, size)))
+        found.threads = threads or 1
+        return found
 
     def __init__(self, reader: Reader, start: int, stop: int) -> None:
         self._reader = reader
@@ -251,6 +319,8 @@ def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
         if _read_member(section, archive, "byteorder", path, most=6) != b"little":
             raise FormatError("a file of a big-endian machine", key=path)
 
+    starts = _starts(section, archive, path)
+
     def storage(pid: Any) -> _Storage:
         tag, kind, key, _, _ = pid
         if tag != "storage" or not isinstance(kind, _StorageKind):
@@ -258,7 +328,8 @@ def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
         member = archive.members.get(f"data/{key}")
         if member is None:
             raise Corrupt(f"storage {key!r} is missing", key=path)
-        start, crc = start_of(section, member, path), member.crc if archive.has_crc else None
+        start = starts[member] if member in starts else start_of(section, member, path)
+        crc = member.crc if archive.has_crc else None
         return _Storage(kind.dtype, start, member.bytes, path, crc)
 
     try:
@@ -268,17 +339,33 @@ def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
         raise
 
 
+def _starts(section: PartFile, archive: Archive, path: str) -> dict[ArchiveMember, int]:
+    """Where storages begin, if it takes long to ask for one after the other; whoever needs one that is left
+    out hears what is wrong with it."""
+    found: dict[ArchiveMember, int] = {}
+
+    def one(member: ArchiveMember) -> None:
+        with suppress(FormatError):
+            whole = section.start, section.start + section.bytes
+            found[member] = start_of(section.part(whole), member, path)
+
+    if section.threads > 1:
+        storages = [m for m in archive.members.values() if m.name.startswith("data/")]
+        in_threads(one, storages, section.threads)
+    return found
+
+
 def read_file(store: Store, path: str, more: More | None = None) -> Any:
     """Return what a file of torch.save holds, as `read_tree`, with no more parts than a value may have."""
-    reader = store.open(path)
+    section = PartFile.of(store, path)
     try:
-        tree = read_tree(PartFile(reader, 0, store.size(path)), path, more)
+        tree = read_tree(section, path, more)
         check_size(tree)
     except FormatError as error:
         error.key = error.key or path
         raise
     finally:
-        reader.close()
+        section.close()
     return tree
 
 

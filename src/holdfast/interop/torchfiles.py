@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.interop import plaindata
-from holdfast.interop.folder import OneFile, top
+from holdfast.interop.folder import OneFile, joined, top
 from holdfast.interop.huggingface import Index, missing_files, read_index
 from holdfast.interop.ranks import DISTRIBUTED, merged
 from holdfast.interop.torchfile import RESAVE, read_file
@@ -59,7 +59,7 @@ def trees_of(store: Store) -> list[Any]:
     if len(kinds) > 1:
         raise UsageError(
             f"several checkpoints in {store.url}: {', '.join(kinds[:5])}",
-            hint=f"name one: torch:{store.url.removeprefix('file://')}/{kinds[0]}",
+            hint=f"name one: torch:{joined(store.url, kinds[0]).removeprefix('file://')}",
         )
     if ranks:
         return [_of_ranks(store, found) for _, found in sorted(ranks.items())]

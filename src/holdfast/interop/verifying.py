@@ -100,7 +100,7 @@ class _ForeignVerification:
         store = self.sections.origin
         self.report.num_archives += len(ranges)
         try:
-            whole = PartFile(store.open(file), 0, store.size(file))
+            whole = PartFile.of(store, file)
         except HoldfastError as error:
             self.findings.blame(error, file)
             return True

@@ -11,6 +11,7 @@ from holdfast.checkpoint.names import (
     committed,
     describe,
     manifest_key,
+    read_head,
     step_numbers,
 )
 from holdfast.checkpoint.opened import Checkpoint
@@ -78,8 +79,8 @@ def tell_unused_records(url: str, group: Group, step: int) -> None:
         store = None if foreign_format(url) else open_store(url)
         if store is None:
             return b"0"
-        run = next((s.run for s in committed(store) if s.step == step), 0)
-        return str(last_recorded(store, run, step)).encode()
+        saved = read_head(store, step, manifest_key(step))
+        return str(last_recorded(store, saved.run if saved else 0, step)).encode()
 
     last = int(group.from_rank0(lambda: bounded(look, "look at", url, patience_s(group))))
     if last:

@@ -29,7 +29,7 @@ class Save:
         """True if the save is committed, failed or skipped."""
         return self._future.done()
 
-    def on_end(self, call: Callable[[Save], object]) -> None:
+    def _on_end(self, call: Callable[[Save], object]) -> None:
         """Call `call` when it has ended, on the thread that ends it, or now."""
         self._future.add_done_callback(lambda _: call(self))
 

@@ -94,11 +94,12 @@ def _check_option(scheme: str, name: str, value: str, url: str) -> None:
         )
     if name not in known:
         raise UsageError(
-            f"cannot open '{url}': unknown option {name!r}; {scheme}:// has {', '.join(sorted(known))}",
+            f"cannot open '{url}?{name}={value}': unknown option {name!r}; {scheme}:// has "
+            f"{', '.join(sorted(known))}",
             hint=near(name, known),
         )
     if name in _FLAGS and value.lower() not in _YES | _NO:
-        raise UsageError(f"cannot open '{url}': {name}={value} is neither yes nor no")
+        raise UsageError(f"cannot open '{url}?{name}={value}': {name} is neither yes nor no")
 
 
 def connect(address: Address, limit_s: float | None, *, repeat: bool) -> Any:

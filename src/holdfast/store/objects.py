@@ -294,7 +294,8 @@ class ObjectStore:
         if isinstance(error, (NotFoundError, FileNotFoundError)):
             return not_found(key, self.url)
         message = f"cannot {operation} '{place}': {said}"
-        if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+        is_unknown = any(host in said for host in ("169.254.", "metadata.google"))
+        if is_unknown or isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
             hint = "credentials come from the environment (AWS_ACCESS_KEY_ID, ...), ~/.aws or the machine"
             return StoreError(message, key=key, hint=hint)
         return Unavailable(message, key=key)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from holdfast.errors import UsageError
-from holdfast.store.contract import Bytes, Entry, Reader, Writer
+from holdfast.errors import NotFound, UsageError
+from holdfast.store.contract import Bytes, Entry, Reader, Store, Writer
 
 
 class ViewStore(ABC):
@@ -62,6 +62,64 @@ class ViewStore(ABC):
 
     def _refusal(self, key: str) -> UsageError:
         return UsageError(f"{self.url} is {self.shows}: holdfast only reads it", key=key)
+
+
+class JoinedStore(ViewStore):
+    """The objects of two homes of a run: those of the second where the first has none of that key."""
+
+    shows = "two homes of a run"
+
+    def __init__(self, first: Store, second: Store) -> None:
+        self.url = first.url
+        self._stores = (first, second)
+
+    def open(self, key: str) -> Reader:
+        """Open an object for reading, as `Store.open`."""
+        return JoinedReader(self._stores, key)
+
+    def size(self, key: str) -> int:
+        """Length of an object in bytes, as `Store.size`."""
+        try:
+            return self._stores[0].size(key)
+        except NotFound:
+            return self._stores[1].size(key)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """The keys of both, sorted."""
+        return sorted({key for store in self._stores for key in store.list(prefix)})
+
+
+class JoinedReader:
+    """A reader of the first store that has an object, which may show at the first read only."""
+
+    def __init__(self, stores: tuple[Store, Store], key: str) -> None:
+        self._left = [*stores]
+        self._key = key
+        self._open_next()
+
+    def _open_next(self) -> None:
+        store = self._left.pop(0)
+        try:
+            self._reader = store.open(self._key)
+        except NotFound:
+            if not self._left:
+                raise
+            self._open_next()
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
+        try:
+            self._reader.read(offset, into)
+        except NotFound:
+            if not self._left:
+                raise
+            self._reader.close()
+            self._open_next()
+            self._reader.read(offset, into)
+
+    def close(self) -> None:
+        """Close the reader, as `Reader.close`."""
+        self._reader.close()
 
 
 class PartReader:

@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -62,12 +63,18 @@ from holdfast.store import Store
 from holdfast.threads import Worker
 from holdfast.wire import WireError
 
+if TYPE_CHECKING:
+    from holdfast.delta.options import Delta
+    from holdfast.saving.steps import RootSteps
+    from holdfast.uploading.records import RecordUpload
+
 __all__ = ["PART_BYTES", "Upload"]
 
 PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """Seconds from a failed upload to the next attempt: doubled from the one up to the other."""
 LAST_PAUSE_S = 1.0
 """The same while `close` waits."""
+LEAST_S = 0.1
 COPY_S = 6 * 3600.0
 """Seconds that rank 0 waits for another rank's part of an upload."""
 NICENESS = 10
@@ -93,7 +100,7 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
     attempt: str = ""
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class RoundOutcome(msgspec.Struct, frozen=True, array_like=True):
     """What became of a round: `uploaded`; `gone`, with the step, from the root; `given up`, as the step is
     damaged; to be tried `again`, later; `ended`, with all uploads of this run."""
 
@@ -135,6 +142,9 @@ class Upload:
         self._retry: threading.Timer | None = None
         self._num_left_out = 0
         self._is_nice = False
+        self._last_uploaded: Saved | None = None
+        """The newest step behind the root, as rank 0 knows it."""
+        self._records: RecordUpload | None = None
         self._worker = Worker("holdfast-upload")
         self._begin()
 
@@ -143,11 +153,29 @@ class Upload:
     def watch(self, save: Save) -> None:
         """Upload the step of a save when it is committed, unless a newer one is by then."""
         self._saves += 1
-        save.on_end(partial(self._done, self._saves))
+        save._on_end(partial(self._done, self._saves))
 
     def adopt(self, claim: Claim) -> None:
         """Go on as another run."""
         self.claim = claim
+
+    def keep_records(self, steps: RootSteps, options: Delta) -> None:
+        """Upload records, too.  `steps`: the steps of the root, whose log keeps what leads on from the
+        newest step uploaded, unless uploads fail."""
+        from holdfast.delta.log import tidy_log
+        from holdfast.uploading.records import RecordUpload
+
+        tidy_root = partial(tidy_log, self.root, max_bytes=options.bound)
+        steps.also_tidy = lambda saved: tidy_root([*saved, *self._needed()])
+        self.also_tidy = partial(tidy_log, self.store, max_bytes=options.bound)
+        self._records = RecordUpload(self.root, self.store, self.group, options.upload_every_s)
+        self._records.news = self.news
+
+    def _needed(self) -> list[Saved]:
+        """The newest step behind the root: its records have to come there, too, until there is a newer
+        one."""
+        last = self._last_uploaded
+        return [] if last is None or self._failed_since is not None else [last]
 
     def unheard(self) -> list[str]:
         """Return what the user would be told if the run ended now."""
@@ -159,10 +187,13 @@ class Upload:
         if self._retry is not None:
             self._retry.cancel()
         self._begin()
+        until = time.monotonic() + limit_s
         with suppress(TimeoutError):
             self._worker.settle(limit_s)
         self._has_ended = True
         self._worker.shutdown()
+        if self._records is not None:
+            self._records.close(max(until - time.monotonic(), LEAST_S))
         self.news += self._left()
 
     def _left(self) -> list[str]:
@@ -228,9 +259,9 @@ class Upload:
         choice = Choice(0)
         try:
             choice = self._choose()
-            outcome = Outcome("uploaded") if not choice.attempt else self._upload(choice)
+            outcome = RoundOutcome("uploaded") if not choice.attempt else self._upload(choice)
         except Exception as error:  # the other ranks cannot be reached
-            outcome = Outcome("again", WireError.of(error))
+            outcome = RoundOutcome("again", WireError.of(error))
         self._tell(choice, outcome, time.monotonic() - began)
         if outcome.verdict in ("again", "ended"):
             self._has_ended = outcome.verdict == "ended"
@@ -272,9 +303,10 @@ class Upload:
         """The newest step of the root, if it is newer than all that were uploaded."""
         mine = [s for s in committed(self.root) if s.is_proved]
         theirs = [s for s in StepKeys(self.store, self.known).saved if s.is_proved]
+        self._last_uploaded = theirs[-1] if theirs else None
         return mine[-1].step if mine and (not theirs or theirs[-1] < mine[-1]) else None
 
-    def _upload(self, choice: Choice) -> Outcome:
+    def _upload(self, choice: Choice) -> RoundOutcome:
         """Copy this rank's files, and hear what rank 0 makes of all."""
         key, error, manifest, data = manifest_key(choice.step), None, None, b""
         with span("upload", step=choice.step) as fields:
@@ -292,7 +324,7 @@ class Upload:
                 COPY_S,
                 f"uploaded its part of step {choice.step}",
             )
-        return msgspec.msgpack.decode(answer, type=Outcome)
+        return msgspec.msgpack.decode(answer, type=RoundOutcome)
 
     def _check_attempt(self, manifest: Manifest, choice: Choice) -> None:
         if manifest.attempt != choice.attempt:
@@ -318,12 +350,13 @@ class Upload:
             except Exception as error:
                 errors = [WireError.of(error)]
         verdict = self._verdict(choice, errors)
-        return msgspec.msgpack.encode(Outcome(verdict, errors[0] if errors else None))
+        return msgspec.msgpack.encode(RoundOutcome(verdict, errors[0] if errors else None))
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         self.known.begin(manifest.step)
         self._replaced = commit(self.store, manifest, self.claim, data)
         self.known.add(manifest)
+        self._last_uploaded = Saved(manifest.run, manifest.step)
 
     def _verdict(self, choice: Choice, errors: list[WireError]) -> str:
         """What becomes of a round, by what failed."""
@@ -338,7 +371,7 @@ class Upload:
             return "given up"
         return "ended" if self._is_closing else "again"
 
-    def _settle(self, choice: Choice, outcome: Outcome) -> None:
+    def _settle(self, choice: Choice, outcome: RoundOutcome) -> None:
         """Note that nothing more becomes of this save, and of those before it."""
         self._pause_s = PAUSE_S
         with self._lock:
@@ -376,7 +409,7 @@ class Upload:
 
     # -- what is told -----------------------------------------------------------------------------
 
-    def _tell(self, choice: Choice, outcome: Outcome, took_s: float) -> None:
+    def _tell(self, choice: Choice, outcome: RoundOutcome, took_s: float) -> None:
         """Tell of a round: by an event, and the user, on rank 0, of each outage once."""
         error, step = outcome.error, choice.step
         if error is None:

@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass, field
 
 from holdfast.errors import FormatError, NotFound, StoreError
+from holdfast.interop.folder import last_name
 from holdfast.store import Store
 
 LATEST = ("latest", "latest_universal")
@@ -148,6 +149,6 @@ def folders(store: Store) -> list[str]:
 
 def step_in(store: Store, folder: str) -> int | None:
     """The step that a tag's name tells."""
-    name = folder.rstrip("/") or store.url.rstrip("/").rpartition("/")[2]
+    name = folder.rstrip("/") or last_name(store.url)
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None

@@ -12,6 +12,7 @@ from holdfast.checkpoint.names import describe
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, StoreError
 from holdfast.interop.dcp import Contents, read_contents, section_tree
+from holdfast.interop.folder import last_name
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.megatron.buckets import BY_BUCKET, MASTER, stored
 from holdfast.interop.megatron.matching import SAVE_BY_PARAMETER, NotProved, states_of
@@ -92,7 +93,7 @@ def steps_of_megatron(store: Store) -> list[int]:
 def open_megatron(store: Store, step: int | None = None) -> Checkpoint:
     """The iteration `step`, or the one that the marker names."""
     if _kind(store, "") is not None:
-        opened = _open(store, "", _iteration(store.url.rstrip("/").rpartition("/")[2]))
+        opened = _open(store, "", _iteration(last_name(store.url)))
         if step not in (None, opened.step):
             raise NotFound(f"{store.url} holds iteration {opened.step}; it has no step {step}")
         return opened
