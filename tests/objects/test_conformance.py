@@ -81,9 +81,9 @@ def test_eight_racing_puts_have_one_winner(store: Store) -> None:
             return None
         return name * 1000
 
-    names = [bytes([65 + i]) for i in range(RACERS)]
     seen = None
     for turn in range(2):
+        names = [bytes([65 + RACERS * turn + i]) for i in range(RACERS)]  # none puts what was seen
         condition: dict[str, Any] = {"if_absent": True} if seen is None else {"replacing": seen}
         winners = together(*(partial(attempt, name, **condition) for name in names))
         assert len([name for name in winners if name]) == 1, turn
