@@ -74,7 +74,8 @@ class Checkpointer:
     `memory`: snapshots in host memory, which survive the training processes.  `delta`: a record of every
     step, from which a restart does the steps after the newest full save again.  `keep`: which steps stay.
     `when_busy`: whether what is due waits for the save in flight (`"queue"`) or is left out (`"skip"`).  By
-    default durable saves wait and snapshots in memory, the next of which is a few steps away, do not.
+    default durable saves wait, unless that one hangs on storage which has not answered for 30 s, and
+    snapshots in memory, the next of which is a few steps away, do not.
     `on_error`: whether a failed save is reported by a warning or raised, at the next call.  `on_resize`:
     by key, what becomes of state that differs between ranks when their number changes (`same`, `rank0`,
     `redistribute`, `fresh`).
@@ -193,7 +194,7 @@ class Checkpointer:
         if self._recorded_by_a_save(step, due):
             pass
         elif due:
-            self._begin(step, must=self.when_busy != "skip")
+            self._begin(step, must=self.when_busy != "skip", yields=self.when_busy is None)
         elif due_in_memory and memory is not None:
             self._snapshot(step, memory)
         elif not self._prepared:
@@ -259,9 +260,9 @@ class Checkpointer:
         self._report()
         return self._begin(step, must=True)
 
-    def _begin(self, step: int, *, must: bool, live: bool = False) -> Save:
-        """Begin a save.  `must`: whatever is in flight.  `live`: not from a replica, which could be lost
-        meanwhile."""
+    def _begin(self, step: int, *, must: bool, live: bool = False, yields: bool = False) -> Save:
+        """Begin a save.  `must`: whatever is in flight; `yields`: unless that waits for storage in vain.
+        `live`: not from a replica, which could be lost meanwhile."""
         self._check_open()
         memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
         if delta is not None and delta.parent is not None and step < delta.parent[1]:
@@ -274,7 +275,7 @@ class Checkpointer:
             if memory is not None:
                 save = memory.begin(self._collect, step, durable=True, must=must, live=live)
             else:
-                save = self._tiers.durable.begin(self._collect, step, must=must)
+                save = self._tiers.durable.begin(self._collect, step, must=must, yields=yields)
         self._saves.append(save)
         if self._steering is not None:
             self._steering.saving("durable", save)

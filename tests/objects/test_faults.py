@@ -17,6 +17,7 @@ from crash.single import WAIT_S, contents, state_of
 from holdfast.checkpoint.claiming import claim
 from holdfast.checkpoint.verifying import verify
 from holdfast.errors import Exists, HoldfastError, HoldfastWarning
+from holdfast.saving import durable
 from holdfast.store import Store, open_store
 from holdfast.testing.stores import cut, raised, read, sample, write_all
 from objects.fixtures import fresh
@@ -237,6 +238,21 @@ def test_a_bucket_that_is_gone_costs_saves_and_not_the_training(
     assert all(value == min(step, 30) for step, value in found.items())
 
 
+@pytest.mark.parametrize("how", ["refuses", "is silent"])
+def test_by_default_the_training_waits_once(
+    seaweed: SeaweedFS, proxy: Proxy, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves are left out as soon as it is clear that storage does not answer."""
+    monkeypatch.setattr(durable, "STUCK_S", 1.0)
+    url = seaweed.url(fresh(), proxy.endpoint)
+    with pytest.warns(HoldfastWarning) as said:
+        held = trains_on(url, proxy, how, 60.0, None)
+    warned = [str(w.message) for w in said]
+    assert any("left out" in text for text in warned), warned
+    assert max(held) < 10 and len([h for h in held if h > 0.5]) <= 2, held
+    assert holdfast.steps(url)[-1] == 31
+
+
 def trains_on(url: str, proxy: Proxy, how: str, deadline_s: float, when_busy: Any) -> list[float]:
     """Thirty steps, of which 4 to 24 have no bucket; the seconds that each call of `step` took."""
     held, state = [], state_of(0)
@@ -249,7 +265,7 @@ def trains_on(url: str, proxy: Proxy, how: str, deadline_s: float, when_busy: An
                 away(proxy, how)
             if step == 25:
                 back(proxy, how)
-                time.sleep(deadline_s)  # what was begun meanwhile is given up
+                time.sleep(min(deadline_s, 5.0))  # what was begun meanwhile is given up
             state["data"].update(state_of(step)["data"])
             time.sleep(0.1)
             begun = time.monotonic()

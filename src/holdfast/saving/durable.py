@@ -35,6 +35,9 @@ from holdfast.wire import rank_errors
 
 LATE_S = 1.0
 """Seconds that a save may wait for the one before; longer slows training, and the user is told once."""
+STUCK_S = 30.0
+"""Seconds after which one operation of storage, of 8 MiB at most, is taken to hang."""
+LOOK_S = 0.5
 
 
 class Durable:
@@ -66,6 +69,7 @@ class Durable:
         """Set while no save is using the buffer."""
         self._is_free.set()
         self._was_late = False
+        self._was_stuck = False
 
     @property
     def store(self) -> Store:
@@ -73,13 +77,17 @@ class Durable:
 
     # -- training thread --------------------------------------------------------------------------
 
-    def begin(self, describe_live: Callable[[], Live], step: int, *, must: bool) -> Save:
-        """Start a save of the live state.  `must`: wait for the one in flight, do not skip.
+    def begin(
+        self, describe_live: Callable[[], Live], step: int, *, must: bool, yields: bool = False
+    ) -> Save:
+        """Start a save of the live state.  `must`: wait for the one in flight, do not skip.  `yields`: skip
+        all the same if that one waits for storage which does not answer.
 
         Blocks as `Saver.begin`.
         """
         step_prefix(step)
-        request = Request(step, busy=not must and self.steps.is_saving)
+        busy = self.steps.is_saving and (not must or (yields and self._is_stuck(step)))
+        request = Request(step, busy, yields)
         op = self.saver.operation(self, request, on_end=lambda op, _: self.steps.let_go(op))
         self.steps.watch_over(op)
         return self.saver.begin(op, describe_live)
@@ -127,14 +135,30 @@ class Durable:
         """Wait for the image's memory: the save before may still be writing it."""
         if not self._is_free.is_set():
             emit("save.queued", step=op.step)
-            self._await_last(op.step)
+            self._await_last(op.request)
         self._is_free.clear()
         return self._buffer
 
-    def _await_last(self, step: int) -> None:
-        began = time.monotonic()
-        if not self._is_free.wait(self.saver.deadline_s):
-            raise Deadline(f"the save before did not end within {self.saver.deadline_s:g} s")
+    def _is_stuck(self, step: int) -> bool:
+        """True if storage has not answered for long.  Tells the user once that saves are left out."""
+        stuck = slowest(STUCK_S)
+        if stuck and not self._was_stuck:
+            self._was_stuck = True
+            self.news.append(
+                f"the save of step {step} is left out, as are those after it, until the one before has "
+                f"ended: {stuck}"
+            )
+        self._was_stuck &= bool(stuck)
+        return bool(stuck)
+
+    def _await_last(self, request: Request) -> None:
+        step, began = request.step, time.monotonic()
+        until = began + self.saver.deadline_s
+        while not self._is_free.wait(min(LOOK_S, max(until - time.monotonic(), 0))):
+            if request.yields and (stuck := slowest(STUCK_S)):
+                raise Deadline(f"left out, for the save before waits: {stuck}", step=step)
+            if time.monotonic() >= until:
+                raise Deadline(f"the save before did not end within {self.saver.deadline_s:g} s")
         late_s = time.monotonic() - began
         if late_s > LATE_S and not self._was_late:
             self._was_late = True

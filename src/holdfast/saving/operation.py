@@ -55,6 +55,8 @@ class Request:
     step: int
     busy: bool = False
     """True if this rank would rather leave it out: another one is in flight."""
+    yields: bool = False
+    """True if it is to be left out rather than wait for storage that does not answer."""
     durable: bool = False
     """True for a snapshot that goes on to storage."""
     is_rehearsal: bool = False
