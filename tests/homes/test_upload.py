@@ -392,6 +392,24 @@ def test_a_run_that_went_back_uploads_under_its_new_number(monkeypatch) -> None:
         assert (run.ckpt.restore(), run.value) == (2, 20.0)
 
 
+def test_a_run_that_goes_back_during_an_upload_uploads_on(monkeypatch) -> None:
+    gate = threading.Event()
+    gate.set()
+    homes = Homes(behind=Held(store_like(), gate))
+    with homes.run(monkeypatch) as run:
+        for step in (1, 2):
+            run.save_and_upload(step)
+        gate.clear()
+        homes.behind.is_held = False
+        run.save(3)
+        until(lambda: homes.behind.is_held)
+        run.ckpt.restore(1)
+        gate.set()
+        run.save_and_upload(2, 20.0)
+    assert contents(homes.behind.inner) == {1: 1.0, 2: 20.0, 3: 3.0}
+    assert not [text for text in homes.told if "uploads no more" in text]
+
+
 def test_a_script_that_only_ends_has_its_step_uploaded(tmp_path) -> None:
     """Python's end waits for what has begun."""
     import subprocess
