@@ -355,7 +355,7 @@ def test_who_loses_the_home_behind_uploads_no_more(monkeypatch) -> None:
         with others.run(monkeypatch) as other:  # as from another host, whose life cannot be seen
             other.save_and_upload(7)
         run.save(2)
-        run.ckpt.wait()
+        until(lambda: run.ckpt._tiers.upload._has_ended)
         run.save(3)
     assert contents(homes.root) == {1: 1.0, 2: 2.0, 3: 3.0}
     assert contents(homes.behind) == {1: 1.0, 7: 7.0}
