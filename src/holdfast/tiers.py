@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -121,10 +121,11 @@ class Tiers:
         if self.memory is not None:
             self.memory.settle(self.group.deadline_s)
         self.durable.settle(self.group.deadline_s)
-        self.claim, _ = self._take()
-        self.durable.adopt(self.claim)
-        if self.upload is not None:
-            self.upload.adopt(self.claim)
+        with nullcontext() if self.upload is None else self.upload.committing:
+            self.claim, _ = self._take()
+            self.durable.adopt(self.claim)
+            if self.upload is not None:
+                self.upload.claim = self.claim
         if self.delta is not None:
             self.delta.adopt(self.run)
         if self.memory is not None:

@@ -355,7 +355,7 @@ def test_who_loses_the_home_behind_uploads_no_more(monkeypatch) -> None:
         with others.run(monkeypatch) as other:  # as from another host, whose life cannot be seen
             other.save_and_upload(7)
         run.save(2)
-        run.ckpt.wait()
+        until(lambda: run.ckpt._tiers.upload._has_ended)
         run.save(3)
     assert contents(homes.root) == {1: 1.0, 2: 2.0, 3: 3.0}
     assert contents(homes.behind) == {1: 1.0, 7: 7.0}
@@ -390,6 +390,24 @@ def test_a_run_that_went_back_uploads_under_its_new_number(monkeypatch) -> None:
     assert contents(homes.behind) == {1: 1.0, 2: 20.0, 3: 3.0}
     with homes.run(monkeypatch) as run:
         assert (run.ckpt.restore(), run.value) == (2, 20.0)
+
+
+def test_a_run_that_goes_back_during_an_upload_uploads_on(monkeypatch) -> None:
+    gate = threading.Event()
+    gate.set()
+    homes = Homes(behind=Held(store_like(), gate))
+    with homes.run(monkeypatch) as run:
+        for step in (1, 2):
+            run.save_and_upload(step)
+        gate.clear()
+        homes.behind.is_held = False
+        run.save(3)
+        until(lambda: homes.behind.is_held)
+        run.ckpt.restore(1)
+        gate.set()
+        run.save_and_upload(2, 20.0)
+    assert contents(homes.behind.inner) == {1: 1.0, 2: 20.0, 3: 3.0}
+    assert not [text for text in homes.told if "uploads no more" in text]
 
 
 def test_a_script_that_only_ends_has_its_step_uploaded(tmp_path) -> None:

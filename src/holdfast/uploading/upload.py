@@ -117,6 +117,9 @@ class Upload:
         self.store = store
         self.group = group
         self.claim = claim
+        """This run's claim, on both homes."""
+        self.committing = threading.Lock()
+        """Held while a step is committed, and by whoever takes the homes under another number."""
         self.news: list[str] = []
         """Messages that the user is to be told."""
         self.known = Known()
@@ -154,10 +157,6 @@ class Upload:
         """Upload the step of a save when it is committed, unless a newer one is by then."""
         self._saves += 1
         save._on_end(partial(self._done, self._saves))
-
-    def adopt(self, claim: Claim) -> None:
-        """Go on as another run."""
-        self.claim = claim
 
     def keep_records(self, steps: RootSteps, options: Delta) -> None:
         """Upload records, too.  `steps`: the steps of the root, whose log keeps what leads on from the
@@ -353,9 +352,10 @@ class Upload:
         return msgspec.msgpack.encode(RoundOutcome(verdict, errors[0] if errors else None))
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
-        self.known.begin(manifest.step)
-        self._replaced = commit(self.store, manifest, self.claim, data)
-        self.known.add(manifest)
+        with self.committing:
+            self.known.begin(manifest.step)
+            self._replaced = commit(self.store, manifest, self.claim, data)
+            self.known.add(manifest)
         self._last_uploaded = Saved(manifest.run, manifest.step)
 
     def _verdict(self, choice: Choice, errors: list[WireError]) -> str:
@@ -417,10 +417,11 @@ class Upload:
                 emit("upload.committed", step=step, seconds=round(took_s, 3))
             self._recovered(step)
             return
+        if outcome.verdict == "gone":  # a newer one has taken its place
+            emit("upload.skipped", step=step)
+            return
         emit("upload.failed", step=step, error=error.text)
         self._failure = error
-        if outcome.verdict == "gone":
-            return  # a newer one has taken its place
         is_known = self._failed_since is not None and outcome.verdict == "again"
         if outcome.verdict == "again":
             self._failed_since = self._failed_since or time.monotonic()
