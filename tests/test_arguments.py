@@ -188,7 +188,7 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         lambda m: m.convert,
         {
             "source": PATHS,
-            "target": (*PATHS, "memory://"),
+            "target": (*PATHS, *BUCKETS),
             "to": (*WORDS, "hugingface"),
             "step": STEPS_OR_NONE,
             "key": WORDS[:-2],
