@@ -133,7 +133,7 @@ class MemoryTier:
         is_waiting = self._turns.num_pending > 0 or not self._storing.handed_over.is_set()
         busy = not must and (self.durable.steps.is_saving if durable else is_waiting)
         op = self.saver.operation(
-            self, Request(step, busy, durable), companion=self, on_end=self._ended
+            self, Request(step, busy=busy, durable=durable), companion=self, on_end=self._ended
         )
         self._turns.line_up()
         if durable:

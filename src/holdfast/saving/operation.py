@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast.errors import HoldfastError
@@ -53,6 +53,7 @@ class Request:
     """A save as it was asked for."""
 
     step: int
+    _: KW_ONLY
     busy: bool = False
     """True if this rank would rather leave it out: another one is in flight."""
     yields: bool = False
