@@ -332,9 +332,11 @@ class ThreadWatch:
         return [operation for operation in found if operation is not None]
 
 
-def slowest(least_s: float = 1.0) -> str:
-    """Name the operation under way for longest, for messages; empty if none has taken `least_s`."""
-    since = sorted(tuple(_under_way.values()), key=lambda operation: operation.since)
+def slowest(least_s: float = 1.0, of: Patience | None = None) -> str:
+    """Name the operation under way for longest, for messages; empty if none has taken `least_s`.  `of`: of
+    one store alone."""
+    found = [one for one in tuple(_under_way.values()) if of is None or one.patience is of]
+    since = sorted(found, key=lambda operation: operation.since)
     return next((str(one) for one in since if one.took_s >= least_s), "")
 
 

@@ -230,7 +230,7 @@ def test_a_bucket_that_is_gone_costs_saves_and_not_the_training(
     print(
         how, when_busy, f"held {sum(held):.2f} s, {max(held):.2f} at most; {len(warned)} warnings"
     )
-    assert max(held) < 10, held
+    assert max(held) < (deadline_s if when_busy == "skip" else deadline_s + 2), held
     found = contents(open_store(seaweed.url(prefix)))
     assert 31 in found and min(found) <= 3
     if when_busy == "queue":

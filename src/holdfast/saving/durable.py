@@ -139,9 +139,14 @@ class Durable:
         self._is_free.clear()
         return self._buffer
 
+    def _stuck(self) -> str:
+        """Name the operation of the root that hangs, if one does: a home behind it may be away."""
+        patience = getattr(self.store, "patience", None)
+        return "" if patience is None else slowest(STUCK_S, patience)
+
     def _is_stuck(self, step: int) -> bool:
         """True if storage has not answered for long.  Tells the user once that saves are left out."""
-        stuck = slowest(STUCK_S)
+        stuck = self._stuck()
         if stuck and not self._was_stuck:
             self._was_stuck = True
             self.news.append(
@@ -155,7 +160,7 @@ class Durable:
         step, began = request.step, time.monotonic()
         until = began + self.saver.deadline_s
         while not self._is_free.wait(min(LOOK_S, max(until - time.monotonic(), 0))):
-            if request.yields and (stuck := slowest(STUCK_S)):
+            if request.yields and (stuck := self._stuck()):
                 raise Deadline(f"left out, for the save before waits: {stuck}", step=step)
             if time.monotonic() >= until:
                 raise Deadline(f"the save before did not end within {self.saver.deadline_s:g} s")
