@@ -7,6 +7,9 @@ the ranks that wait for this one learn of it.
 
 from __future__ import annotations
 
+import atexit
+import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+EXIT_S = 0.05
+"""Seconds that the threads of gloo have, when Python ends, to let go of the last operation's tensors."""
+
+_groups: weakref.WeakSet[Gloo] = weakref.WeakSet()
+_has_made_any = False
+
 
 class Gloo:
     """Collectives on the CPU; each blocks, RuntimeError after the group's limit or if a rank is gone."""
@@ -22,6 +31,9 @@ class Gloo:
     def __init__(self, store: Any, rank: int, size: int, limit_s: float) -> None:
         """Connects to every other rank.  Collective; blocks."""
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=limit_s))
+        global _has_made_any
+        _groups.add(self)
+        _has_made_any = True
 
     # Nobody keeps the `Work` of an operation: it would keep the connections.
 
@@ -57,3 +69,19 @@ class Gloo:
     def end(self) -> None:
         """Close every connection."""
         self._group = None
+
+
+def _end_all() -> None:
+    """End what would end the process otherwise.
+
+    When an operation is over, gloo's thread lets go of its tensors, and needs Python for it.  If Python is
+    gone by then, torch calls `std::terminate`, and a run that did all its work ends with SIGABRT.  Threads
+    of our own groups are waited for.  Those of the job's groups are given a moment.
+    """
+    for group in tuple(_groups):
+        group.end()
+    if _has_made_any or (dist.is_available() and dist.is_initialized()):
+        time.sleep(EXIT_S)
+
+
+atexit.register(_end_all)

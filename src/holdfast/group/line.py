@@ -7,10 +7,13 @@ it may.  A question that is given up before it was put is dropped.  When the hos
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -21,6 +24,11 @@ from holdfast.threads import result_of
 
 T = TypeVar("T")
 _Question = tuple[Callable[[Any], Any], Future[Any]]
+
+EXIT_S = 1.0
+"""Seconds that a store may take, when Python ends, for the questions before."""
+
+_lines: weakref.WeakSet[StoreLine] = weakref.WeakSet()
 
 
 class StoreLine:
@@ -35,6 +43,8 @@ class StoreLine:
         self._connect: Callable[[], Any] | None = connect
         self._starting = threading.Lock()
         self._end = weakref.finalize(self, self._questions.put, None)
+        self._end.atexit = False
+        _lines.add(self)
 
     def ask(self, what: str, question: Callable[[Any], T], limit_s: float) -> T:
         """Return what `question` returns, given the store.
@@ -76,6 +86,12 @@ class StoreLine:
         self._questions.put((question, answer))
         return answer
 
+    def settle(self, limit_s: float) -> None:
+        """Wait until the questions before are answered, but no longer than `limit_s`."""
+        if self._connect is None:
+            with suppress(AgentError, Deadline):
+                self.ask("at the end", lambda _: None, limit_s)
+
     def close(self) -> None:
         """Let go of the store, when the questions before are answered."""
         self._end()
@@ -99,6 +115,17 @@ def _answer(questions: SimpleQueue[_Question | None], connect: Callable[[], Any]
         except BaseException as error:
             answer.set_exception(error)
         del one, question, answer
+
+
+def _settle_all() -> None:
+    """Leave no thread of ours inside torch: it would call `std::terminate` if Python is gone when the store
+    has answered, and the process would end with SIGABRT."""
+    until = time.monotonic() + EXIT_S
+    for line in tuple(_lines):
+        line.settle(max(until - time.monotonic(), 0.0))
+
+
+atexit.register(_settle_all)
 
 
 def bounded(work: Callable[[], T], limit_s: float, late: Callable[[], Exception]) -> T:

@@ -1,0 +1,47 @@
+"""A process that did all its work ends with 0: torch calls `std::terminate` for a thread that needs Python
+and finds it gone, so no such thread is left when Python ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+GLOO_LETS_GO = """
+import sys
+import torch
+import torch.distributed as dist
+import holdfast.group
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = holdfast.group.gloo.Gloo(dist.HashStore(), 0, 1, 10.0) if sys.argv[1] == "ours" else dist
+sys.setswitchinterval(100)  # gloo's thread does not get to Python by itself
+for _ in range(50):
+    if group is dist:
+        dist.all_reduce(torch.ones(1000), async_op=True)
+    else:
+        group.max(torch.ones(1000))
+"""
+WORD_IS_LEFT = """
+import torch.distributed as dist
+from holdfast.group.line import StoreLine
+
+store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+line = StoreLine(lambda: store, "this process", None)
+for _ in range(2000):
+    line.leave_word(lambda s: s.set("key", "value"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "argument"),
+    [(GLOO_LETS_GO, "the job's"), (GLOO_LETS_GO, "ours"), (WORD_IS_LEFT, "")],
+    ids=["group of the job", "group of ours", "store"],
+)
+def test_no_thread_is_left_in_torch(script: str, argument: str) -> None:
+    command = [sys.executable, "-c", script, argument]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-2000:]
