@@ -103,7 +103,7 @@ class _Segments:
         if plan is None:
             return  # without it a record is only bytes
         try:
-            this = self._provable(segment, plan[1])
+            this = provable(self.source, segment, plan[1])
             if self._is_there(this):
                 return
             if not dry_run:
@@ -138,20 +138,21 @@ class _Segments:
             raise Exists(f"{self.target.url} has other records of that name", key=this.key)
         return False
 
-    def _provable(self, segment: LogSegment, chunk_bytes: int) -> Provable:
-        """A segment, by the digests in its head and its header."""
-        head, tables = bytearray(HEAD_BYTES), []
-        with closing(self.source.open(segment.key)) as reader:
-            reader.read(0, memoryview(head))
-            known = [(0, bytes(head))]
-            for record in segment.header.records:
-                at = segment.start + record.at
-                data = bytearray(record.bytes - record.table)
-                reader.read(at + record.table, memoryview(data))
-                table = DigestTable.of(data, record.digest, record.table, chunk_bytes)
-                tables.append((at, table))
-                known.append((at + record.table, bytes(data)))
-        length = int.from_bytes(head[8:16], "little")
-        of_header = DigestTable(np.frombuffer(head[16:24], "<u8"), length, max(length, 1))
-        size = self.source.size(segment.key)
-        return Provable(segment.key, size, ((HEAD_BYTES, of_header), *tables), tuple(known))
+
+def provable(source: Store, segment: LogSegment, chunk_bytes: int) -> Provable:
+    """A segment, to be proved by the digests in its head and its header.  Reads its digest tables."""
+    head, tables = bytearray(HEAD_BYTES), []
+    with closing(source.open(segment.key)) as reader:
+        reader.read(0, memoryview(head))
+        known = [(0, bytes(head))]
+        for record in segment.header.records:
+            at = segment.start + record.at
+            data = bytearray(record.bytes - record.table)
+            reader.read(at + record.table, memoryview(data))
+            table = DigestTable.of(data, record.digest, record.table, chunk_bytes)
+            tables.append((at, table))
+            known.append((at + record.table, bytes(data)))
+    length = int.from_bytes(head[8:16], "little")
+    of_header = DigestTable(np.frombuffer(head[16:24], "<u8"), length, max(length, 1))
+    size = source.size(segment.key)
+    return Provable(segment.key, size, ((HEAD_BYTES, of_header), *tables), tuple(known))
