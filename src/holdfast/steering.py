@@ -79,7 +79,8 @@ class Steering:
         self._since: float | None = None
         if group.rank == 0 and self._after_failure:
             self._tuner.failed("process")
-            self._write()
+        if group.rank == 0 and (self._after_failure or not self._is_local):
+            self._write()  # which tells what a request takes
         told = group.from_rank0(lambda: msgspec.msgpack.encode(_told(self._tuner.frequencies)))
         self._obey(msgspec.msgpack.decode(told, type=_Told))
         self._stop_listening: Callable[[], None] = subscribe(self._heard)

@@ -20,8 +20,10 @@ from train_recorded import digest_of
 import holdfast
 from holdfast import Delta, Every
 from holdfast.checkpoint.recorded import parse_segment
+from holdfast.delta.log import LogStore
 from holdfast.errors import NotFound
 from holdfast.store import LocalStore, MemoryStore
+from holdfast.store.contract import reads_of
 from holdfast.store.views import JoinedStore
 from holdfast.uploading.records import RecordUpload
 from homes import until
@@ -108,6 +110,15 @@ def test_the_last_records_of_a_script_that_only_ends(tmp_path: Path, what: str) 
 def test_how_often_is_checked() -> None:
     assert Delta(upload_every_s=5).upload_every_s == 5.0
     assert Every(delta=1).delta == 1
+
+
+def test_records_in_a_bucket_are_read_as_it_asks() -> None:
+    """Of two homes, as the one asks that takes longer to begin to answer."""
+    near, far = MemoryStore("near"), MemoryStore("far")
+    far.read_bytes, far.read_threads = 4 << 20, 12  # type: ignore[attr-defined]
+    both = JoinedStore(near, far)
+    assert reads_of(LogStore(both, {})) == reads_of(LogStore(far, {})) == (4 << 20, 12)
+    assert reads_of(LogStore(near, {})) == (0, 0)
 
 
 def test_joined_stores() -> None:

@@ -39,6 +39,7 @@ from holdfast.errors import (
 from holdfast.events import emit
 from holdfast.format.manifest import VERSION, FileEntry, Manifest, check
 from holdfast.store import Reader, Store
+from holdfast.store.contract import reads_of
 from holdfast.store.views import JoinedStore, PartReader, ViewStore
 
 
@@ -391,6 +392,7 @@ class LogStore(ViewStore):
 
     def __init__(self, store: Store, places: dict[str, tuple[LogSegment, Record]]) -> None:
         self.url = store.url
+        self.read_bytes, self.read_threads = reads_of(store)
         self._store = store
         self._places = places
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from holdfast.errors import NotFound, UsageError
-from holdfast.store.contract import Bytes, Entry, Reader, Store, Writer
+from holdfast.store.contract import Bytes, Entry, Reader, Store, Writer, reads_of
 
 
 class ViewStore(ABC):
@@ -73,6 +73,7 @@ class JoinedStore(ViewStore):
 
     def __init__(self, first: Store, second: Store) -> None:
         self.url = first.url
+        self.read_bytes, self.read_threads = map(max, reads_of(first), reads_of(second))
         self.second = second
         self._first = first
         self.damaged: set[str] = set()
