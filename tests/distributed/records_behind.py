@@ -3,8 +3,8 @@
     launch("records_behind", 2, OUT, ROOT, BEHIND, STEPS, EVERY_S)
 
 Each rank writes lines to OUT/told-<rank>.jsonl: what it began with, each step with a digest of its part of
-the state, its uploads of records, and its warnings.  It ends after STEPS, or when OUT/end is there; when
-OUT/die is there, it kills the process that writes its records, and itself.
+the state, records that lie in the root, their uploads, and its warnings.  It ends after STEPS, or when
+OUT/end is there; when OUT/die is there, it kills the process that writes its records, and itself.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Teller:
     def heard(self, event: holdfast.events.Event) -> None:
         if event.name == "upload.records":
             self.tell(upload=event.duration_s)
+        elif event.name == "delta.wrote":
+            self.tell(wrote=event.fields["step"])
         elif event.name == "upload.failed":
             self.tell(failed=event.fields["error"])
 

@@ -47,6 +47,7 @@ def told(out: Path, what: str) -> list[list[Any]]:
     return [[d for d in map(json.loads, text.splitlines()) if what in d] for text in texts]
 
 
+@pytest.mark.soak
 def test_records_that_are_damaged_on_either_rank_are_read_behind(tmp_path: Path) -> None:
     """A header is read by one rank, and a record by whoever needs it: all take the copy."""
     one, other = tmp_path / "one", tmp_path / "other"
