@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def work(job: Job) -> dict[str, Any]:
     import holdfast
     from holdfast.checkpoint.reading import BLOCK_CHUNKS, threads_here
     from holdfast.codec.digest import CHUNK_BYTES
+    from holdfast.errors import HoldfastError
     from holdfast.memory.node import words as w
     from holdfast.memory.node.client import Client
     from state import State
@@ -55,8 +57,9 @@ def work(job: Job) -> dict[str, Any]:
         )
 
     def leave(ckpt: Any) -> None:
-        """As a crash does: what is in memory stays."""
-        ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        """As a crash does: what is in memory stays, and what is on its way to it is given up."""
+        with suppress(HoldfastError):
+            ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
     first = checkpointer(True)
     first.save(1).wait()
