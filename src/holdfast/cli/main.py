@@ -40,8 +40,9 @@ _CALL = re.compile(r"^[a-z_.]*\((.*?=.*?)\): must be ", re.DOTALL)
 
 def main(*verb: str) -> None:
     """The console script, `python -m holdfast`, and with `verb` a module of a verb that is run itself."""
+    words = [*verb, *sys.argv[1:]]
     try:
-        sys.exit(run([*verb, *sys.argv[1:]]))
+        sys.exit(_launch(words[1:]) if words[:1] == ["run"] else run(words))
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         sys.exit(141)
@@ -82,6 +83,12 @@ def _run(words: Sequence[str]) -> int:
     options = parser.parse(words[1:])
     as_json = options.pop("as_json")
     return deliver(function(**options), as_json)
+
+
+def _launch(words: Sequence[str]) -> int:
+    """`holdfast run` becomes the training processes: nothing of ours is to be around them."""
+    status: int = importlib.import_module("holdfast.run.command").main(words)
+    return status
 
 
 def _function(verb: str) -> Callable[..., Any]:
