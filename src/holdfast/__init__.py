@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from holdfast.once import load, save
     from holdfast.policy.tuning import Auto
     from holdfast.restore.result import Restored
+    from holdfast.run.recovery import kept, recoverable
     from holdfast.saving import Save
     from holdfast.schedule import Every
-    from holdfast.run.recovery import kept, recoverable
     from holdfast.state.ignoring import ignore
     from holdfast.state.rng import Rng
 

@@ -13,13 +13,14 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api as launcher
 
+from holdfast.background import ending
 from holdfast.run.workers import Launch, Workers
 
 SAME = 3
 """How often the same step may fail in the same way, before the run ends."""
 
 
-class Agent(LocalElasticAgent):
+class Agent(LocalElasticAgent):  # type: ignore[misc]
     """Recovers in place where it can."""
 
     def __init__(self, launch: Launch, **known: Any) -> None:
@@ -51,8 +52,8 @@ class Agent(LocalElasticAgent):
         return workers
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other nodes, and have a new store for the ranks: torch's handler keeps the one it has made,
-        with the addresses of the attempt before, and its ranks put none of their keys apart."""
+        """Meet the other nodes, with a new store for the ranks: torch's handler would keep the one it has,
+        with the addresses of the attempt before, and ranks keep none of their keys apart."""
         for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
             if hasattr(self._rdzv_handler, name):
                 setattr(self._rdzv_handler, name, None)
@@ -60,10 +61,12 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with _replaced(local_elastic_agent, "start_processes", self.begin):
-            ids = super()._start_workers(worker_group)
-        if self._since is not None:
+            ids: dict[int, Any] = super()._start_workers(worker_group)
+        if self._since is not None and self.workers is not None:
             took_s, self._since = time.monotonic() - self._since, None
-            self._launch.say(f"attempt {self.workers.attempt} begins {took_s:.2f} s after the failure")
+            self._launch.say(
+                f"attempt {self.workers.attempt} begins {took_s:.2f} s after the failure"
+            )
         return ids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -93,7 +96,7 @@ class Agent(LocalElasticAgent):
         worker = next((w for w in workers.everyone if w.pid == failure.pid), None)
         step = worker.step if worker is not None else 0
         left = worker.left if worker is not None else None
-        how = left.kind if left is not None else failure.signal_name() or f"exit status {failure.exitcode}"
+        how = left.kind if left is not None else f"it {ending(failure.exitcode)}"
         self._failed = [*self._failed[1 - SAME :], (rank, step, how)]
         self._launch.say(f"rank {rank} (process {failure.pid}) failed after step {step}: {how}")
         if left is not None:

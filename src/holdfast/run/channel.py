@@ -1,13 +1,13 @@
 """The channel between a worker and its launcher: a socket of packets.
 
-    launcher                          worker
-       ◄── Marked ───────────────────   it has come to its recoverable function
-       ─── Enter(attempt, ranks) ────►  a spare, or one that has left, takes a rank
-       ◄── Beat(step) ───────────────   it lives, and has done that step
-       ─── Leave(attempt, ranks) ────►  a peer is lost: it cuts its connections, and leaves the function
-       ◄── Left(attempt, error) ─────   it is out, by this error, and holds nothing any more
-       ◄── Done(attempt) ────────────   the function has returned
-       ─── End ──────────────────────►  all are done, or the run is given up
+launcher                          worker
+   ◄── Marked ───────────────────   it has come to its recoverable function
+   ─── Enter(attempt, ranks) ────►  a spare, or one that has left, takes a rank
+   ◄── Beat(step) ───────────────   it lives, and has done that step
+   ─── Leave(attempt, ranks) ────►  a peer is lost: it cuts its connections, and leaves the function
+   ◄── Left(attempt, error) ─────   it is out, by this error, and holds nothing any more
+   ◄── Done(attempt) ────────────   the function has returned
+   ─── End ──────────────────────►  all are done, or the run is given up
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Cutting this process's connections to its peers, so that whatever is blocked in a collective fails at once.
+"""Cutting this process's connections to its peers: whatever is blocked in a collective fails at once.
 
 A gloo rank whose neighbours in the ring are alive is never told that another rank died, and neither
 `abort()` of the group nor its end changes that: meshes and DTensors hold it.  What does is to shut down its
 sockets.  For NCCL torch has `_abort_process_group`.
 
-Only connections to other ranks are cut.  The other end of one tells whose it is: on this node by the process
-that has it, elsewhere by the host, where everything but the store of the job counts as a rank's.
+Only connections to other ranks are cut.  The other end of one tells whose it is: on this node by the
+process that has it, elsewhere by the host, where everything but the store of the job counts as a rank's.
 """
 
 from __future__ import annotations

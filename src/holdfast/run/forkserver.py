@@ -1,8 +1,8 @@
 """The fork server: a process with one thread that has imported what every worker needs, and forks them.
 
 Python and torch take seconds to import, on each rank and at each restart.  A fork of a process that has
-imported them takes some milliseconds, and shares their memory.  The server is itself a fork of the launcher,
-made before anything has begun a thread (those of numpy's OpenBLAS and of OpenMP mind forks themselves).
+imported them takes some milliseconds, and shares their memory.  The server is itself a fork of the
+launcher, made before anything has begun a thread (those of OpenBLAS and of OpenMP mind forks themselves).
 
 The two talk over a socket of packets: a `Start` with the worker's files, answered by `Started`; and `Ended`
 for every worker that is over, as soon as it is.
@@ -16,7 +16,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
 import msgspec
@@ -54,7 +54,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
-_DECODER = msgspec.json.Decoder(Start | Started | Ended)
+_ANSWER: msgspec.json.Decoder[Started | Ended] = msgspec.json.Decoder(Started | Ended)
 
 
 class ForkServer:
@@ -104,11 +104,6 @@ class ForkServer:
         ended, self._ended = self._ended, {}
         return ended
 
-    def wait(self, limit_s: float) -> None:
-        """Wait until a worker is over, but no longer than `limit_s`."""
-        if not self._ended:
-            select.select([self._socket], [], [], limit_s)
-
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -116,9 +111,7 @@ class ForkServer:
         packet = self._socket.recv(PACKET)
         if not packet:
             raise OSError("it has ended")
-        answer = _DECODER.decode(packet)
-        assert not isinstance(answer, Start)
-        return answer
+        return _ANSWER.decode(packet)
 
     def close(self) -> None:
         """End the server, and every worker that is left."""
@@ -128,7 +121,7 @@ class ForkServer:
 
 
 def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket]:
-    """Serve until the launcher is gone, and never return; but in a forked worker return what it is to do."""
+    """Serve until the launcher is gone.  Return in a forked worker alone, with what that is to do."""
     _die_with(parent)
     os.setsid()  # Ctrl-C reaches the launcher, which ends the workers
     wakes, wake = os.pipe()
@@ -138,12 +131,12 @@ def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     workers: set[int] = set()
     while True:
-        ready, _, _ = select.select([launcher, wakes], [], [])
+        ready, _, _ = select.select([launcher.fileno(), wakes], [], [])
         if wakes in ready:
             with suppress(BlockingIOError):
                 os.read(wakes, 4096)
             _tell_ended(launcher, workers)
-        if launcher in ready:
+        if launcher.fileno() in ready:
             packet, fds, _, _ = socket.recv_fds(launcher, PACKET, 1)
             if not packet:
                 _end_all(workers)
@@ -175,7 +168,7 @@ def _tell_ended(launcher: socket.socket, workers: set[int]) -> None:
             launcher.send(msgspec.json.encode(Ended(pid, os.waitstatus_to_exitcode(status))))
 
 
-def _end_all(workers: Sequence[int] | set[int]) -> None:
+def _end_all(workers: Iterable[int]) -> None:
     """The launcher is gone: so is everything that it began."""
     for pid in workers:
         with suppress(ProcessLookupError):

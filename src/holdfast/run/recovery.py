@@ -22,7 +22,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from holdfast import progress
+from holdfast import events
+from holdfast.arguments import function_of, text_of, unfit
 from holdfast.run.channel import LONGEST, Beat, Done, End, Enter, Leave, Left, Marked, WorkerEnd
 
 P = ParamSpec("P")
@@ -52,9 +53,13 @@ def recoverable(function: Callable[P, T]) -> Callable[P, T]:
 
     It is called without a process group, makes one, and restores its state: `Checkpointer.restore` says at
     which step it goes on.  It may be entered many times in one process; what it holds in local variables is
-    dropped between.  A function that is called once more after it has returned is a plain call.  Exceptions of
-    its own are recovered from as lost ranks are, up to `--max-restarts`; SystemExit ends the process.
+    dropped between.  A function that it calls, and one that is called after it has returned, is plain.
+    Exceptions of its own are recovered from as lost ranks are, up to `--max-restarts`; SystemExit ends the
+    process.
     """
+
+    if not callable(function):
+        raise unfit("recoverable", "function", function, "the function that trains")
 
     @functools.wraps(function)
     def enter(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -71,6 +76,8 @@ def kept(name: str, load: Callable[[], T]) -> T:
 
     For what is dear to load and does not depend on the rank or on the step: a tokenizer, an index of data.
     """
+    name = text_of(name, "kept", "name")
+    function_of(load, "kept", "load", "without arguments", 0)
     if name not in _kept:
         _kept[name] = load()
     value: T = _kept[name]
@@ -148,7 +155,7 @@ class _Launched:
         is_own = not isinstance(error, PeerLost)
         kind = "".join(traceback.format_exception_only(error)).strip()
         text = "".join(traceback.format_exception(error))
-        return Left(self._attempt, kind[:500], text[-LONGEST:], is_own, progress.last_step)
+        return Left(self._attempt, kind[:500], text[-LONGEST:], is_own, events.last_step)
 
     # -- on threads of their own ------------------------------------------------------------------
 
@@ -181,8 +188,8 @@ class _Launched:
     def _beat(self) -> None:
         said, pause = 0, threading.Event()
         while self.is_inside:
-            if progress.last_step != said:
-                said = progress.last_step
+            if events.last_step != said:
+                said = events.last_step
                 self._end.say(Beat(said))
             pause.wait(BEAT_S)
 
@@ -224,6 +231,6 @@ def warm_up() -> None:
     optimizer.step()
     try:
         import torch.distributed.fsdp
-        import torch.distributed.tensor  # noqa: F401
+        import torch.distributed.tensor
     except ImportError:
         pass

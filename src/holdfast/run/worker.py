@@ -1,4 +1,4 @@
-"""A worker: a process, forked from the fork server, that becomes what `python SCRIPT` would have started."""
+"""A worker: a process forked from the fork server, which becomes what `python SCRIPT` would start."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from holdfast.run import recovery
-from holdfast.run.forkserver import Start
 from holdfast.run.channel import WorkerEnd
+from holdfast.run.forkserver import Start
 
 STACKS = signal.SIGRTMAX - 3
 """The signal upon which a worker writes the stacks of its threads to its standard error."""

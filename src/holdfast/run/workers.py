@@ -20,7 +20,17 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from holdfast.run.channel import Beat, Done, End, Enter, FromWorker, LauncherEnd, Leave, Left, Marked
+from holdfast.run.channel import (
+    Beat,
+    Done,
+    End,
+    Enter,
+    FromWorker,
+    LauncherEnd,
+    Leave,
+    Left,
+    Marked,
+)
 from holdfast.run.forkserver import ForkServer, Start
 from holdfast.run.worker import STACKS
 
@@ -68,7 +78,7 @@ class Worker:
         return self.status is None and (self.left is not None or self.is_done)
 
 
-class Workers(PContext):
+class Workers(PContext):  # type: ignore[misc]
     """All workers of this node, by their local ranks, and the spares."""
 
     def __init__(self, launch: Launch, **known: Any) -> None:
@@ -110,7 +120,7 @@ class Workers(PContext):
         return None
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """End every worker: first by `death_sig`, and those that are left after `timeout` seconds killed."""
+        """End every worker by `death_sig`; those that are left after `timeout` seconds are killed."""
         everyone = self.everyone
         for worker in everyone:
             self._kill(worker, death_sig)
@@ -131,13 +141,15 @@ class Workers(PContext):
         for worker in inside:
             if not worker.is_marked or not worker.end.say(Leave(self.attempt, pids, self.hosts)):
                 self._kill(worker, signal.SIGKILL)
-        self._until(lambda: all(w.is_out or w.status is not None for w in inside), self.launch.leave_s)
+        self._until(
+            lambda: all(w.is_out or w.status is not None for w in inside), self.launch.leave_s
+        )
         stuck = [w for w in inside if not w.is_out and w.status is None]
         if stuck:
-            pids = ", ".join(str(w.pid) for w in stuck)
+            named = ", ".join(str(w.pid) for w in stuck)
             self.launch.say(
-                f"killed, since they did not leave within {self.launch.leave_s:g} s: {pids}; their stacks are "
-                "in their standard errors"
+                f"killed, since they did not leave within {self.launch.leave_s:g} s: {named}; their "
+                "stacks are in their standard errors"
             )
             self._write_stacks(stuck)
         for worker in stuck:
@@ -205,7 +217,12 @@ class Workers(PContext):
         self._spares = [w for w in self._spares if w.status is None]
         is_calm = time.monotonic() - self._entered > SETTLE_S or self.attempt == 1
         is_marked = all(w.is_marked for w in self._workers.values())
-        if len(self._spares) < self.launch.spares and is_calm and is_marked and self._ends_at is None:
+        if (
+            len(self._spares) < self.launch.spares
+            and is_calm
+            and is_marked
+            and self._ends_at is None
+        ):
             self._spares.append(self._fork(len(self._spares) % self.nprocs, is_spare=True))
 
     def _write_stacks(self, workers: list[Worker]) -> None:
@@ -231,8 +248,8 @@ class Workers(PContext):
 
     def _wait(self, limit_s: float) -> None:
         """Wait until anybody says something."""
-        ends = [w.end for w in self.everyone if w.status is None]
-        select.select([self.launch.server, *ends], [], [], limit_s)
+        ends = [w.end.fileno() for w in self.everyone if w.status is None]
+        select.select([self.launch.server.fileno(), *ends], [], [], limit_s)
 
     def pause(self, limit_s: float) -> None:
         """Wait until a worker has ended or said something, but no longer than `limit_s`."""
