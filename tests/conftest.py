@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import os
 
 import pytest
@@ -26,3 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leave_to_the_soak(config, items)
     items[:] = in_order(items)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests stay until the end: the collector does not go over them at every turn, nor does it
+    copy their memory in forked processes."""
+    gc.collect()
+    gc.freeze()

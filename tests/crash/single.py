@@ -61,8 +61,10 @@ def memory(copy_of: Store | None = None) -> MemoryStore:
     return store
 
 
-def life(monkeypatch, store: Store, saves: list[tuple[int, float]], **options: Any) -> None:
-    """A run that saves (step, value) after (step, value) until its store is dead."""
+def life(monkeypatch, store: Store, saves: list[tuple[int, float]], **options: Any) -> list[float]:
+    """A run that saves (step, value) after (step, value) until its store is dead; the values of those saves
+    that it was told are committed."""
+    committed: list[float] = []
     monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
     state = state_of(0)
     with suppress(Stopped):
@@ -71,9 +73,11 @@ def life(monkeypatch, store: Store, saves: list[tuple[int, float]], **options: A
             for step, value in saves:
                 state["data"].update(state_of(value)["data"])
                 ckpt.save(step).wait(WAIT_S)
+                committed.append(value)
         finally:
             with suppress(Stopped):
                 ckpt.close()
+    return committed
 
 
 def each_death(

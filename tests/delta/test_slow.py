@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STOP_S = 3.0
 
 
-def slow(lives: Lives, when_full: str, until: int) -> list[Any]:
+def slow(lives: Lives, when_full: str, until: int, *, pause: float, queue: int) -> list[Any]:
     """A life in which rank 1's writer stands still for a while; then both ranks are killed."""
-    script = {"layout": "fsdp", "memory": None, "settle": False, "pause": 0.1}
-    delta = {"queue": 6, "when_full": when_full}
+    script = {"layout": "fsdp", "memory": None, "settle": False, "pause": pause}
+    delta = {"queue": queue, "when_full": when_full}
     told = lives.live(
         nodes=[0, 0], until=until, die=True, delta=delta, writer_stops=[1, 5, STOP_S], **script
     )
@@ -36,18 +36,21 @@ def longest(told: Any) -> float:
 
 def test_training_waits(lives: Lives) -> None:
     """For as long as storage takes nothing; no record is missing."""
-    told = slow(lives, "wait", 16)
+    told = slow(lives, "wait", 16, pause=0.1, queue=6)
     assert longest(told[1]) > STOP_S / 2
     assert not any(t.events("delta.broken") for t in told)
     assert told[1].events("delta.wait")
 
 
 def test_training_goes_on(lives: Lives) -> None:
-    """Rank 1 alone drops records; both make a full save at the same step, and record from there."""
-    told = slow(lives, "drop", 40)
+    """Rank 1 alone drops records; both make a full save at the same step, and record from there.
+
+    Rank 0's writer may be 2 s behind on a busy machine, and rank 1's stops for longer.
+    """
+    told = slow(lives, "drop", 34, pause=0.2, queue=10)
     assert max(map(longest, told)) < 0.8 * STOP_S  # a busy machine takes its time, too
     assert not told[0].events("delta.broken")
     assert [e["why"] for e in told[1].events("delta.broken")] == ["storage is too slow"]
     assert not told[1].events("delta.wait")
     wrote = [int(e["step"]) for e in told[1].events("delta.wrote")]
-    assert max(wrote) >= 40 - 3, wrote  # after a gap
+    assert max(wrote) >= 34 - 3, wrote  # after a gap
