@@ -111,7 +111,7 @@ def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path, expected: str)
     assert ran.digest == expected
     first, second = ran.begun
     assert len({second[r]["begins"] for r in second}) == 1
-    assert 0 < second[0]["begins"] <= 7  # a snapshot is left out while one is under way
+    assert 0 < second[0]["begins"] <= 7  # the last snapshots may not have been over
     assert {second[r]["tier"] for r in second} == {"memory"}
     for rank in (0, 2):  # in place, with what was kept
         assert (second[rank]["pid"], second[rank]["kept"]) == (

@@ -80,7 +80,7 @@ def main() -> None:
     memory = holdfast.Memory() if given.memory else None
     state = {"model": model, "optim": optimizer}
     with holdfast.Checkpointer(
-        given.root, state, every=every, memory=memory, deadline_s=60
+        given.root, state, every=every, memory=memory, when_busy="queue", deadline_s=60
     ) as ckpt:
         restored = ckpt.restore()
         step = int(restored)
