@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import events, here
+from holdfast import events, here, steering
 from holdfast.checkpoint.recorded import parse_segment, segments
 from holdfast.delta import capture, copying
 from holdfast.errors import UsageError
-from holdfast.store import LocalStore
+from holdfast.group import Group
+from holdfast.history import Keeper, Kept
+from holdfast.store import LocalStore, MemoryStore
+from holdfast.testing import Slow
 
 pytestmark = pytest.mark.slow
 
@@ -172,6 +176,42 @@ def test_what_a_batch_takes_is_shared_by_its_records(tmp_path: Path) -> None:
     fixed = [b["fixed_s"] for b in batches]
     assert learned["batch"] == pytest.approx(sum(fixed) / len(fixed))
     assert learned["batch_stall"] >= 0
+
+
+def test_where_requests_have_a_price_bytes_go_with_the_records() -> None:
+    """A bucket is sent a file when it is finished: all seems to be the price of a file."""
+    fields = {"records": 4, "seconds": 0.5, "fixed_s": 0.48}
+    event = events.Event("delta.wrote", 0.0, None, fields)
+    assert dict(steering.costs_of(event)) == {"record": pytest.approx(0.005), "batch": 0.48}
+    priced = {"record": pytest.approx(0.11), "batch": 0.06}
+    assert dict(steering.costs_of(event, 0.06)) == priced
+    assert dict(steering.costs_of(event, 2.0)) == dict(steering.costs_of(event))
+
+
+def test_the_price_of_a_request_is_that_of_a_small_object() -> None:
+    keeper = Keeper(Slow(MemoryStore(uuid.uuid4().hex), 0.05))
+    assert keeper.put_s is None
+    for _ in range(3):
+        keeper.write(Kept())
+    keeper.close()
+    assert keeper.put_s is not None and 0.05 <= keeper.put_s < 5
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_run_takes_the_price_where_storage_answers_requests(
+    tmp_path: Path, is_local: bool
+) -> None:
+    store = LocalStore(tmp_path) if is_local else MemoryStore(uuid.uuid4().hex)
+    group = Group()
+    one = steering.Steering(holdfast.Auto(), ("delta",), group, store, crashed=False)
+    while one._keeper.busy:
+        time.sleep(0.001)
+    events.emit("delta.wrote", records=4, seconds=0.5, fixed_s=0.48)
+    put_s = one._keeper.put_s
+    one.close()
+    group.close()
+    assert (put_s is None) == is_local
+    assert one._tuner.learned["batch"] == (0.48 if put_s is None else min(put_s, 0.48))
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ class Checkpointer:
         if self._steering is not None:
             self.every = self._steering.every
         self._stop = SigtermStop(self._group, sigterm_s) if sigterm_s is not None else None
-        self._ending = Ending(self._group, self._saves, WeakMethod(self._unheard))
+        uploads = list if self._tiers.upload is None else self._tiers.upload.unheard
+        self._ending = Ending(self._group, self._saves, WeakMethod(self._unheard), uploads)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -317,9 +318,7 @@ class Checkpointer:
         """Return the news that a next call would tell, beside saves that have failed."""
         delta = self._tiers.delta
         failed = None if delta is None else delta.error
-        upload = self._tiers.upload
         news = self._notices.texts + self._lost_steps()
-        news += [] if upload is None else upload.unheard()
         return news if self._notices.was_told(failed) else [*news, f"records end: {failed}"]
 
     def _lost_steps(self) -> list[str]:

@@ -88,13 +88,19 @@ class Ending:
     """
 
     def __init__(
-        self, group: Group, saves: list[Save], unheard: WeakMethod[Callable[[], list[str]]]
+        self,
+        group: Group,
+        saves: list[Save],
+        unheard: WeakMethod[Callable[[], list[str]]],
+        uploads: Callable[[], list[str]],
     ) -> None:
         """`saves`: those whose end has not been told, now and at any later time.  `unheard`: what else has
-        not been told."""
+        not been told.  `uploads`: what uploads have to tell; they go on when the script has dropped the
+        Checkpointer."""
         self._group = group
         self._saves = saves
         self._unheard = unheard
+        self._uploads = uploads
         self._cancel = at_exit(self._end)
 
     def close(self) -> None:
@@ -120,7 +126,7 @@ class Ending:
 
     def _texts(self, late: list[int], waited_s: float, why: str) -> list[str]:
         unheard = self._unheard()
-        texts = [] if unheard is None else unheard()
+        texts = ([] if unheard is None else unheard()) + self._uploads()
         for save in self._saves:
             if save.step in late:
                 texts.append(

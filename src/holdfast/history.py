@@ -6,8 +6,11 @@ the time that was trained again and again.  Written by rank 0, on a thread of it
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
+from statistics import median
 
 import msgspec
 
@@ -17,6 +20,7 @@ from holdfast.store import Store
 from holdfast.threads import Worker, result_of
 
 HISTORY_KEY = "tuning.json"
+RECENT = 8
 CLOSE_S = 10.0
 """Seconds that the last writing may take."""
 
@@ -48,6 +52,13 @@ class Keeper:
         self._store = store
         self._pool = Worker("holdfast-tuning")
         self._last: Future[None] | None = None
+        self._took_s: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def put_s(self) -> float | None:
+        """Seconds that a small object takes, as those of late; None until it was written once."""
+        took = list(self._took_s)  # its thread adds to it
+        return median(took) if took else None
 
     def read(self) -> Kept:
         """Return what is there; an empty `Kept` if it cannot be read."""
@@ -65,8 +76,10 @@ class Keeper:
         self._last = self._pool.submit(self._put, kept)
 
     def _put(self, kept: Kept) -> None:
+        began = time.perf_counter()
         try:
             self._store.put(HISTORY_KEY, msgspec.json.encode(kept))
+            self._took_s.append(time.perf_counter() - began)
         except HoldfastError as error:
             emit("tuning.not_kept", error=str(error))
 

@@ -240,7 +240,18 @@ class Restart:
         if last is None:
             return base.run, base.step
         self.num_replayed = steps.index(last) + 1
+        if not base.home:
+            self._warn_of_copies(self.log.copies(steps[: self.num_replayed]))
         return last.identity
+
+    def _warn_of_copies(self, keys: list[str]) -> None:
+        """Warn of files of records that ought to be in the root, and were read behind it."""
+        if keys and self.behind is not None and self.tiers.group.rank == 0:
+            few = ", ".join(keys[:3]) + f" and {len(keys) - 3} more" * (len(keys) > 3)
+            warn_user(
+                f"records in {self.tiers.store.url} are damaged or missing, and their copies in "
+                f"{self.behind.url} were taken: {few}"
+            )
 
     # -- what follows -----------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from holdfast.policy.tuning import START, Auto, History, Kind, Tuner
 from holdfast.policy.wasted import Frequencies
 from holdfast.saving import Save
 from holdfast.schedule import Every
-from holdfast.store import Store
+from holdfast.store import LocalStore, Store
 
 LOOK_EVERY = 10
 RECENT = 64
@@ -62,6 +62,7 @@ class Steering:
         Collective."""
         self._group = group
         self._keeper = Keeper(store)
+        self._is_local = isinstance(store, LocalStore)
         self._kept = self._keeper.read() if group.rank == 0 else Kept()
         self._after_failure = crashed or self._kept.failed
         self._tuner = self._made(auto, tiers, batch)
@@ -78,7 +79,8 @@ class Steering:
         self._since: float | None = None
         if group.rank == 0 and self._after_failure:
             self._tuner.failed("process")
-            self._write()
+        if group.rank == 0 and (self._after_failure or not self._is_local):
+            self._write()  # which tells what a request takes
         told = group.from_rank0(lambda: msgspec.msgpack.encode(_told(self._tuner.frequencies)))
         self._obey(msgspec.msgpack.decode(told, type=_Told))
         self._stop_listening: Callable[[], None] = subscribe(self._heard)
@@ -162,7 +164,8 @@ class Steering:
     def _heard(self, event: Event) -> None:
         if self._group.rank != 0 or "error" in event.fields:
             return
-        for what, seconds in costs_of(event):
+        request_s = None if self._is_local else self._keeper.put_s
+        for what, seconds in costs_of(event, request_s):
             if what != "memory" or "memory" in self._tuner.tiers:
                 self._tuner.measured(what, seconds)
         self._wrote |= event.name == "delta.wrote"
@@ -225,13 +228,18 @@ class Steering:
         self._keeper.write(self._kept)
 
 
-def costs_of(event: Event) -> Iterator[tuple[str, float]]:
-    """Yield the costs that an event tells of: their names in `Costs`, and seconds."""
+def costs_of(event: Event, request_s: float | None = None) -> Iterator[tuple[str, float]]:
+    """Yield the costs that an event tells of: their names in `Costs`, and seconds.
+
+    `request_s`: what a small object takes, where storage answers requests.  There a file is sent when it is
+    finished, with all its bytes: what that takes beyond one request goes with the records.
+    """
     given, took = event.fields, event.duration_s or 0.0
     match event.name:
         case "delta.wrote" if given["records"]:
-            yield "record", (given["seconds"] - given["fixed_s"]) / given["records"]
-            yield "batch", given["fixed_s"]
+            fixed_s = min(given["fixed_s"], request_s or given["fixed_s"])
+            yield "record", (given["seconds"] - fixed_s) / given["records"]
+            yield "batch", fixed_s
         case "restore.load":
             yield f"{given['tier']}_load", took
         case "log.headers" if given["files"]:

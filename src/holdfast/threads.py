@@ -190,19 +190,24 @@ class _Crew:
 # -- when Python ends -----------------------------------------------------------------------------
 
 
-def before_exit(work: Callable[[], None]) -> None:
-    """Call `work` on the main thread when Python ends, before what was begun is waited for."""
-    _before.append(work)
+def before_exit(work: Callable[[], None]) -> Callable[[], None]:
+    """Call `work` on the main thread when Python ends, before what was begun is waited for.  Returns a
+    function that cancels it."""
+    return _listed(_before, work)
 
 
 def at_exit(ending: Callable[[float], None]) -> Callable[[], None]:
     """Call `ending` when Python ends and what was begun is done, or `EXIT_S` seconds are over; with the
     seconds that were waited.  Returns a function that cancels it."""
-    _endings.append(ending)
+    return _listed(_endings, ending)
+
+
+def _listed(works: list[T], work: T) -> Callable[[], None]:
+    works.append(work)
 
     def cancel() -> None:
-        if ending in _endings:
-            _endings.remove(ending)
+        if work in works:
+            works.remove(work)
 
     return cancel
 
@@ -224,7 +229,7 @@ def _is_done(tasks: Tasks, limit_s: float) -> bool:
 
 def _when_python_ends() -> None:
     since = time.monotonic()
-    for work in _before:
+    for work in tuple(_before):
         work()
     try:
         idle(EXIT_S)

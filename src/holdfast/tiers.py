@@ -114,7 +114,7 @@ class Tiers:
             )
         self.durable.steps.also_tidy = partial(tidy_log, self.store, max_bytes=options.bound)
         if self.upload is not None:
-            self.upload.keep_records(self.durable.steps, options)
+            self.upload.keep_records(self.durable.steps, options, self.delta.way.flush)
 
     def leave_behind(self) -> None:
         """Go on as a new run after going back: what it saves now is newer than what it left."""

@@ -134,6 +134,59 @@ class _Blocks(Wrapper):
         return result
 
 
+class Far(Wrapper):
+    """A store that takes long to begin to answer: it asks for shorter ranges, and more of them at once.
+    Each waits until as many are under way, once."""
+
+    read_bytes, read_threads = 1 << 20, 6
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.ranges: set[int] = set()
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self.most = 0
+
+    def around(self, operation: Operation, call: Callable[[], T]) -> T:
+        if operation.name != "read":
+            return call()
+        with self._changed:
+            self.ranges.add(operation.num_bytes)
+            self._under_way += 1
+            self.most = max(self.most, self._under_way)
+            self._changed.notify_all()
+            is_part = operation.num_bytes == self.read_bytes
+            if is_part and not self._changed.wait_for(lambda: self.most == self.read_threads, 20):
+                raise AssertionError(f"{self.most} ranges at once")
+        try:
+            return call()
+        finally:
+            with self._changed:
+                self._under_way -= 1
+
+
+@pytest.mark.parametrize("layout", [Mesh(()), FSDP_TP], ids=["one-file", "four-files"])
+def test_a_source_says_how_it_is_read(layout: Mesh) -> None:
+    """How many ranges at once, and how long they are."""
+    inner, target = memory(), memory()
+    tensors = {"w": Tensor(np.arange(6 << 20, dtype="f4"))} if layout.world == 1 else {}
+    build(inner, layout, tensors or transformer(width=3 * LARGE), step=5)
+    source = Far(inner)
+    transfer(source, target, 5)
+    assert contents(target) == contents(inner)
+    assert source.most == source.read_threads
+    assert max(source.ranges) == source.read_bytes
+
+
+def test_files_side_by_side_and_their_parts() -> None:
+    part = transferring.PART_BYTES
+    assert transferring.shares([part] * 20, 12) == (12, 1)
+    assert transferring.shares([2 * part] * 20, 12) == (4, 3)
+    assert transferring.shares([2 * part] * 2, 12) == (2, 6)
+    assert transferring.shares([2 * part] * 20, 1) == (1, 1)
+    assert transferring.shares([], 4) == (1, 4)
+
+
 # -- what is damaged ------------------------------------------------------------------------------
 
 

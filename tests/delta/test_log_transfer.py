@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -22,6 +25,9 @@ from holdfast.delta.segment import (
 from holdfast.delta.transfer import transfer_log
 from holdfast.store import MemoryStore, Store
 from holdfast.testing import StopAfter, Stopped
+from holdfast.testing.wrappers import Operation, Wrapper
+
+T = TypeVar("T")
 
 DATA_BYTES = 3 * CHUNK_BYTES + 100
 RUN = 5
@@ -68,6 +74,40 @@ def test_all_records(source: MemoryStore) -> None:
     assert done.bytes == sum(told)
     assert contents(target) == contents(source)
     assert "log/0000000005/notes.txt" not in target.list()
+
+
+def test_a_source_says_how_many_headers_and_records_are_read_at_once(source: MemoryStore) -> None:
+    far, target = Far(source), memory()
+    transfer_log(far, target)
+    assert contents(target) == contents(source)
+    assert far.most == far.read_threads
+
+
+class Far(Wrapper):
+    """A store that asks for six reads at once, which wait for one another, once."""
+
+    read_threads = 6
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self.most = 0
+
+    def around(self, operation: Operation, call: Callable[[], T]) -> T:
+        if operation.name != "read":
+            return call()
+        with self._changed:
+            self._under_way += 1
+            self.most = max(self.most, self._under_way)
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self.most == self.read_threads, 20):
+                raise AssertionError(f"{self.most} reads at once")
+        try:
+            return call()
+        finally:
+            with self._changed:
+                self._under_way -= 1
 
 
 def test_records_after_a_step(source: MemoryStore) -> None:

@@ -25,6 +25,7 @@ from holdfast.errors import Unavailable
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.testing import Counting, Faulty
 from holdfast.uploading import upload as uploading
+from holdfast.uploading.records import Outage
 
 from .cases import run_all
 
@@ -176,11 +177,31 @@ def ranks_that_are_behind_take_the_same_step(root: Path) -> None:
     assert holdfast.steps(root / "behind") == [1, 4]
 
 
+def one_rank_tells_of_an_outage(root: Path) -> None:
+    """Whoever posts it first; and again of the next one."""
+    state = state_of(0)
+
+    def count(is_so: bool) -> int:
+        found = torch.tensor([is_so], dtype=torch.int32)
+        dist.all_reduce(found)
+        return int(found)
+
+    with holdfast.Checkpointer(state=state, **homes_of(root)) as ckpt:
+        outage = Outage(ckpt._group)
+        for _ in range(3):
+            assert count(outage.begins()) == 1
+            outage.look()
+            assert count(outage.begins()) == 0
+            assert count(outage.ends() is not None) == 1
+            assert count(outage.ends() is not None) == 0
+
+
 CASES = [
     each_rank_uploads_its_own_file,
     a_root_that_is_lost_is_read_from_behind_once,
     what_fails_on_one_rank_is_uploaded_later,
     ranks_that_are_behind_take_the_same_step,
+    one_rank_tells_of_an_outage,
 ]
 
 

@@ -7,18 +7,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from train_recorded import digest_of
 
 import holdfast
 from holdfast import Delta, Every
 from holdfast.checkpoint.recorded import parse_segment
+from holdfast.delta.log import LogStore
 from holdfast.errors import NotFound
 from holdfast.store import LocalStore, MemoryStore
+from holdfast.store.contract import reads_of
 from holdfast.store.views import JoinedStore
+from holdfast.uploading.records import RecordUpload
 from homes import until
 
 TESTS = Path(__file__).parents[1]
@@ -32,7 +39,7 @@ def told(place: Path) -> list[dict[str, Any]]:
 
 def recorded_behind(place: Path) -> list[int]:
     """The steps whose records lie behind the root, by the names of files."""
-    found = map(parse_segment, LocalStore(place / "behind").list("log/"))
+    found = [parse_segment(key) for key in LocalStore(place / "behind").list("log/")]
     return sorted({s for one in found if one for s in range(one[1], one[2] + 1)})
 
 
@@ -89,9 +96,29 @@ def test_close_uploads_the_last_records(tmp_path: Path) -> None:
     assert restored["digest"] == told(place)[27]["digest"]
 
 
+@pytest.mark.parametrize("what", ["", pytest.param("away", marks=pytest.mark.soak), "hangs"])
+def test_the_last_records_of_a_script_that_only_ends(tmp_path: Path, what: str) -> None:
+    """They are uploaded when Python ends, or it is told that they are not."""
+    command = [sys.executable, "-m", "homes.ends_recorded", str(tmp_path), *[what] * bool(what)]
+    env = os.environ | {"PYTHONPATH": str(TESTS)}
+    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert recorded_behind(tmp_path) == ([] if what else [2, 3, 4, 5])
+    assert ("not all records are uploaded to" in done.stderr) == bool(what), done.stderr
+
+
 def test_how_often_is_checked() -> None:
     assert Delta(upload_every_s=5).upload_every_s == 5.0
     assert Every(delta=1).delta == 1
+
+
+def test_records_in_a_bucket_are_read_as_it_asks() -> None:
+    """Of two homes, as the one asks that takes longer to begin to answer."""
+    near, far = MemoryStore("near"), MemoryStore("far")
+    far.read_bytes, far.read_threads = 4 << 20, 12  # type: ignore[attr-defined]
+    both = JoinedStore(near, far)
+    assert reads_of(LogStore(both, {})) == reads_of(LogStore(far, {})) == (4 << 20, 12)
+    assert reads_of(LogStore(near, {})) == (0, 0)
 
 
 def test_joined_stores() -> None:
@@ -110,3 +137,124 @@ def test_joined_stores() -> None:
     assert into in (b"2", b"3")
     with pytest.raises(NotFound):
         both.get("d")
+
+
+# -- damage in the root ----------------------------------------------------------------------------
+
+
+class Training:
+    """A training of one process that records each step, with two homes."""
+
+    def __init__(self, place: Path) -> None:
+        self.root, self.behind = place / "root", place / "behind"
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(300, 300)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def checkpointer(self, **options: Any) -> holdfast.Checkpointer:
+        return holdfast.Checkpointer(
+            self.root,
+            {"model": self.model, "optim": self.optimizer},
+            every=holdfast.Every(durable=10, delta=1),
+            delta=Delta(upload_every_s=0.05),
+            upload=self.behind,
+            **options,
+        )
+
+    def steps(self, ckpt: holdfast.Checkpointer, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            self.steps_alone(step, step)
+            ckpt.step(step)
+
+    def steps_alone(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            torch.manual_seed(step)
+            self.model(torch.randn(4, 300)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.model, self.optimizer)
+
+
+def flip(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(data)
+
+
+def damage(root: Path, what: str) -> None:
+    """Of the record of step 12, or of the plan of all."""
+    (record,) = root.glob("log/*/0000000012-0000000012/r00000.log")
+    (plan,) = root.glob("log/*/plan-*.json")
+    match what:
+        case "header":
+            flip(record, 40 / record.stat().st_size)
+        case "gradient":
+            flip(record, 0.5)
+        case "cut":
+            os.truncate(record, record.stat().st_size // 2)
+        case "missing":
+            record.unlink()
+        case "plan":
+            flip(plan, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("what", "asked"),
+    [(w, None) for w in ("header", "gradient", "cut", "missing", "plan")] + [("gradient", 13)],
+)
+def test_of_a_damaged_record_the_copy_behind_is_taken(
+    tmp_path: Path, what: str, asked: int | None
+) -> None:
+    one = Training(tmp_path)
+    with one.checkpointer() as ckpt:
+        one.steps(ckpt, 1, 13)
+    damage(one.root, what)
+    again = Training(tmp_path)
+    with again.checkpointer() as ckpt:
+        text = "records in .* are damaged or missing, and their copies in .*behind were taken: log/"
+        with pytest.warns(holdfast.HoldfastWarning, match=text):
+            restored = ckpt.restore(asked)
+        assert (restored, restored.replayed, restored.tier) == (13, 3, "durable")
+        assert again.digest == one.digest
+        again.steps(ckpt, 14, 15)
+    one.steps_alone(14, 15)
+    assert again.digest == one.digest
+
+
+def test_a_record_that_is_damaged_in_both_homes_ends_the_replay(tmp_path: Path) -> None:
+    one = Training(tmp_path)
+    with one.checkpointer() as ckpt:
+        one.steps(ckpt, 1, 13)
+    for home in (one.root, one.behind):
+        damage(home, "gradient")
+    again = Training(tmp_path)
+    with (
+        again.checkpointer() as ckpt,
+        pytest.warns(holdfast.HoldfastWarning, match="after 11 is missing or damaged"),
+    ):
+        assert ckpt.restore() == 11
+
+
+@pytest.mark.parametrize("what", ["header", "gradient", "plan"])
+def test_damage_in_the_root_is_not_copied_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It comes between the writing of a record and its upload."""
+    gate, copies = threading.Event(), RecordUpload._pass
+    monkeypatch.setattr(RecordUpload, "_pass", lambda one: gate.wait(60) and copies(one))
+    one = Training(tmp_path)
+    with warnings.catch_warnings(record=True) as caught, one.checkpointer() as ckpt:
+        warnings.simplefilter("always")
+        one.steps(ckpt, 1, 13)
+        ckpt._tiers.delta.way.flush(60)  # type: ignore[union-attr]
+        damage(one.root, what)
+        gate.set()
+    behind, root = LocalStore(one.behind), LocalStore(one.root)
+    missing = {*root.list("log/")} - {*behind.list("log/")}
+    assert len(missing) == (13 if what == "plan" else 1), missing  # without it all are only bytes
+    (text,) = {str(w.message) for w in caught}
+    what = "the plan of records" if what == "plan" else "records of steps 12 to 12"
+    assert what in text and "damaged in" in text and "not uploaded to" in text

@@ -15,7 +15,8 @@ takes a file of the right length and digest table for done.
 
     transfer(open_store("/scratch/run"), open_store("s3://bucket/run"), 5)
 
-Memory: a part and two chunks for each thread.
+How many parts are under way at once, and how large they are, is for the source to say (`Reads`): a bucket
+takes long to begin to answer.  Memory: a part and two chunks for each thread, and what writers hold.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ from holdfast.codec.table import DigestTable
 from holdfast.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, StoreError
 from holdfast.format.manifest import FileEntry, Manifest, decode
 from holdfast.store import Reader, Store
-from holdfast.store.contract import part_bytes
+from holdfast.store.contract import part_bytes, reads_of
 from holdfast.threads import in_threads
 
 PART_BYTES = 8 << 20
-"""Bytes of a part, unless the target takes only larger ones (`Writer.block_bytes`)."""
+"""Bytes of a part, unless the source asks for others, or the target takes only larger ones
+(`Writer.block_bytes`)."""
 THREADS = 4
-"""Parts, or files, that are under way at once."""
+"""Parts, or files, that are under way at once, unless the source asks for more."""
+FILES = 4
+"""Files of several parts that are under way at once."""
 
 Progress = Callable[[int], object]
 """Called from any thread with the number of bytes just done; what it raises ends the copy."""
@@ -72,7 +76,7 @@ def transfer(
     *,
     replace: bool = False,
     dry_run: bool = False,
-    threads: int = THREADS,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Transferred:
     """Make step `step` of one root exist in another, the same byte for byte.  Blocks.
@@ -81,8 +85,10 @@ def transfer(
     another step of that number: Exists, or with `replace` that one gives way when all is there.  NotFound
     if the source has no such step, Corrupt if it is damaged: then the target's steps are as they were.
     `progress` is told of `Manifest.total_bytes` in all, the bytes of files that were there included.
-    `dry_run`: nothing is written, and the result says what would be.
+    `dry_run`: nothing is written, and the result says what would be.  `threads`: parts that are read at
+    once, rather than as the source states.
     """
+    threads = threads or threads_of(source)
     key, tell = manifest_key(step), progress or (lambda _: None)
     manifest, data = _manifest(source, step)
     seen = _present(target, key)
@@ -199,7 +205,7 @@ def transfer_files(
     wanted: Sequence[FileEntry],
     *,
     look: bool,
-    threads: int = THREADS,
+    threads: int,
     progress: Progress | None = None,
 ) -> int:
     """Copy some files of a step, without its manifest: what one rank does of `transfer`.  Blocks.
@@ -249,8 +255,7 @@ class _FilesToCopy:
 
     def copy(self, files: Sequence[FileEntry], threads: int, tell: Progress) -> None:
         """Copy files side by side, or the parts of one after the other where there are few."""
-        side_by_side = threads if len(files) >= threads else 1
-        in_each = 1 if side_by_side > 1 else threads
+        side_by_side, in_each = shares([file.bytes for file in files], threads)
 
         def one(file: FileEntry) -> None:
             key = self.files.key(file)
@@ -343,12 +348,26 @@ def _moved(place: int | None, by: int) -> int | None:
     return None if place is None else place + by
 
 
+def threads_of(source: Store) -> int:
+    """Parts to read at once: the more, the longer a store takes to begin to answer."""
+    return reads_of(source).threads or THREADS
+
+
+def shares(sizes: Sequence[int], threads: int) -> tuple[int, int]:
+    """Number of objects to copy side by side, and of threads for each: of objects of one part as many as
+    there are threads, of larger ones, whose writers hold more, at most `FILES`."""
+    most = threads if max(sizes, default=0) <= PART_BYTES else min(threads, FILES)
+    side_by_side = max(min(most, len(sizes)), 1)
+    return side_by_side, -(-threads // side_by_side)
+
+
 def copy_object(this: Provable, source: Store, target: Store, threads: int, tell: Progress) -> None:
     """Copy one object, part by part.  Exists if the target has it; the error of either store, or Corrupt:
     then it does not appear."""
     writer = target.create(this.key, this.num_bytes)
     try:
-        part = part_bytes(writer, PART_BYTES)
+        wanted = reads_of(source).num_bytes if threads > 1 else 0
+        part = part_bytes(writer, wanted or PART_BYTES)
         buffers = _Pages(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
 
         def one(start: int) -> None:

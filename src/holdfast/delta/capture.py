@@ -63,6 +63,31 @@ class RecordMemory:
     batch: int
 
 
+@dataclass
+class WayToStorage:
+    """The way of records to storage.  It holds nothing of the state that they are of."""
+
+    copier: GradientCopier
+    queue: Queue
+
+    def handed_over(self, limit_s: float) -> None:
+        """Wait until the writer has every record, which then outlives this process.  Deadline."""
+        try:
+            self.copier.settle(limit_s)
+        except TimeoutError:
+            raise Deadline(
+                "records were not all with their writer when the time to wait for them was over",
+                hint=slowest() or "the process that writes records does not take them",
+            ) from None
+
+    def flush(self, limit_s: float) -> None:
+        """Wait until every record that was made is in storage.  Deadline; the writer's error."""
+        until = time.monotonic() + limit_s
+        self.handed_over(limit_s)
+        if self.queue.error is None:
+            self.queue.flush(max(until - time.monotonic(), LEAST_S))
+
+
 class RecordCapture:
     """Makes one record after the other, of one layout until another is planned."""
 
@@ -93,7 +118,11 @@ class RecordCapture:
         self._copier = GradientCopier()
         self._handing: Future[None] | None = None
         """The newest record on its way to the writer."""
-        self._queue = self._new_queue()
+        self.way = WayToStorage(self._copier, self._new_queue())
+
+    @property
+    def _queue(self) -> Queue:
+        return self.way.queue
 
     @property
     def run(self) -> int:
@@ -280,29 +309,19 @@ class RecordCapture:
     def handed_over(self, limit_s: float | None) -> None:
         """Wait until the writer has every record, which then outlives this process: `deadline_s`
         unless told otherwise.  Deadline."""
-        limit_s = self._deadline_s if limit_s is None else limit_s
-        try:
-            self._copier.settle(limit_s)
-        except TimeoutError:
-            raise Deadline(
-                "records were not all with their writer when the time to wait for them was over",
-                hint=slowest() or "the process that writes records does not take them",
-            ) from None
+        self.way.handed_over(self._deadline_s if limit_s is None else limit_s)
 
     def settle(self) -> None:
         """Wait until nothing is on its way to storage any more."""
         self.drop()
-        until = time.monotonic() + self._deadline_s
-        self.handed_over(self._deadline_s)
-        if self._queue.error is None:
-            self._queue.flush(max(until - time.monotonic(), LEAST_S))
+        self.way.flush(self._deadline_s)
 
     def revive(self) -> None:
         """Try again after an error, with another writer if that one gave up."""
         self.unplan()
         if self._queue.error is not None:
             self._queue.close(0.0)
-            self._queue = self._new_queue()
+            self.way.queue = self._new_queue()
         self.failure = None
 
     def adopt(self, run: int) -> None:
@@ -311,7 +330,7 @@ class RecordCapture:
         self.recorded = False
         self.unplan()
         self._queue.close(self._deadline_s)
-        self._queue = self._new_queue()
+        self.way.queue = self._new_queue()
 
     def _new_queue(self) -> Queue:
         return Queue(self.store, self._deadline_s)

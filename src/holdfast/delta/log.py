@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,8 @@ from holdfast.errors import (
 from holdfast.events import emit
 from holdfast.format.manifest import VERSION, FileEntry, Manifest, check
 from holdfast.store import Reader, Store
-from holdfast.store.views import PartReader, ViewStore
+from holdfast.store.contract import reads_of
+from holdfast.store.views import JoinedStore, PartReader, ViewStore
 
 
 class LogSegment(msgspec.Struct, frozen=True):
@@ -63,15 +64,7 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[LogSegment]:
     segments = []
     for key in keys:
         try:
-            reader = store.open(key)
-            try:
-                header, start = read_header(reader, key)
-            finally:
-                reader.close()
-            _, _, _, rank = parse_segment(key) or (0, 0, 0, -1)
-            if header.rank != rank:
-                raise FormatError(f"a segment of rank {header.rank}", key=key)
-            segments.append(LogSegment(key, start, header))
+            segments.append(read_segment(store, key))
         except NotFound:
             continue  # deleted since it was listed
         except (UnsupportedVersion, Unavailable):
@@ -79,6 +72,19 @@ def read_headers(store: Store, keys: Iterable[str]) -> list[LogSegment]:
         except HoldfastError as error:
             emit("log.damaged", key=key, error=str(error))
     return segments
+
+
+def read_segment(store: Store, key: str) -> LogSegment:
+    """A segment by its header.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
+    reader = store.open(key)
+    try:
+        header, start = read_header(reader, key)
+    finally:
+        reader.close()
+    _, _, _, rank = parse_segment(key) or (0, 0, 0, -1)
+    if header.rank != rank:
+        raise FormatError(f"a segment of rank {header.rank}", key=key)
+    return LogSegment(key, start, header)
 
 
 def tidy_log(store: Store, saved: list[Saved] | None = None, *, max_bytes: int = 0) -> None:
@@ -240,6 +246,15 @@ class Log:
                     step.records[h.rank] = (segment, record)
         self.steps = {s.identity: s for s in steps.values() if s.is_whole}
 
+    def copies(self, steps: Collection[RecordedStep]) -> list[str]:
+        """Keys of the files of some steps that were read in the home behind the root, because they are
+        damaged in the root or missing there."""
+        if not isinstance(self.store, JoinedStore):
+            return []
+        keys = {plan_key(step.run, step.plan) for step in steps}
+        keys |= {segment.key for step in steps for segment in step.segments}
+        return sorted(keys & (self.store.damaged | self.store.missing))
+
     @cached_property
     def follows(self) -> Mapping[Identity, list[RecordedStep]]:
         """The steps that lead on from each state."""
@@ -254,7 +269,7 @@ class Log:
         damaged = []
         for run, name in sorted({(s.run, s.plan) for s in self.steps.values()}):
             try:
-                self._read[run, name] = read_plan(self.store, run, name)
+                self._read[run, name] = self._plan(run, name)
             except (UnsupportedVersion, Unavailable):
                 raise  # it may be sound
             except HoldfastError as error:
@@ -286,9 +301,14 @@ class Log:
         )
 
     def open(
-        self, step: RecordedStep, extras: dict[str, Any], per_rank: dict[str, Any]
+        self,
+        step: RecordedStep,
+        extras: dict[str, Any],
+        per_rank: dict[str, Any],
+        store: Store | None = None,
     ) -> Checkpoint:
-        """A step's record as a checkpoint.  What its digests do not prove is refused when read."""
+        """A step's record as a checkpoint.  What its digests do not prove is refused when read.
+        `store`: the one that is read, if that is not the log's."""
         shell = self._sized(step)
         files = tuple(_file(step, rank) for rank in sorted(step.records))
         manifest = msgspec.structs.replace(
@@ -301,14 +321,28 @@ class Log:
             step_prefix(step.step) + _path(step, rank): (segment, record)
             for rank, (segment, record) in step.records.items()
         }
-        return Checkpoint(LogStore(self.store, places), manifest)
+        return Checkpoint(LogStore(store or self.store, places), manifest)
 
     def plan(self, step: RecordedStep) -> SegmentPlan:
         """The plan of a step's records.  NotFound, Corrupt, FormatError, UnsupportedVersion."""
         key = (step.run, step.plan)
         if key not in self._read:
-            self._read[key] = read_plan(self.store, step.run, step.plan)
+            self._read[key] = self._plan(step.run, step.plan)
         return self._read[key]
+
+    def _plan(self, run: int, name: str) -> SegmentPlan:
+        """Read a plan; of one that is damaged in the first of two homes, the copy in the second."""
+        try:
+            return read_plan(self.store, run, name)
+        except UnsupportedVersion:
+            raise
+        except FormatError as error:
+            if not isinstance(self.store, JoinedStore):
+                raise
+            plan = read_plan(self.store.second, run, name)
+            emit("log.damaged", key=plan_key(run, name), error=str(error))
+            self.store.damaged.add(plan_key(run, name))
+            return plan
 
     def _sized(self, step: RecordedStep) -> Manifest:
         """The manifest of a step's plan, with the lengths that this step's packed tensors have."""
@@ -358,6 +392,7 @@ class LogStore(ViewStore):
 
     def __init__(self, store: Store, places: dict[str, tuple[LogSegment, Record]]) -> None:
         self.url = store.url
+        self.read_bytes, self.read_threads = reads_of(store)
         self._store = store
         self._places = places
 

@@ -32,6 +32,7 @@ from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.recorded import segments_in
 from holdfast.checkpoint.rows import ArrayTarget, Want
+from holdfast.delta.copies import headers_behind, take_copies
 from holdfast.delta.log import Log, LogSegment, RecordedStep, read_headers
 from holdfast.delta.optimizers import GRAD, NamedOptimizer, grad_name, is_torchs, optimizers
 from holdfast.delta.packing import PACKED, PackedPart, entries, packed_name, parts_of
@@ -89,6 +90,7 @@ def survey(store: Store, group: Group, since: int, run: int) -> Log:
     own = keys[group.rank :: group.size]
     with span("log.headers", files=len(own)):
         mine = read_headers(store, own)
+    mine += headers_behind(store, {*own} - {one.key for one in mine}, group)
     headers = group.share(msgspec.msgpack.encode(mine))
     log = Log(
         store, [f for data in headers for f in msgspec.msgpack.decode(data, type=list[LogSegment])]
@@ -146,8 +148,9 @@ class Replay:
                 try:
                     reading.result()
                 except PASSED_OVER as error:
-                    emit("replay.ended", step=step.step, error=str(error))
-                    break
+                    if not self._read_copy(step, sets[number % 2]):
+                        emit("replay.ended", step=step.step, error=str(error))
+                        break
                 values = dict(sets[number % 2].values)
                 if number + 1 < len(steps):
                     reading = ahead.submit(self._read, steps[number + 1], sets[(number + 1) % 2])
@@ -301,6 +304,16 @@ class Replay:
         if sparse or into.packed:
             with alike(self.group, step.step):
                 self._unpack(step, sparse, into.packed)
+
+    def _read_copy(self, step: RecordedStep, into: Gradients) -> bool:
+        """Read a record that has proved damaged from a copy; False if there is none that is sound."""
+        if not take_copies(self.log, step, self.group):
+            return False
+        try:
+            self._read(step, into)
+        except PASSED_OVER:
+            return False
+        return True
 
     def _wanted(
         self, step: RecordedStep, checkpoint: Checkpoint, into: Gradients

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.bases import Bases, Unrecorded
-from holdfast.delta.capture import RecordCapture
+from holdfast.delta.capture import RecordCapture, WayToStorage
 from holdfast.delta.clock import Clock, Spent
 from holdfast.delta.copying import OpenRecord
 from holdfast.delta.log import Log, RecordedStep
@@ -490,6 +490,11 @@ class DeltaTier:
         self._unrecorded.forget()
         self._capture.unplan()
         self._capture.settle()
+
+    @property
+    def way(self) -> WayToStorage:
+        """The way of its records to storage."""
+        return self._capture.way
 
     def handed_over(self, limit_s: float | None) -> None:
         """Wait until the writer has every record: it outlives this process.  TimeoutError."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from holdfast.checkpoint.recorded import segments
-from holdfast.checkpoint.transfer import THREADS, Progress, Provable, copy_object
+from holdfast.checkpoint.transfer import Progress, Provable, copy_object, shares, threads_of
 from holdfast.codec.table import DigestTable
 from holdfast.delta.log import LogSegment, read_headers
 from holdfast.delta.segment import HEAD_BYTES, plan_key, read_plan
@@ -48,7 +48,7 @@ def transfer_log(
     since: int = 0,
     *,
     dry_run: bool = False,
-    threads: int = THREADS,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> TransferredLog:
     """Make the records after step `since` of one root exist in another.  Blocks.
@@ -57,8 +57,9 @@ def transfer_log(
     damaged is left out, and named in the result.  `progress` is told of the bytes that are copied.
     `dry_run`: nothing is written, and the result says what would be.
     """
+    threads = threads or threads_of(source)
     keys = segments(source, since)
-    sound = read_headers(source, keys)
+    sound = _sound(source, keys, threads)
     done = TransferredLog(num_files=len(sound))
     for key in sorted({*keys} - {one.key for one in sound}):
         if source.list(key):  # else it was deleted since it was listed
@@ -68,8 +69,17 @@ def transfer_log(
     if not dry_run:
         for key, (data, _) in plans.items():
             target.put(key, data)
-    in_threads(lambda one: work.copy(one, plans, dry_run), sound, threads)
+    sizes = [sum(record.bytes for record in one.header.records) for one in sound]
+    side_by_side, in_each = shares(sizes, threads)
+    in_threads(lambda one: work.copy(one, plans, dry_run, in_each), sound, side_by_side)
     return done
+
+
+def _sound(source: Store, keys: Sequence[str], threads: int) -> list[LogSegment]:
+    """Segments whose headers can be read, in the order of their keys."""
+    found: list[LogSegment] = []
+    in_threads(lambda key: found.extend(read_headers(source, [key])), list(keys), threads)
+    return sorted(found, key=lambda one: one.key)
 
 
 class _Segments:
@@ -97,19 +107,19 @@ class _Segments:
                 self.done.problems[key] = error.message
         return found
 
-    def copy(self, segment: LogSegment, plans: Plans, dry_run: bool) -> None:
-        """Copy a segment that is not there yet."""
+    def copy(self, segment: LogSegment, plans: Plans, dry_run: bool, threads: int) -> None:
+        """Copy a segment that is not there yet, so many parts at once."""
         plan = plans.get(plan_key(segment.header.run, segment.header.plan))
         if plan is None:
             return  # without it a record is only bytes
         try:
-            this = self._provable(segment, plan[1])
+            this = provable(self.source, segment, plan[1])
             if self._is_there(this):
                 return
             if not dry_run:
                 if this.key in self.there:  # and is not what it ought to be
                     self.target.delete(this.key)
-                copy_object(this, self.source, self.target, 1, self.tell)
+                copy_object(this, self.source, self.target, threads, self.tell)
         except (Corrupt, NotFound, Exists) as error:
             with self._lock:
                 self.done.problems[segment.key] = error.message
@@ -138,20 +148,21 @@ class _Segments:
             raise Exists(f"{self.target.url} has other records of that name", key=this.key)
         return False
 
-    def _provable(self, segment: LogSegment, chunk_bytes: int) -> Provable:
-        """A segment, by the digests in its head and its header."""
-        head, tables = bytearray(HEAD_BYTES), []
-        with closing(self.source.open(segment.key)) as reader:
-            reader.read(0, memoryview(head))
-            known = [(0, bytes(head))]
-            for record in segment.header.records:
-                at = segment.start + record.at
-                data = bytearray(record.bytes - record.table)
-                reader.read(at + record.table, memoryview(data))
-                table = DigestTable.of(data, record.digest, record.table, chunk_bytes)
-                tables.append((at, table))
-                known.append((at + record.table, bytes(data)))
-        length = int.from_bytes(head[8:16], "little")
-        of_header = DigestTable(np.frombuffer(head[16:24], "<u8"), length, max(length, 1))
-        size = self.source.size(segment.key)
-        return Provable(segment.key, size, ((HEAD_BYTES, of_header), *tables), tuple(known))
+
+def provable(source: Store, segment: LogSegment, chunk_bytes: int) -> Provable:
+    """A segment, to be proved by the digests in its head and its header.  Reads its digest tables."""
+    head, tables = bytearray(HEAD_BYTES), []
+    with closing(source.open(segment.key)) as reader:
+        reader.read(0, memoryview(head))
+        known = [(0, bytes(head))]
+        for record in segment.header.records:
+            at = segment.start + record.at
+            data = bytearray(record.bytes - record.table)
+            reader.read(at + record.table, memoryview(data))
+            table = DigestTable.of(data, record.digest, record.table, chunk_bytes)
+            tables.append((at, table))
+            known.append((at + record.table, bytes(data)))
+    length = int.from_bytes(head[8:16], "little")
+    of_header = DigestTable(np.frombuffer(head[16:24], "<u8"), length, max(length, 1))
+    size = source.size(segment.key)
+    return Provable(segment.key, size, ((HEAD_BYTES, of_header), *tables), tuple(known))

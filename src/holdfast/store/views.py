@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import ClassVar
 
 from holdfast.errors import NotFound, UsageError
-from holdfast.store.contract import Bytes, Entry, Reader, Store, Writer
+from holdfast.store.contract import Bytes, Entry, Reader, Store, Writer, reads_of
 
 
 class ViewStore(ABC):
@@ -65,35 +66,48 @@ class ViewStore(ABC):
 
 
 class JoinedStore(ViewStore):
-    """The objects of two homes of a run: those of the second where the first has none of that key."""
+    """The objects of two homes of a run: those of the second where the first has none of that key, or one
+    that is damaged."""
 
     shows = "two homes of a run"
 
     def __init__(self, first: Store, second: Store) -> None:
         self.url = first.url
-        self._stores = (first, second)
+        self.read_bytes, self.read_threads = map(max, reads_of(first), reads_of(second))
+        self.second = second
+        self._first = first
+        self.damaged: set[str] = set()
+        """Keys of objects that are damaged in the first, and are taken from the second."""
+        self.missing: set[str] = set()
+        """Keys that were listed in the second alone."""
+
+    def _stores(self, key: str) -> list[Store]:
+        return [self.second] if key in self.damaged else [self._first, self.second]
 
     def open(self, key: str) -> Reader:
         """Open an object for reading, as `Store.open`."""
-        return JoinedReader(self._stores, key)
+        return JoinedReader(self._stores(key), key)
 
     def size(self, key: str) -> int:
         """Length of an object in bytes, as `Store.size`."""
-        try:
-            return self._stores[0].size(key)
-        except NotFound:
-            return self._stores[1].size(key)
+        *before, last = self._stores(key)
+        for store in before:
+            with suppress(NotFound):
+                return store.size(key)
+        return last.size(key)
 
     def list(self, prefix: str = "") -> list[str]:
         """The keys of both, sorted."""
-        return sorted({key for store in self._stores for key in store.list(prefix)})
+        first, second = set(self._first.list(prefix)), set(self.second.list(prefix))
+        self.missing |= second - first
+        return sorted(first | second)
 
 
 class JoinedReader:
     """A reader of the first store that has an object, which may show at the first read only."""
 
-    def __init__(self, stores: tuple[Store, Store], key: str) -> None:
-        self._left = [*stores]
+    def __init__(self, stores: list[Store], key: str) -> None:
+        self._left = stores
         self._key = key
         self._open_next()
 

@@ -8,61 +8,114 @@ leads as far as all ranks have come.  Nothing has to be agreed.
     root      log/0000000007/0000000101-0000000108/r00003.log    written, never changed again
     behind    log/0000000007/0000000101-0000000108/r00003.log    its bytes, at the next pass of rank 3
 
-What the root has had when a pass began, and nobody needs any more at its end, is left out.  Bytes are
-copied as they are: a record is proved by its digests when it is replayed.
+What the root has had when a pass began, and nobody needs any more at its end, is left out.  Each chunk is
+compared with its digest on the way: what is damaged in the root does not come behind, and is told.
 
 When the root is lost, the steps of the last `Delta(upload_every_s=)` seconds, and of the time that their
 upload took, are lost with it.
+
+The last pass is made by `close`, or when Python ends without it: then what the writer has not yet written
+is waited for, and both may take as long as a save that Python's end waits for (`threads.EXIT_S`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 from holdfast.checkpoint.names import run_of_log
 from holdfast.checkpoint.recorded import parse_segment
-from holdfast.checkpoint.transfer import Provable, copy_object
-from holdfast.errors import Exists, HoldfastError, NotFound
+from holdfast.checkpoint.transfer import copy_object
+from holdfast.delta.log import read_segment
+from holdfast.delta.segment import plan_key, read_plan
+from holdfast.delta.transfer import provable
+from holdfast.errors import Exists, FormatError, HoldfastError, NotFound
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.store import Store
+from holdfast.threads import EXIT_S, Worker, before_exit
 
 
 class RecordUpload:
     """Copies records of a root to another store, in the background, every so many seconds."""
 
-    def __init__(self, root: Store, store: Store, group: Group, every_s: float) -> None:
+    def __init__(
+        self,
+        root: Store,
+        store: Store,
+        group: Group,
+        every_s: float,
+        *,
+        flush: Callable[[float], None],
+        news: list[str],
+    ) -> None:
+        """`flush`: waits, so many seconds at most, until all records that were made are in the root.
+        `news`: takes the messages that the user is to be told."""
         self.root = root
         self.store = store
-        self.news: list[str] = []
-        """Messages that the user is to be told."""
+        self._news = news
+        self._group = group
         self._rank, self._size = group.rank, group.size
         self._every_s = every_s
+        self._flush = flush
         self._there: set[str] | None = None
         """Keys that need not be copied any more; None until it has been looked what there is."""
-        self._failed_since: float | None = None
+        self._chunk_bytes: dict[str, int] = {}
+        """Bytes of a chunk of the records of a plan, by the plan's key."""
+        self._outage = Outage(group)
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="holdfast-upload-log", daemon=True)
-        self._thread.start()
+        self._must_flush = False
+        self._is_complete = False
+        """True when the last pass has copied all."""
+        self._cancel = before_exit(self._at_exit)
+        self._worker = Worker("holdfast-upload-log")
+        self._last = self._worker.submit(self._run)
 
     def close(self, limit_s: float) -> None:
-        """Copy what is left, at most so long.  What is not copied then is told."""
+        """Copy what is left, at most so long.  What is not copied then is told, by one rank."""
+        self._cancel()
         self._end.set()
-        self._thread.join(limit_s)
-        if self._thread.is_alive() or self._failed_since is not None:
-            self.news.append(
-                f"not all records are uploaded to {self.store.url}; they lie in {self.root.url}, and the "
-                "next run with this upload= begins with them"
-            )
+        with suppress(TimeoutError):
+            self._worker.settle(limit_s)
+        self._worker.shutdown()
+        if self.left() and _first(self._group, "upload-log/left"):
+            self._news += self.left()
+
+    def left(self) -> list[str]:
+        """Say that records are not uploaded, if some may not be."""
+        if self._is_complete:
+            return []
+        return [
+            f"not all records are uploaded to {self.store.url}; they lie in {self.root.url}, and the "
+            "next run with this upload= begins with them"
+        ]
+
+    def _at_exit(self) -> None:
+        self._must_flush = True
+        self._end.set()
+
+    # -- upload thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._end.wait(self._every_s):
             self._pass()
-        self._pass()
+        is_flushed = self._flushed() if self._must_flush else True
+        self._is_complete = self._pass() and is_flushed
 
-    def _pass(self) -> None:
-        """Copy what has come since the last pass, older steps first."""
+    def _flushed(self) -> bool:
+        """Wait until all records are in the root; True if they are."""
+        try:
+            self._flush(EXIT_S)
+        except Exception as error:
+            emit("upload.failed", error=_text(error))
+            return False
+        return True
+
+    def _pass(self) -> bool:
+        """Copy what has come since the last pass, older steps first; True if all was copied."""
+        self._outage.look()
         try:
             if self._there is None:
                 self._there = set(self.store.list("log/"))
@@ -71,16 +124,18 @@ class RecordUpload:
                     fields["bytes"] = sum(self._copy(key) for key in new)
         except Exception as error:
             self._failed(error)
-        else:
-            self._recovered()
+            return False
+        self._recovered()
+        return True
 
     def _new(self, there: set[str]) -> list[str]:
         """The files to copy, in the order of their steps, without a gap: one that came during a listing may
         be in it without the one before, but not in the next listing."""
 
         def look() -> list[str]:
-            keys = (k for k in self.root.list("log/") if k not in there and self._is_mine(k))
-            return sorted(keys, key=_order)
+            listed = self.root.list("log/")
+            there.intersection_update(listed)  # what is gone from the root does not come again
+            return sorted((k for k in listed if k not in there and self._is_mine(k)), key=_order)
 
         seen = look()
         return [key for key in look() if _order(key) <= _order(seen[-1])] if seen else []
@@ -98,35 +153,129 @@ class RecordUpload:
         assert self._there is not None
         num_bytes = 0
         try:
-            num_bytes = self.root.size(key)
-            copy_object(Provable(key, num_bytes, ()), self.root, self.store, 1, lambda _: None)
+            copy = self._copy_plan if parse_segment(key) is None else self._copy_segment
+            num_bytes = copy(key)
         except NotFound:
             pass  # a full save has made it superfluous
         except Exists:
             pass  # a request was done though its answer was lost: it has this very name and bytes
+        except FormatError as error:
+            self._damaged(key, error)
         self._there.add(key)
         return num_bytes
 
-    def _failed(self, error: Exception) -> None:
-        text = (
-            str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+    def _copy_segment(self, key: str) -> int:
+        segment = read_segment(self.root, key)
+        try:
+            chunk_bytes = self._chunk_bytes_of(segment.header.run, segment.header.plan)
+        except FormatError:  # rank 0 tells; without its plan a record is only bytes
+            return 0
+        this = provable(self.root, segment, chunk_bytes)
+        copy_object(this, self.root, self.store, 1, lambda _: None)
+        return this.num_bytes
+
+    def _copy_plan(self, key: str) -> int:
+        self._chunk_bytes_of(run_of_log(key) or 0, key.rpartition("/plan-")[2].partition(".")[0])
+        data = self.root.get(key)
+        self.store.put(key, data)
+        return len(data)
+
+    def _chunk_bytes_of(self, run: int, plan: str) -> int:
+        """Bytes of a chunk of the records of a plan.  FormatError if the plan is damaged."""
+        key = plan_key(run, plan)
+        if key not in self._chunk_bytes:
+            self._chunk_bytes[key] = read_plan(self.root, run, plan).chunk_bytes
+        return self._chunk_bytes[key]
+
+    # -- what is told -----------------------------------------------------------------------------
+
+    def _damaged(self, key: str, error: FormatError) -> None:
+        """Tell of a file that is not copied, because it is not what was written."""
+        emit("log.damaged", key=key, error=error.message)
+        parsed = parse_segment(key)
+        what = f"the plan of records {key} is"
+        if parsed is not None:
+            _, first, last, rank = parsed
+            what = f"rank {rank}'s records of steps {first} to {last} are"
+        self._news.append(
+            f"{what} damaged in {self.root.url} and not uploaded to {self.store.url}: if the root is lost, "
+            f"no record after this one counts until the next full save ({error.message})"
         )
-        emit("upload.failed", error=text)
-        if self._failed_since is None:
-            self._failed_since = time.monotonic()
-            if not self._end.is_set():
-                self.news.append(
-                    f"records were not uploaded to {self.store.url}; they go on being made, and their "
-                    f"upload is tried again: {text}"
-                )
+
+    def _failed(self, error: Exception) -> None:
+        emit("upload.failed", error=_text(error))
+        if self._outage.begins() and not self._end.is_set():
+            self._news.append(
+                f"records were not uploaded to {self.store.url}; they go on being made, and their "
+                f"upload is tried again: {_text(error)}"
+            )
 
     def _recovered(self) -> None:
-        if self._failed_since is not None:
-            away_s = time.monotonic() - self._failed_since
-            self._failed_since = None
-            self.news.append(
+        away_s = self._outage.ends()
+        if away_s is not None:
+            self._news.append(
                 f"records are uploaded to {self.store.url} again, after {away_s:.0f} s"
             )
+
+
+class Outage:
+    """A time in which a store fails, of which one rank tells the user for all.
+
+    Outages have numbers.  The first rank to post that number n has begun is the one that tells, and it
+    posts that n is over when it has got through itself.  Who fails from then on is in another outage.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._number = 0
+        self._since: float | None = None
+        self._is_mine = False
+        """True if this rank tells of it."""
+
+    def look(self) -> None:
+        """Before a try: see whether the rank that told of this outage has got through meanwhile."""
+        if self._since is not None and not self._is_mine and self._is_over():
+            self._since = None
+
+    def begins(self) -> bool:
+        """Note a failure; True if this rank is to tell of it."""
+        if self._since is not None:
+            return False
+        self._since = time.monotonic()
+        while self._is_over():
+            self._number += 1
+        self._is_mine = _first(self._group, f"upload-log/away/{self._number}")
+        return self._is_mine
+
+    def ends(self) -> float | None:
+        """Note a success; the seconds since the first failure, if this rank is to tell of it."""
+        if self._since is None:
+            return None
+        away_s, self._since = time.monotonic() - self._since, None
+        if not self._is_mine:
+            return None
+        with suppress(HoldfastError):
+            self._group.post(f"upload-log/back/{self._number}", b"1")
+        return away_s
+
+    def _is_over(self) -> bool:
+        try:
+            return self._group.peek(f"upload-log/back/{self._number}") is not None
+        except HoldfastError:
+            return False
+
+
+def _first(group: Group, key: str) -> bool:
+    """True for the first rank that says so under this key; for each where ranks cannot be reached."""
+    try:
+        group.post_first(key, str(group.rank).encode())
+        return group.peek(key) == str(group.rank).encode()
+    except HoldfastError:
+        return True
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
 
 
 def _order(key: str) -> tuple[int, int]:

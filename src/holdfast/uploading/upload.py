@@ -158,17 +158,20 @@ class Upload:
         self._saves += 1
         save._on_end(partial(self._done, self._saves))
 
-    def keep_records(self, steps: RootSteps, options: Delta) -> None:
+    def keep_records(
+        self, steps: RootSteps, options: Delta, flush: Callable[[float], None]
+    ) -> None:
         """Upload records, too.  `steps`: the steps of the root, whose log keeps what leads on from the
-        newest step uploaded, unless uploads fail."""
+        newest step uploaded, unless uploads fail.  `flush`: as of `RecordUpload`."""
         from holdfast.delta.log import tidy_log
         from holdfast.uploading.records import RecordUpload
 
         tidy_root = partial(tidy_log, self.root, max_bytes=options.bound)
         steps.also_tidy = lambda saved: tidy_root([*saved, *self._needed()])
         self.also_tidy = partial(tidy_log, self.store, max_bytes=options.bound)
-        self._records = RecordUpload(self.root, self.store, self.group, options.upload_every_s)
-        self._records.news = self.news
+        self._records = RecordUpload(
+            self.root, self.store, self.group, options.upload_every_s, flush=flush, news=self.news
+        )
 
     def _needed(self) -> list[Saved]:
         """The newest step behind the root: its records have to come there, too, until there is a newer
@@ -178,7 +181,8 @@ class Upload:
 
     def unheard(self) -> list[str]:
         """Return what the user would be told if the run ended now."""
-        return [*self.news, *self._left()]
+        records = [] if self._records is None else self._records.left()
+        return [*self.news, *self._left(), *records]
 
     def close(self, limit_s: float) -> None:
         """Wait for the newest step, at most so long.  What is not uploaded then is told."""
