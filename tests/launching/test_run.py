@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from docs.commands import ROOT, commands_of
+from docs.test_docs import blocks
 from holdfast.run.command import main
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -170,6 +172,20 @@ def test_nothing_is_left_when_the_launcher_ends(number: signal.Signals, tmp_path
     started.send_signal(number)
     assert end(started, root).status == (-number if number == signal.SIGKILL else 128 + number)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def test_what_the_page_prints(tmp_path: Path) -> None:
+    """Its command, with its program as the script."""
+    page = ROOT / "docs" / "how-to" / "in-place.md"
+    (program,) = (block.text for block in blocks(page, "python"))
+    (tmp_path / "train.py").write_text(program)
+    for block in blocks(page, "console"):
+        for command in commands_of(block.text, block.options, page.name):
+            words = [sys.executable, "-m", *command.text.split()]
+            ran = subprocess.run(
+                words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
+            )
+            assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
