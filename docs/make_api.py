@@ -50,7 +50,7 @@ SECTIONS = (
         "stores",
         "Stores",
         "holdfast.store",
-        ("open_store", "LocalStore", "MemoryStore", "Store", "Entry", "Reader", "Writer"),
+        ("open_store", "LocalStore", "MemoryStore", "Store", "Bulk", "Entry", "Reader", "Writer"),
     ),
     ("frameworks", "Frameworks", "holdfast.sources", tuple(holdfast.sources.__all__)),
     ("testing", "Testing", "holdfast.testing", tuple(holdfast.testing.__all__)),

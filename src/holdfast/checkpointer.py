@@ -374,9 +374,9 @@ class Checkpointer:
             flag_of(flag, call, name)
         self._check_open()
         self.wait()
-        self._group.together("restore()")
         if self._tiers.delta is not None:
             self._tiers.delta.settle()
+        self._group.together("restore()")  # all ranks' records are there when rank 0 lists them
         options = RestoreOptions(
             cast=cast, strict=strict, on_resize=self._state.on_resize, mesh=self._tiers.mesh
         )

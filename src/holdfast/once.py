@@ -18,8 +18,8 @@ from holdfast.arguments import (
     step_of,
 )
 from holdfast.checkpoint.claiming import newest_claim, once_attempt, runs_of_steps
-from holdfast.checkpoint.names import StepKeys
-from holdfast.checkpoint.recorded import segments
+from holdfast.checkpoint.names import WHOLE, RootKeys
+from holdfast.checkpoint.recorded import segments_in
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
@@ -64,16 +64,18 @@ def save(
 
 
 def _once(store: Store, step: int) -> bytes:
-    held, keys = newest_claim(store), StepKeys(store)
+    keys = RootKeys(store, below=WHOLE)
+    held = newest_claim(store, keys.below("claims/"))
     run = max([held.run if held else 0, *runs_of_steps(store, keys)])
-    if segments(store, step) and _records_lead_on(store, run, step):
+    if segments_in(keys.below("log/"), step) and _records_lead_on(store, run, step):
         raise UsageError(
             f"records of run {run} in {store.url} lead on from its step {step}: from another state they "
             "would lead elsewhere",
             hint="save under another number, or in a root of its own",
         )
     try:
-        sweep(store, keys=keys)
+        with keys:
+            sweep(store, keys=keys)
     except HoldfastError as error:
         emit("sweep.failed", error=str(error))
     return msgspec.json.encode((run, once_attempt()))

@@ -39,11 +39,15 @@ class Restart:
         self.tiers = tiers
         self.state = state
         self.options = options
-        self.durable = saved_steps(tiers.store, tiers.group, tiers.durable.steps.known)
+        known = tiers.durable.steps.known
+        self.durable, self._records = saved_steps(tiers.store, tiers.group, known, records=True)
+        """The steps; and on rank 0 the keys of records."""
         behind = None if tiers.upload is None else tiers.upload.store
         self.behind = behind
         """The home behind the root."""
-        self.uploaded = [] if behind is None else saved_steps(behind, tiers.group)
+        self.uploaded, theirs = (
+            ([], []) if behind is None else saved_steps(behind, tiers.group, records=True)
+        )
         self.snapshots = None if tiers.memory is None else tiers.memory.survey()
         bases = [Candidate(s.run, s.step) for s in self.durable]
         if behind is not None:
@@ -55,7 +59,10 @@ class Restart:
                 for m in self.snapshots.manifests
             ]
         since = min((c.step for c in bases), default=0)
-        self.log: Log | None = None if tiers.delta is None else tiers.delta.survey(since, behind)
+        recorded = sorted({*self._records, *theirs})
+        self.log: Log | None = (
+            None if tiers.delta is None else tiers.delta.survey(since, recorded, behind)
+        )
         """The records that may lead on from one of these steps."""
         self.candidates = newest_first(self._with_tip(base) for base in bases)
         self.taken: Candidate | None = None
@@ -165,7 +172,7 @@ class Restart:
         """Warn of records that a run with `delta=` would replay."""
         run, step = reached
         last = self.tiers.group.from_rank0(
-            lambda: str(last_recorded(self.tiers.store, run, step)).encode()
+            lambda: str(last_recorded(self._records, run, step)).encode()
         )
         if int(last):
             warn_user(

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.checkpoint import claiming
 from holdfast.checkpoint.claiming import Claim
-from holdfast.checkpoint.names import StepKeys
+from holdfast.checkpoint.names import WHOLE, RootKeys
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
@@ -91,10 +91,10 @@ def claim_together(store: Store, group: Group) -> tuple[Claim, bool]:
     """
 
     def take() -> bytes:
-        keys = StepKeys(store)
-        mine, held = claiming.take(store, keys)
-        if held is None or held.is_over():
-            sweep(store, mine, 0, keys)
+        with RootKeys(store, below=WHOLE) as keys:
+            mine, held = claiming.take(store, keys)
+            if held is None or held.is_over():
+                sweep(store, mine, 0, keys)
         return msgspec.json.encode((mine, held is not None and held.started != "closed"))
 
     return msgspec.json.decode(group.from_rank0(take), type=tuple[Claim, bool])

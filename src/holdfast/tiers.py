@@ -98,7 +98,7 @@ class Tiers:
     def keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
         """Keep a record of every step.  Collective."""
         from holdfast.checkpoint.peers import alike
-        from holdfast.delta.log import tidy_log
+        from holdfast.delta.log import mark_log
         from holdfast.delta.tier import DeltaTier
 
         with alike(self.group, 0):
@@ -112,7 +112,7 @@ class Tiers:
                 on_resize=on_resize,
                 deadline_s=self.group.deadline_s,
             )
-        self.durable.steps.also_tidy = partial(tidy_log, self.store, max_bytes=options.bound)
+        self.durable.steps.also_tidy = partial(mark_log, max_bytes=options.bound)
         if self.upload is not None:
             self.upload.keep_records(self.durable.steps, options, self.delta.way.flush)
 

@@ -7,7 +7,7 @@ from single import memory
 
 from crash.test_sweeping import put_image, step
 from holdfast import Keep
-from holdfast.checkpoint.names import Known, Saved, StepKeys, manifest_key, read_manifest
+from holdfast.checkpoint.names import Known, RootKeys, Saved, manifest_key, read_manifest
 from holdfast.checkpoint.tidying import prune
 from holdfast.checkpoint.verifying import verify
 from holdfast.store import Store
@@ -25,7 +25,8 @@ def remembered(store: Store, *steps: int) -> Known:
 
 
 def tidied(store: Store, known: Known, last: int = 1) -> list[int]:
-    return prune(store, Keep(last=last), keys=StepKeys(store, known))
+    with RootKeys(store, known) as keys:
+        return prune(store, Keep(last=last), keys=keys)
 
 
 def images(store: Store, number: int) -> list[str]:
@@ -37,7 +38,7 @@ def test_what_is_known_is_not_read_again() -> None:
     known = remembered(store, 1, 2, 3)
     store.calls.clear()
     assert tidied(store, known) == [1, 2]
-    assert store.calls == {"list": 1, "get": 2, "delete": 4}
+    assert store.calls == {"list": 1, "get": 2, "delete": 2, "delete_many": 1}
 
 
 @pytest.mark.parametrize("cut", [0, 20])
@@ -63,12 +64,12 @@ def test_of_a_step_that_another_process_replaced_the_new_files_go() -> None:
     """Those that its manifest names now, and that it has put since the steps were listed."""
     store = memory()
     known = remembered(store, 1, 2)
-    keys = StepKeys(store, known)
-    old = images(store, 1)
-    step(store, 1, value=2.0)
-    new = sorted({*images(store, 1)} - {*old})
-    assert new
-    assert prune(store, Keep(last=1), keys=keys) == [1]
+    with RootKeys(store, known) as keys:
+        old = images(store, 1)
+        step(store, 1, value=2.0)
+        new = sorted({*images(store, 1)} - {*old})
+        assert new
+        assert prune(store, Keep(last=1), keys=keys) == [1]
     assert images(store, 1) == old  # of an attempt that no manifest names: to be swept
 
 
@@ -96,7 +97,7 @@ def test_a_step_is_not_known_while_its_commit_is_under_way() -> None:
     known.begin(1)
     known.learn([Saved(1, 1), Saved(1, 2)])
     assert known.among([1, 2]) == {2: Saved(1, 2)}
-    assert [saved.step for saved in StepKeys(store, known).saved] == [1, 2]
+    assert [saved.step for saved in RootKeys(store, known).saved] == [1, 2]
     assert known.among([1, 2]) == {2: Saved(1, 2)}
     known.add(read_manifest(store, 1))
     assert known.among([1, 2]) == {1: Saved(1, 1), 2: Saved(1, 2)}

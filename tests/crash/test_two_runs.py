@@ -14,7 +14,8 @@ from single import WAIT_S, contents, life, memory, state_of
 
 import holdfast
 import holdfast.checkpointer
-from holdfast.checkpoint.claiming import claim, newest_claim
+from holdfast.checkpoint.claiming import Claim, claim, newest_claim, take
+from holdfast.checkpoint.names import WHOLE, RootKeys
 from holdfast.errors import RankErrors, UsageError
 
 HOLDER = """
@@ -81,6 +82,41 @@ def test_numbers_are_never_used_twice() -> None:
     runs = [claim(store).run for _ in range(5)]
     assert runs == [1, 2, 3, 4, 5]
     assert [k for k in store.list("claims/")] == ["claims/0000000005.json"]
+
+
+@pytest.mark.parametrize("since", [1, 2, 3])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_claim_by_an_old_listing_is_the_newest(before: int, since: int) -> None:
+    """Whatever other runs have claimed since the root was listed, and which claims they have deleted."""
+    store = memory()
+    for _ in range(before):
+        claim(store)
+    keys = RootKeys(store, below=WHOLE)
+    last = [claim(store) for _ in range(since)][-1]
+    mine, held = take(store, keys)
+    assert mine.run == before + since + 1 and held == last
+    assert newest_claim(store) == mine
+
+
+def test_a_run_that_lives_is_seen_though_the_listing_is_older(monkeypatch) -> None:
+    store = memory()
+    claim(store)
+    keys = RootKeys(store, below=WHOLE)
+    claim(store)
+    monkeypatch.setattr(Claim, "alive_elsewhere", lambda self: self.run == 2)
+    with pytest.raises(UsageError, match="in use by run 2"):
+        take(store, keys)
+    assert store.list("claims/") == ["claims/0000000002.json"]
+
+
+def test_a_step_that_was_committed_after_the_claim_is_restored() -> None:
+    store = memory()
+    with holdfast.Checkpointer(store.url, state_of(1.0)) as ckpt:
+        ckpt.save(1).wait(WAIT_S)
+    state = state_of(3.0)
+    with holdfast.Checkpointer(store.url, state) as ckpt:
+        holdfast.save(store.url, state_of(2.0), step=2)
+        assert ckpt.restore() == 2 and state["data"]["value"] == 2.0
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_the_save_under_way_is_finished(ended: Ended, name: str) -> None:
 def test_records_are_written_by_their_writer(ended: Ended) -> None:
     status, said, root = ended("with_records")
     assert (status, said) == (0, "")
-    assert last_recorded(open_store(root), 1, 1) == 3
+    assert last_recorded(open_store(root).list("log/"), 1, 1) == 3
 
 
 def test_a_failure_that_nobody_has_asked_about_is_told(ended: Ended) -> None:

@@ -1,6 +1,7 @@
 """Worker: what each rank asks of a store in a run, in its restart, and with records; as JSON, by rank.
 
 The store is a directory that looks like a bucket: none of what holdfast does differently on a disk.
+`objects.requests_cases` has the same phases in a bucket, where a server counts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.store import LocalStore, register
+from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
+from holdfast.format.manifest import encode
+from holdfast.store import LocalStore, Store, open_store, register
 from holdfast.testing import Operation
 from holdfast.testing.wrappers import Wrapper
 
@@ -40,10 +44,15 @@ class Told(Wrapper):
 
 
 class Run:
-    """A sharded training, and a list of the requests of each of its phases."""
+    """A sharded training, and a list of the requests of each of its phases.
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    `url`: of a root, by its name; `made`: where the requests of this rank arrive.
+    """
+
+    def __init__(self, url: Callable[[str], str], made: list[tuple[str, str]], kept: int) -> None:
+        self.url = url
+        self.made = made
+        self.kept = kept
         self.phases: dict[str, list[tuple[str, str]]] = {}
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -53,8 +62,8 @@ class Run:
 
     def begin(self, name: str, **options: Any) -> holdfast.Checkpointer:
         state = {"model": self.model, "optim": self.optimizer}
-        keep = holdfast.Keep(last=KEPT)
-        return holdfast.Checkpointer(f"told://{self.out / name}", state, keep=keep, **options)
+        options = {"keep": holdfast.Keep(last=self.kept), **options}
+        return holdfast.Checkpointer(self.url(name), state, **options)
 
     def train(self, ckpt: holdfast.Checkpointer, first: int, last: int) -> None:
         for step in range(first, last + 1):
@@ -65,11 +74,15 @@ class Run:
 
     def phase(self, name: str, call: Callable[[], T]) -> T:
         dist.barrier()
-        Told.made.clear()
+        self.made.clear()
+        dist.barrier()
         result = call()
         dist.barrier()
-        self.phases[name] = list(Told.made)
+        self.phases[name] = list(self.made)
         return result
+
+    def write(self, out: Path) -> None:
+        (out / f"requests-{dist.get_rank()}.json").write_text(json.dumps(self.phases))
 
 
 def save(ckpt: holdfast.Checkpointer, step: int) -> None:
@@ -77,17 +90,36 @@ def save(ckpt: holdfast.Checkpointer, step: int) -> None:
     ckpt._tiers.durable.settle(120)
 
 
+def fill(store: Store, of_step: int, steps: range) -> None:
+    """Make steps that are copies of another one."""
+    manifest = read_manifest(store, of_step)
+    images = [(file.path, store.get(step_prefix(of_step) + file.path)) for file in manifest.files]
+    for step in steps:
+        for path, data in images:
+            store.put(step_prefix(step) + path, data)
+        store.put(manifest_key(step), encode(msgspec.structs.replace(manifest, step=step)))
+
+
 def without_records(run: Run) -> None:
+    """All kept steps but four are copies; those that go are the ranks' own."""
+    kept = run.kept
     ckpt = run.phase("claim anew", lambda: run.begin("plain"))
     run.train(ckpt, 1, 1)
-    for step in range(1, KEPT + 2):
+    for step in (1, 2, 3):
         save(ckpt, step)
-    run.phase("save", lambda: save(ckpt, KEPT + 2))
-    run.phase("save in its place", lambda: save(ckpt, KEPT + 2))
+    if dist.get_rank() == 0:
+        fill(open_store(run.url("plain")), 3, range(4, kept + 1))
+    dist.barrier()
+    ckpt.close()
+    ckpt = run.begin("plain")
+    assert ckpt.restore() == kept
+    save(ckpt, kept + 1)
+    run.phase("save", lambda: save(ckpt, kept + 2))
+    run.phase("save in its place", lambda: save(ckpt, kept + 2))
     run.phase("close", ckpt.close)
     ckpt = run.phase("claim", lambda: run.begin("plain"))
-    assert run.phase("restore", ckpt.restore) == KEPT + 2
-    run.phase("first save", lambda: save(ckpt, KEPT + 3))
+    assert run.phase("restore", ckpt.restore) == kept + 2
+    run.phase("first save", lambda: save(ckpt, kept + 3))
     ckpt.close()
 
 
@@ -95,25 +127,36 @@ def with_records(run: Run) -> None:
     options: dict[str, Any] = {
         "delta": holdfast.Delta(batch=2),
         "every": holdfast.Every(delta=1, durable=4),
+        "keep": holdfast.Keep(last=1),
     }
     ckpt = run.begin("records", **options)
     run.train(ckpt, 1, 8)
-    ckpt._tiers.durable.settle(120)
-    run.phase("save with records", lambda: save(ckpt, 8))
+    settle(ckpt)
+    run.phase("save in its place, with records", lambda: save(ckpt, 8))
     run.train(ckpt, 9, 10)
+    settle(ckpt)
+    run.phase("save with records", lambda: save(ckpt, 10))
+    run.train(ckpt, 11, 13)
     ckpt.close()
-    ckpt = run.begin("records", **options)
-    assert run.phase("restore with records", ckpt.restore) == 10
+    ckpt = run.phase("claim with records", lambda: run.begin("records", **options))
+    assert run.phase("restore with records", ckpt.restore) == 13
     ckpt.close()
+
+
+def settle(ckpt: holdfast.Checkpointer) -> None:
+    """Wait for all that is under way to storage."""
+    ckpt._tiers.durable.settle(120)
+    assert ckpt._tiers.delta is not None
+    ckpt._tiers.delta.settle()
 
 
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     register("told", lambda url: Told(LocalStore(url.partition("://")[2])))
-    run = Run(out)
+    run = Run(lambda name: f"told://{out / name}", Told.made, KEPT)
     without_records(run)
     with_records(run)
-    (out / f"requests-{dist.get_rank()}.json").write_text(json.dumps(run.phases))
+    run.write(out)
     dist.destroy_process_group()
 
 

@@ -2,7 +2,7 @@
 
 As `crash/test_every_operation.py` in memory, whose rules these are: the newest committed step verifies,
 nothing is mixed, and the next run goes on as if nothing had happened.  Each changing call of the store is
-one request here.
+one request here; a bulk delete is taken apart, since a server may have done some of it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from holdfast.errors import NotFound, Unavailable
-from holdfast.store import MemoryStore, Store
+from holdfast.store import MemoryStore, Store, delete_many, keys_below
 from holdfast.testing import Counting, Faulty, Operation, Slow, StopAfter, Stopped, StoreTests
 from holdfast.testing.stores import make, raised, read, together
 
@@ -87,6 +87,15 @@ def test_stop_at_every_operation(inner: Store, n: int, torn: bool) -> None:
         raised(Stopped, call)
     assert contents(inner) == STATES[done]
     assert store.operations == SCRIPT[:done]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_dead_have_deleted_some_of_many(inner: Store, n: int, torn: bool) -> None:
+    for key in "abc":
+        inner.put(key, b"x")
+    raised(Stopped, delete_many, StopAfter(inner, n, torn=torn), list("abc"))
+    assert inner.list() == list("abc")[n if torn else n - 1 :]
 
 
 def test_stop_beyond_the_end_is_never_reached(inner: Store) -> None:
@@ -180,6 +189,23 @@ def test_counting(inner: Store) -> None:
     }
     assert store.bytes_written == 1 + 3
     assert store.bytes_read == 1 + 2
+
+
+def test_many_at_a_time_are_one_call(inner: Store) -> None:
+    for key in ("a/1", "b/2", "c/3"):
+        inner.put(key, b"x")
+    store = Counting(inner)
+    delete_many(store, ["a/1", "no"])
+    assert keys_below(store, ["b/", "a/"]) == {"b/2": 1}
+    assert store.calls == {"delete_many": 1, "entries_many": 1}
+
+
+def test_many_at_a_time_fail_one_by_one(inner: Store) -> None:
+    for key in "abc":
+        inner.put(key, b"x")
+    store = Faulty(inner, lambda op, key: Unavailable(op) if key == "b" else None)
+    assert raised(Unavailable, delete_many, store, list("abc")).message == "delete"
+    assert inner.list() == ["b", "c"]
 
 
 def test_counting_from_several_threads(inner: Store) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.checkpoint.names import StepKeys, parse_attempt, read_head, run_of_log
+from holdfast.checkpoint.names import WHOLE, RootKeys, parse_attempt, read_head, run_of_log
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Exists, NotFound, UsageError
 from holdfast.here import fate, place, started
@@ -49,20 +49,23 @@ class Claim(msgspec.Struct, frozen=True):
 
 def claim(store: Store) -> Claim:
     """Take a root, as `take`."""
-    return take(store, StepKeys(store))[0]
+    return take(store, RootKeys(store, below=WHOLE))[0]
 
 
-def take(store: Store, keys: StepKeys, above: int = 0) -> tuple[Claim, Claim | None]:
+def take(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Claim | None]:
     """Take a root: the next run number, for this process, which is also beyond `above`.  Return also the
-    claim that was there.
+    claim that was there.  `keys`: those of the `WHOLE` root.
+
+    These may be old.  Another run that has claimed since has put the number that is next, or deleted the
+    claim that was the newest, which is read here; then claims are listed anew, as if there were none.
 
     UsageError if the process that holds it is alive on this host.  A run on another host cannot be
     seen; it finds itself superseded at its next commit.  The numbers of the runs of full steps and of
     records are taken, whatever became of the claims.
     """
-    taken = _last_saved(store, keys)
+    taken, claims = _last_saved(store, keys), keys.below("claims/") or None
     while True:
-        held = newest_claim(store)
+        held = newest_claim(store, claims)
         if held is not None and held.alive_elsewhere():
             raise UsageError(
                 f"{store.url} is in use by {held}",
@@ -81,24 +84,25 @@ def take(store: Store, keys: StepKeys, above: int = 0) -> tuple[Claim, Claim | N
         try:
             store.put(f"claims/{run:010d}.json", msgspec.json.encode(mine), if_absent=True)
         except Exists:
+            claims = None
             continue
         if held is not None:
             store.delete(f"claims/{held.run:010d}.json")
         return mine, held
 
 
-def last_run(store: Store, keys: StepKeys) -> int:
+def last_run(store: Store, keys: RootKeys) -> int:
     """The greatest number of a run that a root has a claim, steps or records of; 0 if it has none."""
-    held = newest_claim(store)
+    held = newest_claim(store, keys.below("claims/"))
     return max(held.run if held else 0, _last_saved(store, keys))
 
 
-def _last_saved(store: Store, keys: StepKeys) -> int:
-    runs = [*runs_of_steps(store, keys), *map(run_of_log, store.list("log/"))]
+def _last_saved(store: Store, keys: RootKeys) -> int:
+    runs = [*runs_of_steps(store, keys), *map(run_of_log, keys.below("log/"))]
     return max(filter(None, runs), default=0)
 
 
-def runs_of_steps(store: Store, keys: StepKeys) -> Iterator[int]:
+def runs_of_steps(store: Store, keys: RootKeys) -> Iterator[int]:
     """The runs of full steps.  An attempt has the number of its run in its name; of a step with others the
     manifest says it."""
     for step, key in keys.manifests.items():
@@ -109,8 +113,9 @@ def runs_of_steps(store: Store, keys: StepKeys) -> Iterator[int]:
             yield saved.run if saved else 0
 
 
-def newest_claim(store: Store) -> Claim | None:
-    for key in reversed(store.list("claims/")):
+def newest_claim(store: Store, claims: list[str] | None = None) -> Claim | None:
+    """The newest claim of a root; `claims`: their keys, if these have just been listed."""
+    for key in reversed(store.list("claims/") if claims is None else claims):
         match = _CLAIM.fullmatch(key)
         if match is None:
             continue

@@ -56,9 +56,7 @@ def commit(
         _put(store, key, data, seen)
     except (Exists, NotFound):
         now = _present(store, key)
-        if now is None and key in store.list(
-            key
-        ):  # a link that leads nowhere, which takes the name
+        if now is None and key in store.list(key):  # a link that leads nowhere takes the name
             store.put(key, data)
         elif now == data:  # the same commit, by another process: durable when this returns
             _put(store, key, data, now)

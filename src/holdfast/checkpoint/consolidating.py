@@ -26,7 +26,7 @@ import numpy as np
 
 from holdfast.checkpoint.claiming import newest_claim, runs_of_steps
 from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.names import StepKeys, step_prefix
+from holdfast.checkpoint.names import RootKeys, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.checkpoint.tidying import INDEX
@@ -136,7 +136,7 @@ def _draft(
     return Manifest(
         holdfast=old.holdfast,
         step=old.step,
-        run=max([old.run, held.run if held else 0, *runs_of_steps(store, StepKeys(store))]),
+        run=max([old.run, held.run if held else 0, *runs_of_steps(store, RootKeys(store))]),
         attempt=attempt,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         software={**old.software, "holdfast": __version__},

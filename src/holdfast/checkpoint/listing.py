@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.names import (
     ATTEMPT,
+    RootKeys,
     Saved,
-    StepKeys,
-    at_a_time,
     manifest_key,
     read_manifest,
     step_prefix,
@@ -20,7 +19,7 @@ from holdfast.checkpoint.names import (
 )
 from holdfast.errors import HoldfastError, NotFound
 from holdfast.format.manifest import HEAD_BYTES, FileEntry, Manifest
-from holdfast.store import Store
+from holdfast.store import Store, at_a_time
 from holdfast.threads import in_threads
 
 
@@ -78,7 +77,7 @@ def attempt_of(store: Store, step: int) -> str | None:
 
 def survey(store: Store) -> Listing:
     """Read every manifest, and list the length of every file."""
-    keys, sizes = StepKeys(store), dict(store.entries("steps/"))
+    keys, sizes = RootKeys(store), dict(store.entries("steps/"))
     read: dict[int, Manifest | HoldfastError] = {}
 
     def look(step: int) -> None:

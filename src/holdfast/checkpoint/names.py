@@ -10,18 +10,21 @@ A step exists if and only if its manifest does.  Steps are ordered by (run, step
 to step 50 and saved step 60 has made the older run's step 100 history, not the newest state.
 
 On object storage each look is a request that is paid and waited for.  So one listing serves all that is
-done at one time (`StepKeys`), and the beginning of a manifest, which has its run, is read once (`Known`):
+done at one time (`RootKeys`), what is to be deleted goes by one request, and the beginning of a manifest,
+which has its run, is read once (`Known`):
 
     known = Known()                        # of a run: what it has read and committed
-    keys = StepKeys(store, known)          # one request: what lies below steps/
-    keys.saved                             # a request for each manifest that is not known yet
-    keys.attempts                          # none
+    with RootKeys(store, known, AND_LOG) as keys:            # one request: steps/ and log/
+        keys.saved                         # a request for each manifest that is not known yet
+        keys.attempts                      # none
+        keys.marked += keys.below("log/")  # none
+                                           # one request: deletes what is marked
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,17 +36,19 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head, verified
-from holdfast.store import LocalStore, Store
+from holdfast.store import Store, at_a_time, delete_many, keys_below
 from holdfast.threads import in_threads
 
+AND_LOG = ("log/", "steps/")
+"""What a restart looks at, and a run with records that tidies up."""
+WHOLE = ("claims/", *AND_LOG)
+"""What a claim looks at."""
 FOLDERS = ("steps", "claims", "log")
 """Folders that a root consists of, in which nobody else's files belong."""
 _MANIFEST = re.compile(r"steps/(\d{10})(?:/manifest\.json)?")
 """The key of a step's manifest, or of a step that is a link which leads nowhere."""
 _IMAGE = re.compile(r"steps/(\d{10})/([^/]+)/[^/]+")
 _NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
-REQUESTS = 16
-"""Small requests that are made at a time, where each takes a way over a network."""
 _LOG = re.compile(
     r"log/(\d{10})/(?:\d{10}-\d{10}/r\d{5,}\.log|plan-[0-9a-f]{16}\.json|r\d{5,}-\d+\.writing)"
 )
@@ -64,11 +69,6 @@ class Saved:
     def is_proved(self) -> bool:
         """True if the manifest's beginning is sound.  `read_manifest` tells if all of it is."""
         return self.run >= 0
-
-
-def at_a_time(store: Store) -> int:
-    """Number of threads for small requests."""
-    return 1 if isinstance(store, LocalStore) else REQUESTS
 
 
 def step_prefix(step: int) -> str:
@@ -134,13 +134,23 @@ class Known:
         return {step: one for step, one in known.items() if step in there}
 
 
-class StepKeys:
-    """The keys below `steps/`, or those of one step, as one request has listed them, and what they say."""
+class RootKeys:
+    """The keys of steps, as one listing has shown them, and what they say.
 
-    def __init__(self, store: Store, known: Known | None = None, step: int | None = None) -> None:
+    `below`: what else the listing is to show.  At the end of a block with them, what was marked is deleted:
+    nothing that a manifest names.
+    """
+
+    def __init__(
+        self, store: Store, known: Known | None = None, below: Collection[str] = ("steps/",)
+    ) -> None:
         self.store = store
         self.known = known or Known()
-        self.keys = store.list("steps/" if step is None else step_prefix(step))
+        self.sizes = keys_below(store, below)
+        """Length of each object, or -1 where it is not known."""
+        self.keys = [*self.sizes]
+        self.marked: list[str] = []
+        """Keys of what is to be deleted at the end of the block."""
         matches = ((key, _MANIFEST.fullmatch(key)) for key in self.keys)
         self.manifests = {int(match[1]): key for key, match in matches if match}
         """Key of the manifest of each step."""
@@ -169,21 +179,30 @@ class StepKeys:
                 found.setdefault(int(match[1]), {}).setdefault(match[2], []).append(key)
         return found
 
-    def delete(self, prefix: str) -> None:
-        """Delete what begins with `prefix`; that is listed anew if it is not among the keys."""
-        keys = [key for key in self.keys if key.startswith(prefix)] or self.store.list(prefix)
-        in_threads(self.store.delete, keys, at_a_time(self.store))
+    def __enter__(self) -> RootKeys:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        delete_many(self.store, self.marked)
+
+    def below(self, prefix: str) -> list[str]:
+        """The keys that begin so, of what was listed."""
+        return [key for key in self.keys if key.startswith(prefix)]
+
+    def mark_below(self, prefix: str) -> None:
+        """Mark what begins with `prefix`, which is listed anew if it is not among the keys."""
+        self.marked += self.below(prefix) or self.store.list(prefix)
         self.keys = [key for key in self.keys if not key.startswith(prefix)]
 
 
 def committed(store: Store) -> list[Saved]:
-    """Every committed step, as `StepKeys.saved`."""
-    return StepKeys(store).saved
+    """Every committed step, as `RootKeys.saved`."""
+    return RootKeys(store).saved
 
 
 def step_numbers(store: Store) -> list[int]:
     """The numbers of all committed steps, ascending, by the names of their manifests."""
-    return sorted(StepKeys(store).manifests)
+    return sorted(RootKeys(store).manifests)
 
 
 def read_head(store: Store, step: int, key: str) -> Saved | None:

@@ -30,10 +30,10 @@ def segments_in(keys: Iterable[str], since: int = 0) -> list[str]:
     return [key for key, segment in parsed if segment is not None and segment[2] > since]
 
 
-def last_recorded(store: Store, run: int, step: int) -> int:
+def last_recorded(keys: Iterable[str], run: int, step: int) -> int:
     """The last step after `step` that `run`, or a later run, has recorded, by the names of
-    segments; 0 if there is none."""
-    found = map(parse_segment, segments(store, step))
+    segments among some keys; 0 if there is none."""
+    found = map(parse_segment, segments_in(keys, step))
     return max((last for of_run, _, last, _ in filter(None, found) if of_run >= run), default=0)
 
 

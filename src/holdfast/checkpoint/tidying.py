@@ -16,8 +16,7 @@ from holdfast.arguments import count_of
 from holdfast.checkpoint.claiming import Claim, is_abandoned
 from holdfast.checkpoint.committing import check_files
 from holdfast.checkpoint.names import (
-    StepKeys,
-    at_a_time,
+    RootKeys,
     manifest_key,
     parse_attempt,
     read_head,
@@ -29,12 +28,12 @@ from holdfast.errors import FormatError, HoldfastError, NotFound, UnsupportedVer
 from holdfast.events import emit
 from holdfast.store import LocalStore, Store
 from holdfast.store.local import sweep as sweep_unfinished
-from holdfast.threads import in_threads
 
 INDEX = ".safetensors.index.json"
 """Ending of the indexes beside a consolidated step's manifest, for Hugging Face's loaders."""
 
 Lock: TypeAlias = AbstractContextManager[Any]
+Marking: TypeAlias = AbstractContextManager[RootKeys]
 _DIRECTORY = re.compile(r"steps/(\d{10})/([^/]+)")
 
 
@@ -61,16 +60,28 @@ class Keep:
                 object.__setattr__(self, name, n)
 
 
-def discard(store: Store, step: int, attempt: str, keys: StepKeys | None = None) -> None:
-    """Delete one attempt's files, unless the step's manifest names them."""
+def _marking(store: Store, keys: RootKeys | None, below: str = "steps/") -> Marking:
+    """Return `keys`, whose owner deletes what is marked; else keys that do so at the end of the block."""
+    return RootKeys(store, below=[below]) if keys is None else nullcontext(keys)
+
+
+def _named(store: Store, step: int) -> str | None:
+    """The attempt that a step's manifest names: "" if there is none, None if it may be any."""
     try:
-        if verified_attempt(store, step) in (attempt, None):
-            return
+        return verified_attempt(store, step)
     except NotFound:
-        pass
+        return ""
     except HoldfastError:
-        return  # an unreadable manifest may name them
-    (keys or StepKeys(store, step=step)).delete(f"{step_prefix(step)}{attempt}/")
+        return None
+
+
+def discard(store: Store, step: int, attempt: str | None, keys: RootKeys | None = None) -> None:
+    """Delete the files of an attempt, if there is one, unless the step's manifest names them.  With `keys`
+    they are only marked there."""
+    if attempt is None or _named(store, step) in (attempt, None):
+        return
+    with _marking(store, keys, step_prefix(step)) as keys:
+        keys.mark_below(f"{step_prefix(step)}{attempt}/")
 
 
 def prune(
@@ -79,29 +90,29 @@ def prune(
     *,
     spare: Collection[int] = (),
     lock: Lock | None = None,
-    keys: StepKeys | None = None,
+    keys: RootKeys | None = None,
 ) -> list[int]:
     """Delete what `keep` does not keep; returns the steps deleted.
 
     A damaged newest step does not count: the newest good step always stays.  So do steps to `spare`,
     which are being saved anew or lead to the newest state by records; `lock` keeps commits away while a
-    manifest is deleted.
+    manifest is deleted.  All files are deleted after all manifests; with `keys` they are only marked.
     """
-    keys = keys or StepKeys(store)
-    due = prunable(store, keep, spare, keys)
-    gone = [step for step in due if delete_step(store, step, lock, keys)]
+    with _marking(store, keys) as keys:
+        due = prunable(store, keep, spare, keys)
+        gone = [step for step in due if delete_step(store, step, lock, keys)]
     for step in gone:
         emit("pruned", step=step)
     return gone
 
 
 def prunable(
-    store: Store, keep: Keep, spare: Collection[int] = (), keys: StepKeys | None = None
+    store: Store, keep: Keep, spare: Collection[int] = (), keys: RootKeys | None = None
 ) -> list[int]:
     """The steps that `prune` would delete, oldest first."""
     if keep.last is None and keep.every is None:
         return []
-    keys = keys or StepKeys(store)
+    keys = keys or RootKeys(store)
     good = [s for s in keys.saved if s.is_proved]
     stay = {s.step for s in good[-(keep.last or 1) :]}
     stay |= {s.step for s in good if keep.every and s.step % keep.every == 0}
@@ -110,7 +121,7 @@ def prunable(
     return [step for step in due if step != newest]
 
 
-def _sound(keys: StepKeys, step: int) -> bool:
+def _sound(keys: RootKeys, step: int) -> bool:
     """True if a step's manifest is readable and every file has its length.
 
     That was so of the step that this process has just committed: it is if its files are still listed.
@@ -126,17 +137,18 @@ def _sound(keys: StepKeys, step: int) -> bool:
 
 
 def delete_step(
-    store: Store, step: int, lock: Lock | None = None, keys: StepKeys | None = None
+    store: Store, step: int, lock: Lock | None = None, keys: RootKeys | None = None
 ) -> bool:
-    """Delete the manifest first: from then on the step does not exist, whatever stops us.
+    """Delete the manifest first: from then on the step does not exist, whatever stops us.  The files are
+    marked among `keys`, if given.
 
     `lock` is held from reading the manifest to deleting it, so that it is no newer one that goes.
 
-    Then the files that it named, and no others: another rank may be writing this very step anew.
+    They are those that it named, and no others: another rank may be writing this very step anew.
     A step of a newer format stays (False): its files are not known here.  So does one whose manifest's
     beginning was damaged since it was read.
     """
-    keys, attempt, key = keys or StepKeys(store, step=step), None, manifest_key(step)
+    attempt, key = None, manifest_key(step)
     with lock or nullcontext():
         try:
             attempt = read_manifest(store, step).attempt
@@ -147,39 +159,34 @@ def delete_step(
             if saved is not None and not saved.is_proved:
                 return False
         store.delete(key)
-    keys.manifests.pop(step, None)
-    if attempt is not None:
-        keys.delete(f"{step_prefix(step)}{attempt}/")
-        for key in keys.keys:
-            if key.startswith(step_prefix(step)) and key.endswith(INDEX):
-                store.delete(key)
+    with _marking(store, keys, step_prefix(step)) as keys:
+        keys.manifests.pop(step, None)
+        if attempt is not None:
+            keys.mark_below(f"{step_prefix(step)}{attempt}/")
+            keys.marked += (k for k in keys.below(step_prefix(step)) if k.endswith(INDEX))
     return True
 
 
 def sweep(
-    store: Store, mine: Claim | None = None, upto: int = 0, keys: StepKeys | None = None
+    store: Store, mine: Claim | None = None, upto: int = 0, keys: RootKeys | None = None
 ) -> list[str]:
     """Delete what no manifest names: attempts of older runs, and of this run up to number `upto`.
 
     Later ones of this run may be under way: another rank may already write the next save.  Attempts
     without a run go when their process is gone.  The only attempt of a committed step is the one that its
-    manifest names: nobody deletes its files before the manifest.
+    manifest names: nobody deletes its files before the manifest.  With `keys` they are only marked there.
     """
-    keys, gone = keys or StepKeys(store), []
-    for step, theirs in keys.attempts.items():
-        attempts = {a: k for a, k in theirs.items() if _is_old(a, mine, upto) or is_abandoned(a)}
-        if not attempts or (len(theirs) == 1 and step in keys.manifests):
-            continue  # nothing to delete, so nothing to prove
-        try:
-            named = verified_attempt(store, step)
-        except NotFound:
-            named = ""
-        except HoldfastError:
-            continue
-        for attempt, images in attempts.items():
-            if named not in (attempt, None):
-                in_threads(store.delete, images, at_a_time(store))
-                gone.append(attempt)
+    gone = []
+    with _marking(store, keys) as keys:
+        for step, theirs in keys.attempts.items():
+            old = {a: k for a, k in theirs.items() if _is_old(a, mine, upto) or is_abandoned(a)}
+            if not old or (len(theirs) == 1 and step in keys.manifests):
+                continue  # nothing to delete, so nothing to prove
+            named = _named(store, step)
+            for attempt, images in old.items():
+                if named not in (attempt, None):
+                    keys.marked += images
+                    gone.append(attempt)
     if isinstance(store, LocalStore):
         sweep_unfinished(store.root, lambda path: _is_of_old(path, mine, upto))
     return gone

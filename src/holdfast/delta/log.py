@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint.names import (
+    AND_LOG,
+    RootKeys,
     Saved,
-    committed,
     run_of_log,
     step_prefix,
 )
@@ -87,20 +88,28 @@ def read_segment(store: Store, key: str) -> LogSegment:
     return LogSegment(key, start, header)
 
 
-def tidy_log(store: Store, saved: list[Saved] | None = None, *, max_bytes: int = 0) -> None:
-    """Delete the records that no step which is still there needs.  `saved`: these steps, if they are known.
+def tidy_log(store: Store) -> None:
+    """Delete the records that no step which is still there needs, as `mark_log`."""
+    with RootKeys(store, below=AND_LOG) as keys:
+        mark_log(keys, keys.saved)
+
+
+def mark_log(keys: RootKeys, saved: list[Saved], *, max_bytes: int = 0) -> None:
+    """Let the records be deleted that no step which is still there needs.  `saved`: these steps; `keys`: of
+    the steps and the log.
 
     Records of a run without a full save stay: it may be on its way, whatever older runs have saved.
-    With a bound, delete also the oldest that the newest state does not need, until half of it is free.
+    With a bound, the oldest go as well that the newest state does not need, until half of it is free.
     """
-    saved = committed(store) if saved is None else saved
     if not saved:
         return
     oldest, saving = min(s.step for s in saved), newest_of(saved)[0]
     kept: dict[str, int] = {}
     """Length of each segment that stays, or 0 where nobody asks."""
     plans: list[tuple[int, str]] = []
-    sizes = dict(store.entries("log/")) if max_bytes else dict.fromkeys(store.list("log/"), 0)
+    sizes = {key: keys.sizes[key] for key in keys.below("log/")}
+    if max_bytes and any(size < 0 for size in sizes.values()):
+        sizes = dict(keys.store.entries("log/"))
     for key, size in sizes.items():
         parsed, run = parse_segment(key), run_of_log(key)
         if run is None:
@@ -108,24 +117,24 @@ def tidy_log(store: Store, saved: list[Saved] | None = None, *, max_bytes: int =
         if parsed is None:
             plans.append((run, key))
         elif parsed[2] <= oldest and run <= saving:
-            store.delete(key)
+            keys.marked.append(key)
         else:
             kept[key] = size
     runs = {run_of_log(key) or 0 for key in kept}
     for run, key in plans:
         if run not in runs and run < max(runs, default=0):
-            store.delete(key)
-    if sum(kept.values()) > max_bytes // 2:
-        _make_room(store, saved, kept, max_bytes)
+            keys.marked.append(key)
+    if max_bytes and sum(kept.values()) > max_bytes // 2:
+        _make_room(keys, saved, kept, max_bytes)
 
 
-def _make_room(store: Store, saved: list[Saved], sizes: dict[str, int], max_bytes: int) -> None:
-    """Delete the oldest segments until no more than half of the bound is left, or those that are needed."""
+def _make_room(keys: RootKeys, saved: list[Saved], sizes: dict[str, int], max_bytes: int) -> None:
+    """Let the oldest segments go until no more than half of the bound is left, or those that are needed."""
     left = sum(sizes.values())
-    replayed = _replayed(store, saved, sizes)
+    replayed = _replayed(keys.store, saved, sizes)
     for size, key, needed in weighed(sizes.items(), newest_of(saved)):
         if left > max_bytes // 2 and not needed and key not in replayed:
-            store.delete(key)
+            keys.marked.append(key)
             left -= size
 
 

@@ -66,19 +66,18 @@ from holdfast.store import Store
 from holdfast.threads import Worker
 
 
-def survey(store: Store, group: Group, since: int, run: int) -> Log:
+def survey(store: Store, group: Group, since: int, run: int, keys: list[str]) -> Log:
     """Return the log of what follows step `since`, when the writers of runs before `run` are done.
 
-    Rank 0 lists for all, again if writers were at work when it first did; each rank reads its part of the
-    headers, and all plans.  Collective.
+    Rank 0 has listed for all (`keys`), and does so again if writers were at work then; each rank reads its
+    part of the headers, and all plans.  Collective.
     """
 
-    def look() -> bytes:
-        keys = store.list("log/")
+    def look(keys: list[str]) -> bytes:
         return msgspec.json.encode((segments_in(keys, since), writers(store, keys, run)))
 
     kind = tuple[list[str], dict[str, WriterEntry]]
-    keys, others = msgspec.json.decode(group.from_rank0(look), type=kind)
+    keys, others = msgspec.json.decode(group.from_rank0(lambda: look(keys)), type=kind)
     if others:
         with alike(group, since):
             if left := await_others(others):
@@ -86,7 +85,8 @@ def survey(store: Store, group: Group, since: int, run: int) -> Log:
                     f"the writer of a dead process is still at work: {left[0]}",
                     hint="storage may hang; when it has ended, restart",
                 )
-        keys, _ = msgspec.json.decode(group.from_rank0(look), type=kind)
+        answer = group.from_rank0(lambda: look(store.list("log/")))
+        keys, _ = msgspec.json.decode(answer, type=kind)
     own = keys[group.rank :: group.size]
     with span("log.headers", files=len(own)):
         mine = read_headers(store, own)

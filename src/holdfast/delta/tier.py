@@ -245,12 +245,12 @@ class DeltaTier:
 
     # -- restoring --------------------------------------------------------------------------------
 
-    def survey(self, since: int, behind: Store | None = None) -> Log:
+    def survey(self, since: int, keys: list[str], behind: Store | None = None) -> Log:
         """Return what is recorded after step `since`, in this run's root, or in the home behind it.
-        Collective; Deadline."""
+        `keys`: on rank 0, those of both logs.  Collective; Deadline."""
         store = self._capture.store
         both = store if behind is None else JoinedStore(store, behind)
-        return survey(both, self.group, since, self._capture.run)
+        return survey(both, self.group, since, self._capture.run, keys)
 
     def replay(
         self, log: Log, steps: list[RecordedStep], state: State, options: RestoreOptions

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.checkpoint.names import (
+    AND_LOG,
     Known,
+    RootKeys,
     Saved,
     check_step,
-    committed,
     describe,
     manifest_key,
     read_head,
@@ -51,7 +52,7 @@ def load_from(
         return foreign.step
     store = open_shared(url, group)
     if step is None:
-        steps = saved_steps(store, group)
+        steps, _ = saved_steps(store, group)
         if not steps:
             from holdfast.interop.detect import near_path
 
@@ -80,7 +81,7 @@ def tell_unused_records(url: str, group: Group, step: int) -> None:
         if store is None:
             return b"0"
         saved = read_head(store, step, manifest_key(step))
-        return str(last_recorded(store, saved.run if saved else 0, step)).encode()
+        return str(last_recorded(store.list("log/"), saved.run if saved else 0, step)).encode()
 
     last = int(group.from_rank0(lambda: bounded(look, "look at", url, patience_s(group))))
     if last:
@@ -141,16 +142,28 @@ def manifest_bytes(store: Store, group: Group, step: int) -> bytes:
     return group.from_rank0(read)
 
 
-def saved_steps(store: Store, group: Group, known: Known | None = None) -> list[Saved]:
-    """Every step, oldest to newest, as rank 0 sees them, who remembers them as `known`."""
+def saved_steps(
+    store: Store, group: Group, known: Known | None = None, *, records: bool = False
+) -> tuple[list[Saved], list[str]]:
+    """Every step, oldest to newest, as rank 0 sees them, who remembers them as `known`; and on rank 0, with
+    `records`, the keys of the log, by the same listing.
+
+    The beginnings of all manifests are read: what is known of them may be old.
+    """
+    log: list[str] = []
+
+    def see() -> list[Saved]:
+        keys = RootKeys(store, below=AND_LOG if records else ["steps/"])
+        log.extend(keys.below("log/") if records else ())
+        return keys.saved
 
     def look() -> bytes:
-        saved = in_one(store, lambda: committed(store), "look at")
+        saved = in_one(store, see, "look at")
         if known is not None:
             known.learn(saved)
         return msgspec.json.encode(saved)
 
-    return msgspec.json.decode(group.from_rank0(look), type=list[Saved])
+    return msgspec.json.decode(group.from_rank0(look), type=list[Saved]), log
 
 
 def tell_exactness(manifest: Manifest) -> str:

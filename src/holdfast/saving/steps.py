@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.names import Known, Saved, StepKeys
+from holdfast.checkpoint.names import AND_LOG, Known, RootKeys, Saved
 from holdfast.checkpoint.tidying import Keep, discard, prune, sweep
 from holdfast.errors import Deadline, HoldfastError, Unavailable
 from holdfast.events import emit, span
@@ -31,8 +31,9 @@ class RootSteps:
         """This run's claim on the root; None for a save by itself."""
         self.known = Known()
         """The steps that rank 0 has seen and committed."""
-        self.also_tidy: Callable[[list[Saved]], None] | None = None
-        """Called on rank 0 with the steps that there are, after they have been tidied up."""
+        self.also_tidy: Callable[[RootKeys, list[Saved]], None] | None = None
+        """Marks what else is to be deleted; called on rank 0 with the keys of steps and records, and the
+        steps that there are after they have been tidied up."""
         self.worker = Worker("holdfast-tidy")
         self._rank = rank
         self._keep = keep
@@ -89,7 +90,11 @@ class RootSteps:
     def tidy_log(self) -> None:
         """Tidy up what goes with the steps, if there is anything."""
         if self.also_tidy is not None:
-            self.also_tidy(StepKeys(self.store, self.known).saved)
+            with self._keys() as keys:
+                self.also_tidy(keys, keys.saved)
+
+    def _keys(self) -> RootKeys:
+        return RootKeys(self.store, self.known, AND_LOG if self.also_tidy else ["steps/"])
 
     def _tidy(self, number: int, step: int, replaced: str | None) -> None:
         """Delete what a commit has replaced, what `keep` lets go, what crashes left."""
@@ -97,15 +102,15 @@ class RootSteps:
             with span("tidy", step=step):
                 with self._lock:  # they may end in another order than they began
                     watched = dict(self._watched)
-                keys = None if self.claim is None else StepKeys(self.store, self.known)
-                if replaced is not None:
+                if self.claim is None:  # a save by itself
+                    discard(self.store, step, replaced)
+                    return
+                with self._keys() as keys:
                     discard(self.store, step, replaced, keys)
-                if keys is None:
-                    return  # a save by itself
-                spare, lock = tuple(watched.values()), self._committing
-                gone = prune(self.store, self._keep, spare=spare, lock=lock, keys=keys)
-                sweep(self.store, self.claim, min([number, *(n - 1 for n in watched)]), keys)
-                if self.also_tidy is not None:
-                    self.also_tidy([saved for saved in keys.saved if saved.step not in gone])
+                    spare, lock = tuple(watched.values()), self._committing
+                    gone = prune(self.store, self._keep, spare=spare, lock=lock, keys=keys)
+                    sweep(self.store, self.claim, min([number, *(n - 1 for n in watched)]), keys)
+                    if self.also_tidy is not None:
+                        self.also_tidy(keys, [s for s in keys.saved if s.step not in gone])
         except Exception as error:
             emit("tidy.failed", error=str(error))

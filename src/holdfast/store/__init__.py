@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -24,8 +24,9 @@ from holdfast.arguments import function_of, path_of, unfit
 from holdfast.errors import UsageError
 from holdfast.near import near
 from holdfast.patience import Patience
-from holdfast.store.contract import Entry, Reader, Store, Writer
+from holdfast.store.contract import Bulk, Entry, Reader, Store, Writer
 from holdfast.store.local import LocalStore
+from holdfast.threads import in_threads
 
 if TYPE_CHECKING:
     from holdfast.store.memory import MemoryStore
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
+    "Bulk",
     "Entry",
     "LocalStore",
     "MemoryStore",
@@ -48,6 +50,8 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _BUCKETS = ("s3", "gs", "az")
 SCHEMES = ("file", "memory", *_BUCKETS)
 """Schemes of our own that a URL can begin with, before `://`."""
+REQUESTS = 16
+"""Small requests that are made at a time, where each takes a way over a network."""
 ENTRY_POINTS = "holdfast.stores"
 """Group of entry points by which packages bring schemes of theirs."""
 _registered: dict[str, Callable[[str], Store]] = {}
@@ -135,6 +139,27 @@ def in_one(store: Store, call: Callable[[], T], what: str) -> T:
     if isinstance(store, LocalStore):
         return store.patience.run(call, what, store.root)
     return call()
+
+
+def at_a_time(store: Store) -> int:
+    """Number of threads for small requests."""
+    return 1 if isinstance(store, LocalStore) else REQUESTS
+
+
+def delete_many(store: Store, keys: Sequence[str]) -> None:
+    """Remove objects, in any order: by few requests if the store can (`Bulk`)."""
+    if keys and isinstance(store, Bulk):
+        store.delete_many(keys)
+    elif keys:
+        in_threads(store.delete, [*keys], at_a_time(store))
+
+
+def keys_below(store: Store, prefixes: Collection[str]) -> dict[str, int]:
+    """All keys that begin with one of `prefixes`, sorted, with the lengths of the objects, or with -1 where
+    the store might have to ask for each of these.  It is one listing if the store can (`Bulk`)."""
+    if len(prefixes) > 1 and isinstance(store, Bulk):
+        return dict(store.entries_many([*prefixes]))
+    return dict.fromkeys(sorted({key for prefix in prefixes for key in store.list(prefix)}), -1)
 
 
 def _file_path(url: str, rest: str) -> str:

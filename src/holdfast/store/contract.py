@@ -16,7 +16,8 @@ a store, and each has one answer that object storage can give as well as a file 
   key whose `put` or `finish` returned before the call is listed.  Either is one request on object
   storage for every 1,000 keys; a directory has to look at each file for its size, so who needs no sizes
   asks for the list.  (No `exists()`: two ranks may see two answers.)
-* *How does it go?*  `delete`; deleting what is not there is fine.
+* *How does it go?*  `delete`; deleting what is not there is fine.  A store that can delete many objects, or
+  list several prefixes, by one request may have methods for that (`Bulk`).
 
 No rename of directories, no locks, no append: NFS and object stores have none that can be trusted.
 Errors are `StoreError`s: a store translates its own at its border.  Methods block and are
@@ -35,6 +36,7 @@ object storage allows that, a file system cannot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from holdfast.arguments import count_of, shown, unfit
@@ -138,6 +140,24 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object if it is there; durable when the call returns."""
+
+
+Entries: TypeAlias = list[Entry]
+
+
+@runtime_checkable
+class Bulk(Protocol):
+    """What a store may have besides, where one request does the work of many: both methods, or neither.
+
+    `holdfast.store.delete_many` and `keys_below` ask for them, and make do with `Store`'s own.
+    """
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove those objects that are there, in any order; durable when the call returns.  If it fails,
+        or the process dies, some may be gone and others not."""
+
+    def entries_many(self, prefixes: Sequence[str]) -> Entries:
+        """All objects whose keys begin with one of `prefixes`, each once, as `Store.entries`."""
 
 
 class Reads(NamedTuple):

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 
 from holdfast.arguments import flag_of, unfit
 from holdfast.errors import UsageError
 from holdfast.store.contract import (
     BLOCK_BYTES,
     Bytes,
+    Entries,
     Entry,
     Parts,
     byte_view,
@@ -98,6 +100,15 @@ class MemoryStore:
         check_key(key)
         with _lock:
             self._objects.pop(key, None)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Forget objects, as `Bulk.delete_many`."""
+        for key in keys:
+            self.delete(key)
+
+    def entries_many(self, prefixes: Sequence[str]) -> Entries:
+        """All objects whose keys begin with one of `prefixes`, as `Bulk.entries_many`."""
+        return sorted({entry for prefix in prefixes for entry in self.entries(prefix)})
 
     def place(
         self,

@@ -29,7 +29,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from holdfast.store.contract import (
     BLOCK_BYTES,
     HIDDEN,
     Bytes,
+    Entries,
     Entry,
     Parts,
     byte_view,
@@ -53,6 +54,7 @@ from holdfast.store.contract import (
     seen_view,
     target_view,
 )
+from holdfast.threads import in_threads
 
 try:
     import obstore
@@ -70,7 +72,6 @@ except ImportError:
     ) from None
 
 T = TypeVar("T")
-Entries = list[Entry]
 
 PART_BYTES = 8 << 20
 """Bytes of a part of an upload, or more for an object of more than `MOST_PARTS` of them."""
@@ -214,27 +215,39 @@ class ObjectStore:
 
     def entries(self, prefix: str = "") -> list[Entry]:
         """All objects whose keys begin with `prefix`, with their lengths: as many requests as `list`."""
-        return self._found(prefix)
+        return self.entries_many([prefix])
 
     def list(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`, sorted: a request for each 1,000 of them."""
-        return [entry.key for entry in self._found(prefix)]
+        return [entry.key for entry in self.entries_many([prefix])]
+
+    def entries_many(self, prefixes: Sequence[str]) -> Entries:
+        """All objects whose keys begin with one of `prefixes`: for several, all of the store is listed, a
+        request for each 1,000.  If more than so many are others, each prefix is listed by itself."""
+        found = self._found(prefixes[0] if len(prefixes) == 1 else "", tuple(prefixes))
+        if found is None:
+            found = [entry for prefix in prefixes for entry in self.entries(prefix)]
+        return sorted({*found})
 
     @patient
-    def _found(self, prefix: str) -> Entries:
-        check_prefix(prefix)
-        folder = self._prefix + prefix.rpartition("/")[0]  # obstore lists by whole names
+    def _found(self, common: str, prefixes: tuple[str, ...]) -> Entries | None:
+        for prefix in prefixes:
+            check_prefix(prefix)
+        folder = self._prefix + common.rpartition("/")[0]  # obstore lists by whole names
 
-        def pages(inner: Any, _: str) -> Entries:
-            stream = obstore.list(inner, folder.strip("/") or None, chunk_size=PAGE)
-            start = len(self._prefix)
-            return [Entry(o["path"][start:], o["size"]) for page in stream for o in page]
+        def pages(inner: Any, _: str) -> Entries | None:
+            found: Entries = []
+            num_others, start = 0, len(self._prefix)
+            for page in obstore.list(inner, folder.strip("/") or None, chunk_size=PAGE):
+                here = (Entry(o["path"][start:], o["size"]) for o in page)
+                ours = [entry for entry in here if entry.key.startswith(prefixes)]
+                num_others += len(page) - len(ours)
+                if num_others > PAGE and len(prefixes) > 1:
+                    return None
+                found += [e for e in ours if not e.key.rpartition("/")[2].startswith(HIDDEN)]
+            return found
 
-        return sorted(
-            entry
-            for entry in self.ask("list", prefix, pages)
-            if entry.key.startswith(prefix) and not entry.key.rpartition("/")[2].startswith(HIDDEN)
-        )
+        return self.ask("list", common, pages)
 
     @patient
     def delete(self, key: str) -> None:
@@ -242,6 +255,17 @@ class ObjectStore:
         check_key(key)
         with suppress(NotFound):  # which Azure minds
             self.ask("delete", key, lambda inner, name: obstore.delete(inner, name))
+
+    @patient
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove objects: a request for each 1,000 in S3, for each 256 in Azure, for each in Google's."""
+        for key in keys:
+            check_key(key)
+        names = [self._prefix + key for key in keys]
+        try:
+            self.ask("delete", keys[0], lambda inner, _: obstore.delete(inner, names))
+        except NotFound:  # which Google and Azure mind: some of the others may be left
+            in_threads(self.delete, [*keys], UPLOADS)
 
     def place_of(self, key: str) -> str:
         """The address of a key, for messages."""

@@ -21,6 +21,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from holdfast.errors import Corrupt, Exists, NotFound, UsageError
+from holdfast.store import delete_many, keys_below
 from holdfast.store.contract import Store, Writer
 
 T = TypeVar("T")
@@ -549,6 +550,45 @@ class StoreTests:
         for key in ("no", "no/such/key", "d", "d/a/b"):
             store.delete(key)
         assert store.get("d/a") == b"x"
+
+    def test_many_are_deleted(self, store: Store) -> None:
+        for i in range(12):
+            store.put(f"d/{i:02}", b"x")
+        delete_many(store, [])
+        delete_many(store, [f"d/{i:02}" for i in range(10)])
+        assert store.list() == ["d/10", "d/11"]
+
+    def test_many_are_deleted_though_some_are_not_there(self, store: Store) -> None:
+        for i in range(6):
+            store.put(f"d/{i}", b"x")
+        delete_many(store, ["no", "d/4", "no/such/key", "d/1", "d/9", "d/0"])
+        delete_many(store, ["no"])
+        assert store.list() == ["d/2", "d/3", "d/5"]
+
+    def test_many_are_deleted_by_good_keys_only(self, store: Store) -> None:
+        for key in BAD_KEYS:
+            raised(UsageError, delete_many, store, [key])
+
+    def test_several_prefixes_are_listed(self, store: Store) -> None:
+        sizes = {"b": 0, "a/2": 3, "a/10": 70, "a/b/c": 1, "ab": 50, "c/1": 2, "c/d/2": 4, "e/1": 9}
+        for key, size in sizes.items():
+            store.put(key, b"x" * size)
+        for prefixes in (["a/", "c/"], ["a/", "a/b/", "e/"], ["a", "no/"], ["no/", "nor/"], ["c/"]):
+            found = keys_below(store, prefixes)
+            assert [*found] == sorted(key for key in sizes if key.startswith(tuple(prefixes)))
+            assert all(size in (-1, sizes[key]) for key, size in found.items())
+
+    def test_several_prefixes_after_every_change(self, store: Store) -> None:
+        assert keys_below(store, ["d/", "e/"]) == {}
+        store.put("e/a", b"x")
+        writer = store.create("d/b", 5)
+        writer.write(0, b"abcde")
+        assert [*keys_below(store, ["e/", "d/"])] == ["e/a"]  # what is being written is hidden
+        writer.finish()
+        store.put("f", b"")
+        assert [*keys_below(store, ["e/", "d/"])] == ["d/b", "e/a"]
+        store.delete("e/a")
+        assert [*keys_below(store, ["e/", "d/"])] == ["d/b"]
 
     def test_key_made_again_has_the_new_bytes(self, store: Store) -> None:
         for turn in range(5):

@@ -15,16 +15,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
 from holdfast.arguments import count_of, flag_of, function_of, instance_of, seconds_of
-from holdfast.store.contract import Bytes, Entry, Reader, Store, Writer
+from holdfast.store import delete_many
+from holdfast.store.contract import Bulk, Bytes, Entries, Entry, Reader, Store, Writer
 
 T = TypeVar("T")
 
-CHANGES: Final = frozenset({"put", "create", "write", "finish", "delete"})
+CHANGES: Final = frozenset({"put", "create", "write", "finish", "delete", "delete_many"})
 """The operations that change what a store holds."""
 
 
@@ -105,6 +106,23 @@ class Wrapper(ABC):
         """`Store.delete`."""
         self.around(Operation("delete", key), lambda: self.inner.delete(key))
 
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """`Bulk.delete_many`: one call, whatever the inner store makes of it."""
+        operation = Operation("delete_many", keys[0] if keys else "")
+        self.around(operation, lambda: delete_many(self.inner, keys))
+
+    @final
+    def entries_many(self, prefixes: Sequence[str]) -> Entries:
+        """`Bulk.entries_many`: one call, whatever the inner store makes of it."""
+        return self.around(
+            Operation("entries_many", " ".join(prefixes)), lambda: self._look(prefixes)
+        )
+
+    def _look(self, prefixes: Sequence[str]) -> Entries:
+        if isinstance(self.inner, Bulk):
+            return self.inner.entries_many(prefixes)
+        return sorted({entry for prefix in prefixes for entry in self.inner.entries(prefix)})
+
 
 @final
 class WrappedReader:
@@ -155,7 +173,8 @@ class Stopped(BaseException):
 
 @final
 class StopAfter(Wrapper):
-    """Dies at its `n`-th change (put, create, write, finish, delete; counted from 1).
+    """Dies at its `n`-th change (put, create, write, finish, delete; counted from 1).  Of `delete_many`
+    each object is a change: a process may die when some of them are gone.
 
     That one does not take effect, or does if `torn`: then the process died between the effect and
     the return.  From there on every call raises `Stopped` and nothing takes effect, `abort`
@@ -175,6 +194,12 @@ class StopAfter(Wrapper):
         self._num_changes = 0
         self._stopped = False
         self._lock = threading.Lock()
+
+    @final
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete one after the other, as long as it is alive."""
+        for key in keys:
+            self.delete(key)
 
     def around(self, operation: Operation, call: Callable[[], T]) -> T:
         """Let the call through while alive."""
@@ -208,6 +233,12 @@ class Faulty(Wrapper):
     def __init__(self, inner: Store, fail: Callable[[str, str], Exception | None]) -> None:
         super().__init__(inner)
         self.fail = function_of(fail, "Faulty", "fail", "that takes an operation and a key", 2)
+
+    @final
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Ask `fail` of each object, as of a `delete`: some may go and others not."""
+        for key in keys:
+            self.delete(key)
 
     def around(self, operation: Operation, call: Callable[[], T]) -> T:
         """Ask `fail` first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.checkpoint.claiming import Claim, last_run, release, take
-from holdfast.checkpoint.names import StepKeys
+from holdfast.checkpoint.names import WHOLE, RootKeys
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import UsageError
 from holdfast.group import Group
@@ -24,8 +24,9 @@ def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
     """
 
     def take_both() -> bytes:
-        keys = StepKeys(root)
-        theirs, held_behind = take(upload, StepKeys(upload), last_run(root, keys))
+        keys = RootKeys(root, below=WHOLE)
+        their_keys = RootKeys(upload, below=WHOLE)
+        theirs, held_behind = take(upload, their_keys, last_run(root, keys))
         try:
             mine, held = take(root, keys, theirs.run - 1)
             if theirs.run != mine.run:
@@ -37,7 +38,8 @@ def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
             release(upload, theirs)
             raise
         if held is None or held.is_over():
-            sweep(root, mine, 0, keys)
+            with keys:
+                sweep(root, mine, 0, keys)
         crashed = any(one is not None and one.started != "closed" for one in (held, held_behind))
         return msgspec.json.encode((mine, crashed))
 

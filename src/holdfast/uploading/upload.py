@@ -44,9 +44,10 @@ from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.names import (
+    AND_LOG,
     Known,
+    RootKeys,
     Saved,
-    StepKeys,
     committed,
     manifest_key,
     step_prefix,
@@ -124,7 +125,7 @@ class Upload:
         """Messages that the user is to be told."""
         self.known = Known()
         """The steps of the store."""
-        self.also_tidy: Callable[[list[Saved]], None] | None = None
+        self.also_tidy: Callable[[RootKeys, list[Saved]], None] | None = None
         """Called on rank 0 with the steps of the store, after they have been tidied up."""
         self._replaced: str | None = None
         """The attempt that the step uploaded last was of before."""
@@ -163,12 +164,12 @@ class Upload:
     ) -> None:
         """Upload records, too.  `steps`: the steps of the root, whose log keeps what leads on from the
         newest step uploaded, unless uploads fail.  `flush`: as of `RecordUpload`."""
-        from holdfast.delta.log import tidy_log
+        from holdfast.delta.log import mark_log
         from holdfast.uploading.records import RecordUpload
 
-        tidy_root = partial(tidy_log, self.root, max_bytes=options.bound)
-        steps.also_tidy = lambda saved: tidy_root([*saved, *self._needed()])
-        self.also_tidy = partial(tidy_log, self.store, max_bytes=options.bound)
+        mark = partial(mark_log, max_bytes=options.bound)
+        steps.also_tidy = lambda keys, saved: mark(keys, [*saved, *self._needed()])
+        self.also_tidy = mark
         self._records = RecordUpload(
             self.root, self.store, self.group, options.upload_every_s, flush=flush, news=self.news
         )
@@ -305,7 +306,7 @@ class Upload:
     def _left_by_others(self) -> int | None:
         """The newest step of the root, if it is newer than all that were uploaded."""
         mine = [s for s in committed(self.root) if s.is_proved]
-        theirs = [s for s in StepKeys(self.store, self.known).saved if s.is_proved]
+        theirs = [s for s in RootKeys(self.store, self.known).saved if s.is_proved]
         self._last_uploaded = theirs[-1] if theirs else None
         return mine[-1].step if mine and (not theirs or theirs[-1] < mine[-1]) else None
 
@@ -400,14 +401,16 @@ class Upload:
     def _tidy(self, step: int) -> None:
         """Delete what is to go from the store; nothing is on its way to it now."""
         try:
-            with span("upload.tidy", step=step):
-                keys = StepKeys(self.store, self.known)
-                if self._replaced is not None:
-                    discard(self.store, step, self._replaced, keys)
+            below = AND_LOG if self.also_tidy else ["steps/"]
+            with (
+                span("upload.tidy", step=step),
+                RootKeys(self.store, self.known, below) as keys,
+            ):
+                discard(self.store, step, self._replaced, keys)
                 gone = prune(self.store, self._keep, keys=keys)
                 sweep(self.store, self.claim, ALL, keys)
                 if self.also_tidy is not None:
-                    self.also_tidy([saved for saved in keys.saved if saved.step not in gone])
+                    self.also_tidy(keys, [s for s in keys.saved if s.step not in gone])
         except HoldfastError as error:
             emit("tidy.failed", error=str(error))
 
