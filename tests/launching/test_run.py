@@ -139,10 +139,10 @@ def test_what_the_script_itself_does(kind: str, tmp_path: Path, expected: str) -
 
 
 def test_a_rank_that_hangs(tmp_path: Path, expected: str) -> None:
-    ran = run(tmp_path / "root", "--fail", "stop", 1, 8, 1, options=("--hang-s=5",))
+    ran = run(tmp_path / "root", "--fail", "stop", 1, 8, 1, options=("--hang-s=10",))
     assert ran.status == 0, ran.printed[-4000:]
     assert ran.digest == expected
-    assert "no rank has done a step for 5 s (after step 7; to blame: local rank 1)" in ran.printed
+    assert "no rank has done a step for 10 s (after step 7; to blame: local rank 1)" in ran.printed
 
 
 def test_the_same_failure_three_times_ends_the_run(tmp_path: Path) -> None:

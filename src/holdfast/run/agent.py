@@ -28,6 +28,9 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         self._launch = launch
         self._failed: list[tuple[object, ...]] = []
         self._since: float | None = None
+        """When the last failure was seen."""
+        self._gives_up = False
+        """No restart is left."""
 
     @property
     def workers(self) -> Workers | None:
@@ -74,16 +77,17 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         super()._shutdown()  # what torch has beside the workers
         self._pcontext = workers
         if workers is not None:
-            if self._remaining_restarts or worker_group.state != WorkerState.FAILED:
-                workers.leave()
-            else:
+            if self._gives_up:
                 workers.give_up()
+            else:
+                workers.leave()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             self._since = time.monotonic()
             self._tell(result)
+            self._gives_up = self._remaining_restarts == 0
         elif self.workers is not None:
             self.workers.pause(worker_group.spec.monitor_interval)
         return result

@@ -233,12 +233,15 @@ class Workers(PContext):  # type: ignore[misc]
         self._until(lambda: False, 0.5)
 
     def _kill(self, worker: Worker, number: signal.Signals) -> None:
-        if worker.status is None:
+        if worker.status is not None:
+            return
+        numbers = [number] if number == signal.SIGKILL else [number, signal.SIGCONT]
+        for one in numbers:
             with suppress(ProcessLookupError):
-                os.killpg(worker.pid, number)
-            if number == signal.SIGTERM:
-                with suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGCONT)
+                try:
+                    os.killpg(worker.pid, one)
+                except ProcessLookupError:  # it was forked just now, and leads no group yet
+                    os.kill(worker.pid, one)
 
     def _until(self, is_so: Callable[[], bool], limit_s: float) -> None:
         until = time.monotonic() + limit_s
