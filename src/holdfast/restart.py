@@ -59,9 +59,10 @@ class Restart:
                 for m in self.snapshots.manifests
             ]
         since = min((c.step for c in bases), default=0)
-        recorded = sorted({*self._records, *theirs})
         self.log: Log | None = (
-            None if tiers.delta is None else tiers.delta.survey(since, recorded, behind)
+            None
+            if tiers.delta is None
+            else tiers.delta.survey(since, self._records, behind, theirs)
         )
         """The records that may lead on from one of these steps."""
         self.candidates = newest_first(self._with_tip(base) for base in bases)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -30,22 +30,25 @@ def life(monkeypatch, homes: Homes, saves: Saves, **options) -> None:
 
 
 def each_death(
-    monkeypatch, base: Homes, saves: Saves, **options
+    monkeypatch, base: Homes, saves: Saves, like: Callable[[Store], Store] = store_like, **options
 ) -> Iterator[tuple[str, Homes, Store]]:
-    """The homes that are left by a death at every change of the one behind, before and after it."""
-    whole = StopAfter(store_like(base.behind), None)
+    """The homes that are left by a death at every change of the one behind, before and after it.
+
+    `like` makes a store with what another one holds, of the kind that is wanted behind.
+    """
+    whole = StopAfter(like(base.behind), None)
     life(monkeypatch, Homes(store_like(base.root), whole), saves, **options)
     assert len(whole.operations) > 5
     for n in range(1, len(whole.operations) + 1):
         for torn in (False, True):
-            dying = StopAfter(store_like(base.behind), n, torn=torn)
+            dying = StopAfter(like(base.behind), n, torn=torn)
             homes = Homes(store_like(base.root), dying)
             life(monkeypatch, homes, saves, **options)
             when = f"{'after' if torn else 'before'} {whole.operations[n - 1]}"
             yield when, Homes(homes.root, dying.inner), dying.inner
 
 
-@pytest.mark.parametrize(
+CASES = pytest.mark.parametrize(
     ("saves", "options", "allowed"),
     [
         ([(3, 3.0)], {}, [{2: 2.0}, {2: 2.0, 3: 3.0}]),
@@ -54,11 +57,20 @@ def each_death(
     ],
     ids=["an-upload", "a-repeated-one", "one-that-prunes"],
 )
+
+
+@CASES
 def test_at_every_change(monkeypatch, saves, options, allowed) -> None:
+    dies_at_every_change(monkeypatch, saves, options, allowed, store_like)
+
+
+def dies_at_every_change(
+    monkeypatch, saves: Saves, options, allowed, like: Callable[[Store], Store]
+) -> None:
     base = Homes()
     life(monkeypatch, base, [(2, 2.0)])
     seen = []
-    for when, homes, behind in each_death(monkeypatch, base, saves, **options):
+    for when, homes, behind in each_death(monkeypatch, base, saves, like, **options):
         found = contents(behind)
         assert found in allowed, when
         seen.append(found)

@@ -253,6 +253,46 @@ def test_by_default_the_training_waits_once(
     assert holdfast.steps(url)[-1] == 31
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_bucket_that_is_gone_for_ten_minutes(seaweed: SeaweedFS, proxy: Proxy) -> None:
+    """With all defaults: saves are left out or fail, and the training is held once."""
+    prefix = fresh()
+    with pytest.warns(HoldfastWarning) as said:
+        held = trains_through(seaweed.url(prefix, proxy.endpoint), proxy, out_s=600.0)
+    print(
+        f"{len(held)} steps; held {sum(held):.1f} s, {max(held):.1f} at most; {len(said)} warnings"
+    )
+    assert max(held) < 40 and len([h for h in held if h > 0.5]) <= 2, held
+    found = contents(open_store(seaweed.url(prefix)))
+    assert len(held) in found and {10, 20} <= set(found)
+    assert all(value == step for step, value in found.items())
+
+
+def trains_through(url: str, proxy: Proxy, out_s: float) -> list[float]:
+    """Steps of a second with a save each ten; there is no bucket from step 25 on for `out_s` seconds, and a
+    minute later the training ends.  The seconds that each call of `step` took."""
+    held: list[float] = []
+    state, left = state_of(0), float("inf")
+    with holdfast.Checkpointer(url, state, every=10) as ckpt:
+        while len(held) % 10 or left > -60:
+            step = len(held) + 1
+            state["data"].update(state_of(step)["data"])
+            time.sleep(1.0)
+            began = time.monotonic()
+            ckpt.step(step)
+            held.append(time.monotonic() - began)
+            if step == 25:
+                ckpt.wait()
+                away(proxy, "refuses")
+                gone = time.monotonic()
+            if step >= 25:
+                was, left = left, gone + out_s - time.monotonic()
+                if left <= 0 < was:
+                    back(proxy, "refuses")
+    return held
+
+
 def trains_on(url: str, proxy: Proxy, how: str, deadline_s: float, when_busy: Any) -> list[float]:
     """Thirty steps, of which 4 to 24 have no bucket; the seconds that each call of `step` took."""
     held, state = [], state_of(0)

@@ -11,7 +11,7 @@ record, `watching` sees what no record can tell, and `bases` the full saves that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 import torch
@@ -245,12 +245,18 @@ class DeltaTier:
 
     # -- restoring --------------------------------------------------------------------------------
 
-    def survey(self, since: int, keys: list[str], behind: Store | None = None) -> Log:
-        """Return what is recorded after step `since`, in this run's root, or in the home behind it.
-        `keys`: on rank 0, those of both logs.  Collective; Deadline."""
+    def survey(
+        self,
+        since: int,
+        keys: Collection[str],
+        behind: Store | None = None,
+        theirs: Collection[str] = (),
+    ) -> Log:
+        """Return what is recorded after step `since`, in this run's root, or in the home `behind` it.
+        `keys` and `theirs`: on rank 0, those of both logs.  Collective; Deadline."""
         store = self._capture.store
-        both = store if behind is None else JoinedStore(store, behind)
-        return survey(both, self.group, since, self._capture.run, keys)
+        both = store if behind is None else JoinedStore(store, behind, {*theirs} - {*keys})
+        return survey(both, self.group, since, self._capture.run, sorted({*keys, *theirs}))
 
     def replay(
         self, log: Log, steps: list[RecordedStep], state: State, options: RestoreOptions

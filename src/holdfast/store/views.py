@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import ClassVar
 
@@ -71,15 +72,16 @@ class JoinedStore(ViewStore):
 
     shows = "two homes of a run"
 
-    def __init__(self, first: Store, second: Store) -> None:
+    def __init__(self, first: Store, second: Store, missing: Iterable[str] = ()) -> None:
+        """`missing`: keys that are known to be in the second alone."""
         self.url = first.url
         self.read_bytes, self.read_threads = map(max, reads_of(first), reads_of(second))
         self.second = second
         self._first = first
         self.damaged: set[str] = set()
         """Keys of objects that are damaged in the first, and are taken from the second."""
-        self.missing: set[str] = set()
-        """Keys that were listed in the second alone."""
+        self.missing = {*missing}
+        """Keys that are in the second alone, so far as was listed."""
 
     def _stores(self, key: str) -> list[Store]:
         return [self.second] if key in self.damaged else [self._first, self.second]
