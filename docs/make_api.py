@@ -39,6 +39,8 @@ SECTIONS = (
             "load",
             "Rng",
             "ignore",
+            "recoverable",
+            "kept",
             "HoldfastWarning",
         ),
     ),

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest import mock
 
-from holdfast.cli.main import VERBS, main
+from holdfast.cli.main import LAUNCH, VERBS, main
 
 COLUMNS = "96"
 
@@ -20,7 +20,7 @@ COLUMNS = "96"
 def write(folder: Path) -> None:
     """Write a page for each command into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for verb in VERBS:
+    for verb in (*VERBS, LAUNCH):
         text = f"# holdfast {verb}\n\n```text\n{help_of(verb)}\n```\n"
         (folder / f"{verb}.md").write_text(text)
 

@@ -165,6 +165,14 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         lambda m: lambda obj=m.state["model"], patterns="x": holdfast.ignore(obj, patterns),
         {"obj": (Odd(), None, {}, 3, "model", nn.Linear), "patterns": (*OTHERS, None, 3, "")},
     ),
+    "kept": (
+        lambda m: lambda name="x", load=dict: holdfast.kept(name, load),
+        {"name": (None, 3, b"x", Odd()), "load": (None, "x", 3, {}, lambda x: x)},
+    ),
+    "recoverable": (
+        lambda m: lambda function=dict: holdfast.recoverable(function),
+        {"function": (None, "main", 3, {}, Odd())},
+    ),
     "load": (
         lambda m: lambda **a: holdfast.load(**{"path": m.root, "state": m.state, **a}),
         {

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from holdfast.once import load, save
     from holdfast.policy.tuning import Auto
     from holdfast.restore.result import Restored
+    from holdfast.run.recovery import kept, recoverable
     from holdfast.saving import Save
     from holdfast.schedule import Every
     from holdfast.state.ignoring import ignore
@@ -57,8 +58,10 @@ _HOME = {
     "errors": "holdfast",
     "events": "holdfast",
     "ignore": "holdfast.state.ignoring",
+    "kept": "holdfast.run.recovery",
     "load": "holdfast.once",
     "open": "holdfast.looking",
+    "recoverable": "holdfast.run.recovery",
     "save": "holdfast.once",
     "sources": "holdfast",
     "steps": "holdfast.looking",
@@ -87,8 +90,10 @@ __all__ = [
     "errors",
     "events",
     "ignore",
+    "kept",
     "load",
     "open",
+    "recoverable",
     "save",
     "sources",
     "steps",

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakMethod
 
+from holdfast import events
 from holdfast.arguments import (
     choice_of,
     flag_of,
@@ -182,6 +183,7 @@ class Checkpointer:
         """
         step = step_of(step, "Checkpointer.step")
         self._check_open()
+        events.last_step = step
         rest()
         self._look_back()
         if self._stop is not None and self._stop.now(step):

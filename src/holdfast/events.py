@@ -40,6 +40,8 @@ class Event:
 _sinks: list[Sink] = []
 _lock = threading.Lock()
 counters: Counter[str] = Counter()
+last_step = 0
+"""The step that `Checkpointer.step` was told last, for whoever watches over this process."""
 
 
 def subscribe(sink: Sink) -> Callable[[], None]:

@@ -41,8 +41,9 @@ ELSEWHERE = {
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=eth0": "nodes/test_elastic_page.py",
     "torchrun --nnodes=1:4 --nproc-per-node=8": "nodes/test_elastic_page.py",
     "sysctl -w": "nodes/test_elastic_page.py",
+    "holdfast run --nproc-per-node": "launching/test_run.py",
 }
-"""By how a command begins: the test that runs it, since it needs nodes of its own."""
+"""By how a command begins: the test that runs it, since it needs nodes or a script of its own."""
 
 SERVING = {"holdfast agent run": "holdfast agent status"}
 """Commands that serve until they are stopped, and what ends with 0 as soon as they do."""

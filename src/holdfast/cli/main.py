@@ -25,9 +25,11 @@ from holdfast.version import __version__
 
 VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "log", "replay", "simulate",
          "agent")  # fmt: skip
+LAUNCH = "run"
+"""The verb that takes torchrun's options, and starts processes that are none of ours."""
 ABOUT = """\
 Look at, verify, compare, convert, copy and prune checkpoints; list and replay records; simulate failures; \
-look after the agent of a node.
+look after the agent of a node; launch a training that recovers in place.
 
 URL is a folder of checkpoints; URL@STEP one step of it, URL alone the newest. Checkpoints of other \
 systems are found by what is there, or named by a prefix: dcp:PATH, deepspeed:PATH, megatron:PATH, \
@@ -40,8 +42,9 @@ _CALL = re.compile(r"^[a-z_.]*\((.*?=.*?)\): must be ", re.DOTALL)
 
 def main(*verb: str) -> None:
     """The console script, `python -m holdfast`, and with `verb` a module of a verb that is run itself."""
+    words = [*verb, *sys.argv[1:]]
     try:
-        sys.exit(run([*verb, *sys.argv[1:]]))
+        sys.exit(_launch(words[1:]) if words[:1] == [LAUNCH] else run(words))
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         sys.exit(141)
@@ -67,12 +70,15 @@ def _run(words: Sequence[str]) -> int:
         say(f"holdfast {__version__}")
         return 0
     verb = words[0]
+    if verb == LAUNCH:
+        return _launch(words[1:])
     if verb.startswith("-"):
         hint = near(verb, ("--version", "--help"), 1) or "`holdfast --help` lists the verbs"
         raise UsageError(f"holdfast has no option {verb!r}", hint=hint)
     if verb not in VERBS:
         raise UsageError(
-            f"there is no verb {verb!r}; there are {', '.join(VERBS)}", hint=near(verb, VERBS)
+            f"there is no verb {verb!r}; there are {', '.join((*VERBS, LAUNCH))}",
+            hint=near(verb, (*VERBS, LAUNCH)),
         )
     function = _function(verb)
     parser = Parser(verb, function)
@@ -84,6 +90,13 @@ def _run(words: Sequence[str]) -> int:
     return deliver(function(**options), as_json)
 
 
+def _launch(words: Sequence[str]) -> int:
+    """Run a script on several ranks, as torchrun does, and recover it in place.  (Nothing of ours is around
+    the processes that it forks, so it is called before anything else is begun.)"""
+    status: int = importlib.import_module("holdfast.run.command").main(words)
+    return status
+
+
 def _function(verb: str) -> Callable[..., Any]:
     function: Callable[..., Any] = importlib.import_module(f"holdfast.cli.{verb}").run
     return function
@@ -93,8 +106,9 @@ def overview() -> str:
     """The help of the command itself: each verb with the first sentence of its own help."""
     width = max(map(len, VERBS)) + 4
     verbs = []
-    for verb in VERBS:
-        about = " ".join((inspect.getdoc(_function(verb)) or "").split())
+    for verb in (*VERBS, LAUNCH):
+        function = _launch if verb == LAUNCH else _function(verb)
+        about = " ".join((inspect.getdoc(function) or "").split())
         first = about.partition(". ")[0].rstrip(".") + "."
         verbs.append(filled(first, f"  {verb:<{width - 2}}", " " * width))
     options = "  --version   Show the version.\n  -h, --help  Show this message and exit."

@@ -39,6 +39,8 @@ class StoreLine:
         and its `rank`, if it is one."""
         self.host = host
         self.rank = rank
+        self.lost = ""
+        """Why nobody shall ask any more; empty: it may be asked."""
         self._questions: SimpleQueue[_Question | None] = SimpleQueue()
         self._connect: Callable[[], Any] | None = connect
         self._starting = threading.Lock()
@@ -51,6 +53,8 @@ class StoreLine:
 
         Deadline if the host does not answer within `limit_s`, AgentError if it is gone.
         """
+        if self.lost:
+            raise AgentError(f"{self.lost} ({what})")
         answer: Future[T] = self._put(question)
 
         def late() -> Deadline:
@@ -72,7 +76,8 @@ class StoreLine:
 
     def leave_word(self, question: Callable[[Any], object]) -> None:
         """Ask as soon as the host answers, if it ever does; nobody waits for it."""
-        self._put(question)
+        if not self.lost:
+            self._put(question)
 
     def _put(self, question: Callable[[Any], Any]) -> Future[Any]:
         with self._starting:
@@ -115,6 +120,12 @@ def _answer(questions: SimpleQueue[_Question | None], connect: Callable[[], Any]
         except BaseException as error:
             answer.set_exception(error)
         del one, question, answer
+
+
+def lose_all(why: str) -> None:
+    """From now on every line there is says at once that it is lost."""
+    for line in tuple(_lines):
+        line.lost = why
 
 
 def _settle_all() -> None:

@@ -1,0 +1,121 @@
+"""The channel between a worker and its launcher: a socket of packets.
+
+launcher                          worker
+   ◄── Marked ───────────────────   it has come to its recoverable function
+   ─── Enter(attempt, ranks) ────►  a spare, or one that has left, takes a rank
+   ◄── Beat(step) ───────────────   it lives, and has done that step
+   ─── Leave(attempt, ranks) ────►  a peer is lost: it cuts its connections, and leaves the function
+   ◄── Left(attempt, error) ─────   it is out, by this error, and holds nothing any more
+   ◄── Done(attempt) ────────────   the function has returned
+   ─── End ──────────────────────►  all are done, or the run is given up
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+import msgspec
+
+PACKET = 1 << 18
+LONGEST = 64_000
+"""Characters of a traceback that are told."""
+
+
+class Marked(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Enter(msgspec.Struct, frozen=True, tag=True):
+    attempt: int
+    environment: dict[str, str]
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    step: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """`pids`: the processes of the other ranks of this node; `hosts`: addresses of all nodes."""
+
+    attempt: int
+    pids: list[int]
+    hosts: list[str]
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """`error` is the traceback, `kind` its last line; `is_own`: it was not the launcher's word."""
+
+    attempt: int
+    kind: str
+    error: str
+    is_own: bool
+    step: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    attempt: int
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """`is_good`: all are done."""
+
+    is_good: bool
+
+
+FromWorker = Marked | Beat | Left | Done
+FromLauncher = Enter | Leave | End
+_FROM_WORKER = msgspec.json.Decoder(FromWorker)
+_FROM_LAUNCHER = msgspec.json.Decoder(FromLauncher)
+
+
+class WorkerEnd:
+    """What a worker holds of it."""
+
+    def __init__(self, channel: socket.socket, *, is_spare: bool) -> None:
+        self.is_spare = is_spare
+        self._channel = channel
+        self._lock = threading.Lock()
+
+    def say(self, message: FromWorker) -> None:
+        """Blocks while the launcher is behind.  Nothing, if it is gone: so is this process, soon."""
+        with self._lock, suppress(OSError):
+            self._channel.send(msgspec.json.encode(message))
+
+    def hear(self) -> FromLauncher:
+        """Blocks until the launcher says something."""
+        packet = self._channel.recv(PACKET)
+        return _FROM_LAUNCHER.decode(packet) if packet else End(False)
+
+
+class LauncherEnd:
+    """What the launcher holds of it; nothing blocks."""
+
+    def __init__(self) -> None:
+        self._socket, self.other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._socket, self.other):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * PACKET)
+        self._socket.setblocking(False)
+
+    def say(self, message: FromLauncher) -> bool:
+        """True if the worker will hear of it."""
+        try:
+            self._socket.send(msgspec.json.encode(message))
+        except OSError:
+            return False
+        return True
+
+    def heard(self) -> list[FromWorker]:
+        """Return what the worker has said since."""
+        heard = []
+        with suppress(OSError):
+            while packet := self._socket.recv(PACKET):
+                heard.append(_FROM_WORKER.decode(packet))
+        return heard
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,128 @@
+"""`holdfast run`: torchrun's command line, and what is ours."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.run.forkserver import ForkServer
+
+PRELOAD = (
+    "torch",
+    "torch.distributed.run",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "holdfast.checkpointer",
+)
+"""What nearly every worker imports; torch's optimizers import its compiler."""
+RESTARTS = 100
+SPARES = (
+    "Processes of this node that wait, with the script imported, to take the place of a lost rank."
+)
+PRELOADED = "Import this once, before workers are forked; may be given several times."
+HANG = """Ranks that do no step for so long are killed and recovered; by default 20 times the slowest step
+so far, and at least a minute."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a script on several ranks; return the exit status, 1 if the run failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        given = _checked(parser().parse_args(words))
+        server = _server(given)
+    except HoldfastError as error:
+        say(f"error: {error}")
+        return 2 if isinstance(error, UsageError) else 1
+    if server.worker is not None:
+        return _be_a_worker(server)
+    from torch.distributed.run import run
+
+    from holdfast.run.agent import in_place_of_torchs
+    from holdfast.run.workers import Launch
+
+    launch = Launch(
+        server=server,
+        words=[given.training_script, *given.training_script_args],
+        is_module=given.module,
+        spares=given.spares,
+        hang_s=given.hang_s,
+        say=say,
+    )
+    try:
+        with in_place_of_torchs(launch):
+            run(given)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except SignalException as error:
+        say(f"ended by {error.sigval.name}")
+        return 128 + int(error.sigval)
+    finally:
+        server.close()
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's options, with more restarts and quicker looks, and ours."""
+    from torch.distributed.run import get_args_parser
+
+    found: argparse.ArgumentParser = get_args_parser()
+    found.prog = "holdfast run"
+    found.description = "Run a script on several ranks, as torchrun does, and recover it in place."
+    found.set_defaults(max_restarts=RESTARTS, monitor_interval=0.02)
+    ours = found.add_argument_group("holdfast")
+    ours.add_argument("--spares", type=int, default=0, metavar="N", help=SPARES)
+    ours.add_argument("--preload", action="append", default=[], metavar="MODULE", help=PRELOADED)
+    ours.add_argument("--hang-s", type=float, metavar="S", help=HANG)
+    return found
+
+
+def _checked(given: argparse.Namespace) -> argparse.Namespace:
+    """UsageError for what cannot be."""
+    if given.no_python or given.run_path:
+        raise UsageError(
+            "workers of `holdfast run` are forked from Python: it takes a script or `-m MODULE`",
+            hint="torchrun has --no-python and --run-path",
+        )
+    if given.spares < 0:
+        raise UsageError(f"--spares {given.spares}: must be 0 or more")
+    if given.hang_s is not None and not given.hang_s > 0:
+        raise UsageError(f"--hang-s {given.hang_s}: must be more than 0")
+    if not given.module and not os.path.exists(given.training_script):
+        raise UsageError(f"there is no script {given.training_script!r}")
+    return given
+
+
+def _server(given: argparse.Namespace) -> ForkServer:
+    if given.nproc_per_node != "1":  # as torchrun does, but before numpy is imported
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in (*PRELOAD, *given.preload):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UsageError(f"--preload {name}: {error}") from error
+    return ForkServer()
+
+
+def _be_a_worker(server: ForkServer) -> int:
+    from holdfast.run.worker import become
+
+    assert server.worker is not None
+    try:
+        become(*server.worker)
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def say(text: str) -> None:
+    print(f"holdfast run: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,95 @@
+"""Cutting this process's connections to its peers: whatever is blocked in a collective fails at once.
+
+A gloo rank whose neighbours in the ring are alive is never told that another rank died, and neither
+`abort()` of the group nor its end changes that: meshes and DTensors hold it.  What does is to shut down its
+sockets.  For NCCL torch has `_abort_process_group`.
+
+Only connections to other ranks are cut.  The other end of one tells whose it is: on this node by the
+process that has it, elsewhere by the host, where everything but the store of the job counts as a rank's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A TCP connection as the kernel lists it."""
+
+    local: Address
+    remote: Address
+    inode: int
+
+
+def cut(pids: Iterable[int], hosts: Iterable[str], store_port: int) -> int:
+    """Shut down the connections to ranks: processes `pids` of this node, and those on other `hosts`.
+
+    Returns how many there were.  Thread-safe; what waits for them fails within milliseconds.
+    """
+    _abort_on_devices()
+    known = {(c.local, c.remote): c.inode for c in connections()}
+    of_ranks = {inode for pid in pids for _, inode in sockets(pid)}
+    others = set(hosts)
+    mine = dict((inode, fd) for fd, inode in sockets(os.getpid()))
+    count = 0
+    for (local, remote), inode in known.items():
+        if inode not in mine:
+            continue
+        peer = known.get((remote, local))
+        is_rank = peer in of_ranks if peer is not None else remote[0] in others
+        if is_rank and remote[1] != store_port:
+            count += _shut(mine[inode])
+    return count
+
+
+def _abort_on_devices() -> None:
+    if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend()):
+        with suppress(Exception):  # whatever it says, the connections are to be gone
+            c10d._abort_process_group()
+
+
+def _shut(fd: int) -> bool:
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as mine:
+        mine.shutdown(socket.SHUT_RDWR)
+        return True
+    return False
+
+
+def sockets(pid: int) -> Iterator[tuple[int, int]]:
+    """Yield descriptor and inode of every socket of a process; none if it is gone or somebody else's."""
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                if target.startswith("socket:["):
+                    yield int(name), int(target[8:-1])
+
+
+def connections() -> Iterator[Connection]:
+    """Yield every TCP connection in this network namespace."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError), open(f"/proc/self/net/{table}") as lines:
+            next(lines)
+            for line in lines:
+                fields = line.split()
+                yield Connection(_address(fields[1]), _address(fields[2]), int(fields[9]))
+
+
+def _address(text: str) -> Address:
+    """Return host and port of `0100007F:1F90`; an IPv4 address within IPv6 as the former."""
+    host, _, port = text.partition(":")
+    data = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
+    if len(data) == 16 and data.startswith(bytes(10) + b"\xff\xff"):
+        data = data[12:]
+    family = socket.AF_INET if len(data) == 4 else socket.AF_INET6
+    return socket.inet_ntop(family, data), int(port, 16)

@@ -1,0 +1,183 @@
+"""The fork server: a process with one thread that has imported what every worker needs, and forks them.
+
+Python and torch take seconds to import, on each rank and at each restart.  A fork of a process that has
+imported them takes some milliseconds, and shares their memory.  The server is itself a fork of the
+launcher, made before anything has begun a thread (those of OpenBLAS and of OpenMP mind forks themselves).
+
+The two talk over a socket of packets: a `Start` with the worker's files, answered by `Started`; and `Ended`
+for every worker that is over, as soon as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+
+import msgspec
+
+from holdfast.errors import AgentError
+
+PACKET = 1 << 20
+"""Bytes that a packet may have: the environment of a worker, above all."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """A worker to be forked.
+
+    `environment`: what it has besides the server's.  `stdout`, `stderr`: files to which it appends; empty:
+    those of the launcher.
+    """
+
+    words: list[str]
+    is_module: bool
+    environment: dict[str, str]
+    stdout: str
+    stderr: str
+    is_spare: bool
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A worker is over; `status` as of `subprocess`: the exit status, or less than 0 for a signal."""
+
+    pid: int
+    status: int
+
+
+_ANSWER: msgspec.json.Decoder[Started | Ended] = msgspec.json.Decoder(Started | Ended)
+
+
+class ForkServer:
+    """The launcher's side."""
+
+    def __init__(self) -> None:
+        """Fork the server.  In the child it serves, and `worker` is what a forked worker is to do."""
+        begun = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        if begun:
+            raise AgentError(
+                f"the fork server cannot begin: what was imported has begun threads ({', '.join(begun)})",
+                hint="name fewer modules with --preload",
+            )
+        self.worker: tuple[Start, socket.socket] | None = None
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, its):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
+        launcher = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            self.worker = _serve(its, launcher)
+        else:
+            its.close()
+            self._socket = ours
+            self._ended: dict[int, int] = {}
+
+    def start(self, worker: Start, channel: socket.socket) -> int:
+        """Fork a worker that has the other end of `channel`; return its process.  AgentError."""
+        try:
+            socket.send_fds(self._socket, [msgspec.json.encode(worker)], [channel.fileno()])
+            while not isinstance(answer := self._receive(), Started):
+                self._ended[answer.pid] = answer.status
+        except OSError as error:
+            raise AgentError(f"the fork server is gone: {error}") from error
+        return answer.pid
+
+    def ended(self) -> dict[int, int]:
+        """Return the exit status of every worker that is over, by process, once each.  AgentError."""
+        try:
+            while select.select([self._socket], [], [], 0)[0]:
+                answer = self._receive()
+                if isinstance(answer, Ended):
+                    self._ended[answer.pid] = answer.status
+        except OSError as error:
+            raise AgentError(f"the fork server is gone: {error}") from error
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def _receive(self) -> Started | Ended:
+        packet = self._socket.recv(PACKET)
+        if not packet:
+            raise OSError("it has ended")
+        return _ANSWER.decode(packet)
+
+    def close(self) -> None:
+        """End the server, and every worker that is left."""
+        self._socket.close()
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket]:
+    """Serve until the launcher is gone.  Return in a forked worker alone, with what that is to do."""
+    _die_with(parent)
+    os.setsid()  # Ctrl-C reaches the launcher, which ends the workers
+    wakes, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    workers: set[int] = set()
+    while True:
+        ready, _, _ = select.select([launcher.fileno(), wakes], [], [])
+        if wakes in ready:
+            with suppress(BlockingIOError):
+                os.read(wakes, 4096)
+            _tell_ended(launcher, workers)
+        if launcher.fileno() in ready:
+            packet, fds, _, _ = socket.recv_fds(launcher, PACKET, 1)
+            if not packet:
+                _end_all(workers)
+            start = msgspec.json.decode(packet, type=Start)
+            if pid := os.fork():
+                workers.add(pid)
+                os.close(fds[0])
+                launcher.send(msgspec.json.encode(Started(pid)))
+                continue
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in (wakes, wake):
+                os.close(fd)
+            launcher.close()
+            _die_with(os.getppid())
+            return start, socket.socket(fileno=fds[0])
+
+
+def _tell_ended(launcher: socket.socket, workers: set[int]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        workers.discard(pid)
+        with suppress(OSError):
+            launcher.send(msgspec.json.encode(Ended(pid, os.waitstatus_to_exitcode(status))))
+
+
+def _end_all(workers: Iterable[int]) -> None:
+    """The launcher is gone: so is everything that it began."""
+    for pid in workers:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone, however that ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)

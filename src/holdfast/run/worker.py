@@ -1,0 +1,76 @@
+"""A worker: a process forked from the fork server, which becomes what `python SCRIPT` would start."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import io
+import os
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+from holdfast.run import recovery
+from holdfast.run.channel import WorkerEnd
+from holdfast.run.forkserver import Start
+
+STACKS = signal.SIGRTMAX - 3
+"""The signal upon which a worker writes the stacks of its threads to its standard error."""
+
+
+def become(start: Start, end: socket.socket) -> None:
+    """Run the script; it raises what the script raises."""
+    os.setsid()
+    _redirect(start.stdout, 1)
+    _redirect(start.stderr, 2)
+    _update(start.environment)
+    faulthandler.register(STACKS, chain=False)
+    _reseed()
+    recovery.listen_to(WorkerEnd(end, is_spare=start.is_spare))
+    name, *arguments = start.words
+    if start.is_module:
+        _run_module(name, arguments)
+    else:
+        _run_script(name, arguments)
+
+
+def _redirect(path: str, to: int) -> None:
+    """Append what is written to a file descriptor to a file."""
+    if path:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, to)
+        os.close(fd)
+
+
+def _update(environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+
+
+def _reseed() -> None:
+    """Python gives every fork numbers of its own; numpy, where it was imported, does not."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    sys.argv = [path, *arguments]
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        runpy.run_path(path, run_name="__main__")
+        return
+    with io.open_code(os.path.abspath(path)) as file:
+        code = compile(file.read(), path, "exec")
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    sys.path[0] = os.getcwd()
+    found = importlib.util.find_spec(name)
+    sys.argv = [(found.origin if found is not None else None) or name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

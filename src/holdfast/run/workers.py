@@ -1,0 +1,336 @@
+"""The workers of one node: forked, told to leave and to enter, watched, replaced.
+
+`Workers` is what torch's elastic agent takes for a set of processes.  It outlives an attempt, and so do the
+workers that leave their recoverable function when they are told to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from holdfast.run.channel import (
+    Beat,
+    Done,
+    End,
+    Enter,
+    FromWorker,
+    LauncherEnd,
+    Leave,
+    Left,
+    Marked,
+)
+from holdfast.run.forkserver import ForkServer, Start
+from holdfast.run.worker import STACKS
+
+GRACE_S = 0.25
+"""Seconds that an error of a rank is looked at before it counts: a peer's end may be behind it."""
+SETTLE_S = 5.0
+"""Seconds after an attempt has begun before a new spare is forked."""
+HANG_STEPS = 20
+"""Ranks hang that take so many times the slowest step so far."""
+LEAST_HANG_S = 60.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What every worker of this node is to run, and how it is looked after."""
+
+    server: ForkServer
+    words: list[str]
+    is_module: bool
+    spares: int = 0
+    hang_s: float | None = None
+    leave_s: float = 10.0
+    say: Callable[[str], None] = print
+
+
+@dataclass
+class Worker:
+    """One process."""
+
+    pid: int
+    end: LauncherEnd
+    is_marked: bool = False
+    """It has come to its recoverable function."""
+    left: Left | None = None
+    is_done: bool = False
+    status: int | None = None
+    """Its exit status; None while it runs."""
+    step: int = 0
+    since: float = field(default_factory=time.monotonic)
+    """When it was heard to have done its last step, or entered."""
+
+    @property
+    def is_out(self) -> bool:
+        """It waits for a word."""
+        return self.status is None and (self.left is not None or self.is_done)
+
+
+class Workers(PContext):  # type: ignore[misc]
+    """All workers of this node, by their local ranks, and the spares."""
+
+    def __init__(self, launch: Launch, **known: Any) -> None:
+        super().__init__(**known)
+        self.launch = launch
+        self.attempt = 1
+        self.hosts: list[str] = []
+        self.failure: str = ""
+        """What the last failure was, in words."""
+        self._workers: dict[int, Worker] = {}
+        self._spares: list[Worker] = []
+        self._entered = time.monotonic()
+        self._slowest_s = 0.0
+        self._ends_at: float | None = None
+
+    @property
+    def everyone(self) -> list[Worker]:
+        return [*self._workers.values(), *self._spares]
+
+    # -- what the agent asks for ------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for rank in range(self.nprocs):
+            self._workers[rank] = self._fork(rank)
+
+    def pids(self) -> dict[int, int]:
+        return {rank: worker.pid for rank, worker in self._workers.items()}
+
+    def _poll(self) -> RunProcsResult | None:
+        self._listen()
+        failures = dict(self._failures())
+        if failures:
+            return RunProcsResult(failures=failures)
+        if all(w.is_done or w.status == 0 for w in self._workers.values()):
+            self._end(is_good=True)
+            if all(w.status == 0 for w in self._workers.values()):
+                return RunProcsResult(return_values=dict.fromkeys(self._workers, None))
+        self._keep_spares()
+        return None
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """End every worker by `death_sig`; those that are left after `timeout` seconds are killed."""
+        everyone = self.everyone
+        for worker in everyone:
+            self._kill(worker, death_sig)
+        self._until(lambda: all(w.status is not None for w in everyone), timeout)
+        for worker in everyone:
+            self._kill(worker, signal.SIGKILL)
+        self._until(lambda: all(w.status is not None for w in everyone), 5.0)
+        for worker in everyone:
+            worker.end.close()
+        self._spares.clear()
+
+    # -- from one attempt to the next -------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Have every worker leave its function; those that cannot, or do not in time, are killed."""
+        pids = [w.pid for w in self._workers.values()]
+        inside = [w for w in self._workers.values() if w.status is None and not w.is_out]
+        for worker in inside:
+            if not worker.is_marked or not worker.end.say(Leave(self.attempt, pids, self.hosts)):
+                self._kill(worker, signal.SIGKILL)
+        self._until(
+            lambda: all(w.is_out or w.status is not None for w in inside), self.launch.leave_s
+        )
+        stuck = [w for w in inside if not w.is_out and w.status is None]
+        if stuck:
+            named = ", ".join(str(w.pid) for w in stuck)
+            self.launch.say(
+                f"killed, since they did not leave within {self.launch.leave_s:g} s: {named}; their "
+                "stacks are in their standard errors"
+            )
+            self._write_stacks(stuck)
+        for worker in stuck:
+            self._kill(worker, signal.SIGKILL)
+        self._until(lambda: all(w.is_out or w.status is not None for w in inside), 5.0)
+
+    def enter(self, envs: dict[int, dict[str, str]]) -> None:
+        """Begin the next attempt, in processes that have left, spares, and new ones."""
+        self.attempt += 1
+        self.envs = envs
+        self._entered = time.monotonic()
+        for rank in range(self.nprocs):
+            worker = self._workers[rank]
+            if not worker.is_out:
+                worker.end.close()
+                self._workers[rank] = worker = self._spare() or self._fork(rank)
+            if worker.is_marked:
+                worker.end.say(Enter(self.attempt, self._environment(rank)))
+            worker.left, worker.is_done = None, False
+            worker.since = time.monotonic()
+
+    def give_up(self) -> None:
+        """The run has failed: those that wait for a word end."""
+        self._end(is_good=False)
+
+    def _end(self, *, is_good: bool) -> None:
+        if self._ends_at is None:
+            self._ends_at = time.monotonic()
+            for worker in self.everyone:
+                worker.end.say(End(is_good))
+
+    # -- processes --------------------------------------------------------------------------------
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {
+            **self.envs[rank],
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt - 1),
+            "TORCHELASTIC_ERROR_FILE": self.error_files[rank],
+            "HOLDFAST_ATTEMPT": str(self.attempt),
+        }
+
+    def _fork(self, rank: int, *, is_spare: bool = False) -> Worker:
+        end = LauncherEnd()
+        start = Start(
+            words=self.launch.words,
+            is_module=self.launch.is_module,
+            environment={} if is_spare else self._environment(rank),
+            stdout=self.stdouts[rank],
+            stderr=self.stderrs[rank],
+            is_spare=is_spare,
+        )
+        pid = self.launch.server.start(start, end.other)
+        end.other.close()
+        return Worker(pid, end)
+
+    def _spare(self) -> Worker | None:
+        for worker in self._spares:
+            if worker.is_marked and worker.status is None:
+                self._spares.remove(worker)
+                return worker
+        return None
+
+    def _keep_spares(self) -> None:
+        """Fork spares, when training goes on: only where there is a recoverable function to wait at."""
+        self._spares = [w for w in self._spares if w.status is None]
+        is_calm = time.monotonic() - self._entered > SETTLE_S or self.attempt == 1
+        is_marked = all(w.is_marked for w in self._workers.values())
+        if (
+            len(self._spares) < self.launch.spares
+            and is_calm
+            and is_marked
+            and self._ends_at is None
+        ):
+            self._spares.append(self._fork(len(self._spares) % self.nprocs, is_spare=True))
+
+    def _write_stacks(self, workers: list[Worker]) -> None:
+        """Have workers write the stacks of their threads to their standard errors."""
+        for worker in workers:
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, STACKS)
+        self._until(lambda: False, 0.5)
+
+    def _kill(self, worker: Worker, number: signal.Signals) -> None:
+        if worker.status is not None:
+            return
+        numbers = [number] if number == signal.SIGKILL else [number, signal.SIGCONT]
+        for one in numbers:
+            with suppress(ProcessLookupError):
+                try:
+                    os.killpg(worker.pid, one)
+                except ProcessLookupError:  # it was forked just now, and leads no group yet
+                    os.kill(worker.pid, one)
+
+    def _until(self, is_so: Callable[[], bool], limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        while not is_so() and (left := until - time.monotonic()) > 0:
+            self._wait(min(left, 0.05))
+            self._listen()
+
+    def _wait(self, limit_s: float) -> None:
+        """Wait until anybody says something."""
+        ends = [w.end.fileno() for w in self.everyone if w.status is None]
+        select.select([self.launch.server.fileno(), *ends], [], [], limit_s)
+
+    def pause(self, limit_s: float) -> None:
+        """Wait until a worker has ended or said something, but no longer than `limit_s`."""
+        self._wait(limit_s)
+
+    def _listen(self) -> None:
+        ended = self.launch.server.ended()
+        for worker in self.everyone:
+            for message in worker.end.heard() if worker.status is None else ():
+                self._note(worker, message)
+            if worker.pid in ended:
+                worker.status = ended[worker.pid]
+
+    def _note(self, worker: Worker, message: FromWorker) -> None:
+        now = time.monotonic()
+        if isinstance(message, Marked):
+            worker.is_marked = True
+        elif isinstance(message, Beat):
+            if worker.step:
+                self._slowest_s = max(self._slowest_s, now - worker.since)
+            worker.step, worker.since = message.step, now
+        elif isinstance(message, Left) and message.attempt == self.attempt:
+            worker.left, worker.since = message, now
+            worker.step = max(worker.step, message.step)
+        elif isinstance(message, Done) and message.attempt == self.attempt:
+            worker.is_done = True
+
+    # -- failures ---------------------------------------------------------------------------------
+
+    def _failures(self) -> Iterator[tuple[int, ProcessFailure]]:
+        dead = {r: w for r, w in self._workers.items() if w.status not in (None, 0)}
+        for rank, worker in dead.items():
+            yield rank, ProcessFailure(rank, worker.pid, worker.status or 0, self.error_files[rank])
+        if dead:
+            return
+        now = time.monotonic()
+        erred = [(w.since, r, w) for r, w in self._workers.items() if w.left is not None]
+        for since, rank, worker in sorted(erred, key=lambda e: e[:2])[:1]:
+            if now - since > GRACE_S and worker.left is not None:
+                self._write_error(rank, worker.left)
+                yield rank, ProcessFailure(rank, worker.pid, 1, self.error_files[rank])
+                return
+        yield from self._hung(now)
+
+    def _write_error(self, rank: int, left: Left) -> None:
+        about = {"py_callstack": left.error, "timestamp": str(int(time.time()))}
+        told = {"message": {"message": left.kind, "extraInfo": about}}
+        with suppress(OSError):
+            Path(self.error_files[rank]).write_text(json.dumps(told))
+
+    def _hung(self, now: float) -> Iterator[tuple[int, ProcessFailure]]:
+        """Ranks that make no progress: their stacks are written, and those to blame are killed."""
+        inside = {r: w for r, w in self._workers.items() if w.is_marked and not w.is_out and w.step}
+        if not inside or len(inside) < self.nprocs:
+            return
+        limit_s = self.launch.hang_s or max(LEAST_HANG_S, HANG_STEPS * self._slowest_s)
+        if now - max(w.since for w in inside.values()) < limit_s:
+            return
+        stopped = {r for r, w in inside.items() if _is_stopped(w.pid)}
+        behind = min(w.step for w in inside.values())
+        ahead = max(w.step for w in inside.values())
+        to_blame = stopped or {r for r, w in inside.items() if w.step == behind < ahead}
+        self._write_stacks([w for r, w in inside.items() if r not in stopped])
+        whom = ", ".join(f"local rank {r}" for r in sorted(to_blame)) or "all"
+        self.launch.say(
+            f"no rank has done a step for {limit_s:.0f} s (after step {ahead}; to blame: {whom}); their "
+            "stacks are in their standard errors"
+        )
+        for rank in to_blame:
+            self._kill(inside[rank], signal.SIGKILL)
+        self._until(lambda: all(inside[r].status is not None for r in to_blame), 5.0)
+        for rank in to_blame or inside:
+            worker = inside[rank]
+            yield rank, ProcessFailure(rank, worker.pid, worker.status or 1, self.error_files[rank])
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("T", "t"))
+    except OSError:
+        return False

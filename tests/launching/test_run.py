@@ -1,0 +1,200 @@
+"""`holdfast run`: a rank is lost, and the others go on in their processes, to the same parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.commands import ROOT, commands_of
+from docs.test_docs import blocks
+from holdfast.run.command import main
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("train.py")
+RANKS = 3
+STEPS = 12
+
+
+@dataclass
+class Ran:
+    """A run that is over: its exit status, what the launcher printed, and what the ranks told."""
+
+    status: int
+    printed: str
+    told: list[dict[str, Any]]
+
+    @property
+    def begun(self) -> list[dict[int, dict[str, Any]]]:
+        """For each attempt that got so far, what each rank began with."""
+        attempts: list[dict[int, dict[str, Any]]] = [{}]
+        for line in self.told:
+            if "begins" in line:
+                if line["rank"] in attempts[-1]:
+                    attempts.append({})
+                attempts[-1][line["rank"]] = line
+        return attempts
+
+    @property
+    def digest(self) -> str:
+        found: str = next(line["digest"] for line in self.told if "digest" in line)
+        return found
+
+
+def environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+
+
+def begin(root: Path, *words: object, options: tuple[str, ...] = (), steps: int = STEPS) -> Any:
+    command = [sys.executable, "-m", "holdfast", "run", f"--nproc-per-node={RANKS}", *options]
+    command += [str(SCRIPT), str(root), str(steps), *map(str, words)]
+    return subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(started: Any, root: Path) -> Ran:
+    try:
+        printed, _ = started.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        printed, _ = started.communicate()
+        raise AssertionError(f"it hangs:\n{printed[-4000:]}") from None
+    return Ran(started.returncode, printed, told(root))
+
+
+def told(root: Path) -> list[dict[str, Any]]:
+    path = Path(f"{root}.told")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(root: Path, *words: object, options: tuple[str, ...] = ()) -> Ran:
+    return end(begin(root, *words, options=options), root)
+
+
+def until(is_so: Callable[[], bool], limit_s: float = 120.0) -> None:
+    stop = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < stop
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the uninterrupted run, under torchrun: there `recoverable` is a plain call."""
+    root = tmp_path_factory.mktemp("whole") / "root"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={RANKS}", str(SCRIPT), str(root), str(STEPS)]
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return Ran(0, "", told(root)).digest
+
+
+def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path, expected: str) -> None:
+    words = ("--memory", "--fail", "kill", 1, 8, 1)
+    ran = run(tmp_path / "root", *words, options=("--spares=1",))
+    assert ran.status == 0, ran.printed[-4000:]
+    assert ran.digest == expected
+    first, second = ran.begun
+    assert len({second[r]["begins"] for r in second}) == 1
+    assert 0 < second[0]["begins"] <= 7  # the last snapshots may not have been over
+    assert {second[r]["tier"] for r in second} == {"memory"}
+    for rank in (0, 2):  # in place, with what was kept
+        assert (second[rank]["pid"], second[rank]["kept"]) == (
+            first[rank]["pid"],
+            first[rank]["kept"],
+        )
+    assert second[1]["pid"] not in {line["pid"] for line in first.values()}
+    assert ": it was killed by SIGKILL" in ran.printed
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit"])
+def test_what_the_script_itself_does(kind: str, tmp_path: Path, expected: str) -> None:
+    """An exception is recovered from in all processes; one that exits is replaced."""
+    ran = run(tmp_path / "root", "--fail", kind, 1, 8, 1)
+    assert ran.status == 0, ran.printed[-4000:]
+    assert ran.digest == expected
+    first, second = ran.begun
+    same = {r for r in first if first[r]["pid"] == second[r]["pid"]}
+    assert same == ({0, 1, 2} if kind == "raise" else {0, 2})
+    assert (
+        "ValueError: a fault at step 8" if kind == "raise" else "it ended with 3"
+    ) in ran.printed
+
+
+def test_a_rank_that_hangs(tmp_path: Path, expected: str) -> None:
+    ran = run(tmp_path / "root", "--fail", "stop", 1, 8, 1, options=("--hang-s=10",))
+    assert ran.status == 0, ran.printed[-4000:]
+    assert ran.digest == expected
+    assert "no rank has done a step for 10 s (after step 7; to blame: local rank 1)" in ran.printed
+
+
+def test_the_same_failure_three_times_ends_the_run(tmp_path: Path) -> None:
+    ran = run(tmp_path / "root", "--fail", "raise", 1, 8, 9)
+    assert ran.status == 1
+    assert len(ran.begun) == 3
+    assert "rank 1" in ran.printed and "after step 7: ValueError: a fault at step 8" in ran.printed
+    assert "3rd time in the same way" in ran.printed
+    assert 'raise ValueError(f"a fault at step {step}")' in ran.printed  # the traceback
+
+
+def test_a_script_that_is_not_marked_is_started_again(tmp_path: Path, expected: str) -> None:
+    ran = run(tmp_path / "root", "--plain", "--fail", "kill", 1, 8, 1)
+    assert ran.status == 0, ran.printed[-4000:]
+    assert ran.digest == expected
+    first, second = ran.begun
+    assert {second[r]["begins"] for r in second} <= {6, 7}  # a save of step 7 may not be over
+    assert not {f["pid"] for f in first.values()} & {s["pid"] for s in second.values()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_the_launcher_ends(number: signal.Signals, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    started = begin(root, options=("--spares=1",), steps=1_000_000)
+    until(lambda: len(told(root)) >= RANKS)
+    pids = [line["pid"] for line in told(root)]
+    started.send_signal(number)
+    assert end(started, root).status == (-number if number == signal.SIGKILL else 128 + number)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def test_what_the_page_prints(tmp_path: Path) -> None:
+    """Its command, with its program as the script."""
+    page = ROOT / "docs" / "how-to" / "in-place.md"
+    (program,) = (block.text for block in blocks(page, "python"))
+    (tmp_path / "train.py").write_text(program)
+    for block in blocks(page, "console"):
+        for command in commands_of(block.text, block.options, page.name):
+            words = [sys.executable, "-m", *command.text.split()]
+            ran = subprocess.run(
+                words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
+            )
+            assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        assert main(words) == 2
+        return capsys.readouterr().err
+
+    assert "there is no script 'nowhere.py'" in said("nowhere.py")
+    assert "torchrun has --no-python" in said("--no-python", "ls")
+    assert "--spares -1" in said("--spares", "-1", str(SCRIPT))
+    assert "--hang-s 0" in said("--hang-s", "0", str(SCRIPT))
+    assert "--preload no_such" in said("--preload", "no_such", str(SCRIPT))
