@@ -10,9 +10,13 @@ import pytest
 import holdfast
 from crash.single import contents, leftovers
 from holdfast import Keep
-from holdfast.store import Store
+from holdfast.store import Store, open_store
 from holdfast.testing import StopAfter, Stopped
 from homes import Homes, store_like
+from objects.fixtures import credentials, fresh, seaweed
+from objects.servers import SeaweedFS
+
+__all__ = ["credentials", "seaweed"]
 
 Saves = list[tuple[int, float]]
 
@@ -62,6 +66,20 @@ CASES = pytest.mark.parametrize(
 @CASES
 def test_at_every_change(monkeypatch, saves, options, allowed) -> None:
     dies_at_every_change(monkeypatch, saves, options, allowed, store_like)
+
+
+@pytest.mark.soak
+@CASES
+def test_at_every_change_of_a_bucket(
+    monkeypatch, seaweed: SeaweedFS, credentials, saves, options, allowed
+) -> None:
+    def like(copy_of: Store) -> Store:
+        store = open_store(seaweed.url(fresh()))
+        for key in copy_of.list():
+            store.put(key, copy_of.get(key))
+        return store
+
+    dies_at_every_change(monkeypatch, saves, options, allowed, like)
 
 
 def dies_at_every_change(

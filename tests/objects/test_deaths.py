@@ -14,7 +14,6 @@ import pytest
 from crash.single import contents, each_death, leftovers, life
 from holdfast import Keep
 from holdfast.store import Store, open_store
-from homes import test_deaths as homes
 from objects.fixtures import fresh
 from objects.servers import SeaweedFS
 
@@ -95,9 +94,3 @@ def test_a_claim(monkeypatch: pytest.MonkeyPatch, clone: Clone) -> None:
         recovers(monkeypatch, store, {1: 1.0})
         claim = max(store.list("claims/"))
         assert claim in ("claims/0000000002.json", "claims/0000000003.json"), when
-
-
-@homes.CASES
-def test_of_the_home_behind(monkeypatch, clone: Clone, saves, options, allowed) -> None:
-    """An upload, from a root in memory."""
-    homes.dies_at_every_change(monkeypatch, saves, options, allowed, clone)
