@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,7 +143,8 @@ def test_a_rank_that_hangs(tmp_path: Path, expected: str) -> None:
     ran = run(tmp_path / "root", "--fail", "stop", 1, 8, 1, options=("--hang-s=10",))
     assert ran.status == 0, ran.printed[-4000:]
     assert ran.digest == expected
-    assert "no rank has done a step for 10 s (after step 7; to blame: local rank 1)" in ran.printed
+    text = r"no rank has done a step for 10 s \(after step [78]; to blame: local rank 1\)"
+    assert re.search(text, ran.printed), ran.printed[-4000:]  # the others may be one step ahead
 
 
 def test_the_same_failure_three_times_ends_the_run(tmp_path: Path) -> None:
