@@ -147,6 +147,16 @@ def test_a_rank_that_hangs(tmp_path: Path, expected: str) -> None:
     assert re.search(text, ran.printed), ran.printed[-4000:]  # the others may be one step ahead
 
 
+def test_a_rank_that_fails_when_all_are_done(tmp_path: Path, expected: str) -> None:
+    """Processes that were told the end are on their way out: the next attempt has new ones, and ends."""
+    ran = run(tmp_path / "root", "--late")
+    assert ran.status == 0, ran.printed[-4000:]
+    assert ran.digest == expected
+    first, second = ran.begun
+    assert {second[r]["begins"] for r in second} == {STEPS}
+    assert not {f["pid"] for f in first.values()} & {s["pid"] for s in second.values()}
+
+
 def test_the_same_failure_three_times_ends_the_run(tmp_path: Path) -> None:
     ran = run(tmp_path / "root", "--fail", "raise", 1, 8, 9)
     assert ran.status == 1

@@ -1,6 +1,6 @@
 """Worker: a small training under FSDP2 that saves every step, and what befalls it.
 
-    train.py ROOT STEPS [--plain] [--memory] [--fail KIND RANK STEP TIMES]
+    train.py ROOT STEPS [--plain] [--memory] [--late] [--fail KIND RANK STEP TIMES]
 
 Each rank appends lines of JSON to ROOT.<name>: what it began with, and at the end rank 0 a digest of the
 parameters.  KIND is `raise`, `exit`, `kill` or `stop`, done at that step while fewer than TIMES were done.
@@ -29,6 +29,7 @@ parser.add_argument("root")
 parser.add_argument("steps", type=int)
 parser.add_argument("--plain", action="store_true")
 parser.add_argument("--memory", action="store_true")
+parser.add_argument("--late", action="store_true", help="rank 1 fails once, when all are done")
 parser.add_argument("--fail", nargs=4, metavar=("KIND", "RANK", "STEP", "TIMES"))
 given = parser.parse_args()
 
@@ -101,3 +102,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     (main if given.plain else holdfast.recoverable(main))()
+    late = Path(f"{given.root}.late")
+    if given.late and os.environ["RANK"] == "1" and not late.exists():
+        late.touch()
+        os._exit(5)

@@ -10,7 +10,6 @@ import runpy
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from types import ModuleType
 
 from holdfast.run import recovery
@@ -26,7 +25,7 @@ def become(start: Start, end: socket.socket) -> None:
     os.setsid()
     _redirect(start.stdout, 1)
     _redirect(start.stderr, 2)
-    _update(start.environment)
+    os.environ.update(start.environment)
     faulthandler.register(STACKS, chain=False)
     _reseed()
     recovery.listen_to(WorkerEnd(end, is_spare=start.is_spare))
@@ -43,10 +42,6 @@ def _redirect(path: str, to: int) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(fd, to)
         os.close(fd)
-
-
-def _update(environment: Mapping[str, str]) -> None:
-    os.environ.update(environment)
 
 
 def _reseed() -> None:

@@ -66,6 +66,8 @@ class Worker:
     """It has come to its recoverable function."""
     left: Left | None = None
     is_done: bool = False
+    is_ending: bool = False
+    """It was told that the run is over, and hears no more."""
     status: int | None = None
     """Its exit status; None while it runs."""
     step: int = 0
@@ -75,7 +77,9 @@ class Worker:
     @property
     def is_out(self) -> bool:
         """It waits for a word."""
-        return self.status is None and (self.left is not None or self.is_done)
+        return (
+            self.status is None and not self.is_ending and (self.left is not None or self.is_done)
+        )
 
 
 class Workers(PContext):  # type: ignore[misc]
@@ -86,13 +90,12 @@ class Workers(PContext):  # type: ignore[misc]
         self.launch = launch
         self.attempt = 1
         self.hosts: list[str] = []
-        self.failure: str = ""
-        """What the last failure was, in words."""
         self._workers: dict[int, Worker] = {}
         self._spares: list[Worker] = []
         self._entered = time.monotonic()
         self._slowest_s = 0.0
-        self._ends_at: float | None = None
+        self._has_ended = False
+        """All were done, and were told so, or the run is given up."""
 
     @property
     def everyone(self) -> list[Worker]:
@@ -160,9 +163,12 @@ class Workers(PContext):  # type: ignore[misc]
         """Begin the next attempt, in processes that have left, spares, and new ones."""
         self.attempt += 1
         self.envs = envs
+        self._has_ended = False
         self._entered = time.monotonic()
         for rank in range(self.nprocs):
             worker = self._workers[rank]
+            with suppress(OSError):
+                os.unlink(self.error_files[rank])  # that of the attempt before
             if not worker.is_out:
                 worker.end.close()
                 self._workers[rank] = worker = self._spare() or self._fork(rank)
@@ -176,10 +182,11 @@ class Workers(PContext):  # type: ignore[misc]
         self._end(is_good=False)
 
     def _end(self, *, is_good: bool) -> None:
-        if self._ends_at is None:
-            self._ends_at = time.monotonic()
+        if not self._has_ended:
+            self._has_ended = True
             for worker in self.everyone:
                 worker.end.say(End(is_good))
+                worker.is_ending = True
 
     # -- processes --------------------------------------------------------------------------------
 
@@ -217,12 +224,7 @@ class Workers(PContext):  # type: ignore[misc]
         self._spares = [w for w in self._spares if w.status is None]
         is_calm = time.monotonic() - self._entered > SETTLE_S or self.attempt == 1
         is_marked = all(w.is_marked for w in self._workers.values())
-        if (
-            len(self._spares) < self.launch.spares
-            and is_calm
-            and is_marked
-            and self._ends_at is None
-        ):
+        if len(self._spares) < self.launch.spares and is_calm and is_marked and not self._has_ended:
             self._spares.append(self._fork(len(self._spares) % self.nprocs, is_spare=True))
 
     def _write_stacks(self, workers: list[Worker]) -> None:
