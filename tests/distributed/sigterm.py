@@ -38,7 +38,7 @@ def main() -> None:
             ckpt.step(step)
     except SystemExit as stopped:
         code = stopped.code
-    weight = model.module.weight.detach().sum().item()
+    weight = model.module.weight.detach().tolist()
     found = {"step": step, "code": code, "weight": weight}
     (out / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -35,4 +35,4 @@ def test_sigterm_on_one_rank_stops_all_at_one_saved_step(tmp_path: Path) -> None
     assert 5 <= found[0]["step"] <= 7
     assert holdfast.steps(str(tmp_path / "run")) == [found[0]["step"]]
     weight = holdfast.open(str(tmp_path / "run")).read("model.weight")
-    assert weight.sum() == pytest.approx(found[0]["weight"], rel=1e-5)
+    assert weight.tolist() == found[0]["weight"]
