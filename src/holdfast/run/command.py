@@ -7,7 +7,9 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.run.forkserver import ForkServer
@@ -56,7 +58,7 @@ def main(words: Sequence[str]) -> int:
         say=say,
     )
     try:
-        with in_place_of_torchs(launch):
+        with in_place_of_torchs(launch), _log_dir(given):
             run(given)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
@@ -70,6 +72,16 @@ def main(words: Sequence[str]) -> int:
     finally:
         server.close()
     return 0
+
+
+@contextmanager
+def _log_dir(given: argparse.Namespace) -> Iterator[None]:
+    """Have a folder for the errors of ranks, which torch makes and leaves where none is given."""
+    if given.log_dir is not None:
+        yield
+        return
+    with TemporaryDirectory(prefix="torchelastic_") as given.log_dir:
+        yield
 
 
 def parser() -> argparse.ArgumentParser:

@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 PATIENCE_S = 0.2
 """Seconds that a rank may take to find that its collectives have failed, before it is interrupted."""
+DEAF_S = 0.3
+"""Seconds after which an interrupt has not been heard: the main thread is in a call of torch."""
 AGAIN_S = 1.0
 """Seconds between further interrupts, where one was lost: in a destructor, or to a script's own handler."""
 CLEANUP_S = 3.0
@@ -127,7 +129,12 @@ class _Launched:
         self._runs = 0
         """The attempt whose function the main thread is in; 0: in none."""
         self._is_out = threading.Event()
+        """It has left the function of the newest attempt that it was told to enter."""
+        self._over = 0
+        """The newest attempt that it was told to leave, maybe before it had entered."""
         self._told_to_leave = 0.0
+        self._was_heard = threading.Event()
+        """The main thread has heard the last interrupt."""
 
     def run(self, function: Callable[[], T]) -> T:
         """Call the function, again and again until all ranks are done; return what it returned."""
@@ -149,6 +156,8 @@ class _Launched:
                 result = self._inside(function)
                 self._end.say(Done(self._attempt))
             except (Exception, PeerLost) as error:
+                self._runs = 0
+                self._is_out.set()
                 left = self._left(error)
                 with _ends_within(DROP_S):
                     forget(error)
@@ -166,9 +175,10 @@ class _Launched:
         return result
 
     def _inside(self, function: Callable[[], T]) -> T:
-        self._is_out.clear()
-        self._runs = self._attempt
         try:
+            self._runs = self._attempt
+            if self._over >= self._attempt:
+                raise PeerLost("another rank was lost before this one had entered")
             return function()
         finally:
             self._runs = 0
@@ -191,28 +201,35 @@ class _Launched:
             word = self._end.hear()
             if isinstance(word, Leave):
                 self._leave(word)
-            else:
-                self._words.put(word)
-                if isinstance(word, End):
-                    return
+                continue
+            if isinstance(word, Enter):
+                self._is_out.clear()
+            self._words.put(word)
+            if isinstance(word, End):
+                return
 
     def _leave(self, word: Leave) -> None:
         """Have the main thread leave the function, if it is in that attempt's."""
         from holdfast.group.line import lose_all
         from holdfast.run.cutting import cut, cut_store
 
-        self._told_to_leave = time.monotonic()
+        self._over, self._told_to_leave = word.attempt, time.monotonic()
         lose_all("the ranks have lost each other")
         store_port = int(os.environ.get("MASTER_PORT", "0"))
         cut(word.pids, word.hosts, store_port)
         patience_s = PATIENCE_S
-        while not self._is_out.wait(patience_s) and self._runs == word.attempt:
-            cut_store(store_port)  # it may wait there for a key of the lost rank, deaf to signals
-            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+        while not self._is_out.wait(patience_s):
             patience_s = AGAIN_S
+            if self._runs != word.attempt:
+                continue  # it is about to enter, and will find that there is no use
+            self._was_heard.clear()
+            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+            if not self._was_heard.wait(DEAF_S):
+                cut_store(store_port)  # it may wait there for a key of the lost rank
 
     def _interrupt(self, *_: object) -> None:
         """Leave the function, unless the main thread, which this is, is on its way out already."""
+        self._was_heard.set()
         if self._runs and not self._is_leaving(sys.exc_info()[1]):
             raise PeerLost("another rank is lost")
 
