@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -25,7 +26,7 @@ SPARES = (
 )
 PRELOADED = "Import this once, before workers are forked; may be given several times."
 HANG = """Ranks that do no step for so long are killed and recovered; by default 20 times the slowest step
-so far, and at least a minute."""
+so far, and at least a minute, if none is at anything else meanwhile: an evaluation, say."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -63,6 +64,9 @@ def main(words: Sequence[str]) -> int:
     except SignalException as error:
         say(f"ended by {error.sigval.name}")
         return 128 + int(error.sigval)
+    except HoldfastError as error:
+        say(f"error: {error}")
+        return 1
     finally:
         server.close()
     return 0
@@ -107,6 +111,8 @@ def _server(given: argparse.Namespace) -> ForkServer:
             importlib.import_module(name)
         except ImportError as error:
             raise UsageError(f"--preload {name}: {error}") from error
+    gc.collect()
+    gc.freeze()  # the collector of a worker would copy all that memory
     return ForkServer()
 
 

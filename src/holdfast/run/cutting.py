@@ -52,6 +52,16 @@ def cut(pids: Iterable[int], hosts: Iterable[str], store_port: int) -> int:
     return count
 
 
+def cut_store(port: int) -> int:
+    """Shut down the connections to the store of the job: whoever waits for a key there fails.
+
+    For a rank that does not leave otherwise.  The next attempt has another store.  Returns their number.
+    """
+    known = {c.inode: c.remote for c in connections()}
+    mine = ((fd, known.get(inode)) for fd, inode in sockets(os.getpid()))
+    return sum(_shut(fd) for fd, remote in mine if remote is not None and remote[1] == port)
+
+
 def _abort_on_devices() -> None:
     if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend()):
         with suppress(Exception):  # whatever it says, the connections are to be gone
