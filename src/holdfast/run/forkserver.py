@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -26,6 +27,7 @@ from holdfast.errors import AgentError
 PACKET = 1 << 20
 """Bytes that a packet may have: the environment of a worker, above all."""
 _PR_SET_PDEATHSIG = 1
+_CUDA_NOT_INITIALIZED = 3
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +68,11 @@ class ForkServer:
         if begun:
             raise AgentError(
                 f"the fork server cannot begin: what was imported has begun threads ({', '.join(begun)})",
+                hint="name fewer modules with --preload",
+            )
+        if cuda_has_begun():
+            raise AgentError(
+                "the fork server cannot begin: what was imported has begun to use CUDA",
                 hint="name fewer modules with --preload",
             )
         self.worker: tuple[Start, socket.socket] | None = None
@@ -118,6 +125,18 @@ class ForkServer:
         self._socket.close()
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+
+
+def cuda_has_begun() -> bool:
+    """Has this process initialised CUDA's driver?  Its forks could not use it then."""
+    try:
+        if "libcuda.so" not in Path("/proc/self/maps").read_text():
+            return False
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED)
 
 
 def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket]:
