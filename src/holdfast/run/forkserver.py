@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -28,6 +29,7 @@ PACKET = 1 << 20
 ANSWER_S = 60.0
 """Seconds that a fork may take."""
 _PR_SET_PDEATHSIG = 1
+_CUDA_NOT_INITIALIZED = 3
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +70,11 @@ class ForkServer:
         if begun:
             raise AgentError(
                 f"the fork server cannot begin: what was imported has begun threads ({', '.join(begun)})",
+                hint="name fewer modules with --preload",
+            )
+        if cuda_has_begun():
+            raise AgentError(
+                "the fork server cannot begin: what was imported has begun to use CUDA",
                 hint="name fewer modules with --preload",
             )
         self.worker: tuple[Start, socket.socket, int] | None = None
@@ -134,6 +141,18 @@ class ForkServer:
             os.kill(self.pid, signal.SIGCONT)  # it may be stopped
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+
+
+def cuda_has_begun() -> bool:
+    """Has this process initialised CUDA's driver?  Its forks could not use it then."""
+    try:
+        if "libcuda.so" not in Path("/proc/self/maps").read_text():
+            return False
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED)
 
 
 def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket, int]:
