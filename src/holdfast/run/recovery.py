@@ -186,12 +186,21 @@ class _Launched:
             raise PeerLost("another rank is lost")
 
     def _beat(self) -> None:
-        said, pause = 0, threading.Event()
-        while self.is_inside:
-            if events.last_step != said:
-                said = events.last_step
-                self._end.say(Beat(said))
-            pause.wait(BEAT_S)
+        said, saved, has_saved = Beat(0), 0, threading.Event()
+
+        def note(event: events.Event) -> None:
+            nonlocal saved
+            if event.name in ("snapshot.committed", "save.committed"):
+                saved = max(saved, int(event.fields["step"]))
+                has_saved.set()
+
+        with events.listen(note):
+            while self.is_inside:
+                has_saved.clear()
+                beat = Beat(events.last_step, saved)
+                if beat != said:
+                    self._end.say(said := beat)
+                has_saved.wait(BEAT_S)
 
 
 def forget(error: BaseException) -> None:
