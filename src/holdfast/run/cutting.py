@@ -6,7 +6,9 @@ sockets.  Groups on devices are aborted as torch's `_abort_process_group` does, 
 left to whoever ends them.
 
 Only connections to other ranks are cut.  The other end of one tells whose it is: on this node by the
-process that has it, elsewhere by the host, where everything but the store of the job counts as a rank's.
+process that has it.  On another node it is a rank's if the kernel has chosen both ports, as it does for
+gloo and NCCL: an object store or a database that runs there has a port that somebody chose.  The store of
+the job is spared as well.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -44,12 +47,14 @@ def cut(pids: Iterable[int], hosts: Iterable[str], store_port: int) -> int:
     of_ranks = {inode for pid in pids for _, inode in sockets(pid)}
     others = set(hosts)
     mine = dict((inode, fd) for fd, inode in sockets(os.getpid()))
-    count = 0
+    first_free, count = first_free_port(), 0
     for (local, remote), inode in known.items():
         if inode not in mine:
             continue
         peer = known.get((remote, local))
-        is_rank = peer in of_ranks if peer is not None else remote[0] in others
+        is_rank = peer in of_ranks
+        if peer is None:
+            is_rank = remote[0] in others and min(local[1], remote[1]) >= first_free
         if is_rank and remote[1] != store_port:
             count += _shut(mine[inode])
     return count
@@ -101,6 +106,13 @@ def abort_on_devices() -> None:
     finally:
         if has_groups:
             first._group_end()
+
+
+def first_free_port() -> int:
+    """Return the lowest port that the kernel gives to who does not ask for one."""
+    with suppress(OSError, ValueError):
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return 0
 
 
 def _shut(fd: int) -> bool:

@@ -258,18 +258,28 @@ class _Launched:
         return before is not None or is_early
 
     def _beat(self) -> None:
-        """Say which steps are done; and where none is, now and then, that this process moves."""
-        said_step, said_at, place, pause = 0, 0.0, 0, threading.Event()
-        while self.is_inside:
-            step, now = events.last_step, time.monotonic()
-            if step != said_step:
-                self._end.say(Beat(step))
-                said_step, said_at = step, now
-            elif now - said_at > MOVES_S:
-                said_at, before, place = now, place, _place()
-                if place != before:
-                    self._end.say(Moved())
-            pause.wait(BEAT_S)
+        """Say which steps are done and saved; and where none is, now and then, that this process moves."""
+        said, said_at, place, has_saved = Beat(0), 0.0, 0, threading.Event()
+        saved = 0
+
+        def note(event: events.Event) -> None:
+            nonlocal saved
+            if event.name in ("snapshot.committed", "save.committed"):
+                saved = max(saved, int(event.fields["step"]))
+                has_saved.set()
+
+        with events.listen(note):
+            while self.is_inside:
+                has_saved.clear()
+                beat, now = Beat(events.last_step, saved), time.monotonic()
+                if beat != said:
+                    self._end.say(beat)
+                    said, said_at = beat, now
+                elif now - said_at > MOVES_S:
+                    said_at, before, place = now, place, _place()
+                    if place != before:
+                        self._end.say(Moved())
+                has_saved.wait(BEAT_S)
 
 
 def _place() -> int:
