@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -84,26 +85,15 @@ def bare(script: Words, kills: int) -> list[tuple[Words, dict[str, str]]]:
 
 def groups(script: Words, kills: int) -> list[tuple[Words, dict[str, str]]]:
     """A lighthouse, and a torchrun for each replica group."""
-    port = free_port()
-    code = "from torchft._torchft import lighthouse_main as main; main()"
-    lighthouse = [sys.executable, "-c", code, "--min_replicas=1", f"--bind=[::]:{port}",
+    port, code = free_port(), Path(script[2]) / "lighthouse.py"
+    code.write_text("from torchft._torchft import lighthouse_main\n\nlighthouse_main()\n")
+    lighthouse = [sys.executable, str(code), "--min_replicas=1", f"--bind=[::]:{port}",
                   "--quorum_tick_ms=100", "--join_timeout_ms=10000"]  # fmt: skip
     known = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
     replicas = [
         ([*torchrun(1), *script], known | {"REPLICA_GROUP_ID": str(n)}) for n in range(RANKS)
     ]
     return [(lighthouse, {}), *replicas]
-
-
-def lm(script: Words, kills: int) -> list[tuple[Words, dict[str, str]]]:
-    """torchrun with the rendezvous of lm-resiliency."""
-    words = torchrun(
-        RANKS, "--nnodes=1:1", "--rdzv-backend=lm_resiliency", "--rdzv-id=recover",
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
-        "--rdzv-conf=store_type=tcp,read_timeout=120,is_host=true,"
-        f"lm_resiliency_restart_context_path={Path(script[2]) / 'context.json'}",
-    )  # fmt: skip
-    return [([*words, *script], {})]
 
 
 CONTESTANTS = {
@@ -116,7 +106,7 @@ CONTESTANTS = {
         Contestant("shrink", "place", under(*holdfast_run("--nproc-min=3")), shrinks=True),
         Contestant("nvrx", "nvrx", bare, "nvidia_resiliency_ext", mortal=(1, 2, 3), is_peer=True),
         Contestant("torchft", "torchft", groups, "torchft", is_peer=True),
-        Contestant("lm", "lm", lm, "lm_resiliency", is_peer=True),
+        Contestant("lm", "lm", under(*torchrun()), "lm_resiliency", is_peer=True),
     )
 }
 WHOLE = Contestant("whole", "whole", under(*torchrun()))
@@ -231,7 +221,7 @@ class Job:
             "RECOVER_MEMORY": str(self.memory),
             "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-        if "torch.distributed.run" in command:
+        if "torch.distributed.run" in command and self.one.kind != "torchft":  # it needs the store
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else gloo fails after a restart
         if self.one.package and self.peers:
             env["PYTHONPATH"] = self.peers
@@ -271,13 +261,15 @@ class Job:
         """What it printed about errors, in short."""
         self.printed.flush()
         lines = (self.root / "printed").read_text(errors="replace").splitlines()
-        telling = [x.strip()[:300] for x in lines if "Error" in x or "error" in x]
-        return " | ".join((telling or [x.strip()[:300] for x in lines])[-3:])
+        errors = [m[0][:300] for x in lines if (m := re.search(r"\b\w*(Error|error): .+", x))]
+        return " | ".join(list(dict.fromkeys(errors))[:3] or lines[-3:])
 
 
 def failures(job: Job, chance: random.Random, limit_s: float) -> Iterator[Record]:
     """Kill a rank again and again: one to four steps after the last recovery, and somewhere in a step."""
-    job.until(lambda: job.log.last >= 2, "the first steps")
+    job.until(
+        lambda: any(d.step >= 2 and d.world == RANKS for d in job.log.done), "the first steps"
+    )
     for _ in range(job.kills):
         begun = job.log.last
         if job.one.spares:

@@ -5,7 +5,9 @@ nvrx      NVIDIA's nvidia-resiliency-ext, in-process restart: survivors enter th
           its own part of every step to memory, and reads it back
 torchft   a replica group per rank, with the whole model; the others go on without the lost one, which its
           launcher starts again, and which is given the state by one of them
-lm        lm-resiliency under torchrun: all ranks start again; each step is flushed to files in memory
+lm        lm-resiliency under torchrun: all ranks start again; each step is flushed to files in memory.
+          Its rendezvous of standby nodes is left out: 0.2.0 does not register with PyTorch 2.13
+          ("create_rendezvous_handler() missing 1 required positional argument: 'params'")
 
 Their settings are those of their own examples for CPUs.
 """
