@@ -101,7 +101,11 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         step = worker.step if worker is not None else 0
         left = worker.left if worker is not None else None
         how = left.kind if left is not None else f"it {ending(failure.exitcode)}"
-        self._failed = [*self._failed[1 - SAME :], (rank, step, how)]
+        raised = failure.error_file_data.get("message", "<NONE>")
+        if left is None and raised != "<NONE>":  # as torch has it where there is no file
+            how = str(raised["message"] if isinstance(raised, dict) else raised)
+        who = rank if failure.exitcode < 0 else None  # all ranks fail alike: each may be the first
+        self._failed = [*self._failed[1 - SAME :], (who, step, how)]
         self._launch.say(f"rank {rank} (process {failure.pid}) failed after step {step}: {how}")
         if left is not None:
             self._launch.say(left.error)
