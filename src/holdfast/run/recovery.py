@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from holdfast import events
@@ -205,6 +206,7 @@ class _Launched:
 
     def _left(self, error: BaseException) -> Left:
         is_own = not isinstance(error, PeerLost)
+        error.__traceback__ = of_script(error.__traceback__)
         kind = "".join(traceback.format_exception_only(error)).strip()
         text = "".join(traceback.format_exception(error))
         return Left(self._attempt, kind[:500], text[-LONGEST:], is_own, events.last_step)
@@ -312,6 +314,23 @@ def _ends_within(limit_s: float) -> Iterator[None]:
         yield
     finally:
         watch.cancel()
+
+
+def of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames between the launcher and the script, which tell nothing."""
+    first = _next_of_script(trace)
+    one = first
+    while one is not None:
+        one.tb_next = _next_of_script(one.tb_next)
+        one = one.tb_next
+    return first
+
+
+def _next_of_script(trace: TracebackType | None) -> TracebackType | None:
+    ours = (os.path.dirname(__file__), "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return trace
 
 
 def forget(error: BaseException) -> None:
