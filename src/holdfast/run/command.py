@@ -163,7 +163,8 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
             raise UsageError(f"--nproc-min {given.nproc_min}: must be 1 or more")
         if getattr(given, "virtual_local_rank", False):
             raise UsageError("--nproc-min needs local ranks of their own: no --virtual-local-rank")
-    if given.nnodes not in ("1", "1:1") and not given.standalone:
+    are_several = given.nnodes not in ("1", "1:1") and given.nnodes.replace(":", "").isdigit()
+    if are_several and not given.standalone:
         if given.rdzv_backend not in ("c10d", "etcd-v2"):
             raise UsageError(
                 f"--rdzv-backend={given.rdzv_backend}: its nodes cannot meet again after a failure",
