@@ -97,9 +97,12 @@ def main(
     phases: Callable[[list[int]], list[tuple[int, str]]] | None = None,
     extend: Callable[[argparse.ArgumentParser], None] | None = None,
     restarts: Callable[[argparse.Namespace, str], int] | None = None,
+    chosen: Callable[[argparse.Namespace, str], bool] | None = None,
+    in_place: Callable[[str], bool] | None = None,
 ) -> None:
     """Be the driver or a worker.  `phases`: (ranks, phase) to start, in order; default one per number.
     `restarts`: how often torchrun starts the ranks of a phase again when one has died; default never.
+    `chosen`: which phases were asked for.  `in_place`: those that run under `holdfast run`.
 
     `work` returns a JSON-able dict on rank 0; `rows` makes table rows of all of them, by `<ranks><phase>`.
     """
@@ -108,7 +111,7 @@ def main(
         extend(p)
     args = p.parse_args()
     if args.worker:
-        _work(args, work)
+        _worker(args, work, in_place is not None and in_place(args.phase))
         return
     numbers = [int(n) for n in args.ranks.split(",")]
     runs = phases(numbers) if phases else [(n, "") for n in numbers]
@@ -117,14 +120,16 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the files go
     try:
         for number, phase in runs:
-            again = restarts(args, phase) if restarts else 0
-            found[f"{number}{phase}"] = _launch(number, phase, root, again)
+            if chosen is None or chosen(args, phase):
+                again = restarts(args, phase) if restarts else 0
+                is_in_place = in_place is not None and in_place(phase)
+                found[f"{number}{phase}"] = _launch(number, phase, root, again, is_in_place)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    report(name, doc, args, found, rows(found), started)
+    report(getattr(args, "name", name), doc, args, found, rows(found), started)
 
 
-def _launch(ranks: int, phase: str, root: str, restarts: int) -> dict[str, Any]:
+def _launch(ranks: int, phase: str, root: str, restarts: int, is_in_place: bool) -> dict[str, Any]:
     """This script on `ranks` ranks; what its rank 0 found."""
     out = os.path.join(root, "worker.json")
     env = os.environ | {
@@ -132,7 +137,8 @@ def _launch(ranks: int, phase: str, root: str, restarts: int) -> dict[str, Any]:
         "PYTHONWARNINGS": "ignore",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else gloo fails after a restart
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher = ["holdfast", "run", "--spares=1"] if is_in_place else ["torch.distributed.run"]
+    command = [sys.executable, "-m", *launcher, "--standalone"]
     command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *sys.argv]
     command += ["--root", root, "--worker", out, "--phase", phase]
     process = subprocess.Popen(command, env=env)
@@ -222,6 +228,17 @@ def machine(root: str | Path) -> dict[str, Any]:
 # -- worker ---------------------------------------------------------------------------------------
 
 
+def _worker(
+    args: argparse.Namespace, work: Callable[[Job], dict[str, Any]], is_in_place: bool
+) -> None:
+    if is_in_place:
+        import holdfast
+
+        holdfast.recoverable(_work)(args, work)
+    else:
+        _work(args, work)
+
+
 def _work(args: argparse.Namespace, work: Callable[[Job], dict[str, Any]]) -> None:
     import torch.distributed as dist
 
@@ -233,8 +250,10 @@ def _work(args: argparse.Namespace, work: Callable[[Job], dict[str, Any]]) -> No
         if job.rank == 0:
             Path(args.worker).write_text(json.dumps(found))
         dist.barrier()
-    finally:
+    except Exception:
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def slowest(work: Callable[[], Any]) -> float:

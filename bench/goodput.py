@@ -1,16 +1,17 @@
 """Goodput under failures: a training of which a rank is killed about once a minute, until it has ended.
 
-2 ranks of examples/gpt.py, wider, under FSDP2 and `torchrun --max-restarts`.  Contestants make the same
+2 ranks of examples/gpt.py, wider, under FSDP2.  Contestants make the same
 steps on the same data, and a rank gets SIGKILL by the same schedule (`--seed`): which one, and 40 to 80 s
 after the training has begun or was taken up again.  Each goes on from what it had kept:
-holdfast   a record of every step, a snapshot in memory of every 10th, a full save of every 100th
-dcp        torch.distributed.checkpoint.async_save as often as is optimal after Young and Daly: every
-           sqrt(2 C M) seconds, C what one save takes from the training (measured before) and M 60 s
-Both are held against a training without failures (the steps, each as long as a bare one takes) plus what
-every restart takes before anything is restored: torchrun, Python, imports, model.  How long a bare step
-takes is measured before every life and at the end, with a model of its own, for the machine drifts by more
-than what is to be shown; each life's steps count with the mean of the two around it, and the time of
-measuring is left out.
+holdfast   torchrun; a record of every step, a snapshot in memory of every 10th, a full save of every 100th
+dcp        torchrun; torch.distributed.checkpoint.async_save as often as is optimal after Young and Daly:
+           every sqrt(2 C M) seconds, C what one save takes from the training (measured before) and M 60 s
+place      holdfast run with a spare, recovered in place; a snapshot in memory of every step
+All are held against a training without failures: the steps, each as long as a bare one takes.  Those under
+torchrun also against that plus what every restart takes before anything is restored: torchrun, Python,
+imports, model.  How long a bare step takes is measured before every life and at the end, with a model of
+its own, for the machine drifts by more than what is to be shown; each life's steps count with the mean of
+the two around it, and the time of measuring is left out.
 
 Steps lost by a failure were done on all ranks and had to be done again; so has the step under way, by
 anybody.
@@ -34,7 +35,8 @@ from typing import Any
 
 from common import HERE, Job, main, over_ranks, row, settle
 
-BEFORE, NAMES = " before", (" holdfast", " dcp")
+BEFORE, NAMES = " before", (" holdfast", " dcp", " place")
+PLACE = NAMES[2]
 MTBF_S = 60.0
 BARE_STEPS, BARE_STEPS_OF_A_LIFE = 20, 8
 LIVES = 1000
@@ -86,20 +88,24 @@ class Training:
 
 
 class Holdfast:
-    """Records of every step, on top of snapshots and full saves."""
+    """Records of every step, on top of snapshots and full saves; or snapshots of every step."""
 
     def __init__(self, job: Job, training: Training, _: dict[str, Any]) -> None:
         import holdfast
 
+        records = {
+            "every": holdfast.Every(durable=100, memory=10, delta=1),
+            "delta": holdfast.Delta(),
+        }
+        snapshots = {"every": holdfast.Every(durable=100, memory=1)}
         self.training = training
         self.ckpt = holdfast.Checkpointer(
-            job.root / "holdfast",
+            job.root / job.phase.strip(),
             {"model": training.model, "optim": training.optim, "loader": training.loader},
-            every=holdfast.Every(durable=100, memory=10, delta=1),
             memory=holdfast.Memory(),
-            delta=holdfast.Delta(),
             keep=holdfast.Keep(last=2),
             on_resize={"loader": "same"},
+            **(snapshots if job.phase == PLACE else records),
         )
 
     def restore(self) -> int:
@@ -263,16 +269,18 @@ def lived(job: Job) -> dict[str, Any] | None:
     if job.rank == 0:
         say(event="model")
     alone()
-    one = (Holdfast if job.phase == NAMES[0] else Dcp)(job, training, bare)
+    one = (Dcp if job.phase == NAMES[1] else Holdfast)(job, training, bare)
     training.went_back(one.restore())
     if job.rank == 0:
         say(event="restored", step=training.number)
     kill = doomed(job, say)
-    while training.number < bare["steps"]:
-        training.step()
-        one.done()
-        say(event="step", step=training.number, rank=job.rank)
-    kill.cancel()
+    try:
+        while training.number < bare["steps"]:
+            training.step()
+            one.done()
+            say(event="step", step=training.number, rank=job.rank)
+    finally:
+        kill.cancel()
     one.close()
     if job.rank == 0:
         say(event="end")
@@ -334,35 +342,62 @@ def work(job: Job) -> dict[str, Any]:
     dist.barrier()
     if job.rank == 0:
         shutil.rmtree(memory(), ignore_errors=True)
-    settle(job, job.root / "holdfast", job.root / "dcp")
+    settle(job, *(job.root / name.strip() for name in NAMES))
     return found or {}
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     by_phase = {" " + key.split()[1]: one for key, one in found.items()}
-    before, (ours, theirs) = by_phase[BEFORE], (by_phase[name] for name in NAMES)
-    ideal = [before["steps"] * one["step_s"] + sum(one["restarts_s"]) for one in (ours, theirs)]
-    lost = [mean(one["lost_steps"] or [0]) for one in (ours, theirs)]
-    what = f"{before['steps']} steps of {ours['step_s']:.2f} s"
-    every = f"async_save every {before['dcp_every']} steps"
-    return [
-        row(f"{what}, a rank killed about every {MTBF_S:.0f} s",
-            f"{ours['seconds']:.0f} s, {ours['failures']} failures",
-            f"without failures, with its restarts {ideal[0]:.0f} s", ours["seconds"] / ideal[0],
-            "<= 1.05"),
-        row(f"the same, {every}", f"{ours['seconds']:.0f} s",
-            f"dcp {theirs['seconds']:.0f} s, {theirs['failures']} failures; without failures, with its "
-            f"restarts {ideal[1]:.0f} s", theirs["seconds"] / ideal[1]),
-        row("steps lost by a failure", f"{lost[0]:.1f}", f"dcp {lost[1]:.1f}", lost[0], "<= 1", ""),
-        row("same weights at the end", str(ours["checksum"] % 10**6), str(theirs["checksum"] % 10**6),
-            float(ours["checksum"] == theirs["checksum"]), ">= 1", ""),
+    before = by_phase.pop(BEFORE)
+    out = [x for name, one in by_phase.items() for x in time_rows(name, one, before)]
+    out += [lost_row(name, by_phase.get(NAMES[1]), one) for name, one in by_phase.items()
+            if name != NAMES[1]]  # fmt: skip
+    sums = {name.strip(): one["checksum"] for name, one in by_phase.items()}
+    first, *others = sums.items()
+    if others:
+        out.append(
+            row("same weights at the end", f"{first[0]} {first[1] % 10**6}",
+                ", ".join(f"{n} {x % 10**6}" for n, x in others), float(len(set(sums.values())) == 1),
+                ">= 1", "")
+        )  # fmt: skip
+    return out
+
+
+def time_rows(name: str, one: dict[str, Any], before: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its time against that of the same steps alone, and, under torchrun, with its restarts."""
+    alone_s = before["steps"] * one["step_s"]
+    who, what = name.strip(), f"{before['steps']} steps of {one['step_s']:.2f} s"
+    if name == NAMES[1]:
+        who = f"dcp every {before['dcp_every']} steps"
+    text = f"{who} {one['seconds']:.0f} s, {one['failures']} failures"
+    out = [
+        row(f"{what}, a rank killed about every {MTBF_S:.0f} s", text,
+            f"without failures {alone_s:.0f} s", one["seconds"] / alone_s,
+            "<= 1.04" if name == PLACE else "")
     ]  # fmt: skip
+    if name != PLACE:
+        ideal = alone_s + sum(one["restarts_s"])
+        out.append(
+            row("the same", text, f"without failures, with its restarts {ideal:.0f} s",
+                one["seconds"] / ideal, "<= 1.05" if name == NAMES[0] else "")
+        )  # fmt: skip
+    return out
+
+
+def lost_row(name: str, dcp: dict[str, Any] | None, one: dict[str, Any]) -> dict[str, Any]:
+    lost = mean(one["lost_steps"] or [0])
+    theirs = "" if dcp is None else f"dcp {mean(dcp['lost_steps'] or [0]):.1f}"
+    target = "<= 0" if name == PLACE else "<= 1"
+    return row(f"steps lost by a failure, {name.strip()}", f"{lost:.1f}", theirs, lost, target, "")
 
 
 def extend(p: argparse.ArgumentParser) -> None:
     p.add_argument("--minutes", type=float, default=10.0, help="of training without failures (10)")
     p.add_argument("--batch", type=int, default=8, help="rows of the global batch (8)")
     p.add_argument("--seed", type=int, default=0, help="of the kills (0)")
+    names = ",".join(name.strip() for name in NAMES)
+    p.add_argument("--only", default=names, help=f"contestants, by comma (default: {names})")
+    p.add_argument("--name", default="goodput", help="of the JSON file (goodput)")
 
 
 def phases(numbers: list[int]) -> list[tuple[int, str]]:
@@ -373,8 +408,13 @@ def restarts(_: argparse.Namespace, phase: str) -> int:
     return 0 if phase == BEFORE else LIVES
 
 
+def chosen(args: argparse.Namespace, phase: str) -> bool:
+    return phase == BEFORE or phase.strip() in args.only.split(",")
+
+
 if __name__ == "__main__":
     main(
         "goodput", __doc__, work, rows,
         rounds=1, ranks="2", phases=phases, extend=extend, restarts=restarts,
+        chosen=chosen, in_place=lambda phase: phase == PLACE,
     )  # fmt: skip

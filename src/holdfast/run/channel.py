@@ -3,7 +3,7 @@
 launcher                          worker
    ◄── Marked ───────────────────   it has come to its recoverable function
    ─── Enter(attempt, ranks) ────►  a spare, or one that has left, takes a rank
-   ◄── Beat(step) ───────────────   it has done that step
+   ◄── Beat(step, saved) ────────   it has done that step; that one is saved
    ◄── Moved ────────────────────   it has not, for a while, but is at something else than before
    ─── Leave(attempt, ranks) ────►  a peer is lost: it cuts its connections, and leaves the function
    ◄── Left(attempt, error) ─────   it is out, by this error, and holds nothing any more
@@ -36,7 +36,10 @@ class Enter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
+    """`saved`: the newest step of which it knows that it is complete, in memory or in storage."""
+
     step: int
+    saved: int = 0
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):

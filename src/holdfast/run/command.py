@@ -7,11 +7,15 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.near import near
 from holdfast.run.forkserver import ForkServer
 
 PRELOAD = (
@@ -26,6 +30,8 @@ RESTARTS = 100
 SPARES = (
     "Processes of this node that wait, with the script imported, to take the place of a lost rank."
 )
+NPROC_MIN = """With how many ranks a node goes on while it has no process for a lost one; by default one is
+forked at once, and all wait for it."""
 PRELOADED = "Import this once, before workers are forked; may be given several times."
 HANG = """Ranks that do no step for so long are killed and recovered; by default 20 times the slowest step
 so far, and at least a minute, if none is at anything else meanwhile: an evaluation, say."""
@@ -35,6 +41,7 @@ def main(words: Sequence[str]) -> int:
     """Run a script on several ranks; return the exit status, 1 if the run failed."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
     try:
         given = _checked(parser().parse_args(words))
@@ -54,15 +61,23 @@ def main(words: Sequence[str]) -> int:
         words=[given.training_script, *given.training_script_args],
         is_module=given.module,
         spares=given.spares,
+        nproc_min=given.nproc_min,
         hang_s=given.hang_s,
         say=say,
     )
     try:
+        _check_by_torch(given)
         with in_place_of_torchs(launch), _log_dir(given):
             run(given)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         return 1
+    except RendezvousClosedError:
+        say("the run has ended on another node, whose launcher says why")
+        return 1
+    except UsageError as error:
+        say(f"error: {error}")
+        return 2
     except SignalException as error:
         say(f"ended by {error.sigval.name}")
         return 128 + int(error.sigval)
@@ -90,13 +105,55 @@ def parser() -> argparse.ArgumentParser:
 
     found: argparse.ArgumentParser = get_args_parser()
     found.prog = "holdfast run"
+    found.usage = "%(prog)s [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
+    found.error = partial(_refuse, found)  # type: ignore[method-assign]
     found.description = "Run a script on several ranks, as torchrun does, and recover it in place."
     found.set_defaults(max_restarts=RESTARTS, monitor_interval=0.02)
     ours = found.add_argument_group("holdfast")
     ours.add_argument("--spares", type=int, default=0, metavar="N", help=SPARES)
+    ours.add_argument("--nproc-min", type=int, metavar="M", help=NPROC_MIN)
     ours.add_argument("--preload", action="append", default=[], metavar="MODULE", help=PRELOADED)
     ours.add_argument("--hang-s", type=float, metavar="S", help=HANG)
     return found
+
+
+def _refuse(found: argparse.ArgumentParser, message: str) -> NoReturn:
+    """What argparse has to say, as a UsageError."""
+    hint = "`holdfast run --help` shows what it takes"
+    unknown = message.partition("unrecognized arguments: ")[2].split()
+    if unknown:
+        options = [name for option in found._actions for name in option.option_strings]
+        name = unknown[0].partition("=")[0]
+        hint = near(name, [o for o in options if "_" not in o], 1) or hint
+        message = f"there is no option {name!r}"
+    elif message.endswith("training_script_args"):
+        message, hint = "no script is given", f"{found.format_usage().strip()}; {hint}"
+    raise UsageError(message, hint=hint)
+
+
+def _check_by_torch(given: argparse.Namespace) -> None:
+    """UsageError for what torch refuses; after the fork server has begun, since this may touch CUDA."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import Std
+
+    options: dict[str, Callable[[str], object]] = {
+        "nnodes": run.parse_min_max_nnodes,
+        "nproc_per_node": run.determine_local_world_size,
+        "redirects": Std.from_str,
+        "tee": Std.from_str,
+    }
+    named = ""
+    try:
+        for name, read in options.items():
+            value = getattr(given, name)
+            named = f"--{name.replace('_', '-')} {value}: "
+            read(value)
+        named = ""
+        run.config_from_args(argparse.Namespace(**vars(given)))
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise UsageError(
+            f"{named}{error}", hint="`holdfast run --help` shows what it takes"
+        ) from error
 
 
 def _checked(given: argparse.Namespace) -> argparse.Namespace:
@@ -106,18 +163,49 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
             "workers of `holdfast run` are forked from Python: it takes a script or `-m MODULE`",
             hint="torchrun has --no-python and --run-path",
         )
+    if getattr(given, "numa_binding", None) is not None:  # torch 2.9 and newer
+        raise UsageError(
+            f"--numa-binding {given.numa_binding}: workers are forked, and stay where the launcher is",
+            hint="numactl before `holdfast run`, or torchrun",
+        )
     if given.spares < 0:
         raise UsageError(f"--spares {given.spares}: must be 0 or more")
+    if given.nproc_min is not None:
+        if given.nproc_min < 1:
+            raise UsageError(f"--nproc-min {given.nproc_min}: must be 1 or more")
+        if getattr(given, "virtual_local_rank", False):
+            raise UsageError("--nproc-min needs local ranks of their own: no --virtual-local-rank")
+    are_several = given.nnodes not in ("1", "1:1") and given.nnodes.replace(":", "").isdigit()
+    if are_several and not given.standalone:
+        if given.rdzv_backend not in ("c10d", "etcd-v2"):
+            raise UsageError(
+                f"--rdzv-backend={given.rdzv_backend}: its nodes cannot meet again after a failure",
+                hint="give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=NAME on every node",
+            )
     if given.hang_s is not None and not given.hang_s > 0:
         raise UsageError(f"--hang-s {given.hang_s}: must be more than 0")
     if not given.module and not os.path.exists(given.training_script):
         raise UsageError(f"there is no script {given.training_script!r}")
+    if not given.module and os.path.isfile(given.training_script):
+        _compile(given.training_script)
     return given
+
+
+def _compile(path: str) -> None:
+    """UsageError if the script is none, rather than once for each rank."""
+    if path.endswith((".zip", ".pyz")):
+        return
+    try:
+        with open(path, "rb") as file:
+            compile(file.read(), path, "exec")
+    except (SyntaxError, ValueError) as error:
+        raise UsageError("".join(traceback.format_exception_only(error)).strip()) from error
 
 
 def _server(given: argparse.Namespace) -> ForkServer:
     if given.nproc_per_node != "1":  # as torchrun does, but before numpy is imported
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way spoils forks
     for name in (*PRELOAD, *given.preload):
         try:
             importlib.import_module(name)
@@ -129,15 +217,15 @@ def _server(given: argparse.Namespace) -> ForkServer:
 
 
 def _be_a_worker(server: ForkServer) -> int:
-    from holdfast.run.worker import become
+    from holdfast.run.worker import become, fail
 
     assert server.worker is not None
     try:
         become(*server.worker)
     except SystemExit:
         raise
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        fail(error)
         return 1
     return 0
 

@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -28,6 +29,10 @@ PACKET = 1 << 20
 ANSWER_S = 60.0
 """Seconds that a fork may take."""
 _PR_SET_PDEATHSIG = 1
+_CUDA_NOT_INITIALIZED = 3
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals upon which the launcher ends the workers.  Slurm sends them to all processes of a step, and
+workers need their server until they have saved."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +73,11 @@ class ForkServer:
         if begun:
             raise AgentError(
                 f"the fork server cannot begin: what was imported has begun threads ({', '.join(begun)})",
+                hint="name fewer modules with --preload",
+            )
+        if cuda_has_begun():
+            raise AgentError(
+                "the fork server cannot begin: what was imported has begun to use CUDA",
                 hint="name fewer modules with --preload",
             )
         self.worker: tuple[Start, socket.socket, int] | None = None
@@ -136,10 +146,23 @@ class ForkServer:
             os.waitpid(self.pid, 0)
 
 
+def cuda_has_begun() -> bool:
+    """Has this process initialised CUDA's driver?  Its forks could not use it then."""
+    try:
+        if "libcuda.so" not in Path("/proc/self/maps").read_text():
+            return False
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED)
+
+
 def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket, int]:
     """Serve until the launcher is gone.  Return in a forked worker alone, with what that is to do."""
     _die_with(parent)
     os.setsid()  # Ctrl-C reaches the launcher, which ends the workers
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wakes, False)
@@ -165,6 +188,8 @@ def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket, 
                 continue
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             for fd in (wakes, wake):
                 os.close(fd)
             launcher.close()

@@ -21,12 +21,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from holdfast import events
 from holdfast.arguments import function_of, text_of, unfit
+from holdfast.errors import UsageError
 from holdfast.run.channel import (
     LONGEST,
     Beat,
@@ -39,6 +41,9 @@ from holdfast.run.channel import (
     Moved,
     WorkerEnd,
 )
+
+if TYPE_CHECKING:
+    from holdfast.run.leftovers import Leftovers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,6 +63,9 @@ MOVES_S = 1.0
 """Seconds between words of a rank that does no step, and moves."""
 INTERRUPT = signal.SIGRTMAX - 4
 """The signal with which a worker's own thread interrupts its main thread."""
+
+NO_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+"""Else NCCL's watchdog ends a process whose peer is gone, before it can leave its function."""
 
 
 class PeerLost(BaseException):
@@ -103,7 +111,7 @@ def kept(name: str, load: Callable[[], T]) -> T:
     name = text_of(name, "kept", "name")
     function_of(load, "kept", "load", "without arguments", 0)
     if name not in _kept:
-        _kept[name] = load()
+        _kept[name] = load() if _launched is None else _launched.keep(load)
     value: T = _kept[name]
     return value
 
@@ -135,10 +143,22 @@ class _Launched:
         self._told_to_leave = 0.0
         self._was_heard = threading.Event()
         """The main thread has heard the last interrupt."""
+        self._cutting = threading.Lock()
+        """Held while connections are cut and groups aborted: none is ended then."""
+        self._before: Leftovers | None = None
+
+    def keep(self, load: Callable[[], T]) -> T:
+        """Load something; processes that it begins are kept with it."""
+        return load() if self._before is None else self._before.keep(load)
 
     def run(self, function: Callable[[], T]) -> T:
         """Call the function, again and again until all ranks are done; return what it returned."""
+        from holdfast.run.leftovers import Leftovers
+
+        refuse_a_group()
         self.is_inside = True
+        os.environ.setdefault(*NO_WATCHDOG)
+        self._before = before = Leftovers()
         signal.signal(INTERRUPT, self._interrupt)
         threading.Thread(target=self._listen, name="holdfast-launcher", daemon=True).start()
         threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
@@ -152,6 +172,7 @@ class _Launched:
         word = self._words.get() if self._end.is_spare else Enter(first, {})
         while isinstance(word, Enter):
             self._enter(word)
+            before.put_back()
             try:
                 result = self._inside(function)
                 self._end.say(Done(self._attempt))
@@ -160,15 +181,20 @@ class _Launched:
                 self._is_out.set()
                 left = self._left(error)
                 with _ends_within(DROP_S):
+                    with self._cutting:
+                        pass
                     forget(error)
                     del error
                     drop()
+                    before.end()
+                    end_if_device_is_lost(left)
                 self._end.say(left)
                 result = left
             word = self._words.get()
             if isinstance(word, Enter) and not isinstance(result, Left):
                 with _ends_within(DROP_S):
                     drop()
+                    before.end()
         self.is_inside = False
         if isinstance(result, Left):
             raise SystemExit(0 if result is _NEVER_ENTERED else 1)
@@ -190,6 +216,7 @@ class _Launched:
 
     def _left(self, error: BaseException) -> Left:
         is_own = not isinstance(error, PeerLost)
+        error.__traceback__ = of_script(error.__traceback__)
         kind = "".join(traceback.format_exception_only(error)).strip()
         text = "".join(traceback.format_exception(error))
         return Left(self._attempt, kind[:500], text[-LONGEST:], is_own, events.last_step)
@@ -211,19 +238,24 @@ class _Launched:
     def _leave(self, word: Leave) -> None:
         """Have the main thread leave the function, if it is in that attempt's."""
         from holdfast.group.line import lose_all
-        from holdfast.run.cutting import cut, cut_store
+        from holdfast.run.cutting import cut, cut_store, on_devices
 
         self._over, self._told_to_leave = word.attempt, time.monotonic()
         lose_all("the ranks have lost each other")
         store_port = int(os.environ.get("MASTER_PORT", "0"))
-        cut(word.pids, word.hosts, store_port)
+        main = threading.main_thread().ident or 0
+        with self._cutting:
+            if on_devices() and self._runs == word.attempt:
+                # A wait for an aborted collective returns as if all were well: it must be the last line.
+                signal.pthread_kill(main, INTERRUPT)
+            cut(word.pids, word.hosts, store_port)
         patience_s = PATIENCE_S
         while not self._is_out.wait(patience_s):
             patience_s = AGAIN_S
             if self._runs != word.attempt:
                 continue  # it is about to enter, and will find that there is no use
             self._was_heard.clear()
-            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+            signal.pthread_kill(main, INTERRUPT)
             if not self._was_heard.wait(DEAF_S):
                 cut_store(store_port)  # it may wait there for a key of the lost rank
 
@@ -245,18 +277,28 @@ class _Launched:
         return before is not None or is_early
 
     def _beat(self) -> None:
-        """Say which steps are done; and where none is, now and then, that this process moves."""
-        said_step, said_at, place, pause = 0, 0.0, 0, threading.Event()
-        while self.is_inside:
-            step, now = events.last_step, time.monotonic()
-            if step != said_step:
-                self._end.say(Beat(step))
-                said_step, said_at = step, now
-            elif now - said_at > MOVES_S:
-                said_at, before, place = now, place, _place()
-                if place != before:
-                    self._end.say(Moved())
-            pause.wait(BEAT_S)
+        """Say which steps are done and saved; and where none is, now and then, that this process moves."""
+        said, said_at, place, has_saved = Beat(0), 0.0, 0, threading.Event()
+        saved = 0
+
+        def note(event: events.Event) -> None:
+            nonlocal saved
+            if event.name in ("snapshot.committed", "save.committed"):
+                saved = max(saved, int(event.fields["step"]))
+                has_saved.set()
+
+        with events.listen(note):
+            while self.is_inside:
+                has_saved.clear()
+                beat, now = Beat(events.last_step, saved), time.monotonic()
+                if beat != said:
+                    self._end.say(beat)
+                    said, said_at = beat, now
+                elif now - said_at > MOVES_S:
+                    said_at, before, place = now, place, _place()
+                    if place != before:
+                        self._end.say(Moved())
+                has_saved.wait(BEAT_S)
 
 
 def _place() -> int:
@@ -291,6 +333,23 @@ def _ends_within(limit_s: float) -> Iterator[None]:
         watch.cancel()
 
 
+def of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames between the launcher and the script, which tell nothing."""
+    first = _next_of_script(trace)
+    one = first
+    while one is not None:
+        one.tb_next = _next_of_script(one.tb_next)
+        one = one.tb_next
+    return first
+
+
+def _next_of_script(trace: TracebackType | None) -> TracebackType | None:
+    ours = (os.path.dirname(__file__), "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return trace
+
+
 def forget(error: BaseException) -> None:
     """Clear the frames that an error and those before it have left, with all that their variables held."""
     one: BaseException | None = error
@@ -308,34 +367,41 @@ def drop() -> None:
     """
     if "torch" not in sys.modules:
         return
+    from holdfast.run.leftovers import forget_groups
+
+    forget_groups()
+    gc.collect()
+
+
+def end_if_device_is_lost(left: Left) -> None:
+    """End this process if its device does not compute any more, so that another takes its rank: an illegal
+    access, say, is an error for as long as the process lives."""
     import torch
+
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.ones(1, device="cuda").add_(1).item()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        print(
+            f"{left.error}\nholdfast: this process ends, its device is lost: {error}",
+            file=sys.stderr,
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def refuse_a_group() -> None:
+    """UsageError if there is a process group already: the next attempt needs another."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        try:
-            dist.destroy_process_group()
-        except Exception as error:
-            print(f"holdfast: {error} while the process group was ended", file=sys.stderr)
-    if "torch.distributed.tensor" in sys.modules:
-        _forget_plans()
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def _forget_plans() -> None:
-    """Empty the caches of DTensor, as far as this torch has them."""
-    from torch.distributed.tensor import _collective_utils, _redistribute, debug
-
-    topology = getattr(_collective_utils, "MeshTopoInfo", None)
-    known = [
-        getattr(debug, "_clear_sharding_prop_cache", None),
-        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
-        getattr(getattr(topology, "build_from_mesh", None), "cache_clear", None),
-    ]
-    for clear in filter(None, known):
-        with suppress(AttributeError):
-            clear()
+        raise UsageError(
+            "a process group was made before the recoverable function was called",
+            hint="call init_process_group, and what makes meshes and models, inside of it",
+        )
 
 
 def warm_up() -> None:

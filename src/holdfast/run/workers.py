@@ -56,6 +56,8 @@ class Launch:
     words: list[str]
     is_module: bool
     spares: int = 0
+    nproc_min: int | None = None
+    """With how many ranks this node goes on while processes for the others are made; None: with all."""
     hang_s: float | None = None
     leave_s: float = 10.0
     say: Callable[[str], None] = print
@@ -81,6 +83,8 @@ class Worker:
     """Its exit status; None while it runs."""
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
     left_at: float = 0.0
+    saved: int = 0
+    """The newest step of which it knows that it is complete, in memory or in storage."""
 
     @property
     def step(self) -> int:
@@ -103,6 +107,15 @@ class Workers(PContext):  # type: ignore[misc]
         self.launch = launch
         self.attempt = 1
         self.hosts: list[str] = []
+        """Addresses of the other nodes."""
+        self.may_end: Callable[[], bool] = lambda: True
+        """Asked when all workers are done: whether those of the other nodes are, too."""
+        self.slots = list(range(self.nprocs))
+        """The slots that have a rank in this attempt, in the order of the local ranks."""
+        self.left_out: set[int] = set()
+        """Slots that get no rank any more."""
+        self.saved = 0
+        """The newest step that any worker has told to be complete."""
         self._workers: dict[int, Worker] = {}
         self._spares: list[Worker] = []
         self._entered = time.monotonic()
@@ -122,17 +135,18 @@ class Workers(PContext):  # type: ignore[misc]
             self._workers[rank] = self._fork(rank)
 
     def pids(self) -> dict[int, int]:
-        return {rank: worker.pid for rank, worker in self._workers.items()}
+        return {rank: self._workers[slot].pid for rank, slot in enumerate(self.slots)}
 
     def _poll(self) -> RunProcsResult | None:
         self._listen()
-        failures = dict(self._failures())
+        failures = {self.slots.index(slot): failure for slot, failure in self._failures()}
         if failures:
             return RunProcsResult(failures=failures)
         if all(w.is_done or w.status == 0 for w in self._workers.values()):
-            self._end(is_good=True)
+            if self.may_end():
+                self._end(is_good=True)
             if all(w.status == 0 for w in self._workers.values()):
-                return RunProcsResult(return_values=dict.fromkeys(self._workers, None))
+                return RunProcsResult(return_values=dict.fromkeys(range(len(self.slots)), None))
         self._keep_spares()
         return None
 
@@ -150,8 +164,14 @@ class Workers(PContext):  # type: ignore[misc]
 
     # -- from one attempt to the next -------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Have every worker leave its function; those that cannot, or do not in time, are killed."""
+    def worker(self, rank: int) -> Worker:
+        return self._workers[self.slots[rank]]
+
+    def leave(self) -> list[int]:
+        """Have every worker leave its function; those that cannot, or do not in time, are killed.
+
+        Returns the local ranks of those that did not in time.
+        """
         pids = [w.pid for w in self._workers.values()]
         inside = [w for w in self._workers.values() if w.status is None and not w.is_out]
         for worker in inside:
@@ -171,6 +191,59 @@ class Workers(PContext):  # type: ignore[misc]
         for worker in stuck:
             self._kill(worker, signal.SIGKILL)
         self._until(lambda: all(w.is_out or w.status is not None for w in inside), 5.0)
+        return [rank for rank, slot in enumerate(self.slots) if self._workers[slot] in stuck]
+
+    def choose_slots(self) -> int:
+        """Choose the slots that get a rank in the next attempt, and return how many.
+
+        Those without a process get a spare; where none is ready, they are done without as long as
+        `nproc_min` allows it.
+        """
+        fit = [slot for slot in range(self.nprocs) if slot not in self.left_out]
+        vacant = [
+            slot for slot in fit if slot not in self._workers or not self._workers[slot].is_out
+        ]
+        without = vacant[len(self._ready()) :]
+        least = self.launch.nproc_min
+        if least is None or len(vacant) == len(fit):
+            without = []
+        else:
+            without = without[max(least - (len(fit) - len(without)), 0) :]
+        self.slots = [slot for slot in fit if slot not in without]
+        return len(self.slots)
+
+    def may_leave_out(self, slot: int) -> bool:
+        least = self.launch.nproc_min
+        return least is not None and self.nprocs - len(self.left_out | {slot}) >= least
+
+    def failure(self, rank: int) -> ProcessFailure:
+        """Return what torch shall know of a rank that failed."""
+        worker = self.worker(rank)
+        slot = self.slots[rank]
+        return ProcessFailure(slot, worker.pid, worker.status or 1, self.error_files[slot])
+
+    @property
+    def entered_s(self) -> float:
+        """Seconds since this attempt began."""
+        return time.monotonic() - self._entered
+
+    @property
+    def is_marked(self) -> bool:
+        """Every worker has come to its recoverable function."""
+        return all(w.is_marked for w in self._workers.values())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended
+
+    @property
+    def can_grow(self) -> bool:
+        """A process is ready for a slot that has no rank."""
+        return self._num_vacant > 0 and bool(self._ready())
+
+    @property
+    def _num_vacant(self) -> int:
+        return int(self.nprocs) - len(self.left_out) - len(self.slots)
 
     def enter(self, envs: dict[int, dict[str, str]]) -> None:
         """Begin the next attempt, in processes that have left, spares, and new ones."""
@@ -180,12 +253,15 @@ class Workers(PContext):  # type: ignore[misc]
         self._has_ended = False
         self._bad_spares = 0
         self._entered = time.monotonic()
-        for rank in range(self.nprocs):
+        for slot in [slot for slot in self._workers if slot not in self.slots]:
+            self._dismiss(self._workers.pop(slot))
+        for rank in self.slots:
             with suppress(OSError):
                 os.unlink(self.error_files[rank])  # that of the attempt before
-            worker = self._workers[rank]
-            while not self._enters(worker, rank):
-                self._bury(worker)
+            worker = self._workers.get(rank)
+            while worker is None or not self._enters(worker, rank):
+                if worker is not None:
+                    self._bury(worker)
                 self._workers[rank] = worker = self._spare() or self._fork(rank)
             worker.left, worker.is_done = None, False
             worker.is_spare = False
@@ -206,6 +282,11 @@ class Workers(PContext):  # type: ignore[misc]
             with suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
 
+    def _dismiss(self, worker: Worker) -> None:
+        """End a worker whose slot has no rank any more."""
+        self._kill(worker, signal.SIGKILL)
+        worker.end.close()
+
     def give_up(self) -> None:
         """The run has failed: those that wait for a word end."""
         self._end(is_good=False)
@@ -221,7 +302,8 @@ class Workers(PContext):  # type: ignore[misc]
 
     def _environment(self, rank: int) -> dict[str, str]:
         return {
-            **self.envs[rank],
+            **self.envs[self.slots.index(rank)],
+            **({} if self.launch.nproc_min is None else {"LOCAL_RANK": str(rank)}),
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt - 1),
             "TORCHELASTIC_ERROR_FILE": self.error_files[rank],
             "HOLDFAST_ATTEMPT": str(self.attempt),
@@ -241,9 +323,12 @@ class Workers(PContext):  # type: ignore[misc]
         end.other.close()
         return Worker(pid, end, self.attempt, is_spare)
 
+    def _ready(self) -> list[Worker]:
+        return [w for w in self._spares if w.is_marked and w.status is None]
+
     def _spare(self) -> Worker | None:
-        for worker in self._spares:
-            if worker.is_marked and worker.status is None and not _is_stopped(worker.pid):
+        for worker in self._ready():
+            if not _is_stopped(worker.pid):
                 self._spares.remove(worker)
                 return worker
         return None
@@ -254,9 +339,9 @@ class Workers(PContext):  # type: ignore[misc]
             self._spares.remove(worker)
             self._tell_of_spare(worker)
         is_calm = time.monotonic() - self._entered > SETTLE_S or self.attempt == 1
-        is_marked = all(w.is_marked for w in self._workers.values())
-        is_wanted = len(self._spares) < self.launch.spares and self._bad_spares < BAD_SPARES
-        if is_wanted and is_calm and is_marked and not self._has_ended:
+        wanted = self.launch.spares * is_calm + self._num_vacant
+        is_wanted = len(self._spares) < wanted and self._bad_spares < BAD_SPARES
+        if is_wanted and self.is_marked and not self._has_ended:
             self._spares.append(self._fork(len(self._spares) % self.nprocs, is_spare=True))
 
     def _tell_of_spare(self, worker: Worker) -> None:
@@ -328,7 +413,10 @@ class Workers(PContext):  # type: ignore[misc]
         if isinstance(message, Marked):
             worker.is_marked = True
         elif isinstance(message, Beat):
-            self._pace.stepped(worker.progress, message.step, now)
+            if message.step != worker.step:
+                self._pace.stepped(worker.progress, message.step, now)
+            worker.saved = max(worker.saved, message.saved)
+            self.saved = max(self.saved, message.saved)
         elif isinstance(message, Moved):
             worker.progress.moved = now
         elif isinstance(message, Left) and message.attempt == self.attempt:
