@@ -71,16 +71,31 @@ def root(moto: Moto) -> str:
 @pytest.mark.parametrize("name", ["dcp", "huggingface", "torch", "deepspeed"])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_read_from_a_bucket(folders: dict[str, Path], root: str, name: str, prefix: bool) -> None:
-    upload(folders[name], root)
+    read_alike(folders[name], root, name, prefix)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["dcp", "huggingface", "torch", "deepspeed"])
+@pytest.mark.parametrize("server", ["google", "azurite", "seaweed"])
+def test_read_from_other_buckets(
+    request: pytest.FixtureRequest, folders: dict[str, Path], server: str, name: str
+) -> None:
+    url = request.getfixturevalue(server).url(fresh())
+    read_alike(folders[name], url, name, prefix=False)
+
+
+def read_alike(folder: Path, root: str, name: str, prefix: bool) -> None:
+    """Put a folder into a bucket; what is read there is what is read on the disk."""
+    upload(folder, root)
     url = f"{name}:{root}" if prefix else root
-    on_disk = holdfast.open(folders[name])
+    on_disk = holdfast.open(folder)
     with holdfast.open(url) as found:
         assert found.format == name
         assert found.names() == on_disk.names()
         assert any(n.endswith("layers.3.weight") for n in found.names())
         for tensor in found.names():
             assert np.array_equal(found.read(tensor), on_disk.read(tensor))
-    assert holdfast.steps(url) == holdfast.steps(folders[name])
+    assert holdfast.steps(url) == holdfast.steps(folder)
 
 
 def test_megatron_from_a_bucket(root: str, tmp_path: Path) -> None:

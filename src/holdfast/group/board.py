@@ -61,6 +61,16 @@ class Board:
         self.silent: Deadline | None = None
         """The error, on rank 0, of a rank that has shown no sign of life for too long."""
 
+    @property
+    def lost(self) -> str:
+        """Why nothing can be agreed on any more: a rank is gone, and the launcher said so; else empty."""
+        return self._line.lost if self._line is not None else ""
+
+    def check(self) -> None:
+        """AgentError if nothing can be agreed on any more."""
+        if self.lost:
+            raise AgentError(self.lost)
+
     def _open(self, meeting: Meeting, met: Met) -> StoreLine:
         """Open the line to the board; rank 0 tells where its board is in the store of the job."""
         until = time.monotonic() + self.deadline_s

@@ -178,7 +178,8 @@ class MemoryTier:
 
     def leave(self) -> None:
         """The training ends early: wait for nobody any more.  What agents were told to do, they do."""
-        self._settle_early()
+        if not self.saver.group.lost:
+            self._settle_early()
         self._hurry()
 
     def leave_unclosed(self) -> None:

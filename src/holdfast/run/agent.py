@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from socket import gethostname
 from typing import Any
 
+import msgspec
 from torch.distributed.elastic.agent.server import local_elastic_agent
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    WorkerGroup,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.api import Worker as Rank
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.launcher import api as launcher
 
 from holdfast.background import ending
+from holdfast.run.again import SAME, Failures, cause
+from holdfast.run.nodes import (
+    Card,
+    Failure,
+    Introduction,
+    addresses,
+    blamed,
+    first_ranks,
+    may_be_of_a_peer,
+    of_others,
+)
+from holdfast.run.rendezvous import Rendezvous, Round, quick
 from holdfast.run.workers import Launch, Workers
 
-SAME = 3
-"""How often the same step may fail in the same way, before the run ends."""
+UNSAVED_S = 60.0
+"""Seconds that what can wait for a snapshot waits where nothing was ever saved."""
 
 
 class Agent(LocalElasticAgent):  # type: ignore[misc]
@@ -26,11 +49,19 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
     def __init__(self, launch: Launch, **known: Any) -> None:
         super().__init__(**known)
         self._launch = launch
-        self._failed: list[tuple[object, ...]] = []
-        self._since: float | None = None
-        """When the last failure was seen."""
+        handler = self._rdzv_handler
+        self._nodes = handler if isinstance(handler, Rendezvous) else None
+        """Where this node meets others; None if it is the only one."""
+        self._again, self._causes = Failures(), frozenset[str]()
+        self._failed_at: float | None = None
+        self._waits_since: tuple[float, int] | None = None
+        """When something was there first that can wait for a snapshot, and which step was saved then."""
+        self._begins_anew = False
+        """All ranks have left, and no failure of this node's was to blame."""
         self._gives_up = False
         """No restart is left."""
+        self._leaves = False
+        """The others go on without this node."""
 
     @property
     def workers(self) -> Workers | None:
@@ -60,15 +91,49 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
             if hasattr(self._rdzv_handler, name):
                 setattr(self._rdzv_handler, name, None)
-        super()._rendezvous(worker_group)
+        if self.workers is not None:
+            worker_group.spec.local_world_size = self.workers.choose_slots()
+        if self._nodes is not None:
+            num_ranks = worker_group.spec.local_world_size
+            self._nodes.introduction = Introduction(gethostname(), num_ranks, addresses())
+        try:
+            super()._rendezvous(worker_group)
+        except RendezvousClosedError:
+            if self.workers is not None:
+                self.workers.give_up()
+            raise
+
+    def _assign_worker_ranks(self, store: Any, node: int, count: int, spec: Any) -> list[Any]:
+        """Number the ranks: every node knows how many the others have, and asks nobody."""
+        if self._nodes is None or self._nodes.round is None:
+            ranks: list[Any] = super()._assign_worker_ranks(store, node, count, spec)
+            return ranks
+        *firsts, size = first_ranks(self._nodes.round.nodes)
+        return [
+            Rank(
+                local_rank=local,
+                global_rank=firsts[node] + local,
+                role_rank=firsts[node] + local,
+                world_size=size,
+                role_world_size=size,
+            )
+            for local in range(spec.local_world_size)
+        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with _replaced(local_elastic_agent, "start_processes", self.begin):
             ids: dict[int, Any] = super()._start_workers(worker_group)
-        if self._since is not None and self.workers is not None:
-            took_s, self._since = time.monotonic() - self._since, None
+        workers, nodes = self.workers, self._nodes
+        assert workers is not None
+        self._waits_since = None
+        if nodes is not None and nodes.round is not None:
+            workers.hosts = of_others(nodes.round.nodes, nodes.round.me)
+            workers.may_end = partial(nodes.are_all, "done")
+        if self._failed_at is not None:
+            took_s, self._failed_at = time.monotonic() - self._failed_at, None
+            size = worker_group.workers[0].world_size
             self._launch.say(
-                f"attempt {self.workers.attempt} begins {took_s:.2f} s after the failure"
+                f"attempt {workers.attempt} begins with {size} ranks, {took_s:.2f} s after the last ended"
             )
         return ids
 
@@ -81,33 +146,161 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
                 workers.give_up()
             else:
                 workers.leave()
+        if self._leaves and self._nodes is not None:
+            self._nodes.leave()
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run to the end.  A node that waited in vain to be taken in has done well."""
+        try:
+            result = super().run(role)
+        except SignalException:
+            if self._nodes is not None:
+                self._nodes.leave()  # the others need not find out
+            raise
+        return result or RunResult(state=WorkerState.SUCCEEDED)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result, workers = super()._monitor_workers(worker_group), self.workers
+        assert workers is not None
+        if self._nodes is not None:
+            result = self._seen_together(self._nodes, result)
         if result.state == WorkerState.FAILED:
-            self._since = time.monotonic()
-            self._tell(result)
-            self._gives_up = self._remaining_restarts == 0
-        elif self.workers is not None:
-            self.workers.pause(worker_group.spec.monitor_interval)
+            self._failed_at = self._failed_at or time.monotonic()
+            self._consider(result)
+        elif result.state == WorkerState.HEALTHY:
+            grows = self._nodes is None and workers.can_grow and not workers.has_ended
+            if self._begins_anew or (grows and self._is_saved("a process is ready")):
+                self._begins_anew = False
+                self._failed_at = self._failed_at or time.monotonic()
+                self._restart_workers(worker_group)
+            workers.pause(worker_group.spec.monitor_interval)
         return result
 
-    def _tell(self, result: RunResult) -> None:
-        """Say what failed; let no restart be left if it was the same three times."""
-        workers = self.workers
+    # -- several nodes ----------------------------------------------------------------------------
+
+    def _seen_together(self, nodes: Rendezvous, result: RunResult) -> RunResult:
+        """See what has become of the ranks of this node together with what became of the others'."""
+        workers, of, view = self.workers, nodes.round, nodes.view
+        assert workers is not None and of is not None
+        if result.state == WorkerState.SUCCEEDED and nodes.are_all("out"):
+            return result
+        failures, lost = self._failures(result), [] if view.are_done else of.lost(view)
+        is_over = view.ends or bool(failures or lost)
+        if not is_over and not view.are_done:
+            if view.waiting and of.me == 0:
+                is_over = self._is_saved("a node waits to be taken in")
+            elif workers.can_grow:
+                is_over = self._is_saved("a process is ready")
+        if not is_over:
+            return RunResult(state=WorkerState.HEALTHY)
+        self._failed_at = time.monotonic()
+        is_first = nodes.end_round()
+        failures += [self._failure(rank) for rank in workers.leave()]
+        nodes.say("card", msgspec.json.encode(Card(failures, is_first())))
+        cards, lost = nodes.cards()
+        behind = blamed(cards, lost)
+        if behind is not None and behind[0] == of.me:
+            failed = {behind[1].rank: workers.failure(self._local(behind[1].pid))}
+            return RunResult(state=WorkerState.FAILED, failures=failed)
+        self._tell_of_others(of, behind, lost)
+        self._begins_anew = True
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _tell_of_others(
+        self, of: Round, behind: tuple[int, Failure] | None, lost: list[int]
+    ) -> None:
+        if of.me in lost:
+            self._launch.say("the other nodes have gone on without this one; it joins them again")
+        elif lost:
+            self._launch.say(f"{of.named(lost)} is lost; the other nodes go on")
+        elif behind is not None:
+            assert self.workers is not None
+            host, failure = of.nodes[behind[0]].host, behind[1]
+            self._again.note(failure, host, -1, self.workers.entered_s)
+            self._launch.say(
+                f"rank {failure.rank} on {host} failed after step {failure.step}: {failure.how}"
+            )
+
+    def _is_saved(self, why: str) -> bool:
+        """Tell whether a snapshot is complete that was not when this was asked first: what can wait, waits
+        for it.  Where nothing was ever saved, and where the script is not marked, for a while and for
+        nothing."""
+        workers, now = self.workers, time.monotonic()
         assert workers is not None
-        rank, failure = min(result.failures.items())
-        worker = next((w for w in workers.everyone if w.pid == failure.pid), None)
-        step = worker.step if worker is not None else 0
-        left = worker.left if worker is not None else None
-        how = left.kind if left is not None else f"it {ending(failure.exitcode)}"
-        self._failed = [*self._failed[1 - SAME :], (rank, step, how)]
-        self._launch.say(f"rank {rank} (process {failure.pid}) failed after step {step}: {how}")
+        if self._waits_since is None:
+            self._waits_since = now, workers.saved
+            if workers.is_marked:
+                self._launch.say(f"{why}: at the next snapshot all ranks begin anew")
+        since, saved = self._waits_since
+        is_late = workers.saved == 0 and now - since > UNSAVED_S
+        return workers.saved > saved or is_late or not workers.is_marked
+
+    # -- failures ---------------------------------------------------------------------------------
+
+    def _local(self, pid: int) -> int:
+        assert self.workers is not None
+        return next(local for local, of in self.workers.pids().items() if of == pid)
+
+    def _failures(self, result: RunResult) -> list[Failure]:
+        """Tell how the ranks of this node failed, by global rank."""
+        failed = [failure for _, failure in sorted(result.failures.items())]
+        return [self._failure(self._local(failure.pid)) for failure in failed]
+
+    def _failure(self, local: int) -> Failure:
+        """Tell how a rank of this node failed."""
+        assert self.workers is not None
+        worker = self.workers.worker(local)
+        rank = self._worker_group.workers[local].global_rank
+        left, status = worker.left, worker.status
         if left is not None:
-            self._launch.say(left.error)
-        if len(self._failed) == SAME and len(set(self._failed)) == 1:
+            is_sure = not may_be_of_a_peer(left.kind)
+            return Failure(rank, worker.pid, worker.step, left.kind, is_sure, left.error)
+        if status is None:
+            return Failure(rank, worker.pid, worker.step, "it hangs", is_sure=False)
+        is_sure = status != -signal.SIGABRT and (status < 0 or worker.is_marked)
+        return Failure(rank, worker.pid, worker.step, f"it {ending(status)}", is_sure)
+
+    def _consider(self, result: RunResult) -> None:
+        """Say what failed; if it was again the same, leave out its slot, this node, or end the run."""
+        workers, failure = self.workers, self._failures(result)[0]
+        assert workers is not None
+        self._launch.say(
+            f"rank {failure.rank} (process {failure.pid}) failed after step {failure.step}: "
+            f"{failure.how}"
+        )
+        if failure.error:
+            self._launch.say(failure.error)
+        slot = workers.slots[self._local(failure.pid)]
+        self._again.note(failure, gethostname(), slot, workers.entered_s)
+        if self._again.are_of_a_slot and workers.may_leave_out(slot) and self._is_new(failure):
+            workers.left_out.add(slot)
+            self._again.forget()
+            self._launch.say(
+                f"local rank {slot} failed {SAME} times at once: it is left out from now on"
+            )
+        elif self._again.are_of_a_node and self._may_leave() and self._is_new(failure):
+            self._launch.say(
+                f"ranks of {gethostname()} failed {SAME} times at once: this node leaves the run"
+            )
+            self._leaves = True
+            self._remaining_restarts = 0
+        elif self._again.are_same:
             self._launch.say(f"this was the {SAME}rd time in the same way, so the run ends")
             self._remaining_restarts = 0
+        self._gives_up = self._remaining_restarts == 0
+
+    def _may_leave(self) -> bool:
+        """Tell whether there are enough other nodes."""
+        nodes = self._nodes
+        return nodes is not None and nodes.round is not None and nodes.num_others >= nodes.least
+
+    def _is_new(self, failure: Failure) -> bool:
+        """Tell whether no place was left out for this yet; if one was, the script is to blame."""
+        known = cause(failure)
+        if self._nodes is not None:
+            return self._nodes.is_new(known)
+        is_new, self._causes = known not in self._causes, self._causes | {known}
+        return is_new
 
 
 @contextmanager
@@ -123,5 +316,5 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def in_place_of_torchs(launch: Launch) -> Iterator[None]:
     """In this block torch's launcher makes agents of this kind: it names the class itself."""
-    with _replaced(launcher, "LocalElasticAgent", partial(Agent, launch)):
+    with _replaced(launcher, "LocalElasticAgent", partial(Agent, launch)), quick(launch.say):
         yield

@@ -3,7 +3,8 @@
 launcher                          worker
    ◄── Marked ───────────────────   it has come to its recoverable function
    ─── Enter(attempt, ranks) ────►  a spare, or one that has left, takes a rank
-   ◄── Beat(step) ───────────────   it lives, and has done that step
+   ◄── Beat(step, saved) ────────   it has done that step; that one is saved
+   ◄── Moved ────────────────────   it has not, for a while, but is at something else than before
    ─── Leave(attempt, ranks) ────►  a peer is lost: it cuts its connections, and leaves the function
    ◄── Left(attempt, error) ─────   it is out, by this error, and holds nothing any more
    ◄── Done(attempt) ────────────   the function has returned
@@ -12,6 +13,7 @@ launcher                          worker
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from contextlib import suppress
@@ -19,6 +21,7 @@ from contextlib import suppress
 import msgspec
 
 PACKET = 1 << 18
+STACKS_BYTES = 1 << 20
 LONGEST = 64_000
 """Characters of a traceback that are told."""
 
@@ -33,7 +36,14 @@ class Enter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
+    """`saved`: the newest step of which it knows that it is complete, in memory or in storage."""
+
     step: int
+    saved: int = 0
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    pass
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -64,7 +74,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     is_good: bool
 
 
-FromWorker = Marked | Beat | Left | Done
+FromWorker = Marked | Beat | Moved | Left | Done
 FromLauncher = Enter | Leave | End
 _FROM_WORKER = msgspec.json.Decoder(FromWorker)
 _FROM_LAUNCHER = msgspec.json.Decoder(FromLauncher)
@@ -93,6 +103,8 @@ class LauncherEnd:
     """What the launcher holds of it; nothing blocks."""
 
     def __init__(self) -> None:
+        self.stacks = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
+        """A file to which the worker writes the stacks of its threads when it is asked for them."""
         self._socket, self.other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, self.other):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * PACKET)
@@ -114,8 +126,19 @@ class LauncherEnd:
                 heard.append(_FROM_WORKER.decode(packet))
         return heard
 
+    def stacks_size(self) -> int:
+        """Return how many bytes of stacks it has written so far."""
+        return os.fstat(self.stacks).st_size
+
+    def stacks_since(self, start: int) -> str:
+        """Return the stacks that it has written after the first `start` bytes."""
+        return os.pread(self.stacks, STACKS_BYTES, start).decode(errors="replace")
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()
+        if self.stacks >= 0:
+            os.close(self.stacks)
+            self.stacks = -1

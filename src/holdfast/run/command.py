@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -23,15 +24,18 @@ RESTARTS = 100
 SPARES = (
     "Processes of this node that wait, with the script imported, to take the place of a lost rank."
 )
+NPROC_MIN = """With how many ranks a node goes on while it has no process for a lost one; by default one is
+forked at once, and all wait for it."""
 PRELOADED = "Import this once, before workers are forked; may be given several times."
 HANG = """Ranks that do no step for so long are killed and recovered; by default 20 times the slowest step
-so far, and at least a minute."""
+so far, and at least a minute, if none is at anything else meanwhile: an evaluation, say."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run a script on several ranks; return the exit status, 1 if the run failed."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
     try:
         given = _checked(parser().parse_args(words))
@@ -51,6 +55,7 @@ def main(words: Sequence[str]) -> int:
         words=[given.training_script, *given.training_script_args],
         is_module=given.module,
         spares=given.spares,
+        nproc_min=given.nproc_min,
         hang_s=given.hang_s,
         say=say,
     )
@@ -60,9 +65,15 @@ def main(words: Sequence[str]) -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         return 1
+    except RendezvousClosedError:
+        say("the run has ended on another node, whose launcher says why")
+        return 1
     except SignalException as error:
         say(f"ended by {error.sigval.name}")
         return 128 + int(error.sigval)
+    except HoldfastError as error:
+        say(f"error: {error}")
+        return 1
     finally:
         server.close()
     return 0
@@ -78,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     found.set_defaults(max_restarts=RESTARTS, monitor_interval=0.02)
     ours = found.add_argument_group("holdfast")
     ours.add_argument("--spares", type=int, default=0, metavar="N", help=SPARES)
+    ours.add_argument("--nproc-min", type=int, metavar="M", help=NPROC_MIN)
     ours.add_argument("--preload", action="append", default=[], metavar="MODULE", help=PRELOADED)
     ours.add_argument("--hang-s", type=float, metavar="S", help=HANG)
     return found
@@ -92,6 +104,17 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
         )
     if given.spares < 0:
         raise UsageError(f"--spares {given.spares}: must be 0 or more")
+    if given.nproc_min is not None:
+        if given.nproc_min < 1:
+            raise UsageError(f"--nproc-min {given.nproc_min}: must be 1 or more")
+        if getattr(given, "virtual_local_rank", False):
+            raise UsageError("--nproc-min needs local ranks of their own: no --virtual-local-rank")
+    if given.nnodes not in ("1", "1:1") and not given.standalone:
+        if given.rdzv_backend not in ("c10d", "etcd-v2"):
+            raise UsageError(
+                f"--rdzv-backend={given.rdzv_backend}: its nodes cannot meet again after a failure",
+                hint="give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=NAME on every node",
+            )
     if given.hang_s is not None and not given.hang_s > 0:
         raise UsageError(f"--hang-s {given.hang_s}: must be more than 0")
     if not given.module and not os.path.exists(given.training_script):
@@ -102,11 +125,14 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
 def _server(given: argparse.Namespace) -> ForkServer:
     if given.nproc_per_node != "1":  # as torchrun does, but before numpy is imported
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way spoils forks
     for name in (*PRELOAD, *given.preload):
         try:
             importlib.import_module(name)
         except ImportError as error:
             raise UsageError(f"--preload {name}: {error}") from error
+    gc.collect()
+    gc.freeze()  # the collector of a worker would copy all that memory
     return ForkServer()
 
 

@@ -2,10 +2,13 @@
 
 A gloo rank whose neighbours in the ring are alive is never told that another rank died, and neither
 `abort()` of the group nor its end changes that: meshes and DTensors hold it.  What does is to shut down its
-sockets.  For NCCL torch has `_abort_process_group`.
+sockets.  Groups on devices are aborted as torch's `_abort_process_group` does, but that their registers are
+left to whoever ends them.
 
 Only connections to other ranks are cut.  The other end of one tells whose it is: on this node by the
-process that has it, elsewhere by the host, where everything but the store of the job counts as a rank's.
+process that has it.  On another node it is a rank's if the kernel has chosen both ports, as it does for
+gloo and NCCL: an object store or a database that runs there has a port that somebody chose.  The store of
+the job is spared as well.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -36,26 +41,78 @@ def cut(pids: Iterable[int], hosts: Iterable[str], store_port: int) -> int:
 
     Returns how many there were.  Thread-safe; what waits for them fails within milliseconds.
     """
-    _abort_on_devices()
+    with suppress(Exception):  # whatever it says, the connections are to be gone
+        abort_on_devices()
     known = {(c.local, c.remote): c.inode for c in connections()}
     of_ranks = {inode for pid in pids for _, inode in sockets(pid)}
     others = set(hosts)
     mine = dict((inode, fd) for fd, inode in sockets(os.getpid()))
-    count = 0
+    first_free, count = first_free_port(), 0
     for (local, remote), inode in known.items():
         if inode not in mine:
             continue
         peer = known.get((remote, local))
-        is_rank = peer in of_ranks if peer is not None else remote[0] in others
+        is_rank = peer in of_ranks
+        if peer is None:
+            is_rank = remote[0] in others and min(local[1], remote[1]) >= first_free
         if is_rank and remote[1] != store_port:
             count += _shut(mine[inode])
     return count
 
 
-def _abort_on_devices() -> None:
-    if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend()):
-        with suppress(Exception):  # whatever it says, the connections are to be gone
-            c10d._abort_process_group()
+def cut_store(port: int) -> int:
+    """Shut down the connections to the store of the job: whoever waits for a key there fails.
+
+    For a rank that does not leave otherwise.  The next attempt has another store.  Returns their number.
+    """
+    known = {c.inode: c.remote for c in connections()}
+    mine = ((fd, known.get(inode)) for fd, inode in sockets(os.getpid()))
+    return sum(_shut(fd) for fd, remote in mine if remote is not None and remote[1] == port)
+
+
+def on_devices() -> list[Any]:
+    """Return the NCCL backends, or others for devices, of all process groups.
+
+    The name of a group's backend does not tell: it may be "undefined", or "cpu:gloo,cuda:nccl".
+    """
+    found = []
+    names = dict(c10d._world.pg_names) if dist.is_available() else {}
+    for group in sorted(names, key=lambda group: str(names[group]), reverse=True):
+        for device in getattr(group, "_device_types", ()):
+            with suppress(RuntimeError):
+                if (
+                    device.type != "cpu"
+                    and (backend := group._get_backend(device)).name() != "gloo"
+                ):
+                    found.append(backend)
+    return found
+
+
+def abort_on_devices() -> None:
+    """Abort what runs there: kernels of collectives end, and a thread that waits for them goes on."""
+    backends = on_devices()
+    if not backends:
+        return
+    first = backends[0]
+    has_groups = hasattr(
+        first, "_group_start"
+    )  # NCCL: several aborts, each of which may need the others
+    try:
+        if has_groups:
+            first._group_start()
+        for backend in backends:
+            with suppress(Exception):  # whatever it says, the others are to be aborted too
+                backend.abort()
+    finally:
+        if has_groups:
+            first._group_end()
+
+
+def first_free_port() -> int:
+    """Return the lowest port that the kernel gives to who does not ask for one."""
+    with suppress(OSError, ValueError):
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return 0
 
 
 def _shut(fd: int) -> bool:

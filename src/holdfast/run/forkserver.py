@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -25,7 +26,10 @@ from holdfast.errors import AgentError
 
 PACKET = 1 << 20
 """Bytes that a packet may have: the environment of a worker, above all."""
+ANSWER_S = 60.0
+"""Seconds that a fork may take."""
 _PR_SET_PDEATHSIG = 1
+_CUDA_NOT_INITIALIZED = 3
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -68,7 +72,12 @@ class ForkServer:
                 f"the fork server cannot begin: what was imported has begun threads ({', '.join(begun)})",
                 hint="name fewer modules with --preload",
             )
-        self.worker: tuple[Start, socket.socket] | None = None
+        if cuda_has_begun():
+            raise AgentError(
+                "the fork server cannot begin: what was imported has begun to use CUDA",
+                hint="name fewer modules with --preload",
+            )
+        self.worker: tuple[Start, socket.socket, int] | None = None
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, its):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
@@ -82,14 +91,18 @@ class ForkServer:
             self._socket = ours
             self._ended: dict[int, int] = {}
 
-    def start(self, worker: Start, channel: socket.socket) -> int:
-        """Fork a worker that has the other end of `channel`; return its process.  AgentError."""
+    def start(self, worker: Start, channel: socket.socket, stacks: int) -> int:
+        """Fork a worker that has the other end of `channel`, and the file `stacks`; return its process.
+
+        AgentError.
+        """
         try:
-            socket.send_fds(self._socket, [msgspec.json.encode(worker)], [channel.fileno()])
+            fds = [channel.fileno(), stacks]
+            socket.send_fds(self._socket, [msgspec.json.encode(worker)], fds)
             while not isinstance(answer := self._receive(), Started):
                 self._ended[answer.pid] = answer.status
         except OSError as error:
-            raise AgentError(f"the fork server is gone: {error}") from error
+            raise self._gone(error) from error
         return answer.pid
 
     def ended(self) -> dict[int, int]:
@@ -100,14 +113,22 @@ class ForkServer:
                 if isinstance(answer, Ended):
                     self._ended[answer.pid] = answer.status
         except OSError as error:
-            raise AgentError(f"the fork server is gone: {error}") from error
+            raise self._gone(error) from error
         ended, self._ended = self._ended, {}
         return ended
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def _gone(self, error: OSError) -> AgentError:
+        return AgentError(
+            f"the fork server, process {self.pid}, from which all workers of this node are forked: {error}",
+            hint="who killed it? the workers have ended with it; start the run again",
+        )
+
     def _receive(self) -> Started | Ended:
+        if not select.select([self._socket], [], [], ANSWER_S)[0]:
+            raise OSError(f"it has not answered for {ANSWER_S:g} s")
         packet = self._socket.recv(PACKET)
         if not packet:
             raise OSError("it has ended")
@@ -116,11 +137,25 @@ class ForkServer:
     def close(self) -> None:
         """End the server, and every worker that is left."""
         self._socket.close()
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)  # it may be stopped
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
 
-def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket]:
+def cuda_has_begun() -> bool:
+    """Has this process initialised CUDA's driver?  Its forks could not use it then."""
+    try:
+        if "libcuda.so" not in Path("/proc/self/maps").read_text():
+            return False
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED)
+
+
+def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket, int]:
     """Serve until the launcher is gone.  Return in a forked worker alone, with what that is to do."""
     _die_with(parent)
     os.setsid()  # Ctrl-C reaches the launcher, which ends the workers
@@ -137,13 +172,14 @@ def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket]:
                 os.read(wakes, 4096)
             _tell_ended(launcher, workers)
         if launcher.fileno() in ready:
-            packet, fds, _, _ = socket.recv_fds(launcher, PACKET, 1)
+            packet, fds, _, _ = socket.recv_fds(launcher, PACKET, 2)
             if not packet:
                 _end_all(workers)
             start = msgspec.json.decode(packet, type=Start)
             if pid := os.fork():
                 workers.add(pid)
-                os.close(fds[0])
+                for fd in fds:
+                    os.close(fd)
                 launcher.send(msgspec.json.encode(Started(pid)))
                 continue
             signal.set_wakeup_fd(-1)
@@ -152,7 +188,7 @@ def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket]:
                 os.close(fd)
             launcher.close()
             _die_with(os.getppid())
-            return start, socket.socket(fileno=fds[0])
+            return start, socket.socket(fileno=fds[0]), fds[1]
 
 
 def _tell_ended(launcher: socket.socket, workers: set[int]) -> None:

@@ -11,29 +11,58 @@ function by an exception, drops what it held, and enters it again with a rank th
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from holdfast import events
 from holdfast.arguments import function_of, text_of, unfit
-from holdfast.run.channel import LONGEST, Beat, Done, End, Enter, Leave, Left, Marked, WorkerEnd
+from holdfast.errors import UsageError
+from holdfast.run.channel import (
+    LONGEST,
+    Beat,
+    Done,
+    End,
+    Enter,
+    Leave,
+    Left,
+    Marked,
+    Moved,
+    WorkerEnd,
+)
+
+if TYPE_CHECKING:
+    from holdfast.run.leftovers import Leftovers
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 PATIENCE_S = 0.2
 """Seconds that a rank may take to find that its collectives have failed, before it is interrupted."""
+AGAIN_S = 1.0
+"""Seconds between further interrupts, where one was lost: in a destructor, or to a script's own handler."""
+CLEANUP_S = 3.0
+"""Seconds that a rank may handle an error of its own, before it is interrupted in that."""
+DROP_S = 10.0
+"""Seconds within which a rank drops what it held; after that its process is replaced."""
 BEAT_S = 0.25
+MOVES_S = 1.0
+"""Seconds between words of a rank that does no step, and moves."""
 INTERRUPT = signal.SIGRTMAX - 4
 """The signal with which a worker's own thread interrupts its main thread."""
+
+NO_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+"""Else NCCL's watchdog ends a process whose peer is gone, before it can leave its function."""
 
 
 class PeerLost(BaseException):
@@ -79,7 +108,7 @@ def kept(name: str, load: Callable[[], T]) -> T:
     name = text_of(name, "kept", "name")
     function_of(load, "kept", "load", "without arguments", 0)
     if name not in _kept:
-        _kept[name] = load()
+        _kept[name] = load() if _launched is None else _launched.keep(load)
     value: T = _kept[name]
     return value
 
@@ -105,34 +134,57 @@ class _Launched:
         self._runs = 0
         """The attempt whose function the main thread is in; 0: in none."""
         self._is_out = threading.Event()
+        self._told_to_leave = 0.0
+        self._cutting = threading.Lock()
+        """Held while connections are cut and groups aborted: none is ended then."""
+        self._before: Leftovers | None = None
+
+    def keep(self, load: Callable[[], T]) -> T:
+        """Load something; processes that it begins are kept with it."""
+        return load() if self._before is None else self._before.keep(load)
 
     def run(self, function: Callable[[], T]) -> T:
         """Call the function, again and again until all ranks are done; return what it returned."""
+        from holdfast.run.leftovers import Leftovers
+
+        refuse_a_group()
         self.is_inside = True
+        os.environ.setdefault(*NO_WATCHDOG)
+        self._before = before = Leftovers()
         signal.signal(INTERRUPT, self._interrupt)
         threading.Thread(target=self._listen, name="holdfast-launcher", daemon=True).start()
         threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
         self._end.say(Marked())
         if self._end.is_spare:
             warm_up()
+        gc.collect()
+        gc.freeze()  # what was imported stays: `drop` need not look through it
         result: T | Left = _NEVER_ENTERED
         first = int(os.environ.get("HOLDFAST_ATTEMPT", "1"))
         word = self._words.get() if self._end.is_spare else Enter(first, {})
         while isinstance(word, Enter):
             self._enter(word)
+            before.put_back()
             try:
                 result = self._inside(function)
                 self._end.say(Done(self._attempt))
             except (Exception, PeerLost) as error:
                 left = self._left(error)
-                forget(error)
-                del error
-                drop()
+                with _ends_within(DROP_S):
+                    with self._cutting:
+                        pass
+                    forget(error)
+                    del error
+                    drop()
+                    before.end()
+                    end_if_device_is_lost(left)
                 self._end.say(left)
                 result = left
             word = self._words.get()
-            if isinstance(word, Enter):
-                drop()
+            if isinstance(word, Enter) and not isinstance(result, Left):
+                with _ends_within(DROP_S):
+                    drop()
+                    before.end()
         self.is_inside = False
         if isinstance(result, Left):
             raise SystemExit(0 if result is _NEVER_ENTERED else 1)
@@ -172,26 +224,94 @@ class _Launched:
     def _leave(self, word: Leave) -> None:
         """Have the main thread leave the function, if it is in that attempt's."""
         from holdfast.group.line import lose_all
-        from holdfast.run.cutting import cut
+        from holdfast.run.cutting import cut, cut_store, on_devices
 
+        self._told_to_leave = time.monotonic()
         lose_all("the ranks have lost each other")
-        cut(word.pids, word.hosts, int(os.environ.get("MASTER_PORT", "0")))
+        store_port = int(os.environ.get("MASTER_PORT", "0"))
+        main = threading.main_thread().ident or 0
+        with self._cutting:
+            if on_devices() and self._runs == word.attempt:
+                # A wait for an aborted collective returns as if all were well: it must be the last line.
+                signal.pthread_kill(main, INTERRUPT)
+            cut(word.pids, word.hosts, store_port)
         patience_s = PATIENCE_S
         while not self._is_out.wait(patience_s) and self._runs == word.attempt:
-            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
-            patience_s = 1.0
+            cut_store(store_port)  # it may wait there for a key of the lost rank, deaf to signals
+            signal.pthread_kill(main, INTERRUPT)
+            patience_s = AGAIN_S
 
     def _interrupt(self, *_: object) -> None:
-        if self._runs:
+        """Leave the function, unless the main thread, which this is, is on its way out already."""
+        if self._runs and not self._is_leaving(sys.exc_info()[1]):
             raise PeerLost("another rank is lost")
 
+    def _is_leaving(self, handled: BaseException | None) -> bool:
+        """True if the error that is being handled leads out of the function: an interrupt before, or,
+        for a while, any other, such as that of a collective that has failed."""
+        if handled is None:
+            return False
+        is_early = time.monotonic() - self._told_to_leave < CLEANUP_S
+        before: BaseException | None = handled
+        while before is not None and not isinstance(before, PeerLost):
+            before = before.__context__
+        return before is not None or is_early
+
     def _beat(self) -> None:
-        said, pause = 0, threading.Event()
-        while self.is_inside:
-            if events.last_step != said:
-                said = events.last_step
-                self._end.say(Beat(said))
-            pause.wait(BEAT_S)
+        """Say which steps are done and saved; and where none is, now and then, that this process moves."""
+        said, said_at, place, has_saved = Beat(0), 0.0, 0, threading.Event()
+        saved = 0
+
+        def note(event: events.Event) -> None:
+            nonlocal saved
+            if event.name in ("snapshot.committed", "save.committed"):
+                saved = max(saved, int(event.fields["step"]))
+                has_saved.set()
+
+        with events.listen(note):
+            while self.is_inside:
+                has_saved.clear()
+                beat, now = Beat(events.last_step, saved), time.monotonic()
+                if beat != said:
+                    self._end.say(beat)
+                    said, said_at = beat, now
+                elif now - said_at > MOVES_S:
+                    said_at, before, place = now, place, _place()
+                    if place != before:
+                        self._end.say(Moved())
+                has_saved.wait(BEAT_S)
+
+
+def _place() -> int:
+    """Return a number that is another one when the main thread is elsewhere in its code, or work of
+    holdfast, such as reading and writing, has gone on."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    places: list[object] = [sum(tuple(events.counters.values()))]
+    while frame is not None:
+        places += [id(frame.f_code), frame.f_lasti]
+        frame = frame.f_back
+    return hash(tuple(places))
+
+
+@contextmanager
+def _ends_within(limit_s: float) -> Iterator[None]:
+    """End this process, so that another takes its rank, if the block takes longer."""
+
+    def give_up() -> None:
+        text = (
+            f"holdfast: what the rank held was not dropped within {limit_s:g} s; the process ends"
+        )
+        print(text, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
+    watch = threading.Timer(limit_s, give_up)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
 
 
 def forget(error: BaseException) -> None:
@@ -205,20 +325,47 @@ def forget(error: BaseException) -> None:
 
 
 def drop() -> None:
-    """Let go of what the function left behind: process groups, meshes, and cycles with tensors."""
+    """Let go of what the function left behind: process groups, meshes, and cycles with tensors.
+
+    DTensor remembers what it has planned, with the meshes of then, whose groups are gone.
+    """
     if "torch" not in sys.modules:
         return
+    from holdfast.run.leftovers import forget_groups
+
+    forget_groups()
+    gc.collect()
+
+
+def end_if_device_is_lost(left: Left) -> None:
+    """End this process if its device does not compute any more, so that another takes its rank: an illegal
+    access, say, is an error for as long as the process lives."""
     import torch
+
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.ones(1, device="cuda").add_(1).item()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        print(
+            f"{left.error}\nholdfast: this process ends, its device is lost: {error}",
+            file=sys.stderr,
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def refuse_a_group() -> None:
+    """UsageError if there is a process group already: the next attempt needs another."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        try:
-            dist.destroy_process_group()
-        except Exception as error:
-            print(f"holdfast: {error} while the process group was ended", file=sys.stderr)
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        raise UsageError(
+            "a process group was made before the recoverable function was called",
+            hint="call init_process_group, and what makes meshes and models, inside of it",
+        )
 
 
 def warm_up() -> None:

@@ -17,16 +17,16 @@ from holdfast.run.channel import WorkerEnd
 from holdfast.run.forkserver import Start
 
 STACKS = signal.SIGRTMAX - 3
-"""The signal upon which a worker writes the stacks of its threads to its standard error."""
+"""The signal upon which a worker writes the stacks of its threads to a file that the launcher reads."""
 
 
-def become(start: Start, end: socket.socket) -> None:
-    """Run the script; it raises what the script raises."""
+def become(start: Start, end: socket.socket, stacks: int) -> None:
+    """Run the script; it raises what the script raises.  `stacks`: a file for the stacks of its threads."""
     os.setsid()
     _redirect(start.stdout, 1)
     _redirect(start.stderr, 2)
     os.environ.update(start.environment)
-    faulthandler.register(STACKS, chain=False)
+    faulthandler.register(STACKS, file=stacks, chain=False)
     _reseed()
     recovery.listen_to(WorkerEnd(end, is_spare=start.is_spare))
     name, *arguments = start.words

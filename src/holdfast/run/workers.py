@@ -20,6 +20,8 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from holdfast.background import ending
+from holdfast.errors import AgentError
 from holdfast.run.channel import (
     Beat,
     Done,
@@ -30,17 +32,20 @@ from holdfast.run.channel import (
     Leave,
     Left,
     Marked,
+    Moved,
 )
 from holdfast.run.forkserver import ForkServer, Start
+from holdfast.run.hangs import Pace, Progress
 from holdfast.run.worker import STACKS
 
 GRACE_S = 0.25
 """Seconds that an error of a rank is looked at before it counts: a peer's end may be behind it."""
 SETTLE_S = 5.0
 """Seconds after an attempt has begun before a new spare is forked."""
-HANG_STEPS = 20
-"""Ranks hang that take so many times the slowest step so far."""
-LEAST_HANG_S = 60.0
+STACKS_S = 2.0
+"""Seconds that a process may take to write its stacks."""
+BAD_SPARES = 3
+"""Number of spares that may end before they wait for a rank, until no more are forked."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Launch:
     words: list[str]
     is_module: bool
     spares: int = 0
+    nproc_min: int | None = None
+    """With how many ranks this node goes on while processes for the others are made; None: with all."""
     hang_s: float | None = None
     leave_s: float = 10.0
     say: Callable[[str], None] = print
@@ -62,6 +69,10 @@ class Worker:
 
     pid: int
     end: LauncherEnd
+    attempt: int
+    """The one for which it was forked."""
+    is_spare: bool = False
+    """It waits, or will, for a rank to be lost."""
     is_marked: bool = False
     """It has come to its recoverable function."""
     left: Left | None = None
@@ -70,9 +81,15 @@ class Worker:
     """It was told that the run is over, and hears no more."""
     status: int | None = None
     """Its exit status; None while it runs."""
-    step: int = 0
-    since: float = field(default_factory=time.monotonic)
-    """When it was heard to have done its last step, or entered."""
+    progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
+    left_at: float = 0.0
+    saved: int = 0
+    """The newest step of which it knows that it is complete, in memory or in storage."""
+
+    @property
+    def step(self) -> int:
+        """The last step that it has done."""
+        return self.progress.step
 
     @property
     def is_out(self) -> bool:
@@ -90,10 +107,20 @@ class Workers(PContext):  # type: ignore[misc]
         self.launch = launch
         self.attempt = 1
         self.hosts: list[str] = []
+        """Addresses of the other nodes."""
+        self.may_end: Callable[[], bool] = lambda: True
+        """Asked when all workers are done: whether those of the other nodes are, too."""
+        self.slots = list(range(self.nprocs))
+        """The slots that have a rank in this attempt, in the order of the local ranks."""
+        self.left_out: set[int] = set()
+        """Slots that get no rank any more."""
+        self.saved = 0
+        """The newest step that any worker has told to be complete."""
         self._workers: dict[int, Worker] = {}
         self._spares: list[Worker] = []
         self._entered = time.monotonic()
-        self._slowest_s = 0.0
+        self._pace = Pace(launch.hang_s)
+        self._bad_spares = 0
         self._has_ended = False
         """All were done, and were told so, or the run is given up."""
 
@@ -108,41 +135,48 @@ class Workers(PContext):  # type: ignore[misc]
             self._workers[rank] = self._fork(rank)
 
     def pids(self) -> dict[int, int]:
-        return {rank: worker.pid for rank, worker in self._workers.items()}
+        return {rank: self._workers[slot].pid for rank, slot in enumerate(self.slots)}
 
     def _poll(self) -> RunProcsResult | None:
         self._listen()
-        failures = dict(self._failures())
+        failures = {self.slots.index(slot): failure for slot, failure in self._failures()}
         if failures:
             return RunProcsResult(failures=failures)
         if all(w.is_done or w.status == 0 for w in self._workers.values()):
-            self._end(is_good=True)
+            if self.may_end():
+                self._end(is_good=True)
             if all(w.status == 0 for w in self._workers.values()):
-                return RunProcsResult(return_values=dict.fromkeys(self._workers, None))
+                return RunProcsResult(return_values=dict.fromkeys(range(len(self.slots)), None))
         self._keep_spares()
         return None
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         """End every worker by `death_sig`; those that are left after `timeout` seconds are killed."""
         everyone = self.everyone
-        for worker in everyone:
-            self._kill(worker, death_sig)
-        self._until(lambda: all(w.status is not None for w in everyone), timeout)
-        for worker in everyone:
-            self._kill(worker, signal.SIGKILL)
-        self._until(lambda: all(w.status is not None for w in everyone), 5.0)
+        with suppress(AgentError):  # if the fork server is gone, what it forked is, too
+            for number, limit_s in ((death_sig, timeout), (signal.SIGKILL, 5.0)):
+                for worker in everyone:
+                    self._kill(worker, number)
+                self._until(lambda: all(w.status is not None for w in everyone), limit_s)
         for worker in everyone:
             worker.end.close()
         self._spares.clear()
 
     # -- from one attempt to the next -------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Have every worker leave its function; those that cannot, or do not in time, are killed."""
+    def worker(self, rank: int) -> Worker:
+        return self._workers[self.slots[rank]]
+
+    def leave(self) -> list[int]:
+        """Have every worker leave its function; those that cannot, or do not in time, are killed.
+
+        Returns the local ranks of those that did not in time.
+        """
         pids = [w.pid for w in self._workers.values()]
         inside = [w for w in self._workers.values() if w.status is None and not w.is_out]
         for worker in inside:
-            if not worker.is_marked or not worker.end.say(Leave(self.attempt, pids, self.hosts)):
+            can_leave = worker.is_marked and not _is_stopped(worker.pid)
+            if not can_leave or not worker.end.say(Leave(self.attempt, pids, self.hosts)):
                 self._kill(worker, signal.SIGKILL)
         self._until(
             lambda: all(w.is_out or w.status is not None for w in inside), self.launch.leave_s
@@ -151,31 +185,107 @@ class Workers(PContext):  # type: ignore[misc]
         if stuck:
             named = ", ".join(str(w.pid) for w in stuck)
             self.launch.say(
-                f"killed, since they did not leave within {self.launch.leave_s:g} s: {named}; their "
-                "stacks are in their standard errors"
+                f"killed, since they did not leave within {self.launch.leave_s:g} s: {named}"
             )
-            self._write_stacks(stuck)
+            self._tell_stacks(stuck)
         for worker in stuck:
             self._kill(worker, signal.SIGKILL)
         self._until(lambda: all(w.is_out or w.status is not None for w in inside), 5.0)
+        return [rank for rank, slot in enumerate(self.slots) if self._workers[slot] in stuck]
+
+    def choose_slots(self) -> int:
+        """Choose the slots that get a rank in the next attempt, and return how many.
+
+        Those without a process get a spare; where none is ready, they are done without as long as
+        `nproc_min` allows it.
+        """
+        fit = [slot for slot in range(self.nprocs) if slot not in self.left_out]
+        vacant = [
+            slot for slot in fit if slot not in self._workers or not self._workers[slot].is_out
+        ]
+        without = vacant[len(self._ready()) :]
+        least = self.launch.nproc_min
+        if least is None or len(vacant) == len(fit):
+            without = []
+        else:
+            without = without[max(least - (len(fit) - len(without)), 0) :]
+        self.slots = [slot for slot in fit if slot not in without]
+        return len(self.slots)
+
+    def may_leave_out(self, slot: int) -> bool:
+        least = self.launch.nproc_min
+        return least is not None and self.nprocs - len(self.left_out | {slot}) >= least
+
+    def failure(self, rank: int) -> ProcessFailure:
+        """Return what torch shall know of a rank that failed."""
+        worker = self.worker(rank)
+        slot = self.slots[rank]
+        return ProcessFailure(slot, worker.pid, worker.status or 1, self.error_files[slot])
+
+    @property
+    def entered_s(self) -> float:
+        """Seconds since this attempt began."""
+        return time.monotonic() - self._entered
+
+    @property
+    def is_marked(self) -> bool:
+        """Every worker has come to its recoverable function."""
+        return all(w.is_marked for w in self._workers.values())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended
+
+    @property
+    def can_grow(self) -> bool:
+        """A process is ready for a slot that has no rank."""
+        return self._num_vacant > 0 and bool(self._ready())
+
+    @property
+    def _num_vacant(self) -> int:
+        return int(self.nprocs) - len(self.left_out) - len(self.slots)
 
     def enter(self, envs: dict[int, dict[str, str]]) -> None:
         """Begin the next attempt, in processes that have left, spares, and new ones."""
+        self._listen()  # somebody may have ended meanwhile
         self.attempt += 1
         self.envs = envs
         self._has_ended = False
+        self._bad_spares = 0
         self._entered = time.monotonic()
-        for rank in range(self.nprocs):
-            worker = self._workers[rank]
+        for slot in [slot for slot in self._workers if slot not in self.slots]:
+            self._dismiss(self._workers.pop(slot))
+        for rank in self.slots:
             with suppress(OSError):
                 os.unlink(self.error_files[rank])  # that of the attempt before
-            if not worker.is_out:
-                worker.end.close()
+            worker = self._workers.get(rank)
+            while worker is None or not self._enters(worker, rank):
+                if worker is not None:
+                    self._bury(worker)
                 self._workers[rank] = worker = self._spare() or self._fork(rank)
-            if worker.is_marked:
-                worker.end.say(Enter(self.attempt, self._environment(rank)))
             worker.left, worker.is_done = None, False
-            worker.since = time.monotonic()
+            worker.is_spare = False
+            worker.progress.enter(time.monotonic())
+
+    def _enters(self, worker: Worker, rank: int) -> bool:
+        """Have a process take a rank; False if it is none that can."""
+        if worker.status is not None or worker.is_ending:
+            return False
+        if worker.is_marked and (worker.is_out or worker.is_spare):
+            return worker.end.say(Enter(self.attempt, self._environment(rank)))
+        return not worker.is_marked and worker.attempt == self.attempt
+
+    def _bury(self, worker: Worker) -> None:
+        """Let go of a process that has ended, and end what it began if it was killed."""
+        worker.end.close()
+        if worker.status is not None and worker.status < 0:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+
+    def _dismiss(self, worker: Worker) -> None:
+        """End a worker whose slot has no rank any more."""
+        self._kill(worker, signal.SIGKILL)
+        worker.end.close()
 
     def give_up(self) -> None:
         """The run has failed: those that wait for a word end."""
@@ -192,7 +302,8 @@ class Workers(PContext):  # type: ignore[misc]
 
     def _environment(self, rank: int) -> dict[str, str]:
         return {
-            **self.envs[rank],
+            **self.envs[self.slots.index(rank)],
+            **({} if self.launch.nproc_min is None else {"LOCAL_RANK": str(rank)}),
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt - 1),
             "TORCHELASTIC_ERROR_FILE": self.error_files[rank],
             "HOLDFAST_ATTEMPT": str(self.attempt),
@@ -208,31 +319,60 @@ class Workers(PContext):  # type: ignore[misc]
             stderr=self.stderrs[rank],
             is_spare=is_spare,
         )
-        pid = self.launch.server.start(start, end.other)
+        pid = self.launch.server.start(start, end.other, end.stacks)
         end.other.close()
-        return Worker(pid, end)
+        return Worker(pid, end, self.attempt, is_spare)
+
+    def _ready(self) -> list[Worker]:
+        return [w for w in self._spares if w.is_marked and w.status is None]
 
     def _spare(self) -> Worker | None:
-        for worker in self._spares:
-            if worker.is_marked and worker.status is None:
+        for worker in self._ready():
+            if not _is_stopped(worker.pid):
                 self._spares.remove(worker)
                 return worker
         return None
 
     def _keep_spares(self) -> None:
         """Fork spares, when training goes on: only where there is a recoverable function to wait at."""
-        self._spares = [w for w in self._spares if w.status is None]
+        for worker in [w for w in self._spares if w.status is not None]:
+            self._spares.remove(worker)
+            self._tell_of_spare(worker)
         is_calm = time.monotonic() - self._entered > SETTLE_S or self.attempt == 1
-        is_marked = all(w.is_marked for w in self._workers.values())
-        if len(self._spares) < self.launch.spares and is_calm and is_marked and not self._has_ended:
+        wanted = self.launch.spares * is_calm + self._num_vacant
+        is_wanted = len(self._spares) < wanted and self._bad_spares < BAD_SPARES
+        if is_wanted and self.is_marked and not self._has_ended:
             self._spares.append(self._fork(len(self._spares) % self.nprocs, is_spare=True))
 
-    def _write_stacks(self, workers: list[Worker]) -> None:
-        """Have workers write the stacks of their threads to their standard errors."""
+    def _tell_of_spare(self, worker: Worker) -> None:
+        """Say that a spare has ended, and if so, that no more are forked."""
+        worker.end.close()
+        if self._has_ended:
+            return
+        self._bad_spares = 0 if worker.is_marked else self._bad_spares + 1
+        where = "waited for a rank" if worker.is_marked else "came to its recoverable function"
+        when = "while it" if worker.is_marked else "before it"
+        self.launch.say(
+            f"a spare (process {worker.pid}) has ended {when} {where}: it {ending(worker.status or 0)}"
+        )
+        if self._bad_spares == BAD_SPARES:
+            self.launch.say(
+                f"that was the {BAD_SPARES}rd in a row: no spare is forked until the next recovery"
+            )
+
+    def _tell_stacks(self, workers: list[Worker]) -> None:
+        """Say what the threads of workers are at."""
+        before = {w.pid: w.end.stacks_size() for w in workers}
         for worker in workers:
             with suppress(ProcessLookupError):
                 os.kill(worker.pid, STACKS)
-        self._until(lambda: False, 0.5)
+        self._until(lambda: all(w.end.stacks_size() > before[w.pid] for w in workers), STACKS_S)
+        self._until(lambda: False, 0.1)  # it may be in the middle of it
+        for worker in workers:
+            rank = next((r for r, w in self._workers.items() if w is worker), None)
+            text = worker.end.stacks_since(before[worker.pid]).strip()
+            text = text or "none: the process is stopped, or in the kernel"
+            self.launch.say(f"stacks of local rank {rank} (process {worker.pid}):\n{text}")
 
     def _kill(self, worker: Worker, number: signal.Signals) -> None:
         if worker.status is not None:
@@ -273,12 +413,15 @@ class Workers(PContext):  # type: ignore[misc]
         if isinstance(message, Marked):
             worker.is_marked = True
         elif isinstance(message, Beat):
-            if worker.step:
-                self._slowest_s = max(self._slowest_s, now - worker.since)
-            worker.step, worker.since = message.step, now
+            if message.step != worker.step:
+                self._pace.stepped(worker.progress, message.step, now)
+            worker.saved = max(worker.saved, message.saved)
+            self.saved = max(self.saved, message.saved)
+        elif isinstance(message, Moved):
+            worker.progress.moved = now
         elif isinstance(message, Left) and message.attempt == self.attempt:
-            worker.left, worker.since = message, now
-            worker.step = max(worker.step, message.step)
+            worker.left, worker.left_at = message, now
+            worker.progress.step = max(worker.step, message.step)
         elif isinstance(message, Done) and message.attempt == self.attempt:
             worker.is_done = True
 
@@ -291,7 +434,7 @@ class Workers(PContext):  # type: ignore[misc]
         if dead:
             return
         now = time.monotonic()
-        erred = [(w.since, r, w) for r, w in self._workers.items() if w.left is not None]
+        erred = [(w.left_at, r, w) for r, w in self._workers.items() if w.left is not None]
         for since, rank, worker in sorted(erred, key=lambda e: e[:2])[:1]:
             if now - since > GRACE_S and worker.left is not None:
                 self._write_error(rank, worker.left)
@@ -306,28 +449,30 @@ class Workers(PContext):  # type: ignore[misc]
             Path(self.error_files[rank]).write_text(json.dumps(told))
 
     def _hung(self, now: float) -> Iterator[tuple[int, ProcessFailure]]:
-        """Ranks that make no progress: their stacks are written, and those to blame are killed."""
-        inside = {r: w for r, w in self._workers.items() if w.is_marked and not w.is_out and w.step}
-        if not inside or len(inside) < self.nprocs:
+        """Ranks that make no progress: their stacks are told, and those to blame are killed.
+
+        Those whose function has returned do not count: they wait for the others.
+        """
+        running = {r: w for r, w in self._workers.items() if w.status is None and not w.is_out}
+        if not any(w.is_marked for w in running.values()) or self._has_ended:
             return
-        limit_s = self.launch.hang_s or max(LEAST_HANG_S, HANG_STEPS * self._slowest_s)
-        if now - max(w.since for w in inside.values()) < limit_s:
+        limit_s = self._pace.exceeded_s([w.progress for w in running.values()], now)
+        if limit_s is None:
             return
-        stopped = {r for r, w in inside.items() if _is_stopped(w.pid)}
-        behind = min(w.step for w in inside.values())
-        ahead = max(w.step for w in inside.values())
-        to_blame = stopped or {r for r, w in inside.items() if w.step == behind < ahead}
-        self._write_stacks([w for r, w in inside.items() if r not in stopped])
+        stopped = {r for r, w in running.items() if _is_stopped(w.pid)}
+        behind = min(w.step for w in running.values())
+        ahead = max(w.step for w in running.values())
+        to_blame = stopped or {r for r, w in running.items() if w.step == behind < ahead}
         whom = ", ".join(f"local rank {r}" for r in sorted(to_blame)) or "all"
         self.launch.say(
-            f"no rank has done a step for {limit_s:.0f} s (after step {ahead}; to blame: {whom}); their "
-            "stacks are in their standard errors"
+            f"no rank has done a step for {limit_s:.0f} s (after step {ahead}; to blame: {whom})"
         )
+        self._tell_stacks([w for r, w in running.items() if r not in stopped])
         for rank in to_blame:
-            self._kill(inside[rank], signal.SIGKILL)
-        self._until(lambda: all(inside[r].status is not None for r in to_blame), 5.0)
-        for rank in to_blame or inside:
-            worker = inside[rank]
+            self._kill(running[rank], signal.SIGKILL)
+        self._until(lambda: all(running[r].status is not None for r in to_blame), 5.0)
+        for rank in to_blame or running:
+            worker = running[rank]
             yield rank, ProcessFailure(rank, worker.pid, worker.status or 1, self.error_files[rank])
 
 

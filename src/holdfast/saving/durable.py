@@ -225,7 +225,9 @@ class Durable:
             return None
         path, rank = f"{attempt}/r{self.group.rank:05d}.safetensors", self.group.rank
         memory = draft.buffer.view
-        return write_image(self.store, op.step, path, rank, memory, draft.image, draft.filling)
+        return write_image(
+            self.store, op.step, path, rank, memory, draft.image, draft.filling, self.group.check
+        )
 
     def _decide(self, op: SaveOperation, draft: Draft, attempt: str, answers: list[bytes]) -> bytes:
         """Rank 0: commit if every rank has written."""

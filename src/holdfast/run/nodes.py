@@ -1,0 +1,121 @@
+"""What the agents of several nodes tell each other, and what they make of it.
+
+    node A                              node B
+    rank 1 is killed
+    ends ─────────────────────────────► its ranks leave, too
+    card: rank 1 was killed ──────────► card: rank 2 lost a connection
+    both know: A's rank 1 is to blame.  It costs A a restart, and B none
+
+A round is the time from one rendezvous to the next.  Whoever sees a reason for its end says so, and then
+every agent has its ranks leave and lays down a card with what failed at its node.  From the same cards all
+of them find the same failure to blame.  The errors of ranks whose peers are gone are of no account, nor is
+any failure where a node is lost.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+_OF_A_PEER = re.compile(
+    r"Dist\w*Error|gloo|nccl|mpi|ucc|connection|broken pipe|socket|unreachable|time[d-]? ?out"
+    r"|AgentError|Deadline|PeerLost|SIGABRT",
+    re.IGNORECASE,
+)
+
+
+class Introduction(msgspec.Struct, frozen=True):
+    """An agent to the others, at the beginning of a round."""
+
+    host: str
+    num_ranks: int
+    addresses: list[str]
+    door: int = 0
+    """Port at which nobody is refused while the agent lives."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A rank that failed; `how` in a line, `error` its traceback if there is one."""
+
+    rank: int
+    pid: int
+    step: int
+    how: str
+    is_sure: bool
+    """True if no loss of a peer can be behind it."""
+    error: str = ""
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What an agent lays down when its ranks have left: the round is over for them."""
+
+    failures: list[Failure]
+    is_first: bool = False
+    """It was the one to say that the round ends."""
+
+
+def blamed(cards: Mapping[int, Card], lost: Sequence[int]) -> tuple[int, Failure] | None:
+    """Return the node and the failure behind the end of a round; None if no rank is to blame."""
+    if lost:
+        return None
+    failures = [
+        (not failure.is_sure, not card.is_first, node, number)
+        for node, card in cards.items()
+        for number, failure in enumerate(card.failures)
+    ]
+    if not failures:
+        return None
+    _, _, node, number = min(failures)
+    return node, cards[node].failures[number]
+
+
+def may_be_of_a_peer(how: str) -> bool:
+    """Tell whether an error may be nothing but a connection to a peer that failed first."""
+    return _OF_A_PEER.search(how) is not None
+
+
+def first_ranks(nodes: Sequence[Introduction]) -> list[int]:
+    """Return the first global rank of every node, and at the end the number of all ranks."""
+    firsts = [0]
+    for node in nodes:
+        firsts.append(firsts[-1] + node.num_ranks)
+    return firsts
+
+
+def addresses() -> list[str]:
+    """Return every address of this node by which another one may see it."""
+    found = {*_ipv4(), *_ipv6()}
+    return sorted(a for a in found if not ipaddress.ip_address(a).is_loopback)
+
+
+def of_others(nodes: Sequence[Introduction], me: int) -> list[str]:
+    """Return the addresses of all nodes but this one: those that this one has, too, are no node's."""
+    mine = set(nodes[me].addresses)
+    return sorted({a for node in nodes for a in node.addresses} - mine)
+
+
+def _ipv4() -> list[str]:
+    """The kernel's table of routes names each address of this network once as `32 host LOCAL`."""
+    found, last = [], ""
+    with suppress(OSError):
+        for line in Path("/proc/net/fib_trie").read_text().splitlines():
+            _, is_leaf, text = line.partition("|-- ")
+            if is_leaf:
+                last = text.strip()
+            elif line.strip() == "/32 host LOCAL":
+                found.append(last)
+    return found
+
+
+def _ipv6() -> list[str]:
+    found = []
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])))
+    return found

@@ -1,0 +1,513 @@
+"""The rendezvous of several nodes: torch's dynamic one, watched from a thread of its own.
+
+torch's agent asks its rendezvous once in a while, and waits for the answer: while the host of the
+rendezvous is silent, it sees nothing of its own ranks.  Here one thread asks, whatever it takes; the agent
+reads the last `View`.
+
+torch begins a new round when the last node has left the one before, and it strikes off a node that has sent
+no sign of life for a while.  Its nodes look once in a second; these look as often as `pause_s` says.  The
+first round waits long for nodes that begin later, as torch's does; later ones wait for those that live.
+
+A connection that fails, or is silent while the nodes are to meet, is replaced by a new one: to the next of
+several endpoints, if there are several.  The node stays the same to the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+    dynamic_rendezvous,
+    registry,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from holdfast.run.door import Door, Neighbour
+from holdfast.run.nodes import Card, Introduction
+
+T = TypeVar("T")
+
+LATER_CALL_S = 0.5
+"""Seconds that a later round with at least MIN nodes waits for more: all that live are there by then."""
+SLICE_S = 0.2
+"""Seconds for which a signal to the launcher may wait."""
+KEEP_ALIVE_S, KEEP_ALIVES = 1, 5
+"""How often a node gives a sign of life, and how many of them may fail, if `--rdzv-conf` does not say."""
+SILENT_S = 10.0
+"""Seconds without an answer after which a connection is given up, while the nodes are to meet."""
+AGAIN_S = 1.0
+CARDS_S = 60.0
+"""Seconds that a node may take to say what became of its ranks."""
+ALONE_S = 30.0
+"""Seconds that ranks that are done wait for the others, where the rendezvous is lost."""
+ENDS = "holdfast/ends"
+_LOST = (RendezvousConnectionError, RendezvousStateError, dist.DistError, OSError)
+
+
+def pause_s(num_nodes: int) -> float:
+    """Return the seconds between two looks: so many nodes ask one store."""
+    return min(max(0.02, 0.001 * num_nodes), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the rendezvous said when it was looked at last."""
+
+    at_s: float = 0.0
+    waiting: int = 0
+    """Nodes that wait to be taken in."""
+    members: frozenset[Any] = frozenset()
+    ends: bool = False
+    """Some node has said that the round is over."""
+    are_done: bool = False
+    """The ranks of all nodes have done what there was to do."""
+    are_out: bool = False
+    """They have ended, too."""
+    cards: dict[int, Card] = field(default_factory=dict)
+
+
+@dataclass
+class Round:
+    """The nodes of one round, in the order of their ranks."""
+
+    store: Any
+    me: int
+    members: list[Any]
+    nodes: list[Introduction]
+    said: dict[str, bytes] = field(default_factory=dict)
+    """What this node has said of itself: `done`, `out`, and its card."""
+
+    def lost(self, view: View) -> list[int]:
+        """Return the nodes that were struck off without a word."""
+        if view.at_s == 0:
+            return []
+        return [
+            n
+            for n, member in enumerate(self.members)
+            if member not in view.members and n not in view.cards
+        ]
+
+    def named(self, numbers: list[int]) -> str:
+        return ", ".join(self.nodes[n].host for n in numbers)
+
+
+class _Calls(RendezvousTimeout):  # type: ignore[misc]
+    """torch's limits, with a last call that depends on the round."""
+
+    def __init__(self, known: RendezvousTimeout, round_number: Callable[[], int]) -> None:
+        super().__init__(known.join, known.last_call, known.close, known.heartbeat)
+        self._round_number = round_number
+
+    @property
+    def last_call(self) -> timedelta:
+        return self._last_call if self._round_number() == 0 else timedelta(seconds=LATER_CALL_S)
+
+
+class _Backend:
+    """torch's backend, that tells when it has answered, and can be given up."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.answered_at = time.monotonic()
+        self.is_given_up = False
+
+    @property
+    def name(self) -> str:
+        return str(self._backend.name)
+
+    def get_state(self) -> Any:
+        return self._ask(self._backend.get_state)
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        return self._ask(lambda: self._backend.set_state(state, token))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        if self.is_given_up:
+            raise RendezvousConnectionError("this connection was given up")
+        answer = question()
+        self.answered_at = time.monotonic()
+        return answer
+
+
+class Rendezvous(RendezvousHandler):  # type: ignore[misc]
+    """Where the agents of the nodes meet."""
+
+    def __init__(
+        self,
+        create: Callable[[RendezvousParameters], DynamicRendezvousHandler],
+        given: RendezvousParameters,
+        say: Callable[[str], None],
+    ) -> None:
+        self.introduction = Introduction("", 0, [])
+        self.view = View()
+        self.round: Round | None = None
+        self.problem = ""
+        """Why the rendezvous cannot be asked; empty: it can be."""
+        self._create, self._given, self._say = create, given, say
+        self._endpoints = given.endpoint.split(",") if given.backend != "c10d" else [given.endpoint]
+        self._pause_s = pause_s(given.max_nodes)
+        self._door = Door()
+        self._neighbour: Neighbour | None = None
+        self._is_connecting, self._last_said_at = False, 0.0
+        self.is_left = False
+        """This node goes, and the others stay: the rendezvous is not to be closed."""
+        self._handler = self._connected()
+        self._settle()
+        self._begin()
+
+    # -- what the agent says and asks -------------------------------------------------------------
+
+    def end_round(self) -> Callable[[], bool]:
+        """Say that the round is over; what is returned tells later if nobody had said so before."""
+        of = self.round
+        assert of is not None
+        answer = self._asked(lambda: int(of.store.add(ENDS, 1)) == 1)
+        return lambda: answer.done() and answer.exception() is None and answer.result()
+
+    def are_all(self, what: str) -> bool:
+        """Say that the ranks of this node are `done`, or `out`; return whether those of all nodes are.
+
+        Where the rendezvous is lost, the others are taken to be so after a while.
+        """
+        self.say(what)
+        is_alone = bool(self.problem) and time.monotonic() - self._last_said_at > ALONE_S
+        return is_alone or (self.view.are_done if what == "done" else self.view.are_out)
+
+    def say(self, what: str, value: bytes = b"1") -> None:
+        """Say something of this node to the others of the round; nobody waits for it."""
+        of = self.round
+        assert of is not None
+        if what not in of.said:
+            of.said[what], self._last_said_at = value, time.monotonic()
+            self._asked(lambda: of.store.set(f"holdfast/{what}/{of.me}", value))
+
+    def cards(self) -> tuple[dict[int, Card], list[int]]:
+        """Wait for the cards of all nodes that are not lost; return them, and the lost ones."""
+        of = self.round
+        assert of is not None
+        until = time.monotonic() + CARDS_S
+        while True:
+            cards, lost = self.view.cards, of.lost(self.view)
+            if of.me in lost or (of.me in cards and len(cards) + len(lost) == len(of.members)):
+                return cards, lost
+            if time.monotonic() > until or self.problem or self._silent_s > SILENT_S:
+                return cards, [n for n in range(len(of.members)) if n not in cards]
+            time.sleep(self._pause_s / 2)
+
+    @property
+    def least(self) -> int:
+        """Number of nodes without which there is no round."""
+        return int(self._given.min_nodes)
+
+    @property
+    def num_others(self) -> int:
+        """Number of nodes that there are without this one, those that wait included."""
+        state = self._handler._state_holder.state
+        return len({*state.participants, *state.wait_list, *state.redundancy_list}) - 1
+
+    def is_new(self, cause: str) -> bool:
+        """Note why something is left out; False if it was noted before, by any node."""
+        store, text = self._handler._store, f"{self.get_run_id()} {cause}"
+        key = f"holdfast/left-out/{zlib.crc32(text.encode()):08x}"
+        answer = self._asked(lambda: int(store.add(key, 1)) == 1)
+        with suppress(TimeoutError, *_LOST):
+            return answer.result(SILENT_S)
+        return False
+
+    def leave(self) -> None:
+        """Leave the others at once, who go on: nobody need find out."""
+        self.is_left = True
+        handler = self._handler
+
+        def leave() -> None:
+            handler._stop_heartbeats()
+            deadline = time.monotonic() + SILENT_S
+            handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
+
+        with suppress(TimeoutError, *_LOST):
+            self._asked(leave).result(SILENT_S / 2)
+        self._end()
+
+    # -- what torch asks --------------------------------------------------------------------------
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.round, self.view = None, View()
+        until = time.monotonic() + self._handler.settings.timeout.join.total_seconds()
+        while True:
+            try:
+                met = _awaited(self._asked(self._met), self._check_silence)
+                if met is not None:
+                    info, self.round = met
+                    return info
+            except _LOST as error:
+                if time.monotonic() > until:
+                    raise
+                self._complain(error)
+                time.sleep(AGAIN_S)
+
+    def _met(self) -> tuple[RendezvousInfo, Round] | None:
+        """Meet the others, and exchange introductions; None if one was lost before that."""
+        if self.problem:
+            self._reconnect()
+        for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
+            setattr(
+                self._handler, name, None
+            )  # else the ranks of this round would see the last one's
+        try:
+            info = self._handler.next_rendezvous()
+        except RendezvousTimeoutError:
+            if self._handler._state_holder.state.complete:
+                return None  # the others train, and this node waits to be taken in
+            raise
+        state = self._handler._state_holder.state
+        members = sorted(state.participants, key=lambda node: int(state.participants[node]))
+        store, mine = info.store, msgspec.structs.replace(self.introduction, door=self._door.port)
+        store.set(f"holdfast/node/{info.rank}", msgspec.json.encode(mine))
+        keys = [f"holdfast/node/{n}" for n in range(info.world_size)]
+        while not store.check(keys):
+            self._handler.num_nodes_waiting()
+            now = self._handler._state_holder.state.participants
+            for key, member in zip(keys, members, strict=True):
+                if member not in now and not store.check([key]):
+                    return None
+            time.sleep(self._pause_s)
+        decode = msgspec.json.Decoder(Introduction).decode
+        of = Round(store, info.rank, members, [decode(store.get(key)) for key in keys])
+        self._neighbour = Neighbour.of(of.nodes, of.me)
+        return info, of
+
+    def num_nodes_waiting(self) -> int:
+        """None for torch, which would begin anew at once: the agent sees to them."""
+        return 0
+
+    def get_backend(self) -> str:
+        return str(self._handler.get_backend())
+
+    @property
+    def use_agent_store(self) -> bool:
+        return bool(self._handler.use_agent_store)
+
+    def is_closed(self) -> bool:
+        return bool(_awaited(self._asked(self._handler.is_closed)))
+
+    def set_closed(self) -> None:
+        _awaited(self._asked(self._handler.set_closed))
+
+    def get_run_id(self) -> str:
+        return str(self._handler.get_run_id())
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous: the run is over, unless this node alone leaves it."""
+        is_closed = True
+        if not self.problem and not self.is_left:
+            answer = self._asked(self._handler.shutdown)
+            with suppress(TimeoutError):
+                is_closed = bool(answer.result(SILENT_S))
+        self._end()
+        return is_closed
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._words: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        target, about = self._work, (self._words,)
+        self._thread = threading.Thread(
+            target=target, args=about, name="holdfast-rendezvous", daemon=True
+        )
+        self._thread.start()
+
+    def _end(self) -> None:
+        """End the thread: torch ends a process in which one is inside it when Python is gone."""
+        self._words = SimpleQueue()
+        self._handler._stop_heartbeats()
+        self._thread.join(SILENT_S)
+
+    def _asked(self, work: Callable[[], T]) -> Future[T]:
+        """Have the thread do something; the future has what came of it."""
+        answer: Future[T] = Future()
+
+        def do() -> None:
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._words.put(do)
+        return answer
+
+    def _work(self, words: SimpleQueue[Callable[[], None]]) -> None:
+        while words is self._words:
+            try:
+                words.get(timeout=AGAIN_S if self.problem else self._pause_s)()
+            except Empty:
+                try:
+                    if self.problem:
+                        self._reconnect()
+                    self._look()
+                except _LOST as error:
+                    if words is self._words:
+                        self._complain(error)
+
+    def _look(self) -> None:
+        of = self.round
+        if of is None:
+            return
+        self._door.visitors()
+        waiting = int(self._handler.num_nodes_waiting())
+        members = frozenset(self._handler._state_holder.state.participants)
+        if self._neighbour is not None and self._neighbour.is_gone():
+            self._strike(of.members[self._neighbour.number])
+            self._neighbour = None
+        view = View(
+            at_s=time.monotonic(),
+            waiting=waiting,
+            members=members,
+            are_done=self._have_all_said(of, "done"),
+            are_out=self._have_all_said(of, "out"),
+            ends=bool(of.store.check([ENDS])),
+            cards=self._cards(of) if "card" in of.said else {},
+        )
+        if self.round is of:
+            self.view = view
+
+    def _have_all_said(self, of: Round, what: str) -> bool:
+        keys = [f"holdfast/{what}/{n}" for n in range(len(of.members))]
+        return what in of.said and bool(of.store.check(keys))
+
+    def _cards(self, of: Round) -> dict[int, Card]:
+        keys = {n: f"holdfast/card/{n}" for n in range(len(of.members))}
+        decode = msgspec.json.Decoder(Card).decode
+        return {n: decode(of.store.get(key)) for n, key in keys.items() if of.store.check([key])}
+
+    def _strike(self, member: Any) -> None:
+        """Strike off a node whose launcher has ended, as if it had been silent for long."""
+        holder = self._handler._state_holder
+        with self._handler._heartbeat_lock:
+            while True:
+                holder.sync()
+                if member not in holder.state.participants:
+                    return
+                holder.state.last_heartbeats[member] = datetime.min.replace(tzinfo=timezone.utc)
+                holder.mark_dirty()
+
+    # -- the connection ---------------------------------------------------------------------------
+
+    def _connected(self) -> DynamicRendezvousHandler:
+        """Return a handler with a new connection, to the first endpoint that answers."""
+        self._is_connecting = True
+        try:
+            for endpoint in self._endpoints[:-1]:
+                self._given.endpoint = endpoint
+                with suppress(RendezvousConnectionError):
+                    return self._create(self._given)
+            self._given.endpoint = self._endpoints[-1]
+            return self._create(self._given)
+        finally:
+            self._is_connecting = False
+
+    def _settle(self) -> None:
+        """Have the handler look often, and wait for nobody who will not come."""
+        handler = self._handler
+        holder = handler._state_holder
+        holder._cache_duration = self._pause_s
+        self._backend = holder._backend = _Backend(holder._backend)
+        if self._given.get("last_call_timeout") is None:
+            calls = _Calls(handler.settings.timeout, lambda: int(holder.state.round))
+            object.__setattr__(handler.settings, "timeout", calls)
+
+    def _reconnect(self) -> None:
+        """Go on over a new connection, as the same node."""
+        fresh, handler = self._connected(), self._handler
+        handler._store, handler._heartbeat_lock = fresh._store, threading.Lock()
+        backend = fresh._state_holder._backend
+        self._backend = handler._state_holder._backend = _Backend(backend)
+        of = self.round
+        if of is not None:
+            of.store = handler._get_store()
+            for what, value in of.said.items():
+                of.store.set(f"holdfast/{what}/{of.me}", value)
+        handler._keep_alive_timer = None
+        if of is not None:
+            handler._start_heartbeats()
+        self.problem = ""
+        self._say("the rendezvous answers again")
+
+    def _complain(self, error: Exception) -> None:
+        if not self.problem:
+            self._say(f"the rendezvous at {self._given.endpoint} is lost: {error}")
+        self.problem = str(error) or type(error).__name__
+
+    @property
+    def _silent_s(self) -> float:
+        return 0.0 if self._is_connecting else time.monotonic() - self._backend.answered_at
+
+    def _check_silence(self) -> None:
+        """Give up a connection that is silent, with the thread that waits for it."""
+        if self._silent_s > SILENT_S:
+            self._backend.is_given_up = True
+            self._begin()
+            raise RendezvousConnectionError(f"no answer for {SILENT_S:g} s")
+
+
+def _awaited(answer: Future[T], check: Callable[[], None] = lambda: None) -> T:
+    """Return the answer, whatever it takes; signals reach this thread meanwhile."""
+    while True:
+        with suppress(TimeoutError):
+            return answer.result(SLICE_S)
+        if answer.done():
+            return answer.result()
+        check()
+
+
+def watched(
+    create: Callable[[RendezvousParameters], RendezvousHandler],
+    given: RendezvousParameters,
+    say: Callable[[str], None],
+) -> RendezvousHandler:
+    """Return the rendezvous that `given` asks for: a `Rendezvous` where several nodes may meet."""
+    if given.max_nodes == 1 or given.backend not in ("c10d", "etcd-v2"):
+        return create(given)
+    given.config.setdefault("keep_alive_interval", KEEP_ALIVE_S)
+    given.config.setdefault("keep_alive_max_attempt", KEEP_ALIVES)
+    return Rendezvous(create, given, say)
+
+
+@contextmanager
+def quick(say: Callable[[str], None]) -> Iterator[None]:
+    """In this block torch's rendezvous looks every `pause_s` seconds, where it would once a second."""
+    delay, create = dynamic_rendezvous._delay, registry.get_rendezvous_handler
+    pause = 1.0
+
+    def shorter(seconds: float | tuple[float, float]) -> None:
+        delay(seconds if isinstance(seconds, tuple) else min(seconds, pause))
+
+    def watched_here(given: RendezvousParameters) -> RendezvousHandler:
+        nonlocal pause
+        pause = pause_s(given.max_nodes)
+        return watched(create, given, say)
+
+    dynamic_rendezvous._delay, registry.get_rendezvous_handler = shorter, watched_here
+    try:
+        yield
+    finally:
+        dynamic_rendezvous._delay, registry.get_rendezvous_handler = delay, create

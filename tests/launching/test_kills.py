@@ -1,0 +1,151 @@
+"""Ranks of a real run are killed at random moments: each time it goes on in place, as if nothing had been.
+
+The moments come from a seed, which is printed; HOLDFAST_SEED=N repeats a run's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import time
+from pathlib import Path
+
+import pytest
+
+from launching.soaked import RANKS, Soaked, soaked, trajectory
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.soak]
+
+KILLS = int(os.environ.get("HOLDFAST_KILLS", "100"))
+EVENTS = {
+    "": ["delta.call"],
+    "memory": [
+        "snapshot.call", "snapshot.copy", "snapshot.digest", "snapshot.committed", "save.call",
+        "persist", "tidy", "restore.read", "restore.load", "restore",
+    ],
+    "records": [
+        "save.call", "persist", "save.committed", "tidy", "delta.call", "delta.hand_over",
+        "delta.wrote", "replay.writers", "log.headers", "replay", "restore.load", "restore",
+    ],
+}  # fmt: skip
+
+
+def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
+    """Kill something of a run at a random moment; return what."""
+    ranks = run.until(run.stepping, "all ranks do a step")
+    kind = chance.choices(["any", "event", "again"], [4, 4, 3])[0]
+    time.sleep(chance.uniform(0, 0.4))
+    rank = chance.randrange(RANKS)
+    if kind == "event":
+        event = chance.choice(events)
+        order = Path(f"{run.root}.order")
+        order.with_suffix(".new").write_text(f"{rank} {event}")
+        order.with_suffix(".new").rename(order)
+        stop = time.monotonic() + chance.uniform(2, 4)
+        while order.exists() and time.monotonic() < stop:
+            time.sleep(0.01)
+        if not order.exists():
+            ordered = [t["pid"] for t in run.look() if "ordered" in t]
+            run.killed.update(ordered)
+            return f"rank {rank} at {event}"
+        # one that comes in a recovery alone: it stays for the next
+    run.kill(ranks[rank])
+    if kind != "again":
+        return f"rank {rank} ({kind})"
+    later = chance.uniform(0, 1.0)
+    time.sleep(later)
+    others = run.forked()
+    if others:
+        run.kill(chance.choice(others))
+    return f"rank {rank}, and another process {later:.3f} s later"
+
+
+def lost_steps(run: Soaked) -> list[tuple[int, int, int]]:
+    """Return (attempt, step that all ranks had done before, step restored) where these differ."""
+    found = []
+    for attempt in sorted({t["attempt"] for t in run.told}):
+        begins = {t["begins"] for t in run.told if t["attempt"] == attempt and "begins" in t}
+        assert len(begins) <= 1, (attempt, begins)
+        before = [t for t in run.told if t["attempt"] < attempt and "state" in t]
+        done = [
+            max((t["state"] for t in before if t["rank"] == r), default=0) for r in range(RANKS)
+        ]
+        if begins and min(done) > min(begins):
+            found.append((attempt, min(done), min(begins)))
+    return found
+
+
+def growth(run: Soaked) -> list[str]:
+    """Return what grew in a process from its third entry on."""
+    entries: dict[int, list[dict[str, int]]] = {}
+    for t in run.told:
+        if "holds" in t:
+            entries.setdefault(t["pid"], []).append(t["holds"])
+    found = []
+    for pid, held in entries.items():
+        for name in ("fds", "sockets", "threads", "maps", "groups"):
+            numbers = [h[name] for h in held[2:]]
+            if len(numbers) > 2 and min(numbers[-2:]) > max(numbers[:1]):
+                found.append(f"process {pid}: {name} {numbers}")
+    return found
+
+
+@pytest.mark.parametrize("tiers", ["memory,durable", "records,durable", "memory,records,durable"])
+def test_kills_at_random_moments(tiers: str, tmp_path: Path) -> None:
+    seed = int(os.environ.get("HOLDFAST_SEED", secrets.randbelow(1 << 30)))
+    print(f"HOLDFAST_SEED={seed}")
+    chance = random.Random(seed)
+    events = EVENTS["memory" if "memory" in tiers else "records"]
+    events = events + EVENTS[""] * ("records" in tiers)
+    words = (f"--tiers={tiers}", "--pause=0.02")
+    with soaked(tmp_path / "root", *words, options=("--spares=1",)) as run:
+        for n in range(KILLS // 3 + 1):
+            recover(run, n, chance, events)
+        Path(f"{run.root}.order").unlink(missing_ok=True)
+        last = run.until(run.stepping, "all ranks do a step")
+        assert run.finish() == 0, run.printed[-6000:]
+        run.nothing_is_left()
+    check(run, trajectory(tmp_path / "whole", run.last_step))
+    assert {t["pid"] for t in run.told} - run.killed == set(last.values())  # nobody else was lost
+    assert not [lost for lost in lost_steps(run) if lost[1] - lost[2] > 1]
+    assert not growth(run)
+
+
+def recover(run: Soaked, n: int, chance: random.Random, events: list[str]) -> None:
+    """Kill something, and wait until all ranks go on."""
+    before = run.attempt
+    what = wound(run, chance, events)
+    at = time.time()
+    run.until(lambda: run.stepping(before), f"kill {n}, {what}: all go on")
+    took_s = max(t["at"] for t in run.told) - at
+    print(f"{n}: {what}: {took_s:.2f} s")
+
+
+def check(run: Soaked, expected: dict[tuple[int, int], str]) -> None:
+    """Every state, restored or reached, is one of the uninterrupted run."""
+    states = [t for t in run.told if "state" in t]
+    wrong = [t for t in states if t["digest"] != expected[t["rank"], t["state"]]]
+    assert not wrong, wrong[:5]
+    assert len({t["state"] for t in states}) == run.last_step
+
+
+@pytest.mark.parametrize("tiers", ["", "memory", "memory,records,durable"])
+def test_survivors_do_not_grow(tiers: str, tmp_path: Path) -> None:
+    """The same processes recover a hundred times, from an exception of one rank."""
+    words = (f"--tiers={tiers}", "--raise-each=3", f"--steps={3 * KILLS}", "--size=256")
+    with soaked(tmp_path / "root", *words) as run:
+        run.finishes(limit_s=1200)
+        run.nothing_is_left()
+    entries: dict[int, list[dict[str, int]]] = {}
+    for t in run.told:
+        if "holds" in t:
+            entries.setdefault(t["pid"], []).append(t["holds"])
+    assert len(entries) == RANKS
+    for held in entries.values():
+        assert len(held) >= KILLS * 0.9
+        early, late = held[len(held) // 10], held[-1]
+        print(f"from recovery {len(held) // 10} to {len(held)}: {early} {late}")
+        for name in ("fds", "sockets", "threads", "maps", "groups", "tensors"):
+            assert late[name] <= early[name] + 2, (name, [h[name] for h in held])
+        assert late["rss"] <= 1.05 * early["rss"], [h["rss"] >> 20 for h in held]

@@ -1,0 +1,198 @@
+"""A worker leaves its recoverable function when it is told to: from wherever it is, and once."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from holdfast.run import recovery
+from holdfast.run.channel import Beat, End, FromWorker, LauncherEnd, Leave, Left, Moved, WorkerEnd
+
+pytestmark = [pytest.mark.distributed]
+
+LIMIT_S = 60.0
+
+
+class Forked:
+    """A worker with this function, and the launcher's end of its channel."""
+
+    def __init__(self, function: Callable[[], Any], printed: Path) -> None:
+        self.end = LauncherEnd()
+        self.printed = printed
+        self.said: list[FromWorker] = []
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 70
+            try:
+                fd = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(fd, 2)
+                sys.stderr = os.fdopen(2, "w", buffering=1)
+                recovery.listen_to(WorkerEnd(self.end.other, is_spare=False))
+                recovery.recoverable(function)()
+                status = 0
+            except SystemExit as error:
+                status = int(error.code or 0)
+            finally:
+                os._exit(status)
+        self.end.other.close()
+
+    def hears(self, kind: type[Any]) -> Any:
+        """Wait for a message of a kind; return the first."""
+        until = time.monotonic() + LIMIT_S
+        while not (found := [m for m in self.said if isinstance(m, kind)]):
+            assert time.monotonic() < until, (self.said, self.printed.read_text())
+            select.select([self.end.fileno()], [], [], 0.1)
+            self.said += self.end.heard()
+        return found[0]
+
+    def ends(self) -> int:
+        """Wait until the process has ended; return its status."""
+        self.end.say(End(False))
+        until = time.monotonic() + LIMIT_S
+        while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            assert time.monotonic() < until, self.printed.read_text()
+            time.sleep(0.01)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Iterator[Callable[[Callable[[], Any]], Forked]]:
+    begun: list[Forked] = []
+
+    def fork(function: Callable[[], Any]) -> Forked:
+        begun.append(Forked(function, tmp_path / "printed"))
+        begun[-1].hears(Beat)  # it is in its function
+        return begun[-1]
+
+    yield fork
+    for one in begun:
+        one.end.close()
+        try:
+            os.kill(one.pid, signal.SIGKILL)
+            os.waitpid(one.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+def goes_on() -> None:
+    """Be at work, and say so."""
+    recovery.events.last_step += 1
+    while True:
+        time.sleep(0.01)
+
+
+def test_who_cleans_up_is_not_interrupted_again(
+    forked: Callable[..., Forked], tmp_path: Path
+) -> None:
+    """A `finally` may take longer than a second: a checkpoint's `close`, say."""
+
+    def function() -> None:
+        try:
+            goes_on()
+        finally:
+            until = time.monotonic() + recovery.PATIENCE_S + 1.5 * recovery.AGAIN_S
+            while time.monotonic() < until:
+                time.sleep(0.01)
+            (tmp_path / "cleaned").touch()
+
+    worker = forked(function)
+    worker.end.say(Leave(1, [], []))
+    assert worker.hears(Left).kind.endswith("PeerLost: another rank is lost")
+    assert (tmp_path / "cleaned").exists()
+    assert worker.ends() == 1
+
+
+def test_an_error_of_its_own_may_be_cleaned_up_after(
+    forked: Callable[..., Forked], tmp_path: Path
+) -> None:
+    """A collective that failed by the cut leads out, too."""
+
+    def function() -> None:
+        try:
+            recovery.events.last_step += 1
+            while not (tmp_path / "told").exists():
+                time.sleep(0.01)
+            raise RuntimeError("a connection was closed")
+        finally:
+            time.sleep(recovery.PATIENCE_S + 0.5 * recovery.AGAIN_S)
+            (tmp_path / "cleaned").touch()
+
+    worker = forked(function)
+    (tmp_path / "told").touch()
+    worker.end.say(Leave(1, [], []))
+    assert "RuntimeError: a connection was closed" in worker.hears(Left).kind
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_an_interrupt_that_is_lost_comes_again(forked: Callable[..., Forked]) -> None:
+    def function() -> None:
+        with suppress(BaseException):
+            goes_on()
+        goes_on()
+
+    worker = forked(function)
+    worker.end.say(Leave(1, [], []))
+    assert "PeerLost" in worker.hears(Left).kind
+
+
+def test_who_waits_for_a_key_of_the_lost_rank(
+    forked: Callable[..., Forked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait for torch's store is deaf to signals: its connection goes."""
+    host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_PORT", str(host.port))
+
+    def function() -> None:
+        store = dist.TCPStore("127.0.0.1", host.port, None, False)
+        recovery.events.last_step += 1
+        store.get("what the lost rank would have set")
+
+    worker = forked(function)
+    worker.end.say(Leave(1, [], []))
+    assert worker.hears(Left).attempt == 1
+
+
+def test_who_cannot_drop_what_it_held_is_replaced(
+    forked: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "drop", lambda: time.sleep(LIMIT_S))
+    monkeypatch.setattr(recovery, "DROP_S", 0.2)
+
+    def function() -> None:
+        recovery.events.last_step += 1
+        while not (tmp_path / "told").exists():
+            time.sleep(0.01)
+        raise ValueError("a fault")
+
+    worker = forked(function)
+    (tmp_path / "told").touch()
+    assert worker.ends() == 1
+    printed = worker.printed.read_text()
+    assert "was not dropped within 0.2 s; the process ends" in printed
+    assert "recovery.py" in printed  # the stacks
+
+
+def test_who_does_no_step_says_that_it_moves(
+    forked: Callable[..., Forked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation is none that hangs."""
+    monkeypatch.setattr(recovery, "MOVES_S", 0.1)
+
+    def function() -> None:
+        recovery.events.last_step += 1
+        while True:
+            time.sleep(0.001)
+            sum(range(1000))
+            sorted(range(1000))
+
+    forked(function).hears(Moved)

@@ -1,0 +1,113 @@
+"""What the launchers of several nodes make of what they tell each other."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from holdfast.run.again import SAME, Failures
+from holdfast.run.command import main
+from holdfast.run.door import Door, Neighbour
+from holdfast.run.nodes import (
+    Card,
+    Failure,
+    Introduction,
+    addresses,
+    blamed,
+    first_ranks,
+    may_be_of_a_peer,
+    of_others,
+)
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.3]:4711"
+
+
+def failure(how: str, rank: int = 0, step: int = 7) -> Failure:
+    return Failure(rank, 100 + rank, step, how, not may_be_of_a_peer(how))
+
+
+def test_a_peer_that_is_lost_is_to_blame_and_not_who_noticed_it() -> None:
+    killed, noticed = failure("it was killed by SIGKILL", 2), failure(GLOO, 1)
+    first = Card([noticed], is_first=True)
+    assert blamed({0: first, 1: Card([killed])}, []) == (1, killed)
+    assert blamed({0: first, 1: Card([])}, []) == (0, noticed)
+    assert blamed({0: first}, [1]) is None  # a node is lost
+    assert blamed({0: Card([]), 1: Card([])}, []) is None  # a node joins
+    both = {0: Card([noticed]), 1: Card([failure(GLOO, 2)], is_first=True)}
+    assert blamed(both, []) == (1, failure(GLOO, 2))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (GLOO, True),
+        ("torch.distributed.DistBackendError: NCCL error in: ...", True),
+        ("torch.distributed.DistNetworkError: failed to recv", True),
+        ("holdfast.errors.Deadline: rank 3 did not answer within 60 s", True),
+        ("ValueError: a fault at step 8", False),
+        ("it was killed by SIGKILL", False),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+    ],
+)
+def test_which_errors_may_be_a_peers(how: str, expected: bool) -> None:
+    assert may_be_of_a_peer(how) is expected
+
+
+def test_ranks_and_addresses() -> None:
+    nodes = [
+        Introduction("a", 2, ["10.0.0.1", "172.17.0.1"]),
+        Introduction("b", 3, ["10.0.0.2", "172.17.0.1"]),
+        Introduction("c", 1, ["10.0.0.3"]),
+    ]
+    assert first_ranks(nodes) == [0, 2, 5, 6]
+    assert of_others(nodes, 0) == ["10.0.0.2", "10.0.0.3"]  # every node has a docker0
+    assert not {"127.0.0.1", "::1"} & set(addresses())
+
+
+def test_failures_that_come_again() -> None:
+    seen = Failures()
+    for after_s in (1.0, 70.0, 2.0):
+        seen.note(failure("it ended with 3"), "a", 1, after_s)
+    assert seen.are_same and not seen.are_of_a_slot and not seen.are_of_a_node
+    seen.forget()
+    for step in range(SAME):
+        seen.note(failure("it ended with 3", step=step), "a", 1, 1.0)
+    assert seen.are_of_a_slot and seen.are_of_a_node and not seen.are_same
+    seen.note(failure("it ended with 3", step=9), "a", 0, 1.0)
+    assert seen.are_of_a_node and not seen.are_of_a_slot
+    seen.note(failure("it ended with 3", step=9), "b", -1, 1.0)
+    assert not seen.are_of_a_node
+
+
+def test_an_exception_of_the_script_is_the_same_on_any_rank_and_a_kill_is_not() -> None:
+    raised, killed = Failures(), Failures()
+    for rank in range(SAME):
+        raised.note(Failure(rank, 1, 7, "ValueError", True, "traceback"), "a", rank, 1.0)
+        killed.note(Failure(rank, 1, 7, "it was killed by SIGKILL", True), "a", rank, 1.0)
+    assert raised.are_same and not killed.are_same
+
+
+def test_a_door_tells_that_its_launcher_has_ended() -> None:
+    mine, door = Door(), Door()
+    here = Introduction("a", 1, ["10.0.0.1"], mine.port)
+    there = Introduction("b", 1, ["127.0.0.1"], door.port)
+    neighbour = Neighbour.of([here, there], 0)
+    assert neighbour is not None and not neighbour.is_gone()
+    for visitor in door.visitors():
+        visitor.shutdown(socket.SHUT_RDWR)  # the connection breaks, and the launcher lives
+    assert not neighbour.is_gone() and not neighbour.is_gone()
+    door.close()
+    assert neighbour.is_gone()
+    assert Neighbour.of([here], 0) is None
+
+
+def test_several_nodes_need_a_rendezvous_at_which_they_can_meet_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--nnodes=2", "--node-rank=0", "--master-addr=10.0.0.1", __file__]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "--rdzv-backend=static: its nodes cannot meet again" in said
+    assert main(["--nproc-min", "0", __file__]) == 2
+    assert "--nproc-min 0" in capsys.readouterr().err
