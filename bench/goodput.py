@@ -6,7 +6,8 @@ after the training has begun or was taken up again.  Each goes on from what it h
 holdfast   torchrun; a record of every step, a snapshot in memory of every 10th, a full save of every 100th
 dcp        torchrun; torch.distributed.checkpoint.async_save as often as is optimal after Young and Daly:
            every sqrt(2 C M) seconds, C what one save takes from the training (measured before) and M 60 s
-place      holdfast run with a spare, recovered in place; a snapshot in memory of every step
+place      holdfast run with a spare, recovered in place; a snapshot in memory of every step (each waited
+           for when the next is due), a full save of every 100th
 All are held against a training without failures: the steps, each as long as a bare one takes.  Those under
 torchrun also against that plus what every restart takes before anything is restored: torchrun, Python,
 imports, model.  How long a bare step takes is measured before every life and at the end, with a model of
@@ -97,7 +98,7 @@ class Holdfast:
             "every": holdfast.Every(durable=100, memory=10, delta=1),
             "delta": holdfast.Delta(),
         }
-        snapshots = {"every": holdfast.Every(durable=100, memory=1)}
+        snapshots = {"every": holdfast.Every(durable=100, memory=1), "when_busy": "queue"}
         self.training = training
         self.ckpt = holdfast.Checkpointer(
             job.root / job.phase.strip(),

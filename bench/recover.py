@@ -3,7 +3,8 @@
 Four ranks under FSDP2 and gloo train a model from a seed; SIGKILL takes one of them, chosen by chance, at a
 moment chosen by chance, again and again.  Two sizes: GPT-2 small with AdamW, 1.5 GB, and a model of 25 MB.
 Contestants take turns, each in a job of its own, and their failures are spread over `--rounds`:
-place      holdfast run, the function marked, a spare, a snapshot in memory of every step
+place      holdfast run, the function marked, a spare, a snapshot in memory of every step, which is waited
+           for when the next is due
 holdfast   the same script under torchrun
 dcp        torchrun, dcp.save of every K-th step (`--every`), dcp.load
 warm       the script of `dcp` under holdfast run: it is not marked, and all its ranks start again
@@ -256,6 +257,11 @@ def size_rows(size: str, of: dict[str, Any]) -> list[dict[str, Any]]:
                 middle(runs["shrink"]) - step_s, "<= 3.0", " s beside the step")
         )  # fmt: skip
     out += [part_row(size, part, runs) for part in PARTS if place and part in place[0]["parts"]]
+    for name, x in of.items():
+        if x.get("step_s") and name in ("place", "dcp"):
+            mean_s = median(x["step_s"])
+            out.append(row(f"{size}: a step meanwhile, {WORDS.get(name, name)}", f"{mean_s:.3f} s",
+                           f"alone {step_s:.3f} s", mean_s / step_s if step_s else 0.0))  # fmt: skip
     return out + end_rows(size, of)
 
 

@@ -189,6 +189,7 @@ def place(given: argparse.Namespace, stamps: Stamps) -> None:
         {"model": training.model, "optim": training.optim},
         every=holdfast.Every(memory=1),
         memory=holdfast.Memory(),
+        when_busy="queue",
         on_error="raise",
     ) as ckpt:
         stamps("checkpointer")

@@ -24,8 +24,11 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch._dynamo",
     "holdfast.checkpointer",
+    "holdfast.memory.starting",
+    "holdfast.restart",
 )
-"""What nearly every worker imports; torch's optimizers import its compiler."""
+"""What nearly every worker imports, or a spare when it takes a rank; torch's optimizers import its
+compiler."""
 RESTARTS = 100
 SPARES = (
     "Processes of this node that wait, with the script imported, to take the place of a lost rank."
