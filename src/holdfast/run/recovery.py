@@ -11,6 +11,7 @@ function by an exception, drops what it held, and enters it again with a rank th
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -21,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -371,6 +372,8 @@ def drop() -> None:
 
     forget_groups()
     gc.collect()
+    with suppress(AttributeError):  # not of glibc
+        ctypes.CDLL(None).malloc_trim(0)  # else what every attempt frees would lie about in pieces
 
 
 def end_if_device_is_lost(left: Left) -> None:
