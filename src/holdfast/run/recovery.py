@@ -258,6 +258,8 @@ class _Launched:
             self._was_heard.clear()
             signal.pthread_kill(main, INTERRUPT)
             if not self._was_heard.wait(DEAF_S):
+                with self._cutting:  # a connection may have come about meanwhile
+                    cut(word.pids, word.hosts, store_port)
                 cut_store(store_port)  # it may wait there for a key of the lost rank
 
     def _interrupt(self, *_: object) -> None:
