@@ -198,6 +198,6 @@ def trajectory(root: Path, steps: int, *words: object) -> dict[tuple[int, int], 
     ran = subprocess.run(
         [*command, *map(str, words)], env=environment, capture_output=True, text=True, timeout=1200
     )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.returncode == 0, ran.stderr
     lines = Path(f"{root}.told").read_text().splitlines()
     return {(t["rank"], t["state"]): t["digest"] for t in map(json.loads, lines) if "state" in t}

@@ -99,7 +99,7 @@ def test_an_error_is_not_told_of_a_later_failure(tmp_path: Path) -> None:
     words = (*WORDS, *["--fail", "raise", "1", "10", "1", "--fail", "kill", "1", "20", "1"])
     with soaked(tmp_path / "root", *words, options=("--max-restarts=1",)) as run:
         assert run.process.wait(300) == 1
-        run.nothing_is_left()
+        run.until_gone()  # the agent stays, with the snapshots of a run that has failed
     first, last = run.printed.split("failed after step")[1:]
     assert "ValueError: a fault at step 10" in first
     assert "SIGKILL" in last
@@ -109,7 +109,7 @@ def test_an_error_is_not_told_of_a_later_failure(tmp_path: Path) -> None:
 def test_the_same_failure_three_times(tmp_path: Path) -> None:
     with soaked(tmp_path / "root", *WORDS, *["--fail", "raise", "2", "20", "9"]) as run:
         assert run.process.wait(300) == 1
-        run.nothing_is_left()
+        run.until_gone()  # the agent stays, with the snapshots of a run that has failed
     assert "rank 2" in run.printed
     assert "after step 19: ValueError: a fault at step 20" in run.printed
     assert "3rd time in the same way" in run.printed

@@ -114,6 +114,7 @@ def holds() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "python_threads": threading.active_count(),
         "maps": Path("/proc/self/maps").read_text().count("/dev/shm"),
+        "anonymous": int(status.partition("RssAnon:")[2].split()[0]) << 10,
         "rss": int(status.partition("VmRSS:")[2].split()[0]) << 10,
         "tensors": sum(isinstance(o, torch.Tensor) for o in gc.get_objects()),
         "groups": sum(type(o).__name__.startswith("ProcessGroup") for o in gc.get_objects()),

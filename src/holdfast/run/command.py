@@ -69,8 +69,8 @@ def main(words: Sequence[str]) -> int:
         say=say,
     )
     try:
-        _check_by_torch(given)
-        with in_place_of_torchs(launch), _log_dir(given):
+        with _log_dir(given), in_place_of_torchs(launch):
+            _check_by_torch(given)
             run(given)
     except ChildFailedError as error:
         print(error, file=sys.stderr)

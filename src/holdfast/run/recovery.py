@@ -11,6 +11,7 @@ function by an exception, drops what it held, and enters it again with a rank th
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -21,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -257,6 +258,8 @@ class _Launched:
             self._was_heard.clear()
             signal.pthread_kill(main, INTERRUPT)
             if not self._was_heard.wait(DEAF_S):
+                with self._cutting:  # a connection may have come about meanwhile
+                    cut(word.pids, word.hosts, store_port)
                 cut_store(store_port)  # it may wait there for a key of the lost rank
 
     def _interrupt(self, *_: object) -> None:
@@ -371,6 +374,8 @@ def drop() -> None:
 
     forget_groups()
     gc.collect()
+    with suppress(AttributeError):  # not of glibc
+        ctypes.CDLL(None).malloc_trim(0)  # else what every attempt frees would lie about in pieces
 
 
 def end_if_device_is_lost(left: Left) -> None:
