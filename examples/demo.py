@@ -5,8 +5,9 @@
 Phase 0 trains without interruption, for reference. Phase 1 trains the same on the same layout, but
 one of its four ranks is killed while a checkpoint is being written. Phases 2 and 3 carry its run on
 with two processes and with one. Phase 4 trains from scratch again and records every step: one of its
-ranks is killed at a random moment, and at most one step is done again. Then everything is compared; the
-exit status is 1 if any comparison fails.
+ranks is killed at a random moment, and at most one step is done again. Phase 5 does the same under
+`holdfast run`, where the other ranks keep their processes, and a spare takes the place of the killed one.
+Then everything is compared; the exit status is 1 if any comparison fails.
 """
 
 import random
@@ -29,7 +30,8 @@ REFERENCE = Phase("0 reference", OUT / "reference", dp=2, tp=2, until=HORIZON)
 KILLED = Phase("1 killed", OUT / "run", dp=2, tp=2, until=40)
 FEWER = Phase("2 fewer", OUT / "run", dp=2, tp=1, until=60)
 ALONE = Phase("3 alone", OUT / "run", dp=1, tp=1, until=HORIZON)
-RECORDED = Phase("4 recorded", OUT / "recorded", dp=2, tp=2, until=30, records=True)
+RECORDED = Phase("4 recorded", OUT / "recorded", dp=2, tp=2, until=20, records=True)
+IN_PLACE = Phase("5 in place", OUT / "place", dp=2, tp=2, until=20, records=True, in_place=True)
 COLUMNS = (
     "phase",
     "parallelism",
@@ -40,6 +42,7 @@ COLUMNS = (
     "tensors",
     "max\nloss\ngap",
 )
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red")
 MOMENTS = {Assassin: "half saved is step", Chance: "some time after step"}
 
 console = Console(highlight=False)
@@ -84,16 +87,36 @@ def carry_out(phase: Phase, assassin: Assassin | Chance | None = None) -> Run:
     return run
 
 
-def check_recorded(run: Run, chance: Chance) -> None:
-    """A rank was killed, and at most one step that was done had to be done again."""
+def check_recorded(run: Run, chance: Chance) -> float:
+    """A rank was killed, and at most one step that was done had to be done again.  Return the seconds from
+    the kill to the end of the next step."""
     lost = run.lost()
     if chance.step is None or lost is None:
-        raise run.failed("no rank was killed, or torchrun did not restart the run")
+        raise run.failed("no rank was killed, or the launcher did not restart the run")
     if lost > 1:
         raise run.failed(f"{lost} steps were lost, though every one was recorded")
     say(
         f"went on from the record of step {run.starts()[1]['restored_from']}: {lost} steps were done again"
     )
+    seconds = run.until_next_step_s(chance.killed)
+    say(f"next step done on all ranks [bold]{seconds:.1f} s[/] after the kill")
+    return seconds
+
+
+def check_in_place(run: Run, chance: Chance) -> float:
+    """The same, and that all other ranks are still the processes that they were."""
+    seconds = check_recorded(run, chance)
+    before, after = (set(start["pids"]) for start in run.starts()[:2])
+    if len(before & after) != len(before) - 1:
+        raise run.failed(f"the processes were {before}, and are {after}")
+    say(f"{processes(len(before & after))} went on, a spare took the place of rank {chance.rank}")
+    return seconds
+
+
+def compare_launchers(in_place_s: float, restarted_s: float) -> None:
+    say("until the next step after SIGKILL of a rank:")
+    say(f"[bold green]{in_place_s:6.1f} s[/]  in place, under holdfast run --spares 1")
+    say(f"[bold]{restarted_s:6.1f} s[/]  all processes anew, under torchrun")
 
 
 def check_kill(run: Run, assassin: Assassin) -> None:
@@ -134,7 +157,7 @@ def draw(reference: Run, runs: list[Run], assassin: Assassin, path: Path) -> Non
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     expected = dict(reference.losses())
     above.plot(*zip(*expected.items()), "0.8", linewidth=6, label=described(reference))
-    for run, colour in zip(runs, ("tab:blue", "tab:orange", "tab:green", "tab:purple")):
+    for run, colour in zip(runs, COLOURS):
         style = "--" if run.phase.records else "-"
         above.plot([], [], colour, linestyle=style, label=described(run))
         for stretch in filter(None, run.stretches()):
@@ -162,18 +185,24 @@ def play() -> int:
     killed = carry_out(KILLED, assassin)
     check_kill(killed, assassin)
     fewer, alone = carry_out(FEWER), carry_out(ALONE)
-    chance = Chance(random.randrange(10, 20))
+    chance = Chance(random.randrange(4, 10))
     recorded = carry_out(RECORDED, chance)
-    check_recorded(recorded, chance)
+    restarted_s = check_recorded(recorded, chance)
+    chance = Chance(random.randrange(4, 10))
+    in_place = carry_out(IN_PLACE, chance)
+    in_place_s = check_in_place(in_place, chance)
     console.rule("[bold]comparing[/]", align="left")
     verdicts = [
         against_reference(killed, reference),
         across_layouts(fewer, killed, reference),
         across_layouts(alone, fewer, reference),
         against_reference(recorded, reference),
+        against_reference(in_place, reference),
     ]
-    console.print(table([killed, fewer, alone, recorded], verdicts))
-    draw(reference, [killed, fewer, alone, recorded], assassin, OUT / "loss.png")
+    runs = [killed, fewer, alone, recorded, in_place]
+    console.print(table(runs, verdicts))
+    draw(reference, runs, assassin, OUT / "loss.png")
+    compare_launchers(in_place_s, restarted_s)
     say(f"loss curves: {OUT / 'loss.png'}; checkpoints and logs: {OUT}/")
     problems = [problem for verdict in verdicts for problem in verdict.problems]
     for problem in problems[:20]:

@@ -35,6 +35,7 @@ class Phase:
     """One launch: which root it continues, on which layout, up to which step. `name` names its files.
 
     `records`: every step is recorded, and full checkpoints are none but those that records need.
+    `in_place`: under `holdfast run`, with a spare process; else under torchrun.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Phase:
     tp: int
     until: int
     records: bool = False
+    in_place: bool = False
 
     @property
     def layout(self) -> str:
@@ -51,12 +53,15 @@ class Phase:
 
 
 def command(phase: Phase) -> list[str]:
-    """How the script is started: plain Python for one process, torchrun for several."""
+    """How the script is started: plain Python for one process, a launcher for several."""
     num_processes = phase.dp * phase.tp
     if num_processes == 1:
         return [sys.executable, str(TRAIN)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3"]
-    return [*torchrun, f"--nproc-per-node={num_processes}", str(TRAIN), f"--tp={phase.tp}"]
+    launcher = ["torch.distributed.run", "--max-restarts=3"]
+    if phase.in_place:
+        launcher = ["holdfast", "run", "--spares=1"]
+    ranks = ["--standalone", f"--nproc-per-node={num_processes}"]
+    return [sys.executable, "-m", *launcher, *ranks, str(TRAIN), f"--tp={phase.tp}"]
 
 
 def environment() -> dict[str, str]:
@@ -105,7 +110,7 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End what still runs; torchrun first, since its workers have sessions of their own."""
+        """End what still runs; the launcher first, since its workers have sessions of their own."""
         self.follower.close()
         if self.process.poll() is None:
             self.process.terminate()
@@ -165,6 +170,12 @@ class Run:
         done, _ = self.stretches()[0][-1]
         return max(0, done - self.starts()[1]["restored_from"])
 
+    def until_next_step_s(self, killed: float) -> float:
+        """Seconds from a kill to the end of the first step after it, in which all ranks take part."""
+        start = self.records.index(self.starts()[1])
+        step = next(record for record in self.records[start:] if record["event"] == "step")
+        return float(step["time"] - killed)
+
     def witnessed(self, event: str) -> Record:
         """Digests of the state as torch itself gathered it: at the first "restored", or "end"."""
         records = map(json.loads, self.witness.read_text().splitlines())
@@ -220,6 +231,8 @@ class Chance:
     step: int | None = None
     rank: int | None = None
     due: float | None = None
+    killed: float = 0.0
+    """The time of day."""
 
     def look(self, run: Run) -> bool:
         """Whether it struck just now."""
@@ -231,5 +244,6 @@ class Chance:
         if time.monotonic() < self.due:
             return False
         self.step, self.rank = step, random.randrange(len(run.pids()))
+        self.killed = time.time()
         os.kill(run.pids()[self.rank], signal.SIGKILL)
         return True

@@ -2,17 +2,19 @@
 
     python examples/train.py --root runs/gpt
     torchrun --nproc-per-node 4 examples/train.py --root runs/gpt --tp 2    # FSDP2 x 2, TP x 2
+    holdfast run --nproc-per-node 4 --spares 1 examples/train.py --root runs/gpt --tp 2
 
 Stop it, kill it, start it again with another number of processes or another --tp: it goes on from
-its newest good step. The lines marked `holdfast` are all that this takes; the rest is an ordinary
-torch training script. With `torchrun --max-restarts` and gloo, set
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: torch 2.13 cannot restart without it.
+its newest good step; under `holdfast run` a lost rank costs its own process alone. The lines marked
+`holdfast` are all that this takes; the rest is an ordinary torch training script. With `torchrun
+--max-restarts` and gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: torch 2.13 cannot restart without it.
 """
 
 import argparse
 import json
 import math
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +62,7 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def process_group(device: str) -> Iterator[int]:
-    """The number of processes, joined if torchrun started us as one of several."""
+    """The number of processes, joined if a launcher started us as one of several."""
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -142,7 +144,7 @@ def append(path: Path | None, **record: Any) -> None:
     """Rank 0 adds one JSON line, in one write, so that whoever follows the file sees whole lines."""
     if path is not None and os.environ.get("RANK", "0") == "0":
         with path.open("a") as log:
-            log.write(json.dumps(record) + "\n")
+            log.write(json.dumps(record | {"time": time.time()}) + "\n")
 
 
 def testify(path: Path | None, event: str, step: int, model: nn.Module, optim: Optimizer) -> None:
@@ -192,14 +194,19 @@ def train(args: argparse.Namespace, num_processes: int) -> None:
         testify(args.witness, "end", step, model, optim)
 
 
+@holdfast.recoverable  # holdfast: under `holdfast run`, entered again when a rank is lost
+def join_and_train(args: argparse.Namespace) -> None:
+    with process_group(args.device) as num_processes:
+        train(args, num_processes)
+
+
 def main() -> None:
     args = arguments()
     torch.use_deterministic_algorithms(True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what determinism takes on CUDA
     for path in filter(None, (args.log_file, args.witness)):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with process_group(args.device) as num_processes:
-        train(args, num_processes)
+    join_and_train(args)
 
 
 if __name__ == "__main__":

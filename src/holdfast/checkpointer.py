@@ -311,8 +311,8 @@ class Checkpointer:
         for save in done:
             if save.skipped and save.kind == "save":  # the next snapshot is a few steps away
                 self._notices.warn(f"the save of step {save.step} was left out: one was in flight")
-            if save.error is not None and not save.told:
-                self._notices.complain(save.error)
+            if save.error is not None and not save.told and not self._group.lost:
+                self._notices.complain(save.error)  # of a lost rank the launcher tells, once
 
     def _unheard(self) -> list[str]:
         """Return the news that a next call would tell, beside saves that have failed."""

@@ -84,6 +84,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "--step-s": (*NUMBERS, "0", "-1", "inf"), "--state": SIZES, "--record": SIZES[:-1],
             "--node-storage": SIZES, "--storage": SIZES, "--stall-s": (*NUMBERS, "-1", "inf"),
             "--record-stall": (*NUMBERS, "-1", "2"), "--restart-s": (*NUMBERS, "-1", "inf"),
+            "--detect-s": (*NUMBERS, "-1", "inf"), "--enter-s": (*NUMBERS, "-1", "inf"),
+            "--standby": (*NUMBERS, "-1", "1.5"), "--repair-s": (*NUMBERS, "-1", "inf"),
             "--seed": (*INTEGERS, "-1"),
         },
     ),

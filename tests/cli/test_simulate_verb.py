@@ -12,7 +12,9 @@ import pytest
 
 from cli import calling
 
-STRATEGIES = ["checkpoint", "async", "memory copy", "holdfast"]
+STRATEGIES = ["checkpoint", "async", "memory copy", "holdfast", "in place", "shrinking"]
+HOLDFAST = 3
+"""Its place; the first four are restarted."""
 
 
 def call(*args: object) -> tuple[int, str, str]:
@@ -30,10 +32,10 @@ def test_the_table() -> None:
     assert code == 0
     assumed, found = out.split("3 days\n")
     assert "one in 50,000 h of a device, exponential" in assumed and "180 s, beside" in assumed
-    rows = found.splitlines()[1:9]
+    rows = found.splitlines()[1:13]
     assert [name for row in rows for name in STRATEGIES if name in row] == STRATEGIES * 2
-    assert rows[0].split()[:2] == ["10", "0"] and rows[4].split()[0] == "100,000"
-    assert "durable" in rows[7] and "memory" in rows[7]
+    assert rows[0].split()[:2] == ["10", "0"] and rows[6].split()[0] == "100,000"
+    assert "durable" in rows[9] and "memory" in rows[9]
 
 
 def test_json() -> None:
@@ -41,10 +43,10 @@ def test_json() -> None:
     assert found["asked"]["estimate"] and found["assumed"][0]["devices"] == 10_000
     assert [row["strategy"] for row in found["runs"]] == STRATEGIES
     for row in found["runs"]:
-        parts = ("training_s", "saving_s", "lost_s", "recovering_s")
+        parts = ("training_s", "saving_s", "lost_s", "recovering_s", "fewer_s")
         assert sum(row[part] for part in parts) == pytest.approx(2 * 86400) == row["wall_s"]
         assert row["effective"] == pytest.approx(row["training_s"] / row["wall_s"])
-    assert "estimated" in found["runs"][3]["changes"][-1]
+    assert "estimated" in found["runs"][HOLDFAST]["changes"][-1]
     assert call_json(10_000, "--days", 2, "--seed", 3, "--estimate") == found
     assert call_json(10_000, "--days", 2, "--seed", 4, "--estimate") != found
 
@@ -53,15 +55,27 @@ def test_large_states_want_records() -> None:
     """Where a snapshot does not fit beside a step, holdfast keeps records, and loses least."""
     rows = call_json(100_000, "--days", 3, "--state", "32GB", "--record", "320MB", "--storage", "10TB",
                      "--node-storage", "10GB")["runs"]  # fmt: skip
-    assert rows[3]["frequencies"]["delta"] == 1
-    assert rows[3]["effective"] > max(row["effective"] for row in rows[:3])
+    assert rows[HOLDFAST]["frequencies"]["delta"] == 1
+    assert rows[HOLDFAST]["effective"] > max(row["effective"] for row in rows[:HOLDFAST])
+
+
+def test_what_recovery_in_place_is_worth() -> None:
+    """By options alone: quicker from failure to training, and no waiting for nodes where it shrinks."""
+    asked = (100_000, "--days", 3, "--detect-s", 1, "--enter-s", 2, "--repair-s", 3600, "--standby")
+    *_, restart, in_place, shrinking = call_json(*asked, 99)["runs"]
+    sooner_s = restart["recovering_s"] - in_place["recovering_s"]
+    assert sooner_s / restart["failures"] == pytest.approx(180 - 3, rel=0.15)  # some begin anew
+    assert in_place["effective"] == shrinking["effective"] and shrinking["fewer_s"] == 0
+    *_, waits, shrinks = call_json(*asked, 0)["runs"]
+    assert waits["fewer_s"] == 0 < shrinks["fewer_s"]
+    assert 2 * waits["effective"] < shrinks["effective"] < shrinking["effective"]
 
 
 def test_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("hours,kind\n10,process\n3.5,node\n20,process\n")
     rows = call_json(64, "--trace", path)["runs"]
-    assert [(row["failures"], row["wall_s"]) for row in rows] == [(3, 21 * 3600)] * 4
+    assert [(row["failures"], row["wall_s"]) for row in rows] == [(3, 21 * 3600)] * len(STRATEGIES)
     assert call_json(64, "--trace", path, "--days", 0.5)["runs"][0]["failures"] == 2
     assert f"as in {path}; 33% of them" in call(64, "--trace", path)[1]
 
@@ -98,6 +112,7 @@ def test_a_drawing_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ((10, "--shape", 0), "--shape 0: must be from 0.1 to 10"),
         ((10, "--step-s", -1), "step_s -1: must be positive"),
         ((10, "--node-share", 2), "node_share 2"),
+        ((10, "--standby", -1), "standby_nodes -1"),
         ((10, "--trace", "no.csv"), "cannot read the trace no.csv: No such file"),
         ((10, "--plot", "no/such/folder.svg"), "--plot no/such/folder.svg"),
         ((10, "--plot", "x.docx"), "--plot x.docx"),

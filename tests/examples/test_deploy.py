@@ -1,6 +1,6 @@
 """The files for Slurm and Kubernetes: what they call exists, and the script does what it says.
 
-There is no cluster here: `srun` and `torchrun` are stood in for, the agent is real.
+There is no cluster here: `srun` and `holdfast run` are stood in for, the agent is real.
 """
 
 import os
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast.run.command import RESTARTS, parser
 from holdfast.sizes import parse_size
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
@@ -28,12 +29,17 @@ SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 exec "$@"
 """
-TORCHRUN = """#!/bin/bash
+HOLDFAST = f"""#!/bin/bash
+if [[ $1 == run ]]; then exec launcher "$@"; fi
+exec {sys.executable} -c '{CLI}' "$@"
+"""
+LAUNCHER = """#!/bin/bash
 test -S "$HOLDFAST_MEMORY_DIR/agent.sock" || sleep 3
 holdfast agent status --json >> agents
 echo "$@" >> runs
 """
-THIRD_TIME = "(( $(wc -l < runs) >= 3 ))\n"
+TWO_ARE_LOST = "echo 3 > nodes\n"
+THIRD_TIME = TWO_ARE_LOST + "(( $(wc -l < runs) >= 3 ))\n"
 NEVER = "exit 7\n"
 UNTIL_TERM = "trap 'exit 143' TERM\nwhile true; do sleep 0.05; done\n"
 
@@ -41,26 +47,28 @@ UNTIL_TERM = "trap 'exit 143' TERM\nwhile true; do sleep 0.05; done\n"
 class Allocation:
     """What the script finds on a node of Slurm."""
 
-    def __init__(self, place: Path, torchrun: str) -> None:
+    def __init__(self, place: Path, launcher: str) -> None:
         self.place = place
         self.number = f"{os.getpid()}{place.stat().st_ino}"
         self.memory = Path(f"/dev/shm/holdfast-{self.number}")
         (place / "bin").mkdir()
         for name, text in (
             ("srun", SRUN),
-            ("torchrun", TORCHRUN + torchrun),
+            ("launcher", LAUNCHER + launcher),
+            ("holdfast", HOLDFAST),
             ("scontrol", "#!/bin/bash\necho node0\n"),
+            ("squeue", "#!/bin/bash\ncat nodes\n"),
             ("hostname", "#!/bin/bash\necho 127.0.0.1\n"),
-            ("holdfast", f"#!/bin/bash\nexec {sys.executable} -c '{CLI}' \"$@\"\n"),
         ):
             path = place / "bin" / name
             path.write_text(text)
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        (place / "nodes").write_text("5\n")
 
     def start(self) -> subprocess.Popen[str]:
         env = os.environ | {
             "PATH": f"{self.place}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": self.number,
-            "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node0",
+            "SLURM_NNODES": "5", "SLURM_JOB_NODELIST": "node0",
         }  # fmt: skip
         self.script = subprocess.Popen(
             ["bash", str(DEPLOY / "slurm.sh"), "train.py"], env=env, cwd=self.place,
@@ -94,15 +102,19 @@ def allocation(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Alloc
     indirect=["allocation"],
     ids=["the third attempt goes through", "all attempts fail"],
 )
-def test_the_slurm_script_keeps_the_agent_and_restarts_torchrun(
+def test_the_slurm_script_keeps_the_agent_and_restarts_the_launchers(
     allocation: Allocation, num_runs: int, status: int
 ) -> None:
-    """The same agent is there all the time and gone at the end, and the job ends as torchrun did."""
+    """The same agent is there all the time and gone at the end, and the job ends as the launchers did.  One
+    node stands by, one may be lost, of those that there are."""
     script = allocation.start()
     errors = script.communicate(timeout=120)[1]
     assert script.returncode == status, errors
     assert len(allocation.runs) == num_runs
     assert all(run.endswith("train.py") for run in allocation.runs)
+    sizes = [re.findall(r"--nnodes=(\S+)", run) for run in allocation.runs]
+    later = ["1:2"] if status == 0 else ["3:4"]
+    assert sizes == [["3:4"], *[later] * (num_runs - 1)]
     (pid,) = allocation.agents()
     assert not Path(f"/proc/{pid}").exists()
     assert not list(allocation.memory.glob("jobs/*"))
@@ -190,7 +202,25 @@ def test_pods_find_the_first_one_by_its_name(
     assert job["spec"]["completionMode"] == "Indexed"
     told = dict(x[2:].split("=", 1) for x in training["command"] if x.startswith("--"))
     assert told["rdzv-endpoint"].split(":")[0] == f"{job['metadata']['name']}-0.{name}"
-    assert int(told["nnodes"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    least, most = map(int, told["nnodes"].split(":"))
+    assert least < most < job["spec"]["completions"] == job["spec"]["parallelism"]  # one stands by
+
+
+@pytest.mark.parametrize("file", ["kubernetes.yaml", "slurm.sh"])
+def test_the_launcher_takes_its_options(file: str) -> None:
+    text = (DEPLOY / file).read_text()
+    if file == "slurm.sh":
+        command = re.search(r"holdfast (run (?:.*\\\n)*.*?) \\\n *\"\$@\"", text)
+        assert command is not None
+        words = re.sub(r"\$\w+", "1", command[1].replace("\\\n", " ").replace('"', "")).split()
+    else:
+        objects = {o["kind"]: o for o in yaml.safe_load_all(text)}
+        (training,) = objects["Job"]["spec"]["template"]["spec"]["containers"]
+        words = training["command"][1:-1]
+    assert words[0] == "run"
+    given = parser().parse_args([*words[1:], "train.py"])
+    assert (given.spares, given.rdzv_backend, given.max_restarts) == (1, "c10d", RESTARTS)
+    assert given.training_script == "train.py" and given.rdzv_endpoint.endswith(":29400")
 
 
 def test_the_agent_outlives_the_training_in_its_pod(
@@ -216,7 +246,6 @@ def test_agent_and_training_share_memory_processes_and_user(
             "fieldRef": {"fieldPath": "status.podIP"}
         }
     assert len({environment(c)["HOLDFAST_MEMORY_DIR"] for c in (agent, training)}) == 1
-    assert environment(training)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_what_the_agent_gives_out_fits(pod: dict[str, Any], agent: dict[str, Any]) -> None:

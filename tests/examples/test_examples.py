@@ -154,3 +154,38 @@ def test_chance_strikes_once_and_not_before_its_step(
         assert chance.look(run) == (step == 4)
         run.records.append({"event": "step", "step": step, "loss": 0.0})
     assert struck in ([7], [8]) and chance.step == 3
+
+
+def run_with_a_kill(tmp_path: Path, second: list[int]) -> tuple[launch.Run, launch.Chance]:
+    """A run whose rank 1 was killed at second 102, after step 5, and that went on in these processes."""
+    phase = launch.Phase("x", tmp_path, dp=2, tp=2, until=9, records=True, in_place=True)
+    run = launch.Run(phase, tmp_path, horizon=9, every=9)
+    assert "--spares=1" in run.command and "holdfast" in run.command
+    run.output.write_text("what the ranks printed")
+    run.records = [{"event": "start", "restored_from": 0, "pids": [1, 2, 3, 4], "time": 90.0}]
+    run.records += [
+        {"event": "step", "step": n, "loss": 0.0, "time": 95.0 + n} for n in range(1, 6)
+    ]
+    run.records += [{"event": "start", "restored_from": 5, "pids": second, "time": 103.0}]
+    run.records += [
+        {"event": "step", "step": n, "loss": 0.0, "time": 97.25 + n} for n in range(6, 10)
+    ]
+    return run, launch.Chance(after=3, step=5, rank=1, killed=102.0)
+
+
+def test_the_demo_tells_what_a_kill_has_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    import demo
+
+    run, chance = run_with_a_kill(tmp_path, [1, 9, 3, 4])
+    assert demo.check_in_place(run, chance) == 1.25
+    demo.compare_launchers(1.25, 7.0)
+    told = capsys.readouterr().out
+    assert "next step done on all ranks 1.2 s after the kill" in told
+    assert "3 processes went on, a spare took the place of rank 1" in told
+    assert "1.2 s  in place, under holdfast run" in told and "7.0 s  all processes" in told
+    for others in ([1, 9, 8, 4], [5, 6, 7, 8]):
+        with pytest.raises(launch.Failed, match="the processes were"):
+            demo.check_in_place(*run_with_a_kill(tmp_path, others))

@@ -33,7 +33,7 @@ EVENTS = {
 
 def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
     """Kill something of a run at a random moment; return what."""
-    ranks = run.until(run.stepping, "all ranks do a step")
+    ranks = run.stepping()
     kind = chance.choices(["any", "event", "again"], [4, 4, 3])[0]
     time.sleep(chance.uniform(0, 0.4))
     rank = chance.randrange(RANKS)
@@ -46,8 +46,6 @@ def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
         while order.exists() and time.monotonic() < stop:
             time.sleep(0.01)
         if not order.exists():
-            ordered = [t["pid"] for t in run.look() if "ordered" in t]
-            run.killed.update(ordered)
             return f"rank {rank} at {event}"
         # one that comes in a recovery alone: it stays for the next
     run.kill(ranks[rank])
@@ -108,12 +106,13 @@ def test_kills_at_random_moments(tiers: str, tmp_path: Path) -> None:
         run.nothing_is_left()
     check(run, trajectory(tmp_path / "whole", run.last_step))
     assert {t["pid"] for t in run.told} - run.killed == set(last.values())  # nobody else was lost
-    assert not [lost for lost in lost_steps(run) if lost[1] - lost[2] > 1]
+    assert not [lost for lost in lost_steps(run) if lost[1] - lost[2] > 2]
     assert not growth(run)
 
 
 def recover(run: Soaked, n: int, chance: random.Random, events: list[str]) -> None:
     """Kill something, and wait until all ranks go on."""
+    run.until(run.stepping, "all ranks do a step")
     before = run.attempt
     what = wound(run, chance, events)
     at = time.time()

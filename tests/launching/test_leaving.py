@@ -16,7 +16,18 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.run import recovery
-from holdfast.run.channel import Beat, End, FromWorker, LauncherEnd, Leave, Left, Moved, WorkerEnd
+from holdfast.run.channel import (
+    Beat,
+    Done,
+    End,
+    Enter,
+    FromWorker,
+    LauncherEnd,
+    Leave,
+    Left,
+    Moved,
+    WorkerEnd,
+)
 
 pytestmark = [pytest.mark.distributed]
 
@@ -132,6 +143,38 @@ def test_an_error_of_its_own_may_be_cleaned_up_after(
     worker.end.say(Leave(1, [], []))
     assert "RuntimeError: a connection was closed" in worker.hears(Left).kind
     assert (tmp_path / "cleaned").exists()
+
+
+def test_who_has_not_entered_yet_does_not(
+    forked: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank fails while another is still dropping what it held before."""
+    drop = recovery.drop
+
+    def slowly() -> None:
+        (tmp_path / "dropping").touch()
+        while not (tmp_path / "told").exists():
+            time.sleep(0.01)
+        drop()
+
+    monkeypatch.setattr(recovery, "drop", slowly)
+
+    def function() -> None:
+        recovery.events.last_step += 1
+        with (tmp_path / "entered").open("a") as file:
+            file.write("x")
+        time.sleep(2 * recovery.BEAT_S)
+
+    worker = forked(function)
+    worker.hears(Done)
+    worker.end.say(Enter(2, {}))
+    while not (tmp_path / "dropping").exists():
+        time.sleep(0.01)
+    worker.end.say(Leave(2, [], []))
+    time.sleep(1.5 * recovery.PATIENCE_S)
+    (tmp_path / "told").touch()
+    assert "before this one had entered" in worker.hears(Left).kind
+    assert (tmp_path / "entered").read_text() == "x"
 
 
 def test_an_interrupt_that_is_lost_comes_again(forked: Callable[..., Forked]) -> None:

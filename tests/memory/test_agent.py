@@ -82,12 +82,27 @@ def test_it_is_in_a_session_of_its_own(root: Path) -> None:
 
 
 def test_it_yields_to_the_training(root: Path) -> None:
-    """Also where the kernel weighs sessions against each other, and a process within its own only."""
-    with agent(root):
+    """Also where the kernel weighs sessions against each other, and a process within its own only.
+
+    Not at a restart, which waits for it.
+    """
+    with agent(root) as client:
         pid = pid_of(root)
-        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
         weight = Path(f"/proc/{pid}/autogroup")
-        assert not weight.exists() or weight.read_text().endswith("nice 19\n")
+
+        def weighs(nice: int) -> bool:
+            return not weight.exists() or weight.read_text().endswith(f"nice {nice}\n")
+
+        hello(client)
+        put(client, "0001-000001", DATA, step=7)
+        assert weighs(19)
+        threads = [int(t) for t in os.listdir(f"/proc/{pid}/task")]
+        assert {os.getpriority(os.PRIO_PROCESS, t) for t in threads if t != pid} >= {19}
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
+        until = time.monotonic() + 60
+        while not weighs(0):  # Linux takes ten changes a second
+            client.ask(w.Ask(JOB), w.Held)
+            assert time.monotonic() < until
 
 
 def test_what_it_holds_outlives_it(root: Path) -> None:

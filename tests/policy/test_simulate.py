@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,10 @@ from holdfast.policy.tuning import Auto
 from holdfast.policy.wasted import Costs, Frequencies, Rates, wasted
 
 DAY_S = 86400.0
+ENOUGH = 10**6
+"""Standby nodes: one is always there."""
+HOLDFAST = 3
+"""The place among strategies."""
 
 
 def random_failures(
@@ -29,29 +34,35 @@ def random_failures(
 
 
 def adds_up(o: Outcome) -> bool:
-    parts = o.training_s + o.saving_s + o.lost_s + o.recovering_s
+    parts = o.training_s + o.saving_s + o.lost_s + o.recovering_s + o.fewer_s
     return parts == pytest.approx(o.wall_s, rel=1e-9)
 
 
 # -- against closed forms -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("mtbf_s", [600.0, 3000.0])
-def test_daly(mtbf_s: float) -> None:
+def test_daly(mtbf_s: float, in_place: bool) -> None:
     """Synchronous checkpoints: Daly's exact expected time, with failures in saves and restarts too.
 
     Daly (2006), the complete cost function, per second of training:
     M exp(R/M) (exp((tau + delta)/M) - 1) / tau.
     """
     period, step_s, save_s, load_s, restart_s = 100, 2.0, 30.0, 40.0, 60.0
-    cluster = Cluster(devices=1, device_mtbf_hours=mtbf_s / 3600, restart_s=restart_s)
+    cluster = Cluster(
+        devices=1, device_mtbf_hours=mtbf_s / 3600, restart_s=restart_s, detect_s=5.0, enter_s=15.0,
+        standby_nodes=ENOUGH,
+    )  # fmt: skip
     costs = Costs(step_s, durable_stall_s=save_s, durable_s=save_s, durable_load_s=load_s)
     until_s = 20_000 * mtbf_s
+    policy = Fixed(Frequencies(durable=period))
     found = simulate(
-        Strategy("checkpoint", costs, Fixed(Frequencies(durable=period))), cluster,
+        Strategy("checkpoint", costs, policy, in_place=in_place), cluster,
         random_failures(cluster, until_s), until_s,
     )  # fmt: skip
     tau = period * step_s
+    restart_s = 5.0 + 15.0 if in_place else restart_s
     expected = tau / (
         mtbf_s * math.exp((restart_s + load_s) / mtbf_s) * math.expm1((tau + save_s) / mtbf_s)
     )
@@ -75,8 +86,9 @@ def test_the_wasted_time_model(f: Frequencies) -> None:
         memory_load_s=5.0, record_stall_s=0.02, record_s=0.05, batch_s=0.5, replay_s=0.2, open_s=0.3,
     )  # fmt: skip
     cluster = Cluster(
-        devices=512, device_mtbf_hours=512 * 30.0, node_share=0.4, restart_s=0.0, repair_s=6e3
-    )
+        devices=512, device_mtbf_hours=512 * 30.0, node_share=0.4, restart_s=0.0, repair_s=6e3,
+        standby_nodes=ENOUGH,
+    )  # fmt: skip
     num_failures = 15_000
     until_s = num_failures * cluster.mtbf_s
     found = simulate(
@@ -93,7 +105,9 @@ def test_the_wasted_time_model(f: Frequencies) -> None:
 
 def test_losses_that_a_group_does_not_bear() -> None:
     """Two of eight nodes within the time of a repair: as often as `beyond` says."""
-    cluster = Cluster(devices=800, device_mtbf_hours=800.0, node_share=1.0, repair_s=7200.0)
+    cluster = Cluster(
+        devices=800, device_mtbf_hours=800.0, node_share=1.0, repair_s=7200.0, standby_nodes=ENOUGH
+    )
     until_s = 10_000 * cluster.mtbf_s
     costs = Costs(1.0, 0.0, 0.0, 0.0)
     f = Frequencies(durable=100, memory=1)
@@ -107,57 +121,131 @@ def test_losses_that_a_group_does_not_bear() -> None:
     assert Cluster(devices=80, node_share=0.0).beyond(8) == 0.0
 
 
+def poisson(mean: float, count: int) -> float:
+    return math.exp(-mean) * mean**count / math.factorial(count)
+
+
+@pytest.mark.parametrize("shrinks", [False, True], ids=["waits", "shrinks"])
+@pytest.mark.parametrize("standby", [0, 1, 3])
+def test_nodes_that_are_away(standby: int, shrinks: bool) -> None:
+    """Lost at random and back after a fixed time, as many are away as a Poisson distribution says
+    (M/D/inf): the job waits while they are more than stand by, or trains on what is left."""
+    cluster = Cluster(
+        devices=6, devices_per_node=1, device_mtbf_hours=6.0, node_share=1.0, detect_s=0.0, enter_s=0.0,
+        standby_nodes=standby, repair_s=3600.0,
+    )  # fmt: skip
+    until_s = 20_000 * cluster.mtbf_s
+    strategy = Strategy(
+        "x", Costs(1.0, 0.0, 0.0, 0.0), Fixed(Frequencies(durable=10**9, memory=1, delta=1, batch=1)),
+        group=1, in_place=True, shrinks=shrinks,
+    )  # fmt: skip
+    found = simulate(strategy, cluster, random_failures(cluster, until_s), until_s)
+    mean, nodes = cluster.repair_s / cluster.mtbf_s, cluster.num_nodes
+    short = {k: poisson(mean, standby + k) for k in range(1, 40)}
+    expected = sum(p * (min(k, nodes) / nodes if shrinks else 1.0) for k, p in short.items())
+    assert adds_up(found)
+    assert 1 - found.effective == pytest.approx(expected, rel=0.06, abs=0.002)
+
+
 # -- against a simulation that takes every step ----------------------------------------------------
 
 
-def step_by_step(
-    costs: Costs, f: Frequencies, cluster: Cluster, failures: list[Failure], until_s: float
-) -> tuple[int, int, int]:
-    """(steps, lost steps, replayed steps): one step after the other, and everything as a list of facts."""
-    now = resume = 0.0
-    step = lost = replayed = 0
-    durable, memory, written = [(0, 0.0)], [(-1, 0.0)], [(0, 0.0)]  # (step, when it holds)
-    for failure in [*failures, Failure(until_s)]:
-        since, now = step, resume
-        stall = 0.0
+@dataclass
+class Steps:
+    """One step after the other, and everything as a list of facts."""
+
+    costs: Costs
+    f: Frequencies
+    cluster: Cluster
+    in_place: bool
+    shrinks: bool
+    step: int = 0
+    lost: int = 0
+    replayed: int = 0
+
+    def __post_init__(self) -> None:
+        self.resume = 0.0
+        self.nodes = self.cluster.num_nodes
+        self.away: list[float] = []
+        self.down: list[tuple[int, float]] = []
+        """(node, until when its half of the nodes bears no other loss)"""
+        self.since = self.begins = 0
+        """The step at the last recovery, and the one from which on there are records without a gap."""
+        self.durable, self.memory, self.written = [(0, 0.0)], [(-1, 0.0)], [(0, 0.0)]
+        """(step, when it holds)"""
+
+    def there(self, now: float) -> int:
+        most, away = self.cluster.num_nodes, sum(back > now for back in self.away)
+        return min(most, most + self.cluster.standby_nodes - away)
+
+    def train(self, until: float) -> None:
+        while (grown := self._until(until)) is not None:
+            self.recover(grown, self.cluster.enter_s, survives=True)
+
+    def _until(self, until: float) -> float | None:
+        """Train; return when nodes are to join before, if any are."""
+        c, f = self.costs, self.f
+        self.since, now, stall, join = self.step, self.resume, 0.0, math.inf
+        each = c.step_s * self.cluster.num_nodes / self.nodes
+        each += c.record_stall_s if f.delta else 0.0
         while True:
-            done = now + stall + costs.step_s + (costs.record_stall_s if f.delta else 0.0)
-            if done > failure.time_s:
-                break
-            now, step, stall = done, step + 1, 0.0
-            if f.durable and step % f.durable == 0:
-                stall += costs.durable_stall_s
-                durable.append((step, now + costs.durable_s))
-            if f.memory and step % f.memory == 0:
-                stall += costs.memory_stall_s
-                memory.append((step, now + costs.memory_s))
-            if f.batch and step % f.batch == 0:
-                written.append((step, now + costs.batch_s + f.batch * costs.record_s))
-        if failure.time_s == until_s:
-            break
-        t = failure.time_s
-        bases = [max(s for s, at in durable if at <= t)]
-        survives = failure.node is None
-        if survives:
-            bases.append(max(s for s, at in memory if at <= t))
-        memory = [(s, at) for s, at in memory if survives and at <= t] or [(-1, 0.0)]
-        durable = [(s, at) for s, at in durable if at <= t]
-        base = max(bases)
-        reach = base
-        if f.delta:
-            logged = step if survives else max([since, *(s for s, at in written if at <= t)])
-            reach = max(base, logged)
-        written = [(reach, t)]
-        in_memory = len(bases) > 1 and bases[1] == base
-        lost, replayed = lost + step - reach, replayed + reach - base
-        step = reach
-        taken = cluster.restart_s + (costs.memory_load_s if in_memory else costs.durable_load_s)
-        batches = -(-(reach - base) // (f.batch or 1))
-        resume = t + taken + (reach - base) * costs.replay_s + batches * costs.open_s
-    return step, lost, replayed
+            done = now + stall + each
+            if not f.memory and self.there(now) > self.nodes:
+                join = now
+            elif not f.memory:
+                back = [at for at in self.away if at > now and self.there(at) > self.nodes]
+                join = min(back, default=math.inf)
+            if done > until and join >= until:
+                return None
+            if done > join:
+                return join
+            now, self.step, stall = done, self.step + 1, 0.0
+            if f.durable and self.step % f.durable == 0:
+                stall += c.durable_stall_s
+                self.durable.append((self.step, now + c.durable_s))
+            if f.memory and self.step % f.memory == 0:
+                stall += c.memory_stall_s
+                self.memory.append((self.step, now + c.memory_s))
+                if self.there(now) > self.nodes:
+                    join = min(join, now + c.memory_s)
+            if f.batch and self.step % f.batch == 0:
+                self.written.append((self.step, now + c.batch_s + f.batch * c.record_s))
+
+    def fail(self, failure: Failure) -> None:
+        self.train(failure.time_s)
+        c, node, t = self.cluster, failure.node, failure.time_s
+        is_borne = True
+        if node is not None:
+            half = {node, node ^ 1}
+            is_borne = not any(n in half - {node} and until >= t for n, until in self.down)
+            self.away.append(t + c.repair_s)
+            self.down.append((node, t + c.repair_s))
+        begin = c.detect_s + c.enter_s if self.in_place else c.restart_s
+        self.recover(t, begin, survives=node is None, is_borne=is_borne)
+
+    def recover(self, t: float, begin: float, survives: bool, is_borne: bool = True) -> None:
+        self.memory = [(s, at) for s, at in self.memory if is_borne and at <= t] or [(-1, 0.0)]
+        self.durable = [(s, at) for s, at in self.durable if at <= t]
+        in_memory, in_storage = (max(s for s, _ in facts) for facts in (self.memory, self.durable))
+        base = reach = max(in_memory, in_storage)
+        if self.f.delta:
+            written = max(s for s, at in self.written if at <= t)
+            end = self.step if survives else max(self.since, written)
+            reach = end if self.begins <= base < end else base
+            self.begins = max(self.begins, reach) if reach > end else self.begins
+        self.written = [(reach, t)]
+        self.lost, self.replayed = self.lost + self.step - reach, self.replayed + reach - base
+        self.step = reach
+        c = self.costs
+        least = 1 if self.shrinks else self.cluster.num_nodes
+        ready = min(at for at in (t, *self.away) if at >= t and self.there(at) >= least)
+        self.nodes = self.there(ready)
+        taken = begin + (c.memory_load_s if in_memory == base else c.durable_load_s)
+        batches = -(-(reach - base) // (self.f.batch or 1))
+        self.resume = ready + taken + (reach - base) * c.replay_s + batches * c.open_s
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(
         [
@@ -168,17 +256,30 @@ def step_by_step(
         ]
     ),
     st.lists(st.tuples(st.floats(1, 20_000), st.booleans()), max_size=12),
+    st.sampled_from([(False, False), (True, False), (True, True)]),
+    st.integers(0, 2),
 )
-def test_step_by_step(f: Frequencies, told: list[tuple[float, bool]]) -> None:
+def test_step_by_step(
+    f: Frequencies, told: list[tuple[float, bool]], how: tuple[bool, bool], standby: int
+) -> None:
+    """Numbers are such that no sum of them is rounded."""
     costs = Costs(
-        1.0, durable_stall_s=2.0, durable_s=50.0, durable_load_s=30.0, memory_stall_s=0.25, memory_s=3.0,
-        memory_load_s=5.0, record_stall_s=0.125, record_s=0.05, batch_s=0.5, replay_s=0.25, open_s=0.25,
+        3.0, durable_stall_s=2.0, durable_s=50.0, durable_load_s=30.0, memory_stall_s=0.25, memory_s=3.0,
+        memory_load_s=5.0, record_stall_s=0.125, record_s=0.0625, batch_s=0.5, replay_s=0.25, open_s=0.25,
     )  # fmt: skip
-    cluster = Cluster(devices=8)
-    failures = [Failure(t, 0 if gone else None) for t, gone in sorted(told)]
-    found = simulate(Strategy("x", costs, Fixed(f)), cluster, failures, 25_000.0)
-    steps, lost, replayed = step_by_step(costs, f, cluster, failures, 25_000.0)
-    assert (found.training_s, found.lost_steps, found.replayed_steps) == (steps, lost, replayed)
+    cluster = Cluster(
+        devices=4, devices_per_node=1, detect_s=2.0, enter_s=1.5, standby_nodes=standby, repair_s=1500.0,
+    )  # fmt: skip
+    failures = [Failure(t, i % 4 if gone else None) for i, (t, gone) in enumerate(sorted(told))]
+    in_place, shrinks = how
+    strategy = Strategy("x", costs, Fixed(f), in_place=in_place, shrinks=shrinks)
+    found = simulate(strategy, cluster, failures, 25_000.0)
+    steps = Steps(costs, f, cluster, in_place, shrinks)
+    for failure in failures:
+        steps.fail(failure)
+    steps.train(25_000.0)
+    expected = (3.0 * steps.step, steps.lost, steps.replayed)
+    assert (found.training_s, found.lost_steps, found.replayed_steps) == expected
     assert adds_up(found)
 
 
@@ -194,6 +295,28 @@ def test_a_failure_while_recovering() -> None:
     assert (found.training_s, found.lost_steps) == (110, 0)
     assert found.recovering_s == pytest.approx(30 + 60)
     assert found.lost_s == pytest.approx(0.5)
+
+
+def test_a_node_that_is_back_joins_at_the_next_snapshot() -> None:
+    """Four nodes, none stands by: a minute after the loss the fourth is back, while step 25 is under way.
+    The snapshot of step 28 is complete 2 s later, when half of step 29 is done, and that is lost."""
+    costs = Costs(3.0, 0.0, 0.0, 0.0, memory_s=2.0, memory_load_s=5.0)
+    strategy = Strategy(
+        "x", costs, Fixed(Frequencies(durable=1000, memory=4)), in_place=True, shrinks=True
+    )
+    cluster = Cluster(
+        devices=4, devices_per_node=1, detect_s=2.0, enter_s=3.0, standby_nodes=0, repair_s=60.0
+    )
+    failures = [Failure(49.0, node=1)]  # 1 s after step 16, whose snapshot is not complete
+    found = simulate(strategy, cluster, failures, 49 + 10 + 16 * 4 + 2 + 8 + 10 * 3)
+    assert adds_up(found)
+    assert found.lost_steps == 16 - 12
+    assert found.training_s / 3 == 12 + 16 + 10
+    assert found.fewer_s == 16 * 1.0
+    assert found.recovering_s == 10 + 8
+    assert found.lost_s == 4 * 3.0 + 1.0 + 2.0  # steps 17 and 29
+    waits = simulate(replace(strategy, shrinks=False), cluster, failures, 49 + 60 + 10 + 5 * 3)
+    assert waits.training_s / 3 == 12 + 5 and waits.recovering_s == 60 + 10
 
 
 class Scripted:
@@ -231,14 +354,16 @@ def test_nothing_fails() -> None:
 @pytest.mark.parametrize("shape", [0.7, 1.0])
 @pytest.mark.parametrize("state", [2e9, 16e9])
 def test_holdfast_is_not_worse(state: float, shape: float) -> None:
-    """Within 1 % of the best of the others, whose frequencies are made for that cluster, or better."""
+    """Within 1 % of the best of the others, whose frequencies are made for that cluster, or better; and
+    recovery in place is not worse than a restart, nor is shrinking worse than waiting."""
     for devices in (100, 10_000, 100_000):
         cluster = Cluster(devices=devices, state_bytes=state, storage_bytes_per_s=5e12)
         failures = random_failures(cluster, 10 * DAY_S, shape=shape)
         made = strategies(cluster, Auto(mtbf_hours=cluster.mtbf_s / 3600))
         found = {s.name: simulate(s, cluster, failures, 10 * DAY_S) for s in made}
-        best = max(o.effective for name, o in found.items() if name != "holdfast")
-        assert found["holdfast"].effective > best - 0.01
+        *others, best, in_place, shrinking = (o.effective for o in found.values())
+        assert best > max(others) - 0.01
+        assert shrinking > in_place - 0.001 and in_place > best - 0.001
         assert found["holdfast"].saving_s / found["holdfast"].wall_s <= 0.03
         assert all(adds_up(o) for o in found.values())
 
@@ -247,7 +372,7 @@ def test_an_estimated_rate_does_as_well_as_the_true_one() -> None:
     cluster = Cluster(devices=10_000)
     failures = random_failures(cluster, 30 * DAY_S)
     given_it, estimates = (
-        simulate(strategies(cluster, auto)[-1], cluster, failures, 30 * DAY_S)
+        simulate(strategies(cluster, auto)[HOLDFAST], cluster, failures, 30 * DAY_S)
         for auto in (Auto(mtbf_hours=cluster.mtbf_s / 3600), Auto())
     )
     assert estimates.effective == pytest.approx(given_it.effective, abs=0.003)
@@ -257,7 +382,9 @@ def test_an_estimated_rate_does_as_well_as_the_true_one() -> None:
 def test_the_same_seed_gives_the_same_run() -> None:
     cluster = Cluster(devices=10_000)
     found = [
-        simulate(strategies(cluster, Auto())[-1], cluster, random_failures(cluster, DAY_S), DAY_S)
+        simulate(
+            strategies(cluster, Auto())[HOLDFAST], cluster, random_failures(cluster, DAY_S), DAY_S
+        )
         for _ in range(2)
     ]
     assert found[0] == found[1]
@@ -319,7 +446,10 @@ def test_traces_that_are_none(text: str, message: str) -> None:
         from_trace("x.csv", text, np.random.default_rng(0), num_nodes=4)
 
 
-@pytest.mark.parametrize("name", ["devices", "step_s", "restart_s", "node_share", "record_stall"])
+@pytest.mark.parametrize(
+    "name",
+    ["devices", "step_s", "restart_s", "node_share", "record_stall", "enter_s", "standby_nodes"],
+)
 def test_clusters_that_are_none(name: str) -> None:
     with pytest.raises(UsageError, match=name):
         Cluster(**{"devices": 8, name: -1})  # type: ignore[arg-type]

@@ -36,11 +36,17 @@ def run(
     storage: Annotated[str, Option("To storage per second, in all.", "BYTES")] = "500GB",
     stall_s: Annotated[float, Option("A snapshot holds a step up.", "S")] = 0.05,
     record_stall: Annotated[float, Option("A record holds a step up, in steps.", "X")] = 0.01,
-    restart_s: Annotated[float, Option("From a failure until state is loaded.", "S")] = 180.0,
+    restart_s: Annotated[
+        float, Option("From a failure until state is loaded, by a restart.", "S")
+    ] = 180.0,
+    detect_s: Annotated[float, Option("From a failure until it is known, in place.", "S")] = 15.0,
+    enter_s: Annotated[float, Option("Until ranks can load again, in place.", "S")] = 30.0,
+    standby: Annotated[int, Option("Nodes that wait for the place of a lost one.", "N")] = 1,
+    repair_s: Annotated[float, Option("Until a lost node is replaced.", "S")] = 600.0,
     seed: Annotated[int, Option("Of the failures.", "N")] = 0,
     plot: Annotated[str | None, Option("Draw it; needs matplotlib.", "FILE")] = None,
 ) -> Result:
-    """Simulate a job with failures, protected by holdfast and in other ways."""
+    """Simulate a job with failures, protected by holdfast and in other ways, restarted and in place."""
     from holdfast.policy.cluster import Cluster
 
     _check(days=days, shape=shape, seed=seed)
@@ -48,7 +54,8 @@ def run(
         Cluster(
             devices=n, devices_per_node=devices_per_node, device_mtbf_hours=device_mtbf_hours,
             node_share=node_share, step_s=step_s, stall_s=stall_s, record_stall=record_stall,
-            restart_s=restart_s, state_bytes=parse_size("--state", state),
+            restart_s=restart_s, detect_s=detect_s, enter_s=enter_s, standby_nodes=standby,
+            repair_s=repair_s, state_bytes=parse_size("--state", state),
             record_bytes=parse_size("--record", record),
             node_storage_bytes_per_s=parse_size("--node-storage", node_storage),
             storage_bytes_per_s=parse_size("--storage", storage),

@@ -17,9 +17,11 @@ from holdfast.policy.tuning import Auto
 
 DAY_S = 86400.0
 DAYS = 30.0
-COLUMNS = (">devices", ">failures", "", ">effective", ">saving", ">lost", ">recovering",
-           ">steps lost at each", "steps between")  # fmt: skip
-LEGEND = "effective: of the time, what trained steps that were kept. lost: steps trained in vain."
+COLUMNS = (">devices", ">failures", "", ">effective", ">saving", ">lost", ">recovering", ">on fewer",
+           ">at each: steps", ">seconds", "steps between")  # fmt: skip
+LEGEND = """\
+effective: of the time, what trained steps that were kept. lost: steps trained in vain. on fewer: what
+steps took longer, for want of nodes. at each: steps lost by a failure, seconds until training went on."""
 ASSUMED = (
     ("step", "{step_s:g} s"),
     ("state", "{state} of each device, however large the job; replicas are not counted"),
@@ -31,6 +33,8 @@ ASSUMED = (
     ("a record", "holds it up for {record_stall:.3g} of a step, its replay takes {replay:.3g} of one"),
     ("a batch", "of records takes {commit_s:g} s beside its bytes"),
     ("a restart", "{restart_s:g} s, beside loading and replay"),
+    ("in place", "{detect_s:g} s until survivors know, {enter_s:g} s until all have entered again"),
+    ("standby", "nodes: {standby_nodes}, to take the places of lost ones"),
     ("a lost node", "is replaced in {repair_s:g} s; until then its group bears no other loss"),
 )  # fmt: skip
 
@@ -126,7 +130,9 @@ def _rows(run: Simulated) -> list[Row]:
                 _percent(o.saving_s / o.wall_s),
                 _percent(o.lost_s / o.wall_s),
                 _percent(o.recovering_s / o.wall_s),
+                _percent(o.fewer_s / o.wall_s),
                 f"{o.lost_steps / o.failures:,.1f}" if o.failures else "-",
+                f"{o.recovering_s / o.failures:,.0f}" if o.failures else "-",
                 str(o.frequencies),
             )
         )
@@ -164,9 +170,10 @@ def draw(path: str, runs: list[Simulated]) -> None:
     drawn = figure()
     axes = drawn.subplots()
     sizes = [run.cluster.devices for run in runs]
-    for i, name in enumerate(runs[0].outcomes):
+    names = list(runs[0].outcomes)
+    for width, name in zip(range(len(names), 0, -1), names):
         share = [100 * run.outcomes[name].effective for run in runs]
-        axes.plot(sizes, share, marker="o", linewidth=5 - i, markersize=10 - 2 * i, label=name)
+        axes.plot(sizes, share, marker="o", linewidth=width, markersize=2 * width + 2, label=name)
     axes.set_xscale("log")
     axes.set(xlabel="devices", ylabel="effective training time, %")
     axes.grid(alpha=0.3)

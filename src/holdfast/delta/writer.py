@@ -30,7 +30,7 @@ from holdfast.delta.segment import (
 from holdfast.delta.writer_registry import withdraw
 from holdfast.errors import Exists
 from holdfast.format.image import ALIGN
-from holdfast.here import yield_to_training
+from holdfast.here import weigh_session, yield_to_training
 from holdfast.store import Store, Writer, be_patient, open_store
 from holdfast.store.contract import check_blocks
 from holdfast.wire import WireError
@@ -150,7 +150,9 @@ class RecordWriter:
                     batch = []
                     self._say(w.Flushed())
                 case _:
-                    self._alone |= message is None
+                    if message is None:
+                        self._alone = True
+                        weigh_session(0)  # the next attempt waits for what is left
                     self._write(segments, batch)
                     return message, fd
 

@@ -51,6 +51,7 @@ class Board:
         self.deadline_s = deadline_s
         self._line: StoreLine | None = None
         """The line to the board; None with one rank, and when this rank has left."""
+        self._lost = ""
         if meeting is not None and met is not None:
             self._line = self._open(meeting, met)
         self._local: dict[str, bytes] = {}
@@ -64,7 +65,9 @@ class Board:
     @property
     def lost(self) -> str:
         """Why nothing can be agreed on any more: a rank is gone, and the launcher said so; else empty."""
-        return self._line.lost if self._line is not None else ""
+        if self._line is not None:
+            self._lost = self._line.lost
+        return self._lost
 
     def check(self) -> None:
         """AgentError if nothing can be agreed on any more."""
@@ -323,6 +326,7 @@ class Board:
                 self.post(f"bye/{self.rank}", b"", min(self.deadline_s, LEAVE_S))
         except AgentError:
             pass  # whoever is gone does not need the board
+        _ = self.lost
         self._line.close()
         self._line = None
 

@@ -56,9 +56,17 @@ class Cluster:
     commit_s: float = 0.1
     """Seconds that a batch of records takes beside its bytes."""
     restart_s: float = 180.0
-    """From a failure until state is loaded."""
+    """From a failure until state is loaded, where a launcher starts all processes again."""
+    detect_s: float = 15.0
+    """From a failure until survivors know of it, in place: torch's rendezvous strikes a node off after
+    three heartbeats, 5 s apart.  A killed process is known in a tenth of a second."""
+    enter_s: float = 30.0
+    """From there until all ranks are in their function again, with new groups: what NCCL takes to make
+    them on 10,000 GPUs (MegaScale, Jiang et al., 2024); 1 s with gloo on 4 ranks."""
+    standby_nodes: int = 1
+    """Nodes that wait to take the place of a lost one."""
     repair_s: float = 600.0
-    """Until a lost node is replaced and its group protected again."""
+    """Until a lost node is replaced (as a standby node, or in the job) and its group protected again."""
 
     def __post_init__(self) -> None:
         for name in ("devices", "devices_per_node"):
@@ -68,7 +76,8 @@ class Cluster:
                      "storage_bytes_per_s", "host_bytes_per_s", "network_bytes_per_s"):  # fmt: skip
             if not 0 < getattr(self, name) < float("inf"):
                 raise UsageError(f"{name} {getattr(self, name):g}: must be positive")
-        for name in ("record_bytes", "stall_s", "commit_s", "restart_s", "repair_s"):
+        for name in ("record_bytes", "stall_s", "commit_s", "restart_s", "detect_s", "enter_s",
+                     "standby_nodes", "repair_s"):  # fmt: skip
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UsageError(f"{name} {getattr(self, name):g}: must not be negative")
         for name in ("node_share", "record_stall", "replay"):

@@ -7,12 +7,17 @@ that a run has; the others have the best fixed frequencies that the model of `wa
 
 A failure strikes recoveries too: they begin anew, and what they recovered from is still there, unless
 lost nodes took it along.
+
+There are as many nodes as the job has, and the standby nodes.  A lost one comes back after the time of its
+repair.  While fewer are left than the job has, it waits for the next; or it shrinks: the same global batch
+takes n / (n - k) of the time on n - k nodes, and a node that is back joins when the next snapshot is
+complete, as if all ranks had been told to leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from holdfast.policy.cluster import GROUP, HOUR_S, Cluster, Failure
@@ -70,13 +75,17 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A way to protect a job: its costs, the policy that decides, and how many nodes protect one
-    another."""
+    """A way to protect a job: its costs, the policy that decides, how many nodes protect one another, and
+    how the job goes on after a failure."""
 
     name: str
     costs: Costs
     policy: Policy
     group: int = 1
+    in_place: bool = False
+    """Survivors keep their processes; else a launcher starts all of them again."""
+    shrinks: bool = False
+    """It goes on with the nodes that are left, where no standby node is."""
 
 
 def strategies(cluster: Cluster, auto: Auto) -> list[Strategy]:
@@ -84,17 +93,24 @@ def strategies(cluster: Cluster, auto: Auto) -> list[Strategy]:
 
     `checkpoint`: the job waits for each durable save.  `async`: it waits for the copy to the host.
     `memory copy`: snapshots copied to another node's memory (as in Gemini), and asynchronous saves, at
-    holdfast's stalls.  holdfast: durable saves, snapshots with parity in groups of 8, and records.
+    holdfast's stalls.  holdfast: durable saves, snapshots with parity in groups of 8, and records.  These
+    four are started again by a launcher; `in place` and `shrinking` are holdfast under `holdfast run`.
     """
     copy_s = cluster.state_bytes / cluster.host_bytes_per_s
     plain = cluster.costs()
     sync = cluster.costs(plain.durable_s)
-    tuner = Tuner(auto, ("memory", "delta"), beyond=cluster.beyond(GROUP), look_every=0)
+
+    def tuned() -> Tuned:
+        tuner = Tuner(auto, ("memory", "delta"), beyond=cluster.beyond(GROUP), look_every=0)
+        return Tuned(tuner, plain)
+
     return [
         Strategy("checkpoint", sync, _fixed(sync, cluster.rates(1), ())),
         Strategy("async", cluster.costs(copy_s), _fixed(cluster.costs(copy_s), cluster.rates(1), ())),
         Strategy("memory copy", plain, _fixed(plain, cluster.rates(2), ("memory",)), 2),
-        Strategy("holdfast", plain, Tuned(tuner, plain), GROUP),
+        Strategy("holdfast", plain, tuned(), GROUP),
+        Strategy("in place", plain, tuned(), GROUP, in_place=True),
+        Strategy("shrinking", plain, tuned(), GROUP, in_place=True, shrinks=True),
     ]  # fmt: skip
 
 
@@ -106,7 +122,8 @@ def _fixed(costs: Costs, rates: Rates, tiers: tuple[str, ...]) -> Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a simulated job.  Its time is training, saving, lost and recovering."""
+    """The result of a simulated job.  Its time is training, saving, lost, recovering, and what steps took
+    longer on fewer nodes."""
 
     wall_s: float
     training_s: float
@@ -115,6 +132,8 @@ class Outcome:
     lost_s: float
     """Steps trained in vain, with their stalls."""
     recovering_s: float
+    """Waiting for nodes, restarting, loading and replaying."""
+    fewer_s: float
     lost_steps: int
     replayed_steps: int
     failures: int
@@ -199,17 +218,33 @@ class _SimulatedJob:
     """(since, to): there is a record of each step after `since`, up to `to`."""
     lost_nodes: dict[int, float] = field(default_factory=dict)
     """Seconds at which each node was last lost; only nodes that were."""
+    away: list[float] = field(default_factory=list)
+    """Seconds at which lost nodes come back; only those that are not."""
+    nodes: int = field(init=False)
+    """Nodes that train."""
+    trained: int = 0
+    """Steps since the last failure."""
     saving_s: float = 0.0
     lost_s: float = 0.0
     recovering_s: float = 0.0
+    fewer_s: float = 0.0
     lost_steps: int = 0
     replayed_steps: int = 0
     failures: int = 0
     from_storage: int = 0
 
+    def __post_init__(self) -> None:
+        self.nodes = self.cluster.num_nodes
+
+    def _run(self) -> _Run:
+        c = self.strategy.costs
+        if self.nodes < self.cluster.num_nodes:
+            c = replace(c, step_s=c.step_s * self.cluster.num_nodes / self.nodes)
+        return _Run(self.resume_s, self.step, c, self.strategy.policy.frequencies)
+
     def train(self, until_s: float) -> _Run:
         """Train until something fails, or the simulation ends; nothing fails before."""
-        run = _Run(self.resume_s, self.step, self.strategy.costs, self.strategy.policy.frequencies)
+        run = self._run()
         if until_s <= self.resume_s:
             self.recovering_s -= self.resume_s - until_s  # it begins anew
             return run
@@ -217,35 +252,78 @@ class _SimulatedJob:
         self.step = run.at(until_s)
         self.durable = run.newest(f.durable, c.durable_s, until_s) or self.durable
         self.memory = run.newest(f.memory, c.memory_s, until_s) or self.memory
-        done_s = run.done_s(self.step)
-        self.saving_s += done_s - run.start_s - (self.step - run.first) * c.step_s
+        done_s, count = run.done_s(self.step), self.step - run.first
+        self.trained += count
+        self.fewer_s += count * (c.step_s - self.strategy.costs.step_s)
+        self.saving_s += done_s - run.start_s - count * c.step_s
         self.lost_s += until_s - done_s
         return run
 
     def fail(self, failure: Failure) -> None:
-        """Count what a failure costs in lost, loaded and replayed steps, and set when training goes
-        on."""
-        c, run = self.strategy.costs, self.train(failure.time_s)
+        """Count what a failure costs, and set when training goes on."""
+        self._grow(failure.time_s)
+        run = self.train(failure.time_s)
         self._cut_log(run, failure)
         if not self._borne(failure):
             self.memory = None
+        self.away = [time_s for time_s in self.away if time_s > failure.time_s]
+        if failure.node is not None:
+            self.away.append(failure.time_s + self.cluster.repair_s)
+        self.failures += 1
+        in_place_s = self.cluster.detect_s + self.cluster.enter_s
+        begin_s = in_place_s if self.strategy.in_place else self.cluster.restart_s
+        self.from_storage += not self._go_on(run, failure.time_s, begin_s)
+        trained, self.trained = self.trained, 0
+        seconds = trained * self.strategy.costs.step_s
+        self.strategy.policy.after(failure, self.step, trained, seconds)
+
+    def _go_on(self, run: _Run, time_s: float, begin_s: float) -> bool:
+        """Go back to the newest step that there is, on the nodes that there are.  True if from memory.
+
+        `begin_s`: seconds until state can be loaded, once there are enough nodes.
+        """
+        c, most = self.strategy.costs, self.cluster.num_nodes
         step, base, in_memory = max(
             (self._reach(base), base, in_memory)
             for base, in_memory in ((self.durable, False), (self.memory, True))
             if base is not None
         )
-        lost, trained, replayed = self.step - step, self.step - run.first, step - base
-        self.failures += 1
-        self.from_storage += not in_memory
+        lost, replayed = self.step - step, step - base
         self.lost_steps += lost
         self.lost_s += lost * c.step_s
         self.replayed_steps += replayed
         self.step = step
-        taken_s = self.cluster.restart_s + (c.memory_load_s if in_memory else c.durable_load_s)
+        ready_s = max(time_s, self._back_s(1 if self.strategy.shrinks else most))
+        self.nodes = min(most, self._nodes_at(ready_s))
+        taken_s = ready_s - time_s + begin_s
+        taken_s += c.memory_load_s if in_memory else c.durable_load_s
         taken_s += replayed * c.replay_s + -(-replayed // (run.f.batch or 1)) * c.open_s
         self.recovering_s += taken_s
-        self.resume_s = failure.time_s + taken_s
-        self.strategy.policy.after(failure, step, trained, trained * c.step_s)
+        self.resume_s = time_s + taken_s
+        return in_memory
+
+    def _grow(self, until_s: float) -> None:
+        """Let nodes that are back join, each time that a snapshot is complete which began after that."""
+        while self.nodes < self.cluster.num_nodes:
+            run = self._run()
+            time_s = max(self.resume_s, self._back_s(self.nodes + 1))
+            if run.f.memory:
+                step = (run.at(time_s) // run.f.memory + 1) * run.f.memory
+                time_s = run.done_s(step) + run.costs.memory_s
+            if time_s >= until_s:
+                return
+            self._cut_log(self.train(time_s), Failure(time_s))
+            self._go_on(run, time_s, self.cluster.enter_s)
+
+    def _nodes_at(self, time_s: float) -> int:
+        """Nodes that there are at a time, with those that stand by."""
+        there = self.cluster.num_nodes + self.cluster.standby_nodes
+        return there - sum(back_s > time_s for back_s in self.away)
+
+    def _back_s(self, count: int) -> float:
+        """Time from which on there are so many nodes, if no other is lost."""
+        over = self.cluster.num_nodes + self.cluster.standby_nodes - count
+        return sorted(self.away)[-1 - over] if len(self.away) > over else 0.0
 
     def _cut_log(self, run: _Run, failure: Failure) -> None:
         """Cut the log to what is left of it: all that was recorded, or where a node is lost, what
@@ -281,6 +359,7 @@ class _SimulatedJob:
         return down == 1 and high - low > 1
 
     def outcome(self, wall_s: float) -> Outcome:
+        self._grow(wall_s)
         self.train(wall_s)
         policy = self.strategy.policy
         return Outcome(
@@ -289,6 +368,7 @@ class _SimulatedJob:
             saving_s=self.saving_s,
             lost_s=self.lost_s,
             recovering_s=self.recovering_s,
+            fewer_s=self.fewer_s,
             lost_steps=self.lost_steps,
             replayed_steps=self.replayed_steps,
             failures=self.failures,

@@ -32,7 +32,7 @@ class Failures:
 
     def note(self, failure: Failure, node: str, slot: int, after_s: float) -> None:
         """Note what was to blame, `after_s` seconds after the beginning; `slot`: -1 on another node."""
-        rank = -1 if failure.error else failure.rank  # the script may raise on any
+        rank = -1 if failure.is_of_script else failure.rank
         what = (rank, failure.step, failure.how)
         self._seen = [*self._seen[1 - SAME :], _Seen(what, node, slot, after_s < QUICK_S)]
 

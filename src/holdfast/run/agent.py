@@ -254,11 +254,15 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         left, status = worker.left, worker.status
         if left is not None:
             is_sure = not may_be_of_a_peer(left.kind)
-            return Failure(rank, worker.pid, worker.step, left.kind, is_sure, left.error)
+            return Failure(rank, worker.pid, worker.step, left.kind, is_sure, True, left.error)
         if status is None:
             return Failure(rank, worker.pid, worker.step, "it hangs", is_sure=False)
         is_sure = status != -signal.SIGABRT and (status < 0 or worker.is_marked)
-        return Failure(rank, worker.pid, worker.step, f"it {ending(status)}", is_sure)
+        raised = self.workers.failure(local).error_file_data.get("message", "<NONE>")
+        how = f"it {ending(status)}"
+        if raised != "<NONE>":  # as torch has it where there is no file
+            how = str(raised["message"] if isinstance(raised, dict) else raised)
+        return Failure(rank, worker.pid, worker.step, how, is_sure, is_of_script=status > 0)
 
     def _consider(self, result: RunResult) -> None:
         """Say what failed; if it was again the same, leave out its slot, this node, or end the run."""

@@ -7,9 +7,15 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.near import near
 from holdfast.run.forkserver import ForkServer
 
 PRELOAD = (
@@ -63,7 +69,8 @@ def main(words: Sequence[str]) -> int:
         say=say,
     )
     try:
-        with in_place_of_torchs(launch):
+        _check_by_torch(given)
+        with in_place_of_torchs(launch), _log_dir(given):
             run(given)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
@@ -71,6 +78,9 @@ def main(words: Sequence[str]) -> int:
     except RendezvousClosedError:
         say("the run has ended on another node, whose launcher says why")
         return 1
+    except UsageError as error:
+        say(f"error: {error}")
+        return 2
     except SignalException as error:
         say(f"ended by {error.sigval.name}")
         return 128 + int(error.sigval)
@@ -82,12 +92,24 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
+@contextmanager
+def _log_dir(given: argparse.Namespace) -> Iterator[None]:
+    """Have a folder for the errors of ranks, which torch makes and leaves where none is given."""
+    if given.log_dir is not None:
+        yield
+        return
+    with TemporaryDirectory(prefix="torchelastic_") as given.log_dir:
+        yield
+
+
 def parser() -> argparse.ArgumentParser:
     """torchrun's options, with more restarts and quicker looks, and ours."""
     from torch.distributed.run import get_args_parser
 
     found: argparse.ArgumentParser = get_args_parser()
     found.prog = "holdfast run"
+    found.usage = "%(prog)s [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
+    found.error = partial(_refuse, found)  # type: ignore[method-assign]
     found.description = "Run a script on several ranks, as torchrun does, and recover it in place."
     found.set_defaults(max_restarts=RESTARTS, monitor_interval=0.02)
     ours = found.add_argument_group("holdfast")
@@ -98,12 +120,56 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+def _refuse(found: argparse.ArgumentParser, message: str) -> NoReturn:
+    """What argparse has to say, as a UsageError."""
+    hint = "`holdfast run --help` shows what it takes"
+    unknown = message.partition("unrecognized arguments: ")[2].split()
+    if unknown:
+        options = [name for option in found._actions for name in option.option_strings]
+        name = unknown[0].partition("=")[0]
+        hint = near(name, [o for o in options if "_" not in o], 1) or hint
+        message = f"there is no option {name!r}"
+    elif message.endswith("training_script_args"):
+        message, hint = "no script is given", f"{found.format_usage().strip()}; {hint}"
+    raise UsageError(message, hint=hint)
+
+
+def _check_by_torch(given: argparse.Namespace) -> None:
+    """UsageError for what torch refuses; after the fork server has begun, since this may touch CUDA."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import Std
+
+    options: dict[str, Callable[[str], object]] = {
+        "nnodes": run.parse_min_max_nnodes,
+        "nproc_per_node": run.determine_local_world_size,
+        "redirects": Std.from_str,
+        "tee": Std.from_str,
+    }
+    named = ""
+    try:
+        for name, read in options.items():
+            value = getattr(given, name)
+            named = f"--{name.replace('_', '-')} {value}: "
+            read(value)
+        named = ""
+        run.config_from_args(argparse.Namespace(**vars(given)))
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise UsageError(
+            f"{named}{error}", hint="`holdfast run --help` shows what it takes"
+        ) from error
+
+
 def _checked(given: argparse.Namespace) -> argparse.Namespace:
     """UsageError for what cannot be."""
     if given.no_python or given.run_path:
         raise UsageError(
             "workers of `holdfast run` are forked from Python: it takes a script or `-m MODULE`",
             hint="torchrun has --no-python and --run-path",
+        )
+    if getattr(given, "numa_binding", None) is not None:  # torch 2.9 and newer
+        raise UsageError(
+            f"--numa-binding {given.numa_binding}: workers are forked, and stay where the launcher is",
+            hint="numactl before `holdfast run`, or torchrun",
         )
     if given.spares < 0:
         raise UsageError(f"--spares {given.spares}: must be 0 or more")
@@ -112,7 +178,8 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
             raise UsageError(f"--nproc-min {given.nproc_min}: must be 1 or more")
         if getattr(given, "virtual_local_rank", False):
             raise UsageError("--nproc-min needs local ranks of their own: no --virtual-local-rank")
-    if given.nnodes not in ("1", "1:1") and not given.standalone:
+    are_several = given.nnodes not in ("1", "1:1") and given.nnodes.replace(":", "").isdigit()
+    if are_several and not given.standalone:
         if given.rdzv_backend not in ("c10d", "etcd-v2"):
             raise UsageError(
                 f"--rdzv-backend={given.rdzv_backend}: its nodes cannot meet again after a failure",
@@ -122,7 +189,20 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
         raise UsageError(f"--hang-s {given.hang_s}: must be more than 0")
     if not given.module and not os.path.exists(given.training_script):
         raise UsageError(f"there is no script {given.training_script!r}")
+    if not given.module and os.path.isfile(given.training_script):
+        _compile(given.training_script)
     return given
+
+
+def _compile(path: str) -> None:
+    """UsageError if the script is none, rather than once for each rank."""
+    if path.endswith((".zip", ".pyz")):
+        return
+    try:
+        with open(path, "rb") as file:
+            compile(file.read(), path, "exec")
+    except (SyntaxError, ValueError) as error:
+        raise UsageError("".join(traceback.format_exception_only(error)).strip()) from error
 
 
 def _server(given: argparse.Namespace) -> ForkServer:
@@ -140,15 +220,15 @@ def _server(given: argparse.Namespace) -> ForkServer:
 
 
 def _be_a_worker(server: ForkServer) -> int:
-    from holdfast.run.worker import become
+    from holdfast.run.worker import become, fail
 
     assert server.worker is not None
     try:
         become(*server.worker)
     except SystemExit:
         raise
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        fail(error)
         return 1
     return 0
 

@@ -30,6 +30,9 @@ ANSWER_S = 60.0
 """Seconds that a fork may take."""
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals upon which the launcher ends the workers.  Slurm sends them to all processes of a step, and
+workers need their server until they have saved."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -159,6 +162,7 @@ def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket, 
     """Serve until the launcher is gone.  Return in a forked worker alone, with what that is to do."""
     _die_with(parent)
     os.setsid()  # Ctrl-C reaches the launcher, which ends the workers
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wakes, False)
@@ -184,6 +188,8 @@ def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket, 
                 continue
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             for fd in (wakes, wake):
                 os.close(fd)
             launcher.close()

@@ -49,6 +49,8 @@ class Failure(msgspec.Struct, frozen=True):
     how: str
     is_sure: bool
     """True if no loss of a peer can be behind it."""
+    is_of_script: bool = False
+    """The script has raised or ended: any rank may be the first to do so."""
     error: str = ""
 
 

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from holdfast import events
@@ -49,6 +50,8 @@ T = TypeVar("T")
 
 PATIENCE_S = 0.2
 """Seconds that a rank may take to find that its collectives have failed, before it is interrupted."""
+DEAF_S = 0.3
+"""Seconds after which an interrupt has not been heard: the main thread is in a call of torch."""
 AGAIN_S = 1.0
 """Seconds between further interrupts, where one was lost: in a destructor, or to a script's own handler."""
 CLEANUP_S = 3.0
@@ -134,7 +137,12 @@ class _Launched:
         self._runs = 0
         """The attempt whose function the main thread is in; 0: in none."""
         self._is_out = threading.Event()
+        """It has left the function of the newest attempt that it was told to enter."""
+        self._over = 0
+        """The newest attempt that it was told to leave, maybe before it had entered."""
         self._told_to_leave = 0.0
+        self._was_heard = threading.Event()
+        """The main thread has heard the last interrupt."""
         self._cutting = threading.Lock()
         """Held while connections are cut and groups aborted: none is ended then."""
         self._before: Leftovers | None = None
@@ -169,6 +177,8 @@ class _Launched:
                 result = self._inside(function)
                 self._end.say(Done(self._attempt))
             except (Exception, PeerLost) as error:
+                self._runs = 0
+                self._is_out.set()
                 left = self._left(error)
                 with _ends_within(DROP_S):
                     with self._cutting:
@@ -191,9 +201,10 @@ class _Launched:
         return result
 
     def _inside(self, function: Callable[[], T]) -> T:
-        self._is_out.clear()
-        self._runs = self._attempt
         try:
+            self._runs = self._attempt
+            if self._over >= self._attempt:
+                raise PeerLost("another rank was lost before this one had entered")
             return function()
         finally:
             self._runs = 0
@@ -205,6 +216,7 @@ class _Launched:
 
     def _left(self, error: BaseException) -> Left:
         is_own = not isinstance(error, PeerLost)
+        error.__traceback__ = of_script(error.__traceback__)
         kind = "".join(traceback.format_exception_only(error)).strip()
         text = "".join(traceback.format_exception(error))
         return Left(self._attempt, kind[:500], text[-LONGEST:], is_own, events.last_step)
@@ -216,17 +228,19 @@ class _Launched:
             word = self._end.hear()
             if isinstance(word, Leave):
                 self._leave(word)
-            else:
-                self._words.put(word)
-                if isinstance(word, End):
-                    return
+                continue
+            if isinstance(word, Enter):
+                self._is_out.clear()
+            self._words.put(word)
+            if isinstance(word, End):
+                return
 
     def _leave(self, word: Leave) -> None:
         """Have the main thread leave the function, if it is in that attempt's."""
         from holdfast.group.line import lose_all
         from holdfast.run.cutting import cut, cut_store, on_devices
 
-        self._told_to_leave = time.monotonic()
+        self._over, self._told_to_leave = word.attempt, time.monotonic()
         lose_all("the ranks have lost each other")
         store_port = int(os.environ.get("MASTER_PORT", "0"))
         main = threading.main_thread().ident or 0
@@ -236,13 +250,18 @@ class _Launched:
                 signal.pthread_kill(main, INTERRUPT)
             cut(word.pids, word.hosts, store_port)
         patience_s = PATIENCE_S
-        while not self._is_out.wait(patience_s) and self._runs == word.attempt:
-            cut_store(store_port)  # it may wait there for a key of the lost rank, deaf to signals
-            signal.pthread_kill(main, INTERRUPT)
+        while not self._is_out.wait(patience_s):
             patience_s = AGAIN_S
+            if self._runs != word.attempt:
+                continue  # it is about to enter, and will find that there is no use
+            self._was_heard.clear()
+            signal.pthread_kill(main, INTERRUPT)
+            if not self._was_heard.wait(DEAF_S):
+                cut_store(store_port)  # it may wait there for a key of the lost rank
 
     def _interrupt(self, *_: object) -> None:
         """Leave the function, unless the main thread, which this is, is on its way out already."""
+        self._was_heard.set()
         if self._runs and not self._is_leaving(sys.exc_info()[1]):
             raise PeerLost("another rank is lost")
 
@@ -312,6 +331,23 @@ def _ends_within(limit_s: float) -> Iterator[None]:
         yield
     finally:
         watch.cancel()
+
+
+def of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames between the launcher and the script, which tell nothing."""
+    first = _next_of_script(trace)
+    one = first
+    while one is not None:
+        one.tb_next = _next_of_script(one.tb_next)
+        one = one.tb_next
+    return first
+
+
+def _next_of_script(trace: TracebackType | None) -> TracebackType | None:
+    ours = (os.path.dirname(__file__), "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return trace
 
 
 def forget(error: BaseException) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import io
+import json
 import os
 import runpy
 import signal
 import socket
 import sys
+import time
+import traceback
+from contextlib import suppress
 from types import ModuleType
 
 from holdfast.run import recovery
-from holdfast.run.channel import WorkerEnd
+from holdfast.run.channel import LONGEST, WorkerEnd
 from holdfast.run.forkserver import Start
 
 STACKS = signal.SIGRTMAX - 3
@@ -34,6 +38,19 @@ def become(start: Start, end: socket.socket, stacks: int) -> None:
         _run_module(name, arguments)
     else:
         _run_script(name, arguments)
+
+
+def fail(error: BaseException) -> None:
+    """Show what the script has raised, as Python would, and write it where torch looks for it."""
+    error.__traceback__ = recovery.of_script(error.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if path and not os.path.exists(path):  # else torch's own `record` was there before
+        text = "".join(traceback.format_exception(error))
+        about = {"py_callstack": text[-LONGEST:], "timestamp": str(int(time.time()))}
+        kind = "".join(traceback.format_exception_only(error)).strip()
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": kind[-500:], "extraInfo": about}}, file)
 
 
 def _redirect(path: str, to: int) -> None:

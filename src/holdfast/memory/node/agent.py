@@ -30,7 +30,7 @@ from aiohttp import web
 from holdfast.errors import HoldfastError, OutOfSpace
 from holdfast.events import counters
 from holdfast.format.manifest import decode
-from holdfast.here import fate, memory_bytes, own_address, started, yield_to_training
+from holdfast.here import fate, memory_bytes, own_address, started, weigh_session
 from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
 from holdfast.memory.node import words as w
@@ -66,8 +66,11 @@ class Agent:
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
         self._pools = {
-            name: ThreadPoolExecutor(number, f"holdfast-{name}") for name, number in THREADS.items()
+            name: ThreadPoolExecutor(number, f"holdfast-{name}", partial(os.nice, 19))
+            for name, number in THREADS.items()
         }
+        self._yields = False
+        """The training goes on, and this process gives way to it; not at a restart, which waits for it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._encodings: list[Encoding] = []
         self._paces: dict[tuple[str, int, int], Pace] = {}
@@ -91,7 +94,15 @@ class Agent:
         finally:
             self._waiting.pop(number, None)
 
+    def _give_way(self, message: w.Message) -> None:
+        """Yield to the training from its first snapshot on, until ranks leave, or ask what there is."""
+        yields = isinstance(message, w.Take)
+        if yields or isinstance(message, (w.Ask, w.Bye, w.Gone)):
+            if yields != self._yields and weigh_session(19 if yields else 0):
+                self._yields = yields
+
     def tell(self, message: w.Message, ask: int = 0) -> None:
+        self._give_way(message)
         before, undone = self.state, False
         self.state, effects = machine.step(self.state, message, time.monotonic(), ask)
         failed = ""
@@ -408,7 +419,6 @@ def main(argv: list[str] | None = None) -> int:
         except OSError:
             log.info("another agent is here already")
             return 0
-        yield_to_training()
         budget = args.budget or default_budget(root)
         host = args.host or os.environ.get("HOLDFAST_HOST") or own_address()
         try:
