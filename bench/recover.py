@@ -3,8 +3,8 @@
 Four ranks under FSDP2 and gloo train a model from a seed; SIGKILL takes one of them, chosen by chance, at a
 moment chosen by chance, again and again.  Two sizes: GPT-2 small with AdamW, 1.5 GB, and a model of 25 MB.
 Contestants take turns, each in a job of its own, and their failures are spread over `--rounds`:
-place      holdfast run, the function marked, a spare, a snapshot in memory of every step, which is waited
-           for when the next is due
+place      holdfast run, the function marked, a spare, a snapshot in memory of every step: the large one is
+           waited for when the next is due, small ones are left out while another is being made
 holdfast   the same script under torchrun
 dcp        torchrun, dcp.save of every K-th step (`--every`), dcp.load
 warm       the script of `dcp` under holdfast run: it is not marked, and all its ranks start again
@@ -369,7 +369,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
-    large = ["--large", *(["--small"] if args.small else [])]
+    large = ["--large", "--queue", *(["--small"] if args.small else [])]
     sizes = {LARGE: Size(LARGE, large, args.every), SMALL: Size(SMALL, [], args.every)}
     root = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=args.root or HERE.parent.parent))
     started, found = time.time(), {}

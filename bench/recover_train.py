@@ -1,6 +1,6 @@
 """A rank of a contestant of `recover.py`: a training that stamps what it does, and goes on after a kill.
 
-    recover_train.py KIND ROOT [--large] [--small] [--every K] [--digests STEPS]
+    recover_train.py KIND ROOT [--large] [--small] [--queue] [--every K] [--digests STEPS]
 
 place     marked as recoverable; a snapshot in memory of every step, by holdfast (also under torchrun)
 dcp       not marked; `torch.distributed.checkpoint.save` of every K-th step, and `load`
@@ -41,6 +41,7 @@ def parsed() -> argparse.Namespace:
     p.add_argument("root", type=Path)
     p.add_argument("--large", action="store_true")
     p.add_argument("--small", action="store_true")
+    p.add_argument("--queue", action="store_true", help="wait for a snapshot when the next is due")
     p.add_argument("--every", type=int, default=1)
     p.add_argument("--digests", default="", help="steps after which to tell it, by comma")
     return p.parse_args()
@@ -189,7 +190,7 @@ def place(given: argparse.Namespace, stamps: Stamps) -> None:
         {"model": training.model, "optim": training.optim},
         every=holdfast.Every(memory=1),
         memory=holdfast.Memory(),
-        when_busy="queue",
+        when_busy="queue" if given.queue else None,
         on_error="raise",
     ) as ckpt:
         stamps("checkpointer")
