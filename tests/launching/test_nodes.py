@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.run.again import SAME, Failures
 from holdfast.run.command import main
@@ -34,6 +35,9 @@ def test_a_peer_that_is_lost_is_to_blame_and_not_who_noticed_it() -> None:
     assert blamed({0: first, 1: Card([])}, []) == (0, noticed)
     assert blamed({0: first}, [1]) is None  # a node is lost
     assert blamed({0: Card([]), 1: Card([])}, []) is None  # a node joins
+    late = replace(failure("ValueError", 2), is_late=True)
+    assert blamed({0: first, 1: Card([late])}, []) == (1, late)  # its rank was still on its way out
+    assert blamed({0: Card([late]), 1: Card([killed], is_first=True)}, []) == (1, killed)
     both = {0: Card([noticed]), 1: Card([failure(GLOO, 2)], is_first=True)}
     assert blamed(both, []) == (1, failure(GLOO, 2))
 

@@ -93,7 +93,8 @@ def main() -> None:
     with holdfast.Checkpointer(root, state, every=every, memory=memory, deadline_s=30) as ckpt:
         restored = ckpt.restore()
         step = int(restored)
-        tell(rank=rank, size=size, begins=step, tier=restored.tier, digest=whole(state))
+        host = socket.gethostname()
+        tell(host=host, rank=rank, size=size, begins=step, tier=restored.tier, digest=whole(state))
         while not (logs / "end").exists() or step < int((logs / "end").read_text()):
             fail(options, step)
             until = time.monotonic() + STEP_S

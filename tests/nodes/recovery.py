@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -128,8 +130,10 @@ class Run:
     def kill_all(self, node: Node) -> None:
         """The launcher and all that it began are gone; the node stays."""
         self.job.agents.pop(node)
-        for pid in sorted(node.processes())[1:]:
-            node.signal(pid)
+        for pid in node.processes().values():
+            with suppress(ProcessLookupError, FileNotFoundError):
+                if "python" in os.readlink(f"/proc/{pid}/exe"):  # not what holds the namespaces
+                    os.kill(pid, signal.SIGKILL)
 
     def end(self, nodes: Sequence[Node], more: int = 5) -> None:
         """Have it train some steps more, and wait until all have ended well."""

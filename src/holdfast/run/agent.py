@@ -11,6 +11,7 @@ from socket import gethostname
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
@@ -195,7 +196,10 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
             return RunResult(state=WorkerState.HEALTHY)
         self._failed_at = time.monotonic()
         is_first = nodes.end_round()
-        failures += [self._failure(rank) for rank in workers.leave()]
+        workers.leave()
+        known = {failure.pid for failure in failures}
+        late = [self._failure(rank) for rank in workers.failed()]
+        failures += [structs.replace(f, is_late=True) for f in late if f.pid not in known]
         nodes.say("card", msgspec.json.encode(Card(failures, is_first())))
         cards, lost = nodes.cards()
         behind = blamed(cards, lost)

@@ -52,6 +52,8 @@ class Failure(msgspec.Struct, frozen=True):
     is_of_script: bool = False
     """The script has raised or ended: any rank may be the first to do so."""
     error: str = ""
+    is_late: bool = False
+    """It was seen when the round was over, and may be nothing but a consequence of that."""
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -67,13 +69,13 @@ def blamed(cards: Mapping[int, Card], lost: Sequence[int]) -> tuple[int, Failure
     if lost:
         return None
     failures = [
-        (not failure.is_sure, not card.is_first, node, number)
+        (not failure.is_sure, failure.is_late, not card.is_first, node, number)
         for node, card in cards.items()
         for number, failure in enumerate(card.failures)
     ]
     if not failures:
         return None
-    _, _, node, number = min(failures)
+    *_, node, number = min(failures)
     return node, cards[node].failures[number]
 
 

@@ -14,6 +14,7 @@ several endpoints, if there are several.  The node stays the same to the others.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import zlib
@@ -58,6 +59,8 @@ SILENT_S = 10.0
 AGAIN_S = 1.0
 CARDS_S = 60.0
 """Seconds that a node may take to say what became of its ranks."""
+TOLD_S = 2.0
+"""Seconds after which a node says that it waits."""
 ALONE_S = 30.0
 """Seconds that ranks that are done wait for the others, where the rendezvous is lost."""
 ENDS = "holdfast/ends"
@@ -168,7 +171,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self._pause_s = pause_s(given.max_nodes)
         self._door = Door()
         self._neighbour: Neighbour | None = None
-        self._is_connecting, self._last_said_at = False, 0.0
+        self._is_connecting, self._waits_since, self._last_said_at = False, 0.0, 0.0
         self.is_left = False
         """This node goes, and the others stay: the rendezvous is not to be closed."""
         self._handler = self._connected()
@@ -251,11 +254,11 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     # -- what torch asks --------------------------------------------------------------------------
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.round, self.view = None, View()
+        self.round, self.view, self._waits_since = None, View(), time.monotonic()
         until = time.monotonic() + self._handler.settings.timeout.join.total_seconds()
         while True:
             try:
-                met = _awaited(self._asked(self._met), self._check_silence)
+                met = _awaited(self._asked(self._met), self._while_it_waits)
                 if met is not None:
                     info, self.round = met
                     return info
@@ -454,15 +457,24 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def _complain(self, error: Exception) -> None:
         if not self.problem:
-            self._say(f"the rendezvous at {self._given.endpoint} is lost: {error}")
+            why = str(error.__cause__ or error).partition("\n")[0]
+            self._say(f"the rendezvous at {self._given.endpoint} does not answer: {why}")
         self.problem = str(error) or type(error).__name__
 
     @property
     def _silent_s(self) -> float:
         return 0.0 if self._is_connecting else time.monotonic() - self._backend.answered_at
 
-    def _check_silence(self) -> None:
-        """Give up a connection that is silent, with the thread that waits for it."""
+    def _while_it_waits(self) -> None:
+        """Say once that this node is not needed now; give up a connection that is silent, with the thread
+        that waits for it."""
+        state, node = self._handler._state_holder.state, self._handler._this_node
+        now = time.monotonic()
+        if not state.complete or node not in {*state.redundancy_list, *state.wait_list}:
+            self._waits_since = now
+        elif self._waits_since + TOLD_S < now:
+            self._waits_since = math.inf
+            self._say("this node waits: the others train, and it takes part when it is needed")
         if self._silent_s > SILENT_S:
             self._backend.is_given_up = True
             self._begin()

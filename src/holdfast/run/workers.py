@@ -36,6 +36,7 @@ from holdfast.run.channel import (
 )
 from holdfast.run.forkserver import ForkServer, Start
 from holdfast.run.hangs import Pace, Progress
+from holdfast.run.nodes import may_be_of_a_peer
 from holdfast.run.worker import STACKS
 
 GRACE_S = 0.25
@@ -79,6 +80,8 @@ class Worker:
     is_done: bool = False
     is_ending: bool = False
     """It was told that the run is over, and hears no more."""
+    is_put_down: bool = False
+    """It was killed since it is not recoverable in place, and for no fault of its own."""
     status: int | None = None
     """Its exit status; None while it runs."""
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
@@ -167,16 +170,14 @@ class Workers(PContext):  # type: ignore[misc]
     def worker(self, rank: int) -> Worker:
         return self._workers[self.slots[rank]]
 
-    def leave(self) -> list[int]:
-        """Have every worker leave its function; those that cannot, or do not in time, are killed.
-
-        Returns the local ranks of those that did not in time.
-        """
+    def leave(self) -> None:
+        """Have every worker leave its function; those that cannot, or do not in time, are killed."""
         pids = [w.pid for w in self._workers.values()]
         inside = [w for w in self._workers.values() if w.status is None and not w.is_out]
         for worker in inside:
             can_leave = worker.is_marked and not _is_stopped(worker.pid)
             if not can_leave or not worker.end.say(Leave(self.attempt, pids, self.hosts)):
+                worker.is_put_down = not worker.is_marked
                 self._kill(worker, signal.SIGKILL)
         self._until(
             lambda: all(w.is_out or w.status is not None for w in inside), self.launch.leave_s
@@ -191,7 +192,15 @@ class Workers(PContext):  # type: ignore[misc]
         for worker in stuck:
             self._kill(worker, signal.SIGKILL)
         self._until(lambda: all(w.is_out or w.status is not None for w in inside), 5.0)
-        return [rank for rank, slot in enumerate(self.slots) if self._workers[slot] in stuck]
+
+    def failed(self) -> list[int]:
+        """Return the local ranks that have ended badly, or left their function by themselves."""
+        return [
+            rank
+            for rank, slot in enumerate(self.slots)
+            if (worker := self._workers[slot]) and not worker.is_put_down
+            if worker.status not in (None, 0) or (worker.left is not None and worker.left.is_own)
+        ]
 
     def choose_slots(self) -> int:
         """Choose the slots that get a rank in the next attempt, and return how many.
@@ -220,6 +229,8 @@ class Workers(PContext):  # type: ignore[misc]
         """Return what torch shall know of a rank that failed."""
         worker = self.worker(rank)
         slot = self.slots[rank]
+        if worker.left is not None:
+            self._write_error(slot, worker.left)
         return ProcessFailure(slot, worker.pid, worker.status or 1, self.error_files[slot])
 
     @property
@@ -434,9 +445,14 @@ class Workers(PContext):  # type: ignore[misc]
         if dead:
             return
         now = time.monotonic()
-        erred = [(w.left_at, r, w) for r, w in self._workers.items() if w.left is not None]
-        for since, rank, worker in sorted(erred, key=lambda e: e[:2])[:1]:
-            if now - since > GRACE_S and worker.left is not None:
+        erred = [
+            (may_be_of_a_peer(w.left.kind), w.left_at, r, w)
+            for r, w in self._workers.items()
+            if w.left is not None
+        ]
+        first = min((left_at for _, left_at, _, _ in erred), default=now)
+        for _, _, rank, worker in sorted(erred, key=lambda e: e[:3])[:1]:
+            if now - first > GRACE_S and worker.left is not None:
                 self._write_error(rank, worker.left)
                 yield rank, ProcessFailure(rank, worker.pid, 1, self.error_files[rank])
                 return
