@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +63,17 @@ def fail() -> None:
         done = Path(f"{root}.fault{number}")
         if int(os.environ["RANK"]) != int(rank) or Now.step != int(step) or done.exists():
             continue
+        until_saved(Now.step - 1)
         done.touch()
         if kind == "raise":
             raise ValueError(f"a fault at step {step}")
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def until_saved(step: int) -> None:
+    stop = time.monotonic() + DEADLINE_S
+    while step not in holdfast.steps(root) and time.monotonic() < stop:
+        time.sleep(0.02)
 
 
 class Block(nn.Module):

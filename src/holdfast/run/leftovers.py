@@ -17,12 +17,14 @@ another version of theirs; what is not there needs no reset.
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TypeVar
@@ -43,6 +45,7 @@ Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 END_S = 1.0
 """Seconds that processes have to end, before they are killed."""
 
+_ZERO = "deepspeed.runtime.zero"
 _CALLED = (
     ("torch", "clear_autocast_cache"),
     ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
@@ -59,21 +62,28 @@ _CALLED = (
     ("accelerate.state", "GradientState._reset_state"),
     ("accelerate.state", "PartialState._reset_state"),
     ("deepspeed.utils.groups", "_release_process_group_references"),
+    (f"{_ZERO}.parameter_offload", "FWD_MODULE_STACK.clear"),
     ("megatron.core.parallel_state", "destroy_model_parallel"),
     ("megatron.core.num_microbatches_calculator", "unset_num_microbatches_calculator"),
     ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
 )
 """What empties a register or a cache: its module, and its path there."""
-_NONE = (
-    ("torch.distributed.tensor._random", "_rng_tracker"),
-    ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module"),
-    ("deepspeed.comm.comm", "cdb"),
-    ("deepspeed.comm.comm", "nccl_backend"),
-    ("deepspeed.comm.comm", "mpi_backend"),
-    ("deepspeed.comm.comm", "ccl_backend"),
-    ("deepspeed.comm.comm", "hccl_backend"),
+_SET: tuple[tuple[str, str, Any], ...] = (
+    ("torch.distributed.tensor._random", "_rng_tracker", None),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", None),
+    ("deepspeed.comm.comm", "cdb", None),
+    ("deepspeed.comm.comm", "nccl_backend", None),
+    ("deepspeed.comm.comm", "mpi_backend", None),
+    ("deepspeed.comm.comm", "ccl_backend", None),
+    ("deepspeed.comm.comm", "hccl_backend", None),
+    (f"{_ZERO}.partition_parameters", "zero_init_context", 0),
+    (f"{_ZERO}.partition_parameters", "top_level_context", None),
+    (f"{_ZERO}.partition_parameters", "Init.param_id", 0),
+    (f"{_ZERO}.partition_parameters", "Init.num_persisted_parameters", 0),
+    (f"{_ZERO}.partition_parameters", "Init.num_persisted_elements", 0),
+    (f"{_ZERO}.partition_parameters", "Init.apply_param_persistence", False),
 )
-"""Globals that hold a group, or None."""
+"""Globals that hold a group, or number what is built, and what they are in a new process."""
 
 
 class Leftovers:
@@ -180,6 +190,7 @@ def _settings() -> Iterator[Setting]:
     for name in ("enabled", "benchmark", "deterministic"):
         yield _attribute(torch.backends.cudnn, name)
     yield _attribute(torch.utils.deterministic, "fill_uninitialized_memory")
+    yield _attribute(torch.nn.functional, "linear")  # ZeRO-3 puts its own in that place
     yield _attribute(sys, "excepthook")  # every process group puts its own before the last one's
     yield os.getcwd, os.chdir
     yield _start_method, lambda it: multiprocessing.set_start_method(it, force=True)
@@ -235,9 +246,10 @@ def forget_groups() -> None:
         _end_groups()
     for name, path in _CALLED:
         _attempt(name, path, lambda owner, last: getattr(owner, last)())
-    for name, path in _NONE:
-        _attempt(name, path, lambda owner, last: setattr(owner, last, None))
+    for name, path, value in _SET:
+        _attempt(name, path, partial(_set, value))
     _forget_shardings()
+    _number_modules_anew()
 
 
 def _end_groups() -> None:
@@ -272,6 +284,22 @@ def _forget_shardings() -> None:
         kind = type(propagator.propagate_op_sharding)
         propagator.propagate_op_sharding = kind(propagator.propagate_op_sharding_non_cached)
         propagator._propagate_tensor_meta_cached.cache_clear()
+
+
+def _set(value: Any, owner: Any, name: str) -> None:
+    setattr(owner, name, value)
+
+
+def _number_modules_anew() -> None:
+    """ZeRO-3 numbers modules in a default argument, and its ranks compare their numbers."""
+    offload = sys.modules.get(f"{_ZERO}.parameter_offload")
+    if offload is None:
+        return
+    with suppress(AttributeError):
+        register = offload.DeepSpeedZeRoOffload._register_deepspeed_module
+        for default in inspect.unwrap(register).__defaults__ or ():
+            if isinstance(default, list):
+                default[:] = [0]
 
 
 def _attempt(module: str, path: str, act: Callable[[Any, str], object]) -> None:
