@@ -5,19 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import holdfast
+
 from .cluster import Cluster, Node
 from .job import Job
-from .recover_train import Options, expected
+from .recover_train import WIDTH, Options, digest, expected
 from .story import TCP, records
 
+WHY_NO_ETCD = (
+    "no etcd-server, of Debian, on this machine"
+    if shutil.which("etcd") is None
+    else "no python-etcd: pip install python-etcd"
+    if find_spec("etcd") is None
+    else None
+)
 TRAIN = Path(__file__).with_name("recover_train.py")
 LIMIT_S = 180
 
@@ -35,15 +49,40 @@ class Life:
         return max(self.steps, default=int(self.start["begins"]))
 
 
+def begin_etcd(nodes: Sequence[Node]) -> tuple[dict[str, str], str]:
+    """Start a member of etcd on each node; return an environment and the endpoints for launchers."""
+    members = ",".join(f"{n.name}=http://{n.address}:2380" for n in nodes)
+    for node in nodes:
+        ours = f"http://{node.address}"
+        node.run(
+            ["etcd", "--enable-v2", f"--name={node.name}", "--data-dir=/run/tmp/etcd"]
+            + [f"--listen-client-urls={ours}:2379", f"--advertise-client-urls={ours}:2379"]
+            + [f"--listen-peer-urls={ours}:2380", f"--initial-advertise-peer-urls={ours}:2380"]
+            + [f"--initial-cluster={members}", "--initial-cluster-state=new"]
+        )
+    for node in nodes:
+        health = f"import urllib.request as u; u.urlopen('http://{node.address}:2379/health')"
+        again = f'until {sys.executable} -c "{health}" 2>/dev/null; do sleep 0.2; done'
+        node.call(["sh", "-c", again])
+    return {"PYTHONWARNINGS": "ignore"}, ",".join(f"{n.address}:2379" for n in nodes)
+
+
 class Launched(Job):
     """The launchers: with their own settings of the rendezvous, but for what a test adds."""
 
     def __init__(
-        self, cluster: Cluster, args: Sequence[object], conf: dict[str, object], **of: Any
-    ):
+        self,
+        cluster: Cluster,
+        args: Sequence[object],
+        conf: dict[str, object],
+        etcd: str = "",
+        **of: Any,
+    ) -> None:
         super().__init__(cluster, TRAIN, args, max_restarts=100, **of)
         self._conf = {"join_timeout": 60, **conf}
         del self._env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+        if etcd:
+            self._torchrun += ["--rdzv-backend=etcd-v2", f"--rdzv-endpoint={etcd}"]
 
 
 class Run:
@@ -149,3 +188,12 @@ class Run:
             begins = life.start["begins"]
             assert begins == 0 or life.start["digest"] == known[begins]
             assert all(known[n] == record["digest"] for n, record in life.steps.items())
+
+    def check_saved(self) -> None:
+        """What is in storage is right, whoever has saved it."""
+        steps = holdfast.steps(str(self.root))
+        known = ["", *islice(expected(), max(steps))]
+        for step in steps:
+            state = {n: torch.zeros(WIDTH, dtype=torch.float64) for n in ("weights", "momentum")}
+            assert holdfast.load(str(self.root), state, step=step) == step
+            assert digest(state) == known[step]

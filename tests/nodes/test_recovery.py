@@ -15,7 +15,7 @@ import pytest
 
 from .cluster import Cluster
 from .recover_train import Options
-from .recovery import Life, Run
+from .recovery import WHY_NO_ETCD, Life, Run, begin_etcd
 
 pytestmark = [
     pytest.mark.distributed,
@@ -106,21 +106,78 @@ def test_a_node_vanishes_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_node_that_was_cut_off_joins_again(tmp_path: Path) -> None:
-    """It was struck off, and the others went on: its ranks leave the group that is no more."""
+    """It was struck off, and the others went on: its ranks leave the group that is no more.
+
+    It has rank 0, which commits, and reaches the root all the time: whatever is saved there is right.
+    """
     with Cluster(3, tmp_path / "nodes", head=True) as cluster:
         nodes = cluster.nodes
-        run = Run(cluster, tmp_path, nnodes="2:3")
+        run = Run(cluster, tmp_path, Options(durable=2), nnodes="2:3")
         before = run.on(nodes, 3)
-        nodes[2].cut()
-        two = run.on(nodes[:2], 2, after=time.time())
+        nodes[0].cut()
+        two = run.on(nodes[1:], 2, after=time.time())
         begun(before, two)
         at = time.time()
-        nodes[2].join()
+        nodes[0].join()
         three = run.on(nodes, 3, after=at)
         begun(two, three)
         run.end(nodes)
         run.check(nodes)
+        run.check_saved()
         assert pids(three) == pids(before)
+
+
+def test_the_launcher_that_hosts_the_rendezvous_is_lost(tmp_path: Path) -> None:
+    """The others say so, wait for as long as a rendezvous may take, and end; so does what they began."""
+    with Cluster(2, tmp_path / "nodes") as cluster:
+        a, b = cluster.nodes
+        run = Run(cluster, tmp_path, nnodes="1:2", conf={"join_timeout": 5, "read_timeout": 5})
+        run.on([a, b], 2)
+        agent = run.job.agents[b]
+        run.kill_all(a)
+        run.job.agents.pop(b)
+        assert agent.wait(120) == 1
+        assert f"the rendezvous at {a.address}" in agent.text()
+        assert "--rdzv-backend=etcd-v2" in agent.text()
+        assert not [p for p in run.lives(b) if p.start["pid"] in b.processes()]
+
+
+@pytest.mark.skipif(WHY_NO_ETCD is not None, reason=str(WHY_NO_ETCD))
+def test_a_member_of_etcd_is_lost_with_its_node(tmp_path: Path) -> None:
+    """Three members on three nodes: any may vanish, with its ranks, and the others go on."""
+    with Cluster(3, tmp_path / "nodes") as cluster:
+        nodes = cluster.nodes
+        env, endpoint = begin_etcd(nodes)
+        run = Run(cluster, tmp_path, nnodes="2:3", etcd=endpoint, env=env)
+        before = run.on(nodes, 3)
+        nodes[0].kill()  # the member that every launcher has asked
+        two = run.on(nodes[1:], 2, after=time.time())
+        begun(before, two)
+        run.kill(nodes[2])
+        run.on(nodes[1:], 2, after=time.time())
+        run.end(nodes[1:])
+        run.check(nodes)
+        assert "the rendezvous answers again" in run.job.agents[nodes[1]].text()
+
+
+@pytest.mark.skipif(WHY_NO_ETCD is not None, reason=str(WHY_NO_ETCD))
+def test_a_member_of_etcd_is_lost_and_no_rank_notices(tmp_path: Path) -> None:
+    with Cluster(2, tmp_path / "nodes", head=True) as cluster:
+        a, b = cluster.nodes
+        assert cluster.head is not None
+        env, endpoint = begin_etcd([cluster.head, a, b])
+        run = Run(cluster, tmp_path, nnodes="2", etcd=endpoint, env=env)
+        before = run.on([a, b], 2)
+        cluster.head.kill()
+        run.job.await_(
+            lambda: all("answers again" in run.job.agents[n].text() for n in (a, b)),
+            "another member",
+        )
+        last = max(life.last for life in run.newest([a, b]))
+        run.job.await_(lambda: min(x.last for x in run.newest([a, b])) > last + 20, "steps")
+        run.end([a, b])
+        run.check([a, b])
+        assert len(run.lives(a)) == len(run.lives(b)) == 1 and before
 
 
 def test_a_launcher_that_is_told_to_end_leaves_the_others(tmp_path: Path) -> None:

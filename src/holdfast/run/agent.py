@@ -164,6 +164,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         result, workers = super()._monitor_workers(worker_group), self.workers
         assert workers is not None
         if self._nodes is not None:
+            self._nodes.check()
             result = self._seen_together(self._nodes, result)
         if result.state == WorkerState.FAILED:
             self._failed_at = self._failed_at or time.monotonic()

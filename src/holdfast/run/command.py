@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.near import near
 from holdfast.run.forkserver import ForkServer
+
+if TYPE_CHECKING:
+    from holdfast.run.workers import Launch
 
 PRELOAD = (
     "torch",
@@ -42,10 +45,6 @@ so far, and at least a minute, if none is at anything else meanwhile: an evaluat
 
 def main(words: Sequence[str]) -> int:
     """Run a script on several ranks; return the exit status, 1 if the run failed."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError
-
     try:
         given = _checked(parser().parse_args(words))
         server = _server(given)
@@ -54,9 +53,7 @@ def main(words: Sequence[str]) -> int:
         return 2 if isinstance(error, UsageError) else 1
     if server.worker is not None:
         return _be_a_worker(server)
-    from torch.distributed.run import run
-
-    from holdfast.run.agent import in_place_of_torchs
+    from holdfast.run.rendezvous import is_inside
     from holdfast.run.workers import Launch
 
     launch = Launch(
@@ -69,6 +66,25 @@ def main(words: Sequence[str]) -> int:
         say=say,
     )
     try:
+        status = _run(given, launch)
+    finally:
+        server.close()
+    if is_inside():
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+def _run(given: argparse.Namespace, launch: Launch) -> int:
+    """Run torch's launcher with our agent; return the exit status."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+    from torch.distributed.run import run
+
+    from holdfast.run.agent import in_place_of_torchs
+
+    try:
         with _log_dir(given), in_place_of_torchs(launch):
             _check_by_torch(given)
             run(given)
@@ -77,6 +93,10 @@ def main(words: Sequence[str]) -> int:
         return 1
     except RendezvousClosedError:
         say("the run has ended on another node, whose launcher says why")
+        return 1
+    except RendezvousError as error:
+        why = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
+        say(f"error: the nodes do not meet: {why}\n  hint: {_hint_for_hosts(given)}")
         return 1
     except UsageError as error:
         say(f"error: {error}")
@@ -87,9 +107,15 @@ def main(words: Sequence[str]) -> int:
     except HoldfastError as error:
         say(f"error: {error}")
         return 1
-    finally:
-        server.close()
     return 0
+
+
+def _hint_for_hosts(given: argparse.Namespace) -> str:
+    """What to do where the rendezvous is lost or too few nodes have come."""
+    hint = f"look whether --nnodes={given.nnodes} nodes can reach {given.rdzv_endpoint}"
+    if given.rdzv_backend == "c10d":
+        hint += "; --rdzv-backend=etcd-v2 outlives its host"
+    return hint
 
 
 @contextmanager

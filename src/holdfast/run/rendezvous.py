@@ -6,7 +6,8 @@ reads the last `View`.
 
 torch begins a new round when the last node has left the one before, and it strikes off a node that has sent
 no sign of life for a while.  Its nodes look once in a second; these look as often as `pause_s` says.  The
-first round waits long for nodes that begin later, as torch's does; later ones wait for those that live.
+first round waits long for nodes that begin later, as torch's does.  Later ones begin as soon as all are
+there that lived when the one before ended.
 
 A connection that fails, or is silent while the nodes are to meet, is replaced by a new one: to the next of
 several endpoints, if there are several.  The node stays the same to the others.
@@ -48,14 +49,18 @@ from holdfast.run.nodes import Card, Introduction
 
 T = TypeVar("T")
 
-LATER_CALL_S = 0.5
-"""Seconds that a later round with at least MIN nodes waits for more: all that live are there by then."""
+LATER_CALL_S = 3.0
+"""Seconds that a later round with at least MIN nodes waits for those that lived when the last one ended."""
 SLICE_S = 0.2
 """Seconds for which a signal to the launcher may wait."""
 KEEP_ALIVE_S, KEEP_ALIVES = 1, 5
 """How often a node gives a sign of life, and how many of them may fail, if `--rdzv-conf` does not say."""
 SILENT_S = 10.0
 """Seconds without an answer after which a connection is given up, while the nodes are to meet."""
+MOVE_S = 2.0
+"""The same where there is another endpoint, and at any time."""
+KEEP_ALIVES_OF_SEVERAL = 10
+"""Signs of life that may fail where nodes may have to move to another endpoint."""
 AGAIN_S = 1.0
 CARDS_S = 60.0
 """Seconds that a node may take to say what became of its ranks."""
@@ -63,6 +68,7 @@ TOLD_S = 2.0
 """Seconds after which a node says that it waits."""
 ALONE_S = 30.0
 """Seconds that ranks that are done wait for the others, where the rendezvous is lost."""
+THREAD = "holdfast-rendezvous"
 ENDS = "holdfast/ends"
 _LOST = (RendezvousConnectionError, RendezvousStateError, dist.DistError, OSError)
 
@@ -171,12 +177,21 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self._pause_s = pause_s(given.max_nodes)
         self._door = Door()
         self._neighbour: Neighbour | None = None
+        self._timers: list[Any] = []
+        self._expected = 0
+        """Number of nodes with which the next round is complete; 0: not known."""
+        self._turned_at = time.monotonic()
         self._is_connecting, self._waits_since, self._last_said_at = False, 0.0, 0.0
         self.is_left = False
         """This node goes, and the others stay: the rendezvous is not to be closed."""
         self._handler = self._connected()
         self._settle()
         self._begin()
+
+    def check(self) -> None:
+        """Move to another endpoint, if there is one, where this one is silent."""
+        if len(self._endpoints) > 1 and self._silent_s > MOVE_S:
+            self._complain(self._given_up())
 
     # -- what the agent says and asks -------------------------------------------------------------
 
@@ -212,6 +227,9 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         while True:
             cards, lost = self.view.cards, of.lost(self.view)
             if of.me in lost or (of.me in cards and len(cards) + len(lost) == len(of.members)):
+                state = self._handler._state_holder.state
+                others = {*state.wait_list, *state.redundancy_list} - set(of.members)
+                self._expected = 0 if of.me in lost else len(cards) + len(others)
                 return cards, lost
             if time.monotonic() > until or self.problem or self._silent_s > SILENT_S:
                 return cards, [n for n in range(len(of.members)) if n not in cards]
@@ -278,6 +296,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
             )  # else the ranks of this round would see the last one's
         try:
             info = self._handler.next_rendezvous()
+            self._expected = 0
         except RendezvousTimeoutError:
             if self._handler._state_holder.state.complete:
                 return None  # the others train, and this node waits to be taken in
@@ -334,9 +353,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def _begin(self) -> None:
         self._words: SimpleQueue[Callable[[], None]] = SimpleQueue()
         target, about = self._work, (self._words,)
-        self._thread = threading.Thread(
-            target=target, args=about, name="holdfast-rendezvous", daemon=True
-        )
+        self._thread = threading.Thread(target=target, args=about, name=THREAD, daemon=True)
         self._thread.start()
 
     def _end(self) -> None:
@@ -359,15 +376,19 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         return answer
 
     def _work(self, words: SimpleQueue[Callable[[], None]]) -> None:
+        pause = self._pause_s
         while words is self._words:
+            self._turned_at = time.monotonic()
             try:
-                words.get(timeout=AGAIN_S if self.problem else self._pause_s)()
+                words.get(timeout=pause)()
             except Empty:
                 try:
                     if self.problem:
                         self._reconnect()
                     self._look()
+                    pause = self._pause_s
                 except _LOST as error:
+                    pause = AGAIN_S
                     if words is self._words:
                         self._complain(error)
 
@@ -419,14 +440,19 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         """Return a handler with a new connection, to the first endpoint that answers."""
         self._is_connecting = True
         try:
-            for endpoint in self._endpoints[:-1]:
-                self._given.endpoint = endpoint
+            for _ in self._endpoints[1:]:
+                self._given.endpoint = self._endpoints[0]
                 with suppress(RendezvousConnectionError):
                     return self._create(self._given)
-            self._given.endpoint = self._endpoints[-1]
+                self._turn()
+            self._given.endpoint = self._endpoints[0]
             return self._create(self._given)
         finally:
-            self._is_connecting = False
+            self._is_connecting, self._turned_at = False, time.monotonic()
+
+    def _turn(self) -> None:
+        """Have the next endpoint be the first."""
+        self._endpoints = [*self._endpoints[1:], self._endpoints[0]]
 
     def _settle(self) -> None:
         """Have the handler look often, and wait for nobody who will not come."""
@@ -434,12 +460,23 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         holder = handler._state_holder
         holder._cache_duration = self._pause_s
         self._backend = holder._backend = _Backend(holder._backend)
+        executor = handler._op_executor
+        add = executor._add_to_participants
+
+        def add_and_begin() -> None:
+            add()
+            count = len(holder.state.participants)
+            if not holder.state.complete and self._given.min_nodes <= self._expected <= count:
+                executor._mark_rendezvous_complete()
+
+        executor._add_to_participants = add_and_begin
         if self._given.get("last_call_timeout") is None:
             calls = _Calls(handler.settings.timeout, lambda: int(holder.state.round))
             object.__setattr__(handler.settings, "timeout", calls)
 
     def _reconnect(self) -> None:
         """Go on over a new connection, as the same node."""
+        self._turn()
         fresh, handler = self._connected(), self._handler
         handler._store, handler._heartbeat_lock = fresh._store, threading.Lock()
         backend = fresh._state_holder._backend
@@ -449,7 +486,10 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
             of.store = handler._get_store()
             for what, value in of.said.items():
                 of.store.set(f"holdfast/{what}/{of.me}", value)
-        handler._keep_alive_timer = None
+        timer, handler._keep_alive_timer = handler._keep_alive_timer, None
+        if timer is not None:
+            timer._ctx.stop_event.set()
+            self._timers.append(timer)  # who lets go of it waits for its thread
         if of is not None:
             handler._start_heartbeats()
         self.problem = ""
@@ -463,7 +503,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     @property
     def _silent_s(self) -> float:
-        return 0.0 if self._is_connecting else time.monotonic() - self._backend.answered_at
+        last = max(self._backend.answered_at, self._turned_at)
+        return 0.0 if self._is_connecting else time.monotonic() - last
 
     def _while_it_waits(self) -> None:
         """Say once that this node is not needed now; give up a connection that is silent, with the thread
@@ -475,10 +516,23 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         elif self._waits_since + TOLD_S < now:
             self._waits_since = math.inf
             self._say("this node waits: the others train, and it takes part when it is needed")
-        if self._silent_s > SILENT_S:
-            self._backend.is_given_up = True
-            self._begin()
-            raise RendezvousConnectionError(f"no answer for {SILENT_S:g} s")
+        if self._silent_s > (SILENT_S if len(self._endpoints) == 1 else MOVE_S):
+            raise self._given_up()
+
+    def _given_up(self) -> RendezvousConnectionError:
+        """Give up a connection, with the thread that waits for it; return the error."""
+        silent_s = self._silent_s
+        self._backend.is_given_up = True
+        self._begin()
+        return RendezvousConnectionError(f"no answer for {silent_s:.0f} s")
+
+
+def is_inside() -> bool:
+    """Tell whether a thread waits inside torch for a rendezvous that does not answer.
+
+    torch would end the process by SIGABRT when Python ends.
+    """
+    return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def _awaited(answer: Future[T], check: Callable[[], None] = lambda: None) -> T:
@@ -500,7 +554,8 @@ def watched(
     if given.max_nodes == 1 or given.backend not in ("c10d", "etcd-v2"):
         return create(given)
     given.config.setdefault("keep_alive_interval", KEEP_ALIVE_S)
-    given.config.setdefault("keep_alive_max_attempt", KEEP_ALIVES)
+    attempts = KEEP_ALIVES_OF_SEVERAL if "," in given.endpoint else KEEP_ALIVES
+    given.config.setdefault("keep_alive_max_attempt", attempts)
     return Rendezvous(create, given, say)
 
 
