@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.run.hangs import HANG_STEPS, LEAST_HANG_S, Pace, Progress
+from holdfast.run.hangs import HANG_STEPS, LEAST_HANG_S, Progress, StepPace
 
 
 class Run:
     """Ranks that do steps by a clock."""
 
     def __init__(self, ranks: int, asked_s: float | None = None) -> None:
-        self.pace = Pace(asked_s)
+        self.pace = StepPace(asked_s)
         self.now = 100.0
         self.ranks = [Progress(self.now) for _ in range(ranks)]
 

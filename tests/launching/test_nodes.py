@@ -11,9 +11,9 @@ from holdfast.run.again import SAME, Failures
 from holdfast.run.command import main
 from holdfast.run.door import Door, Neighbour
 from holdfast.run.nodes import (
-    Card,
-    Failure,
+    EndOfRound,
     Introduction,
+    RankFailure,
     addresses,
     blamed,
     first_ranks,
@@ -24,21 +24,27 @@ from holdfast.run.nodes import (
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.3]:4711"
 
 
-def failure(how: str, rank: int = 0, step: int = 7) -> Failure:
-    return Failure(rank, 100 + rank, step, how, not may_be_of_a_peer(how))
+def failure(how: str, rank: int = 0, step: int = 7) -> RankFailure:
+    return RankFailure(rank, 100 + rank, step, how, not may_be_of_a_peer(how))
 
 
 def test_a_peer_that_is_lost_is_to_blame_and_not_who_noticed_it() -> None:
     killed, noticed = failure("it was killed by SIGKILL", 2), failure(GLOO, 1)
-    first = Card([noticed], is_first=True)
-    assert blamed({0: first, 1: Card([killed])}, []) == (1, killed)
-    assert blamed({0: first, 1: Card([])}, []) == (0, noticed)
+    first = EndOfRound([noticed], is_first=True)
+    assert blamed({0: first, 1: EndOfRound([killed])}, []) == (1, killed)
+    assert blamed({0: first, 1: EndOfRound([])}, []) == (0, noticed)
     assert blamed({0: first}, [1]) is None  # a node is lost
-    assert blamed({0: Card([]), 1: Card([])}, []) is None  # a node joins
+    assert blamed({0: EndOfRound([]), 1: EndOfRound([])}, []) is None  # a node joins
     late = replace(failure("ValueError", 2), is_late=True)
-    assert blamed({0: first, 1: Card([late])}, []) == (1, late)  # its rank was still on its way out
-    assert blamed({0: Card([late]), 1: Card([killed], is_first=True)}, []) == (1, killed)
-    both = {0: Card([noticed]), 1: Card([failure(GLOO, 2)], is_first=True)}
+    assert blamed({0: first, 1: EndOfRound([late])}, []) == (
+        1,
+        late,
+    )  # its rank was still on its way out
+    assert blamed({0: EndOfRound([late]), 1: EndOfRound([killed], is_first=True)}, []) == (
+        1,
+        killed,
+    )
+    both = {0: EndOfRound([noticed]), 1: EndOfRound([failure(GLOO, 2)], is_first=True)}
     assert blamed(both, []) == (1, failure(GLOO, 2))
 
 
@@ -87,8 +93,8 @@ def test_failures_that_come_again() -> None:
 def test_an_exception_of_the_script_is_the_same_on_any_rank_and_a_kill_is_not() -> None:
     raised, killed = Failures(), Failures()
     for rank in range(SAME):
-        raised.note(Failure(rank, 1, 7, "ValueError", True, "traceback"), "a", rank, 1.0)
-        killed.note(Failure(rank, 1, 7, "it was killed by SIGKILL", True), "a", rank, 1.0)
+        raised.note(RankFailure(rank, 1, 7, "ValueError", True, "traceback"), "a", rank, 1.0)
+        killed.note(RankFailure(rank, 1, 7, "it was killed by SIGKILL", True), "a", rank, 1.0)
     assert raised.are_same and not killed.are_same
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.run.nodes import Failure
+from holdfast.run.nodes import RankFailure
 
 SAME = 3
 """How often a failure comes before something else is done than to restart."""
@@ -30,7 +30,7 @@ class Failures:
 
     _seen: list[_Seen] = field(default_factory=list)
 
-    def note(self, failure: Failure, node: str, slot: int, after_s: float) -> None:
+    def note(self, failure: RankFailure, node: str, slot: int, after_s: float) -> None:
         """Note what was to blame, `after_s` seconds after the beginning; `slot`: -1 on another node."""
         rank = -1 if failure.is_of_script else failure.rank
         what = (rank, failure.step, failure.how)
@@ -57,6 +57,6 @@ class Failures:
         self._seen = []
 
 
-def cause(failure: Failure) -> str:
+def cause(failure: RankFailure) -> str:
     """Return what is the same about a failure in another place."""
     return f"after step {failure.step}: {failure.how}"

@@ -28,9 +28,9 @@ from torch.distributed.launcher import api as launcher
 from holdfast.background import ending
 from holdfast.run.again import SAME, Failures, cause
 from holdfast.run.nodes import (
-    Card,
-    Failure,
+    EndOfRound,
     Introduction,
+    RankFailure,
     addresses,
     blamed,
     first_ranks,
@@ -44,7 +44,7 @@ UNSAVED_S = 60.0
 """Seconds that what can wait for a snapshot waits where nothing was ever saved."""
 
 
-class Agent(LocalElasticAgent):  # type: ignore[misc]
+class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
     """Recovers in place where it can."""
 
     def __init__(self, launch: Launch, **known: Any) -> None:
@@ -66,12 +66,19 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
 
     @property
     def workers(self) -> Workers | None:
-        context = self._pcontext
-        assert context is None or isinstance(context, Workers)
+        context: Workers | None = self._pcontext
         return context
 
+    @property
+    def _running(self) -> Workers:
+        """The workers, when they have begun."""
+        workers = self.workers
+        if workers is None:
+            raise RuntimeError("no workers have begun")
+        return workers
+
     def begin(self, **known: Any) -> Workers:
-        """What torch calls to start a set of processes: go on with the one there is, if any."""
+        """Start a set of processes for torch: go on with the one there is, if any."""
         workers = self.workers
         if workers is not None:
             workers.enter(known["envs"])
@@ -124,8 +131,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with _replaced(local_elastic_agent, "start_processes", self.begin):
             ids: dict[int, Any] = super()._start_workers(worker_group)
-        workers, nodes = self.workers, self._nodes
-        assert workers is not None
+        workers, nodes = self._running, self._nodes
         self._waits_since = None
         if nodes is not None and nodes.round is not None:
             workers.hosts = of_others(nodes.round.nodes, nodes.round.me)
@@ -161,8 +167,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         return result or RunResult(state=WorkerState.SUCCEEDED)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result, workers = super()._monitor_workers(worker_group), self.workers
-        assert workers is not None
+        result, workers = super()._monitor_workers(worker_group), self._running
         if self._nodes is not None:
             self._nodes.check()
             result = self._seen_together(self._nodes, result)
@@ -182,8 +187,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
 
     def _seen_together(self, nodes: Rendezvous, result: RunResult) -> RunResult:
         """See what has become of the ranks of this node together with what became of the others'."""
-        workers, of, view = self.workers, nodes.round, nodes.view
-        assert workers is not None and of is not None
+        workers, of, view = self._running, nodes.current, nodes.view
         if result.state == WorkerState.SUCCEEDED and nodes.are_all("out"):
             return result
         failures, lost = self._failures(result), [] if view.are_done else of.lost(view)
@@ -201,7 +205,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         known = {failure.pid for failure in failures}
         late = [self._failure(rank) for rank in workers.failed()]
         failures += [structs.replace(f, is_late=True) for f in late if f.pid not in known]
-        nodes.say("card", msgspec.json.encode(Card(failures, is_first())))
+        nodes.say("card", msgspec.json.encode(EndOfRound(failures, is_first())))
         cards, lost = nodes.cards()
         behind = blamed(cards, lost)
         if behind is not None and behind[0] == of.me:
@@ -212,16 +216,15 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         return RunResult(state=WorkerState.HEALTHY)
 
     def _tell_of_others(
-        self, of: Round, behind: tuple[int, Failure] | None, lost: list[int]
+        self, of: Round, behind: tuple[int, RankFailure] | None, lost: list[int]
     ) -> None:
         if of.me in lost:
             self._launch.say("the other nodes have gone on without this one; it joins them again")
         elif lost:
             self._launch.say(f"{of.named(lost)} is lost; the other nodes go on")
         elif behind is not None:
-            assert self.workers is not None
             host, failure = of.nodes[behind[0]].host, behind[1]
-            self._again.note(failure, host, -1, self.workers.entered_s)
+            self._again.note(failure, host, -1, self._running.entered_s)
             self._launch.say(
                 f"rank {failure.rank} on {host} failed after step {failure.step}: {failure.how}"
             )
@@ -230,8 +233,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         """Tell whether a snapshot is complete that was not when this was asked first: what can wait, waits
         for it.  Where nothing was ever saved, and where the script is not marked, for a while and for
         nothing."""
-        workers, now = self.workers, time.monotonic()
-        assert workers is not None
+        workers, now = self._running, time.monotonic()
         if self._waits_since is None:
             self._waits_since = now, workers.saved
             if workers.is_marked:
@@ -243,36 +245,33 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
     # -- failures ---------------------------------------------------------------------------------
 
     def _local(self, pid: int) -> int:
-        assert self.workers is not None
-        return next(local for local, of in self.workers.pids().items() if of == pid)
+        return next(local for local, of in self._running.pids().items() if of == pid)
 
-    def _failures(self, result: RunResult) -> list[Failure]:
+    def _failures(self, result: RunResult) -> list[RankFailure]:
         """Tell how the ranks of this node failed, by global rank."""
         failed = [failure for _, failure in sorted(result.failures.items())]
         return [self._failure(self._local(failure.pid)) for failure in failed]
 
-    def _failure(self, local: int) -> Failure:
+    def _failure(self, local: int) -> RankFailure:
         """Tell how a rank of this node failed."""
-        assert self.workers is not None
-        worker = self.workers.worker(local)
+        worker = self._running.worker(local)
         rank = self._worker_group.workers[local].global_rank
         left, status = worker.left, worker.status
         if left is not None:
             is_sure = not may_be_of_a_peer(left.kind)
-            return Failure(rank, worker.pid, worker.step, left.kind, is_sure, True, left.error)
+            return RankFailure(rank, worker.pid, worker.step, left.kind, is_sure, True, left.error)
         if status is None:
-            return Failure(rank, worker.pid, worker.step, "it hangs", is_sure=False)
+            return RankFailure(rank, worker.pid, worker.step, "it hangs", is_sure=False)
         is_sure = status != -signal.SIGABRT and (status < 0 or worker.is_marked)
-        raised = self.workers.failure(local).error_file_data.get("message", "<NONE>")
+        raised = self._running.failure(local).error_file_data.get("message", "<NONE>")
         how = f"it {ending(status)}"
         if raised != "<NONE>":  # as torch has it where there is no file
             how = str(raised["message"] if isinstance(raised, dict) else raised)
-        return Failure(rank, worker.pid, worker.step, how, is_sure, is_of_script=status > 0)
+        return RankFailure(rank, worker.pid, worker.step, how, is_sure, is_of_script=status > 0)
 
     def _consider(self, result: RunResult) -> None:
         """Say what failed; if it was again the same, leave out its slot, this node, or end the run."""
-        workers, failure = self.workers, self._failures(result)[0]
-        assert workers is not None
+        workers, failure = self._running, self._failures(result)[0]
         self._launch.say(
             f"rank {failure.rank} (process {failure.pid}) failed after step {failure.step}: "
             f"{failure.how}"
@@ -303,7 +302,7 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]
         nodes = self._nodes
         return nodes is not None and nodes.round is not None and nodes.num_others >= nodes.least
 
-    def _is_new(self, failure: Failure) -> bool:
+    def _is_new(self, failure: RankFailure) -> bool:
         """Tell whether no place was left out for this yet; if one was, the script is to blame."""
         known = cause(failure)
         if self._nodes is not None:
@@ -325,5 +324,5 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def in_place_of_torchs(launch: Launch) -> Iterator[None]:
     """In this block torch's launcher makes agents of this kind: it names the class itself."""
-    with _replaced(launcher, "LocalElasticAgent", partial(Agent, launch)), quick(launch.say):
+    with _replaced(launcher, "LocalElasticAgent", partial(NodeAgent, launch)), quick(launch.say):
         yield

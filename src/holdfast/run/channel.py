@@ -81,7 +81,7 @@ _FROM_LAUNCHER = msgspec.json.Decoder(FromLauncher)
 
 
 class WorkerEnd:
-    """What a worker holds of it."""
+    """The worker's end of it."""
 
     def __init__(self, channel: socket.socket, *, is_spare: bool) -> None:
         self.is_spare = is_spare
@@ -100,7 +100,7 @@ class WorkerEnd:
 
 
 class LauncherEnd:
-    """What the launcher holds of it; nothing blocks."""
+    """The launcher's end of it; nothing blocks."""
 
     def __init__(self) -> None:
         self.stacks = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)

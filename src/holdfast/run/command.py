@@ -111,7 +111,7 @@ def _run(given: argparse.Namespace, launch: Launch) -> int:
 
 
 def _hint_for_hosts(given: argparse.Namespace) -> str:
-    """What to do where the rendezvous is lost or too few nodes have come."""
+    """Return what to do where the rendezvous is lost or too few nodes have come."""
     hint = f"look whether --nnodes={given.nnodes} nodes can reach {given.rdzv_endpoint}"
     if given.rdzv_backend == "c10d":
         hint += "; --rdzv-backend=etcd-v2 outlives its host"
@@ -147,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _refuse(found: argparse.ArgumentParser, message: str) -> NoReturn:
-    """What argparse has to say, as a UsageError."""
+    """Raise what argparse has to say as a UsageError."""
     hint = "`holdfast run --help` shows what it takes"
     unknown = message.partition("unrecognized arguments: ")[2].split()
     if unknown:

@@ -22,7 +22,7 @@ KNOCK_S = 0.5
 
 
 class Door:
-    """Where the launcher before this one in the ring connects to."""
+    """A listening port, to which the launcher before this one in the ring connects."""
 
     def __init__(self) -> None:
         both = socket.has_dualstack_ipv6()

@@ -22,7 +22,7 @@ LEAST_HANG_S = 60.0
 
 @dataclass
 class Progress:
-    """How far one rank has come."""
+    """The progress of one rank."""
 
     since: float
     """When it was heard to have done its last step, or entered."""
@@ -37,8 +37,8 @@ class Progress:
         self.since, self.has_stepped = now, False
 
 
-class Pace:
-    """How long the steps of a run take."""
+class StepPace:
+    """The time that steps of a run take."""
 
     def __init__(self, asked_s: float | None) -> None:
         """`asked_s`: the limit that the user has set; it is on steps alone."""

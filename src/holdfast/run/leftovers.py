@@ -1,4 +1,4 @@
-"""What a function leaves in its process beside its variables, and what is done about that.
+"""Traces that a function leaves in its process beside its variables, and how they are removed.
 
 A rank that goes on in its process has to compute what a new process would: the two work together in the
 next attempt.  So before the function is entered again,
@@ -317,7 +317,7 @@ def _attempt(module: str, path: str, act: Callable[[Any, str], object]) -> None:
 
 
 class Globals:
-    """What the script's module globals hold of an attempt: groups, meshes, models, tensors."""
+    """Module globals of the script that hold something of an attempt: groups, meshes, models, tensors."""
 
     def __init__(self) -> None:
         self._before = {(module, name): id(value) for module, name, value in _held()}

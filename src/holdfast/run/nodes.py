@@ -1,4 +1,4 @@
-"""What the agents of several nodes tell each other, and what they make of it.
+"""Agents of several nodes tell each other what failed, and find what was to blame.
 
     node A                              node B
     rank 1 is killed
@@ -40,7 +40,7 @@ class Introduction(msgspec.Struct, frozen=True):
     """Port at which nobody is refused while the agent lives."""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class RankFailure(msgspec.Struct, frozen=True):
     """A rank that failed; `how` in a line, `error` its traceback if there is one."""
 
     rank: int
@@ -56,15 +56,15 @@ class Failure(msgspec.Struct, frozen=True):
     """It was seen when the round was over, and may be nothing but a consequence of that."""
 
 
-class Card(msgspec.Struct, frozen=True):
-    """What an agent lays down when its ranks have left: the round is over for them."""
+class EndOfRound(msgspec.Struct, frozen=True):
+    """An agent lays this card down when its ranks have left: the round is over for them."""
 
-    failures: list[Failure]
+    failures: list[RankFailure]
     is_first: bool = False
     """It was the one to say that the round ends."""
 
 
-def blamed(cards: Mapping[int, Card], lost: Sequence[int]) -> tuple[int, Failure] | None:
+def blamed(cards: Mapping[int, EndOfRound], lost: Sequence[int]) -> tuple[int, RankFailure] | None:
     """Return the node and the failure behind the end of a round; None if no rank is to blame."""
     if lost:
         return None

@@ -2,7 +2,7 @@
 
 torch's agent asks its rendezvous once in a while, and waits for the answer: while the host of the
 rendezvous is silent, it sees nothing of its own ranks.  Here one thread asks, whatever it takes; the agent
-reads the last `View`.
+reads the last `RoundView`.
 
 torch begins a new round when the last node has left the one before, and it strikes off a node that has sent
 no sign of life for a while.  Its nodes look once in a second; these look as often as `pause_s` says.  The
@@ -45,7 +45,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from holdfast.run.door import Door, Neighbour
-from holdfast.run.nodes import Card, Introduction
+from holdfast.run.nodes import EndOfRound, Introduction
 
 T = TypeVar("T")
 
@@ -79,8 +79,8 @@ def pause_s(num_nodes: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """What the rendezvous said when it was looked at last."""
+class RoundView:
+    """The rendezvous as it was when it was looked at last."""
 
     at_s: float = 0.0
     waiting: int = 0
@@ -92,7 +92,7 @@ class View:
     """The ranks of all nodes have done what there was to do."""
     are_out: bool = False
     """They have ended, too."""
-    cards: dict[int, Card] = field(default_factory=dict)
+    cards: dict[int, EndOfRound] = field(default_factory=dict)
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Round:
     said: dict[str, bytes] = field(default_factory=dict)
     """What this node has said of itself: `done`, `out`, and its card."""
 
-    def lost(self, view: View) -> list[int]:
+    def lost(self, view: RoundView) -> list[int]:
         """Return the nodes that were struck off without a word."""
         if view.at_s == 0:
             return []
@@ -159,7 +159,7 @@ class _Backend:
 
 
 class Rendezvous(RendezvousHandler):  # type: ignore[misc]
-    """Where the agents of the nodes meet."""
+    """The rendezvous of the agents of several nodes."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         say: Callable[[str], None],
     ) -> None:
         self.introduction = Introduction("", 0, [])
-        self.view = View()
+        self.view = RoundView()
         self.round: Round | None = None
         self.problem = ""
         """Why the rendezvous cannot be asked; empty: it can be."""
@@ -195,10 +195,16 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     # -- what the agent says and asks -------------------------------------------------------------
 
+    @property
+    def current(self) -> Round:
+        """The round, when the nodes have met."""
+        if self.round is None:
+            raise RuntimeError("the nodes have not met")
+        return self.round
+
     def end_round(self) -> Callable[[], bool]:
         """Say that the round is over; what is returned tells later if nobody had said so before."""
-        of = self.round
-        assert of is not None
+        of = self.current
         answer = self._asked(lambda: int(of.store.add(ENDS, 1)) == 1)
         return lambda: answer.done() and answer.exception() is None and answer.result()
 
@@ -213,16 +219,14 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def say(self, what: str, value: bytes = b"1") -> None:
         """Say something of this node to the others of the round; nobody waits for it."""
-        of = self.round
-        assert of is not None
+        of = self.current
         if what not in of.said:
             of.said[what], self._last_said_at = value, time.monotonic()
             self._asked(lambda: of.store.set(f"holdfast/{what}/{of.me}", value))
 
-    def cards(self) -> tuple[dict[int, Card], list[int]]:
+    def cards(self) -> tuple[dict[int, EndOfRound], list[int]]:
         """Wait for the cards of all nodes that are not lost; return them, and the lost ones."""
-        of = self.round
-        assert of is not None
+        of = self.current
         until = time.monotonic() + CARDS_S
         while True:
             cards, lost = self.view.cards, of.lost(self.view)
@@ -272,7 +276,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     # -- what torch asks --------------------------------------------------------------------------
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.round, self.view, self._waits_since = None, View(), time.monotonic()
+        self.round, self.view, self._waits_since = None, RoundView(), time.monotonic()
         until = time.monotonic() + self._handler.settings.timeout.join.total_seconds()
         while True:
             try:
@@ -402,7 +406,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         if self._neighbour is not None and self._neighbour.is_gone():
             self._strike(of.members[self._neighbour.number])
             self._neighbour = None
-        view = View(
+        view = RoundView(
             at_s=time.monotonic(),
             waiting=waiting,
             members=members,
@@ -418,9 +422,9 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         keys = [f"holdfast/{what}/{n}" for n in range(len(of.members))]
         return what in of.said and bool(of.store.check(keys))
 
-    def _cards(self, of: Round) -> dict[int, Card]:
+    def _cards(self, of: Round) -> dict[int, EndOfRound]:
         keys = {n: f"holdfast/card/{n}" for n in range(len(of.members))}
-        decode = msgspec.json.Decoder(Card).decode
+        decode = msgspec.json.Decoder(EndOfRound).decode
         return {n: decode(of.store.get(key)) for n, key in keys.items() if of.store.check([key])}
 
     def _strike(self, member: Any) -> None:

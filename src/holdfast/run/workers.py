@@ -35,7 +35,7 @@ from holdfast.run.channel import (
     Moved,
 )
 from holdfast.run.forkserver import ForkServer, Start
-from holdfast.run.hangs import Pace, Progress
+from holdfast.run.hangs import Progress, StepPace
 from holdfast.run.nodes import may_be_of_a_peer
 from holdfast.run.worker import STACKS
 
@@ -51,7 +51,7 @@ BAD_SPARES = 3
 
 @dataclass(frozen=True)
 class Launch:
-    """What every worker of this node is to run, and how it is looked after."""
+    """The script of every worker of this node, and the rules by which workers are looked after."""
 
     server: ForkServer
     words: list[str]
@@ -65,7 +65,7 @@ class Launch:
 
 
 @dataclass
-class Worker:
+class RankProcess:
     """One process."""
 
     pid: int
@@ -119,16 +119,16 @@ class Workers(PContext):  # type: ignore[misc]
         """Slots that get no rank any more."""
         self.saved = 0
         """The newest step that any worker has told to be complete."""
-        self._workers: dict[int, Worker] = {}
-        self._spares: list[Worker] = []
+        self._workers: dict[int, RankProcess] = {}
+        self._spares: list[RankProcess] = []
         self._entered = time.monotonic()
-        self._pace = Pace(launch.hang_s)
+        self._pace = StepPace(launch.hang_s)
         self._bad_spares = 0
         self._has_ended = False
         """All were done, and were told so, or the run is given up."""
 
     @property
-    def everyone(self) -> list[Worker]:
+    def everyone(self) -> list[RankProcess]:
         return [*self._workers.values(), *self._spares]
 
     # -- what the agent asks for ------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Workers(PContext):  # type: ignore[misc]
 
     # -- from one attempt to the next -------------------------------------------------------------
 
-    def worker(self, rank: int) -> Worker:
+    def worker(self, rank: int) -> RankProcess:
         return self._workers[self.slots[rank]]
 
     def leave(self) -> None:
@@ -278,7 +278,7 @@ class Workers(PContext):  # type: ignore[misc]
             worker.is_spare = False
             worker.progress.enter(time.monotonic())
 
-    def _enters(self, worker: Worker, rank: int) -> bool:
+    def _enters(self, worker: RankProcess, rank: int) -> bool:
         """Have a process take a rank; False if it is none that can."""
         if worker.status is not None or worker.is_ending:
             return False
@@ -286,14 +286,14 @@ class Workers(PContext):  # type: ignore[misc]
             return worker.end.say(Enter(self.attempt, self._environment(rank)))
         return not worker.is_marked and worker.attempt == self.attempt
 
-    def _bury(self, worker: Worker) -> None:
+    def _bury(self, worker: RankProcess) -> None:
         """Let go of a process that has ended, and end what it began if it was killed."""
         worker.end.close()
         if worker.status is not None and worker.status < 0:
             with suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
 
-    def _dismiss(self, worker: Worker) -> None:
+    def _dismiss(self, worker: RankProcess) -> None:
         """End a worker whose slot has no rank any more."""
         self._kill(worker, signal.SIGKILL)
         worker.end.close()
@@ -320,7 +320,7 @@ class Workers(PContext):  # type: ignore[misc]
             "HOLDFAST_ATTEMPT": str(self.attempt),
         }
 
-    def _fork(self, rank: int, *, is_spare: bool = False) -> Worker:
+    def _fork(self, rank: int, *, is_spare: bool = False) -> RankProcess:
         end = LauncherEnd()
         start = Start(
             words=self.launch.words,
@@ -332,12 +332,12 @@ class Workers(PContext):  # type: ignore[misc]
         )
         pid = self.launch.server.start(start, end.other, end.stacks)
         end.other.close()
-        return Worker(pid, end, self.attempt, is_spare)
+        return RankProcess(pid, end, self.attempt, is_spare)
 
-    def _ready(self) -> list[Worker]:
+    def _ready(self) -> list[RankProcess]:
         return [w for w in self._spares if w.is_marked and w.status is None]
 
-    def _spare(self) -> Worker | None:
+    def _spare(self) -> RankProcess | None:
         for worker in self._ready():
             if not _is_stopped(worker.pid):
                 self._spares.remove(worker)
@@ -355,7 +355,7 @@ class Workers(PContext):  # type: ignore[misc]
         if is_wanted and self.is_marked and not self._has_ended:
             self._spares.append(self._fork(len(self._spares) % self.nprocs, is_spare=True))
 
-    def _tell_of_spare(self, worker: Worker) -> None:
+    def _tell_of_spare(self, worker: RankProcess) -> None:
         """Say that a spare has ended, and if so, that no more are forked."""
         worker.end.close()
         if self._has_ended:
@@ -371,7 +371,7 @@ class Workers(PContext):  # type: ignore[misc]
                 f"that was the {BAD_SPARES}rd in a row: no spare is forked until the next recovery"
             )
 
-    def _tell_stacks(self, workers: list[Worker]) -> None:
+    def _tell_stacks(self, workers: list[RankProcess]) -> None:
         """Say what the threads of workers are at."""
         before = {w.pid: w.end.stacks_size() for w in workers}
         for worker in workers:
@@ -385,7 +385,7 @@ class Workers(PContext):  # type: ignore[misc]
             text = text or "none: the process is stopped, or in the kernel"
             self.launch.say(f"stacks of local rank {rank} (process {worker.pid}):\n{text}")
 
-    def _kill(self, worker: Worker, number: signal.Signals) -> None:
+    def _kill(self, worker: RankProcess, number: signal.Signals) -> None:
         if worker.status is not None:
             return
         numbers = [number] if number == signal.SIGKILL else [number, signal.SIGCONT]
@@ -419,7 +419,7 @@ class Workers(PContext):  # type: ignore[misc]
             if worker.pid in ended:
                 worker.status = ended[worker.pid]
 
-    def _note(self, worker: Worker, message: FromWorker) -> None:
+    def _note(self, worker: RankProcess, message: FromWorker) -> None:
         now = time.monotonic()
         if isinstance(message, Marked):
             worker.is_marked = True
