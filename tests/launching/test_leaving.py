@@ -48,6 +48,7 @@ class Forked:
                 fd = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(fd, 2)
                 sys.stderr = os.fdopen(2, "w", buffering=1)
+                recovery.events.last_step = 0  # other tests have taken steps in this process
                 recovery.listen_to(WorkerEnd(self.end.other, is_spare=False))
                 recovery.recoverable(function)()
                 status = 0
