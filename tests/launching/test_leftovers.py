@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.run import leftovers
@@ -114,6 +115,19 @@ def test_meshes_and_groups_are_let_go() -> None:
     leftovers.forget_groups()
     gc.collect()
     assert [one() for one in seen] == [None] * 4
+
+
+def test_compiled_code_does_not_keep_a_rank() -> None:
+    """It has rank and size as numbers; after a recovery with fewer ranks, they are others."""
+
+    def numbered(x: torch.Tensor) -> torch.Tensor:
+        return x + 10 * dist.get_rank() + 100 * dist.get_world_size()
+
+    for rank, size in ((1, 2), (0, 2), (1, 3)):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        compiled = torch.compile(numbered, backend="eager")
+        assert compiled(torch.zeros(())).item() == 10 * rank + 100 * size
+        leftovers.forget_groups()
 
 
 def test_processes_that_were_begun(tmp_path: Path) -> None:
