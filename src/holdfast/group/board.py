@@ -65,9 +65,7 @@ class Board:
     @property
     def lost(self) -> str:
         """Why nothing can be agreed on any more: a rank is gone, and the launcher said so; else empty."""
-        if self._line is not None:
-            self._lost = self._line.lost
-        return self._lost
+        return self._lost if self._line is None else self._line.lost
 
     def check(self) -> None:
         """AgentError if nothing can be agreed on any more."""
@@ -326,7 +324,7 @@ class Board:
                 self.post(f"bye/{self.rank}", b"", min(self.deadline_s, LEAVE_S))
         except AgentError:
             pass  # whoever is gone does not need the board
-        _ = self.lost
+        self._lost = self._line.lost
         self._line.close()
         self._line = None
 

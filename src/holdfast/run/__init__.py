@@ -11,4 +11,10 @@ says `left`.  Then the launcher meets the other nodes at the rendezvous, as ever
 ranks: to those that have left, and to a spare, or a newly forked process, for the rank that is lost.
 
 A script without a recoverable function is started again as a whole, from the fork server.
+
+    command     options, the fork server, the status at the end
+    agent       of a node: when an attempt ends, and how the next begins; `again`, `nodes` and `rendezvous`
+                are what it knows of failures before, of other nodes, and of where they meet (`door`)
+    workers     the processes of a node, over their `channel`; `hangs` says when they make no progress
+    recovery    in a worker: leaving and entering; `cutting` and `leftovers` are what it does between
 """
