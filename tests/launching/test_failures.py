@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import holdfast
 from launching.soaked import RANKS, Soaked, children, soaked, trajectory
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.soak]
@@ -188,6 +189,7 @@ def test_the_agent_is_killed(
 ) -> None:
     with soaked(tmp_path / "root", *ENDLESS, options=("--spares=1",)) as run:
         ranks = run.until(run.stepping, "all do a step")
+        run.until(lambda: holdfast.steps(run.root), "a step is in storage")
         os.kill(agent_of(run), signal.SIGKILL)
         if is_with_a_rank:
             run.kill(ranks[2])
