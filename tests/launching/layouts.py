@@ -294,10 +294,18 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
         return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
 
 
+def _runs(pid: int) -> bool:
+    """A process that was killed stays in the table until its parent, or init, has asked for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
 def loader() -> Run:
     """Processes load the data, also while the function is left; they tell who they are."""
     dist.barrier()
-    tell(alive=[pid for pid in _loaders() if Path(f"/proc/{pid}").exists()])
+    tell(alive=[pid for pid in _loaders() if _runs(pid)])
     dist.barrier()
     workers = 2
     data = torch.utils.data.DataLoader(
