@@ -23,6 +23,9 @@ for _ in range(50):
         dist.all_reduce(torch.ones(1000), async_op=True)
     else:
         group.max(torch.ones(1000))
+if sys.argv[1] == "destroyed":
+    mesh = dist.group.WORLD  # as a mesh, or a DTensor, holds it
+    dist.destroy_process_group()
 """
 WORD_IS_LEFT = """
 import torch.distributed as dist
@@ -37,8 +40,13 @@ for _ in range(2000):
 
 @pytest.mark.parametrize(
     ("script", "argument"),
-    [(GLOO_LETS_GO, "the job's"), (GLOO_LETS_GO, "ours"), (WORD_IS_LEFT, "")],
-    ids=["group of the job", "group of ours", "store"],
+    [
+        (GLOO_LETS_GO, "the job's"),
+        (GLOO_LETS_GO, "destroyed"),
+        (GLOO_LETS_GO, "ours"),
+        (WORD_IS_LEFT, ""),
+    ],
+    ids=["group of the job", "one that was destroyed", "group of ours", "store"],
 )
 def test_no_thread_is_left_in_torch(script: str, argument: str) -> None:
     command = [sys.executable, "-c", script, argument]

@@ -11,7 +11,9 @@ import atexit
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,12 +78,21 @@ def _end_all() -> None:
 
     When an operation is over, gloo's thread lets go of its tensors, and needs Python for it.  If Python is
     gone by then, torch calls `std::terminate`, and a run that did all its work ends with SIGABRT.  Threads
-    of our own groups are waited for.  Those of the job's groups are given a moment.
+    of our own groups are waited for.  Those of the job's groups are given a moment: also of one that was
+    destroyed, for meshes and DTensors hold it.
     """
     for group in tuple(_groups):
         group.end()
-    if _has_made_any or (dist.is_available() and dist.is_initialized()):
+    if _has_made_any or (dist.is_available() and (dist.is_initialized() or _gloo_runs())):
         time.sleep(EXIT_S)
+
+
+def _gloo_runs() -> bool:
+    """Tell whether a thread of gloo is left in this process."""
+    names = Path("/proc/self/task").glob("*/comm")
+    with suppress(OSError):  # a thread may end just now
+        return any("gloo" in name.read_text() for name in names)
+    return True
 
 
 atexit.register(_end_all)
