@@ -226,5 +226,5 @@ if given.bad_spares and "RANK" not in os.environ:
 if __name__ == "__main__":
     holdfast.events.subscribe(obey)
     holdfast.recoverable(main)()
-    if not tiers:  # nothing of holdfast is loaded that would see to torch's threads when Python ends
+    if not tiers:  # nothing of holdfast is there that would see to torch's threads when Python ends
         os._exit(0)
