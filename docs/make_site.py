@@ -37,13 +37,18 @@ def assemble(site: Path) -> None:
 
 
 def list_of_decisions(folder: Path) -> str:
-    """The page that lists the decisions, newest last."""
-    rows = []
+    """The page that lists the decisions by number: a page is one, or has several in its sections."""
+    rows = {}
     for page in sorted(folder.glob("[0-9]*.md")):
-        title, date = re.match(r"# (.+)\n\n\*(.+)\*\n", page.read_text()).groups()
-        rows.append(f"| {date} | [{title}]({page.name}) |")
+        text = page.read_text()
+        title, date = re.match(r"# (.+)\n\n\*(.+)\*\n", text).groups()
+        rows[int(page.name[:4])] = f"| {date} | [{title}]({page.name}) |"
+        for number, title in re.findall(r"^## (\d+)\. (.+)$", text, re.MULTILINE):
+            anchor = re.sub(r"[^\w\- ]", "", f"{number}. {title}".lower()).replace(" ", "-")
+            rows[int(number)] = f"| {date} | [{title}]({page.name}#{anchor}) |"
     head = (folder / "index.md").read_text()
-    return "\n".join([head, "| date | decision |", "|---|---|", *rows, ""])
+    lines = [line.replace("| ", f"| {number} | ", 1) for number, line in sorted(rows.items())]
+    return "\n".join([head, "| number | date | decision |", "|---|---|---|", *lines, ""])
 
 
 def without_options(text: str) -> str:
