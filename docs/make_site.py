@@ -2,8 +2,8 @@
 
 python docs/make_site.py [FOLDER]        by default build/docs, from which `make docs` builds build/site
 
-What is made: the reference of the public names and of the commands, the charts of speed.md, the drawings of
-how-it-works/, and the list of decisions.  Nothing of that is kept in the repository.
+What is made: the reference of the public names and of the commands, the versions tested, the charts of
+speed.md, the drawings of how-it-works/, and the list of decisions.  The repository keeps none of that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import make_api
 import make_charts
 import make_cli
 import make_drawings
+import make_versions
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -29,6 +30,7 @@ def assemble(site: Path) -> None:
     shutil.copytree(DOCS, site, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     make_api.write(site / "reference" / "api")
     make_cli.write(site / "reference" / "cli")
+    make_versions.write(site / "reference" / "versions.md")
     make_charts.write(site / "pictures")
     make_drawings.write(site / "pictures")
     (site / "decisions" / "index.md").write_text(list_of_decisions(site / "decisions"))
