@@ -2,8 +2,8 @@
 
 python docs/make_site.py [FOLDER]        by default build/docs, from which `make docs` builds build/site
 
-What is made: the reference of the public names and of the commands, the charts of speed.md, the drawings of
-how-it-works/, and the list of decisions.  Nothing of that is kept in the repository.
+What is made: the reference of the public names and of the commands, the versions tested, the charts of
+speed.md, the drawings of how-it-works/, and the list of decisions.  The repository keeps none of that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import make_api
 import make_charts
 import make_cli
 import make_drawings
+import make_versions
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -29,6 +30,7 @@ def assemble(site: Path) -> None:
     shutil.copytree(DOCS, site, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     make_api.write(site / "reference" / "api")
     make_cli.write(site / "reference" / "cli")
+    make_versions.write(site / "reference" / "versions.md")
     make_charts.write(site / "pictures")
     make_drawings.write(site / "pictures")
     (site / "decisions" / "index.md").write_text(list_of_decisions(site / "decisions"))
@@ -37,13 +39,18 @@ def assemble(site: Path) -> None:
 
 
 def list_of_decisions(folder: Path) -> str:
-    """The page that lists the decisions, newest last."""
-    rows = []
+    """The page that lists the decisions by number: a page is one, or has several in its sections."""
+    rows = {}
     for page in sorted(folder.glob("[0-9]*.md")):
-        title, date = re.match(r"# (.+)\n\n\*(.+)\*\n", page.read_text()).groups()
-        rows.append(f"| {date} | [{title}]({page.name}) |")
+        text = page.read_text()
+        title, date = re.match(r"# (.+)\n\n\*(.+)\*\n", text).groups()
+        rows[int(page.name[:4])] = f"| {date} | [{title}]({page.name}) |"
+        for number, title in re.findall(r"^## (\d+)\. (.+)$", text, re.MULTILINE):
+            anchor = re.sub(r"[^\w\- ]", "", f"{number}. {title}".lower()).replace(" ", "-")
+            rows[int(number)] = f"| {date} | [{title}]({page.name}#{anchor}) |"
     head = (folder / "index.md").read_text()
-    return "\n".join([head, "| date | decision |", "|---|---|", *rows, ""])
+    lines = [line.replace("| ", f"| {number} | ", 1) for number, line in sorted(rows.items())]
+    return "\n".join([head, "| number | date | decision |", "|---|---|---|", *lines, ""])
 
 
 def without_options(text: str) -> str:

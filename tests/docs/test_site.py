@@ -70,7 +70,15 @@ def pages_of(nav: object) -> Iterator[str]:
 
 
 def test_decisions_are_numbered_and_dated() -> None:
-    found = sorted((DOCS / "decisions").glob("[0-9]*.md"))
-    assert [int(p.name[:4]) for p in found] == list(range(1, len(found) + 1))
-    for page in found:
-        assert re.match(r"# \S.*\n\n\*\d{4}-\d\d-\d\d\*\n\n\S", page.read_text()), page.name
+    """Each number is there once: as a page, as a section of one, or as what another page says."""
+    elsewhere = (DOCS / "decisions" / "index.md").read_text()
+    rows = re.findall(r"^\| (\d[\d, ]*) \| \[", elsewhere, re.MULTILINE)
+    numbers = [int(number) for row in rows for number in row.split(",")]
+    for page in sorted((DOCS / "decisions").glob("[0-9]*.md")):
+        text = page.read_text()
+        day = r"\d{4}-\d\d-\d\d"
+        assert re.match(rf"# \S.*\n\n\*{day}( to {day})?\*\n\n\S", text), page.name
+        sections = re.findall(r"^## (\d+)\. \S", text, re.MULTILINE)
+        assert not sections or int(sections[0]) == int(page.name[:4]), page.name
+        numbers += [int(number) for number in sections or [page.name[:4]]]
+    assert sorted(numbers) == list(range(1, len(numbers) + 1))

@@ -182,6 +182,8 @@ def resting(thread: int | None = None) -> Iterator[None]:
     """While open, the calling thread, or `thread`, writes to no tensor.
 
     A copy that has to be taken again is taken then, and the block ends when that is complete.
+    Each place where the training thread waits for the saving thread is such a block, or the two would
+    wait for each other.
     """
     thread = threading.get_ident() if thread is None else thread
     _come_to_rest(thread)
