@@ -113,9 +113,9 @@ def main(options: dict[str, Any]) -> None:
             journal.add(step=position.done, loss=value, mean=mean.value)
             moment += 1
             die_at(die, moment)
-            if uses == "step":
+            if uses == "step" and accelerator.sync_gradients:
                 accelerator.holdfast.step(position.done)
-            elif uses == "save_state" and position.done % 4 == 0:
+            elif uses == "save_state" and accelerator.sync_gradients:
                 accelerator.save_state(f"step_{position.done}")
             moment += 1
             die_at(die, moment)

@@ -1,22 +1,21 @@
 """Accelerate: `save_state` and `load_state` of an Accelerator over holdfast.
 
-    accelerator = attach(Accelerator(project_dir="runs/gpt"), every=holdfast.Every(memory=10))
+    accelerator = attach(Accelerator(project_dir="runs/gpt"))
 
-The Accelerator's own hooks run after models and optimizers were written, so the two methods are replaced, on
-this one object.  What they save is what the Accelerator has prepared and registered, by its role and its
-number in that role: `model`, `model_1`, `optimizer`, `scheduler`, `custom`, `loader` (stateful ones), and
-`scaler`.
+The Accelerator's own hooks run after models and optimizers were written, so the two methods are replaced,
+on this one object.  What they save is what it has prepared and registered, by role and number: `model`,
+`model_1`, `optimizer`, `scheduler`, `custom`, `loader` (stateful ones), and `scaler`.
 
-A loader draws from the default generators: when a pass over it begins (a seed for workers, an order), and for
-each batch that a collator or dataset draws for.  It fetches one batch ahead of the training, so a step in the
-middle of an epoch needs the generators at three moments, which `LoaderDraws` keeps:
+A loader draws from the default generators: when a pass over it begins (an order, a seed for workers), and
+for each batch that a dataset or collator draws for.  It fetches one batch ahead of the training, so a step
+in the middle of an epoch needs the generators of three moments, which `LoaderDraws` keeps:
 
     pass begins      batch n + 1 is fetched      step n ends and is saved
-       began ...........  ahead  ...................  the Checkpointer's `rng`
+       began  ...........  ahead  ................  the Checkpointer's `rng`
 
-After a restore the same loader draws its order from `began`, the batch fetched ahead from `ahead`, and the
-training goes on with `rng`.  To put everything back at once, as a plain restore does, would give other masks
-to every dropout that follows.
+After a restore the loader draws its order from `began`, the batch fetched ahead from `ahead`, and training
+goes on with `rng`.  To put back `rng` alone, before the loader begins, gives other masks to every dropout
+that follows.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from accelerate.utils import DistributedType
 from holdfast.arguments import instance_of, step_of
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, warn_user
 from holdfast.restore.result import Restored
 from holdfast.state.rng import Rng
 
@@ -50,9 +49,9 @@ def attach(
 ) -> Accelerator:
     """Have the accelerator's `save_state` and `load_state` use holdfast; return the accelerator.
 
-    `root` is by default the folder `holdfast` in its `project_dir`; `options` are those of a `Checkpointer`,
-    which is there as `accelerator.holdfast`.  Call its `step(n)` after each step to save as often as `every`
-    says, in memory and records, too.  `total_limit` of a ProjectConfiguration becomes `Keep(last=...)`.
+    `root` is by default the folder `holdfast` in its `project_dir`; `options` are those of a Checkpointer,
+    which is there as `accelerator.holdfast`.  Call its `step(n)` after each optimizer step to save as often
+    as `every` says, in memory and records, too.  `total_limit` becomes `Keep(last=...)`.
     """
     accelerator = instance_of(accelerator, Accelerator, "attach", "accelerator", "an Accelerator")
     _check_engine(accelerator)
@@ -78,6 +77,7 @@ class _Attached:
     ) -> None:
         self.accelerator, self.root = accelerator, os.fspath(root)
         self.last_step = 0
+        self.is_told = False
         self.draws = LoaderDraws(accelerator)
         self.own_state = {"accelerate": _Progress(accelerator), "draws": self.draws}
         self.checkpointer = Checkpointer(root, dict(self.own_state), **options)
@@ -128,6 +128,12 @@ class _Attached:
                 "would take for the newer one",
                 hint="number all checkpoints by one count, as of steps",
             )
+        if not self.accelerator.sync_gradients and not self.is_told:
+            self.is_told = True
+            warn_user(
+                f"step {step} is saved while gradients are accumulated, which no checkpoint has: a restart "
+                "takes the next step without them.  Save where accelerator.sync_gradients is True"
+            )
         self.checkpointer.save(step)
         self.last_step = step
         project.iteration += 1
@@ -143,7 +149,6 @@ class _Attached:
             return None
         step = None if input_dir is None else _number_in(input_dir, "load_state")
         restored = self.checkpointer.restore(step)
-        self.draws.restored(self.checkpointer)
         self.last_step = int(restored)
         if self.accelerator.project_configuration.automatic_checkpoint_naming and restored.found:
             self.accelerator.project_configuration.iteration = int(restored) + 1
@@ -224,7 +229,8 @@ class _Pass:
 class LoaderDraws:
     """What the loaders of an Accelerator have drawn from generators; each rank's own.
 
-    Accelerate tells its GradientState of every pass that begins and ends; that is where this looks on.
+    Accelerate tells its GradientState of every pass that begins and ends: there this looks on.  The
+    accelerator's `holdfast` is the Checkpointer that has this in its state.
     """
 
     on_resize = "fresh"
@@ -232,12 +238,12 @@ class LoaderDraws:
     def __init__(self, accelerator: Any) -> None:
         self._of, self._rng = accelerator, Rng()
         self._saved: dict[str, Any] | None = None
-        self.put_back: Callable[[], None] = lambda: None
-        """Puts the generators back to where the restored step had them."""
+        self._is_restored = False
         self.is_within_a_pass = False
-        """True if the restored step is in the middle of a pass over a loader, which puts them back itself."""
-        state = self._state = accelerator.gradient_state
-        state._add_dataloader, state._remove_dataloader = self._begin, self._end
+        """True if the restored step lies within a pass: then the loader puts generators back itself."""
+        self._state = accelerator.gradient_state
+        self._state._add_dataloader = self._begin
+        self._state._remove_dataloader = self._end
 
     # -- as state -----------------------------------------------------------------------------------
 
@@ -257,12 +263,12 @@ class LoaderDraws:
                 loader.synchronized_generator.set_state(order)
         self.is_within_a_pass = saved["active"] is not None
         self._saved = saved if self.is_within_a_pass else None
+        self._is_restored = True
 
-    def restored(self, checkpointer: Any) -> None:
-        """Note that all is restored: the loader that was in the middle of a pass gets its generators when
-        it begins."""
-        after = self._rng.state_dict()
-        self.put_back = lambda: self._rng.load_state_dict(after)
+    def put_back(self) -> None:
+        """Put the generators back to where the restored step had them; on other ranks they are fresh."""
+        if self._is_restored:
+            self._of.holdfast.restore_rng()
 
     # -- as loaders go on ---------------------------------------------------------------------------
 

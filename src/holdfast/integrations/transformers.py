@@ -1,19 +1,20 @@
 """transformers: a `Trainer` that checkpoints with holdfast.
 
     class MyTrainer(HoldfastTrainer): ...          # or: Trainer = with_holdfast(Trainer)
-    trainer = MyTrainer(model, args, train_dataset=data, holdfast=dict(every=holdfast.Every(memory=10)))
+    trainer = MyTrainer(model, args, train_dataset=data)
     trainer.train(resume_from_checkpoint=True)
 
-The Trainer decides when to save, as ever: `save_strategy`, `save_steps`, `should_save` of a callback.  What it
-would write into `checkpoint-500` is step 500 of the root, by default the folder `holdfast` in `output_dir`.
+The Trainer decides when to save, as ever: `save_strategy`, `save_steps`, `should_save` of a callback.  What
+it would write into `checkpoint-500` is step 500 of the root, by default `holdfast` in `output_dir`.
 
-A TrainerCallback cannot do this: the position in the data is computed before the first callback is called, and
-the generators have to be put back after the loader has drawn from them.  So these are overrides of what the
-Trainer calls.  A resume goes the Trainer's own way, from a folder that has nothing but its `trainer_state.json`.
+A TrainerCallback cannot do this: the position in the data is computed before the first callback is called,
+and the generators have to be put back after the loader has drawn from them.  So these are overrides of what
+the Trainer calls.  A resume goes the Trainer's own way, from a folder that has its `trainer_state.json`
+alone; all else is restored at once, when model and optimizer are prepared.
 
 *When a step is saved.*  Between two steps: after all that the Trainer does at the end of one (it logs, and
-evaluates, at the last step of an epoch once more), and before the next one fetches its data.  A save that is
-asked for in the middle of a step is made at its end.
+evaluates; at the end of an epoch once more), and before it fetches data for the next.  A save that is asked
+for in the middle of a step is made at its end.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import os
 import re
 import signal
 import tempfile
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME, nested_gather
+from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gather
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 
@@ -36,13 +38,13 @@ import holdfast
 from holdfast.arguments import step_of, unfit
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import UsageError
+from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
 SIGTERM_S = 30.0
-"""Seconds in which a run with `enable_jit_checkpoint` saves and stops, unless `sigterm_s` says otherwise."""
+"""Seconds in which a run with `enable_jit_checkpoint` saves and stops, if `sigterm_s` is not given."""
 
 
 class HoldfastCallback(TrainerCallback):
@@ -57,20 +59,25 @@ class HoldfastCallback(TrainerCallback):
         )
 
 
-class _Holdfast:
+_Mixin: Any = object
+"""A base of which nothing is known: what the overrides call is the Trainer's."""
+
+
+class _Holdfast(_Mixin):  # type: ignore[misc]
     """The overrides; comes before a Trainer class among the bases."""
 
     def __init__(self, *args: Any, holdfast: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Arguments as of the Trainer, and `holdfast`: a dict of `root` and options of a `Checkpointer`, such
+        """Arguments as of the Trainer, and `holdfast`: a dict of `root` and options of a Checkpointer, such
         as `memory`, `delta`, `keep`."""
         super().__init__(*args, **kwargs)
         self._options = dict(holdfast or {})
         root = self._options.pop("root", None)
         self._root = os.fspath(root or os.path.join(self.args.output_dir, "holdfast"))
-        self._checkpointer: Checkpointer | None = None
+        self._checkpointer: Any = None
         self._found: Any = None
-        self._must_save = False
+        self._must_save = self._is_restored = False
         self._last_step = 0
+        self._metrics: dict[str, float] = {}
         if self.args.enable_jit_checkpoint:
             self._take_over_sigterm()
         self._check_usable()
@@ -111,36 +118,52 @@ class _Holdfast:
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As the Trainer's.  `resume_from_checkpoint=True` goes on from the newest step, and begins if there
-        is none; a number, or a name that ends with one as `checkpoint-500`, is that step.  A folder that
-        the Trainer itself has written is resumed from as ever."""
+        """As the Trainer's.  `resume_from_checkpoint=True` goes on from the newest step, and begins if
+        there is none; a number, or a name that ends with one as `checkpoint-500`, is that step.  A folder
+        that the Trainer itself has written is resumed from as ever."""
         if trial is not None:
-            raise UsageError("HoldfastTrainer: a search for hyperparameters has many runs, not one root")
+            raise UsageError(
+                "HoldfastTrainer: a search for hyperparameters has many runs, not one root"
+            )
         if self.args.save_total_limit:
             self._options.setdefault("keep", Keep(last=self.args.save_total_limit))
-        self._progress, self._losses = _Progress(self), _Losses(self)
-        self._draws = LoaderDraws(self.accelerator)
-        state = {"trainer": self._progress, "losses": self._losses, "draws": self._draws}
-        with (
-            Checkpointer(self._root, state, **self._options) as checkpointer,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            self._checkpointer, self._found = checkpointer, None
+        self._losses, self._draws = _Losses(self), LoaderDraws(self.accelerator)
+        state = {"trainer": _Progress(self), "losses": self._losses, "draws": self._draws}
+        with Checkpointer(self._root, state, **self._options) as checkpointer:
+            self._checkpointer = self.accelerator.holdfast = checkpointer
             try:
-                resume = self._resumed_from(resume_from_checkpoint or None, folder)
-                return super().train(resume, trial, *args, **kwargs)
+                return self._train(resume_from_checkpoint or None, trial, *args, **kwargs)
             finally:
-                self._checkpointer = None
+                self._checkpointer = self.accelerator.holdfast = None
+
+    def _train(self, resume: Any, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            self._found, self._is_restored = None, False
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    return super().train(self._resumed_from(resume, folder), *args, **kwargs)
+            except NotRecoverable as error:
+                if self._found is None or self._is_restored or resume is not True:
+                    raise
+                warn_user(f"step {self._found.step} is damaged, and passed over: {error}")
 
     def _resumed_from(self, resume: Any, folder: str) -> str | None:
         """Return the folder that the Trainer shall resume from, which has its state; None to begin."""
         if resume is None or (isinstance(resume, (str, os.PathLike)) and os.path.isdir(resume)):
             return resume
         self._found = self._checkpointer.find(None if resume is True else _step_in(resume))
+        if self._found is not None and self.args.save_only_model:
+            raise UsageError(
+                f"train(resume_from_checkpoint={resume!r}): with save_only_model=True no step has an "
+                "optimizer",
+                hint=f"load the model: holdfast.load({self._root!r}, {{'model': model}})",
+            )
         if self._found is None:
             return get_last_checkpoint(self.args.output_dir)
         saved = json.loads(self._found.extras["trainer"]["json"])
-        Path(folder, TRAINER_STATE_NAME).write_text(json.dumps({**saved, "best_model_checkpoint": None}))
+        Path(folder, TRAINER_STATE_NAME).write_text(
+            json.dumps({**saved, "best_model_checkpoint": None})
+        )
         return folder
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,18 +182,39 @@ class _Holdfast:
             max_steps, loader, None if self._found is not None else resume
         )
         checkpointer = self._checkpointer
-        checkpointer.state["model"] = self.model_wrapped
-        if not self.args.save_only_model:
-            parts = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
-            checkpointer.state.update(parts)
-            if (scaler := getattr(self.accelerator, "scaler", None)) is not None:
-                checkpointer.state["scaler"] = scaler
+        checkpointer.state.update(self._parts())
+        if self.args.should_save:
+            for name, content in self._side_files().items():
+                checkpointer.files.setdefault(name, content)
         if self.args.save_strategy == SaveStrategy.STEPS:
             checkpointer.every = replace(checkpointer.every, durable=int(self.state.save_steps))
         if self._found is not None:
             checkpointer.restore(self._found)
-            self._draws.restored(checkpointer)
+            self._is_restored = True
         return prepared
+
+    def _parts(self) -> dict[str, Any]:
+        """The part of the state that exists once all is prepared."""
+        if _is_peft_model(self.model):
+            holdfast.trainable_only(self.model)
+        if self.args.save_only_model:
+            return {"model": self.model_wrapped}
+        parts = {"model": self.model_wrapped, "optimizer": self.optimizer}
+        parts["scheduler"] = self.lr_scheduler
+        scaler = getattr(self.accelerator, "scaler", None)
+        return parts if scaler is None else {**parts, "scaler": scaler}
+
+    def _side_files(self) -> dict[str, bytes]:
+        """What `from_pretrained` needs beside weights: configurations, and the tokenizer's files."""
+        model = self.accelerator.unwrap_model(self.model)
+        peft = getattr(model, "peft_config", {}).values() if _is_peft_model(model) else ()
+        collator = getattr(self.data_collator, "tokenizer", None)
+        config, generation = (getattr(model, n, None) for n in ("config", "generation_config"))
+        with tempfile.TemporaryDirectory() as folder:
+            for part in (config, generation, self.processing_class or collator, *peft):
+                if hasattr(part, "save_pretrained"):
+                    part.save_pretrained(folder)
+            return {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._found is None:
@@ -180,7 +224,9 @@ class _Holdfast:
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self._found is not None and self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True  # it had ended; the Trainer would take a step more
+            self.control.should_training_stop = (
+                True  # it had ended; the Trainer would take a step more
+            )
             return
         self._losses.put_back()
         super()._run_epoch(*args, **kwargs)
@@ -198,6 +244,11 @@ class _Holdfast:
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = f"{self._root}@{self.state.best_global_step}"
 
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        metrics = super()._evaluate(*args, **kwargs)
+        self._metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+        return metrics
+
     def _between_steps(self) -> None:
         """Save if a save is due, or was asked for in the step that has ended."""
         step, checkpointer = self.state.global_step, self._checkpointer
@@ -205,15 +256,24 @@ class _Holdfast:
             return
         self._last_step = step
         must_save, self._must_save = self._must_save, False
+        metrics, self._metrics = self._metrics, {}
         durable = checkpointer.every.durable
         checkpointer.step(step)
         if must_save and (durable is None or step % durable != 0):
             checkpointer.save(step)
+        with suppress(NotFound):  # the save was left out, which has been told
+            if must_save and metrics:
+                checkpointer.metrics(step, **metrics)
+            if must_save and self.state.best_global_step == step:
+                checkpointer.pin(step, "best")
 
     def _load_best_model(self) -> None:
-        self._checkpointer.wait()
         best = self.state.best_global_step
-        holdfast.load(self._root, {"model": self.model_wrapped}, step=best)
+        self._checkpointer.wait()
+        try:
+            holdfast.load(self._root, {"model": self.model_wrapped}, step=best)
+        except NotFound as error:
+            warn_user(f"the best model, of step {best}, is not loaded: {error}")
 
 
 class HoldfastTrainer(_Holdfast, Trainer):
@@ -223,7 +283,9 @@ class HoldfastTrainer(_Holdfast, Trainer):
 def with_holdfast(trainer_class: type[Trainer]) -> type[Trainer]:
     """Return a subclass of this Trainer class that checkpoints with holdfast."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
-        raise unfit("with_holdfast", "trainer_class", trainer_class, "a class of transformers' Trainers")
+        raise unfit(
+            "with_holdfast", "trainer_class", trainer_class, "a class of transformers' Trainers"
+        )
     return type(f"Holdfast{trainer_class.__name__}", (_Holdfast, trainer_class), {})
 
 
