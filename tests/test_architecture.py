@@ -186,6 +186,7 @@ SELDOM = (
     "holdfast.state.megatron",
     "holdfast.state.quantised",
     "holdfast.state.shards",
+    "holdfast.state.trainable",
     "holdfast.store.memory",
 )
 """Parts of the core that one rank of plain torch does not need: loaded with a framework (no object of a
@@ -336,6 +337,7 @@ def test_public_names_are_pinned() -> None:
         "steps",
         "store",
         "testing",
+        "trainable_only",
     ]
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None

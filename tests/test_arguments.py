@@ -167,6 +167,10 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         lambda m: lambda obj=m.state["model"], patterns="x": holdfast.ignore(obj, patterns),
         {"obj": (Odd(), None, {}, 3, "model", nn.Linear), "patterns": (*OTHERS, None, 3, "")},
     ),
+    "trainable_only": (
+        lambda m: holdfast.trainable_only,
+        {"model": (Odd(), None, {}, 3, "model", nn.Linear, torch.ones(1))},
+    ),
     "kept": (
         lambda m: lambda name="x", load=dict: holdfast.kept(name, load),
         {"name": (None, 3, b"x", Odd()), "load": (None, "x", 3, {}, lambda x: x)},

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from holdfast.schedule import Every
     from holdfast.state.ignoring import ignore
     from holdfast.state.rng import Rng
+    from holdfast.state.trainable import trainable_only
 
 _HOME = {
     "Auto": "holdfast.policy.tuning",
@@ -68,6 +69,7 @@ _HOME = {
     "steps": "holdfast.looking",
     "store": "holdfast",
     "testing": "holdfast",
+    "trainable_only": "holdfast.state.trainable",
 }
 
 __all__ = [
@@ -101,6 +103,7 @@ __all__ = [
     "steps",
     "store",
     "testing",
+    "trainable_only",
 ]
 
 

@@ -40,7 +40,7 @@ from holdfast.checkpoint.names import FOLDERS
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import FileDigests, Outfile, Progress, check_files, write_files
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError
+from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError, warn_user
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import encode
 from holdfast.here import boot_id
@@ -123,6 +123,11 @@ def convert(
     with ExitStack() as opened:
         if not isinstance(source, Checkpoint):
             source = opened.enter_context(open_checkpoint(source, step=step))
+        if left := source.left_out:
+            warn_user(
+                f"step {source.step} was saved by trainable_only(): {len(left)} frozen parameters, "
+                f"{next(iter(left))} the first, are not in it, and not in {target}"
+            )
         store = open_store(target)
         place = store.root if isinstance(store, LocalStore) else target
         return _Conversion(source, place, to, options, memory_bytes, verify, progress).run()

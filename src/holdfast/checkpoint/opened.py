@@ -28,7 +28,7 @@ from holdfast.checkpoint.unproved import newest
 from holdfast.codec.digest import num_chunks
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
-from holdfast.format.extras import decode
+from holdfast.format.extras import FROZEN, decode
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.layout import Box, Sharding, whole
 from holdfast.near import near
@@ -167,6 +167,23 @@ class Checkpoint:
     def extras(self) -> dict[str, Any]:
         """Non-tensor state that all ranks share, by key, in plain Python (tensors as arrays)."""
         return {k: decode(v, plain_tensor) for k, v in self.manifest.extras.items()}
+
+    @cached_property
+    def left_out(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of the parameters that were frozen and are not in this step, by name
+        (`holdfast.trainable_only`).  FormatError."""
+        trees = [e for e in self.manifest.extras.items() if e[0].endswith(f".{FROZEN}")]
+        for name in (n for n in self.manifest.per_rank if n.endswith(f".{FROZEN}")):
+            every = map(self.rank_extras, sorted(self.manifest.file_of))
+            trees += [(name, theirs[name]) for theirs in every if name in theirs]
+        try:
+            return {
+                f"{name.removesuffix(FROZEN)}{inside}": (str(dtype), tuple(map(int, shape)))
+                for name, tree in trees
+                for inside, (dtype, shape) in tree.items()
+            }
+        except (TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"malformed extras: what was left out: {error}") from None
 
     @cached_property
     def object_tensors(self) -> set[str]:

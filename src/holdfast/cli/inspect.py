@@ -182,7 +182,10 @@ def header(c: Checkpoint) -> list[tuple[str, str]]:
             ("mesh", f"{m.layout}  ({ranks})" if m.mesh else str(m.layout)),
         ]
     held = f"{many(len(m.tensors), 'tensor')} in {many(num_files, 'file')}, {size(m.total_bytes)}"
-    return [*origin, ("holds", held)]
+    left = c.left_out
+    numbers = sum(prod(shape) for _, shape in left.values())
+    text = f"{many(len(left), 'frozen parameter')} of {numbers:,} elements (trainable_only)"
+    return [*origin, ("holds", held), *([("leaves out", text)] if left else [])]
 
 
 def _show_tensors(c: Checkpoint, show_all: bool) -> None:
