@@ -296,8 +296,8 @@ class Checkpointer:
         """
         step = step_of(step, "Checkpointer.save")
         self._check_ready()
-        added = self._attached(metrics, files)
         self._report()
+        added = self._attached(metrics, files)
         return self._begin(step, must=True, added=added)
 
     def _attached(self, metrics: Any = None, files: Any = None) -> Attached | None:
@@ -306,7 +306,10 @@ class Checkpointer:
             return None
         from holdfast.saving.attaching import attached
 
-        complain, is_first = self._notices.complain, self._group.rank == 0
+        def complain(error: BaseException) -> None:
+            self._notices.complain(error, f"the step is saved without a file: {error}")
+
+        is_first = self._group.rank == 0
         call = "Checkpointer.save"
         return attached(self._files or {}, files, metrics, call, complain, reads=is_first)
 
@@ -444,8 +447,10 @@ class Checkpointer:
 
         self._check_open()
         saving = [save.step for save in self._saves if save.kind == "save" and not save.done()]
-        steps = self._tiers.durable.steps
-        return Noting(self._group, steps, dict.fromkeys(saving, self._tiers.run))
+        tiers, upload = self._tiers, self._tiers.upload
+        changed = None if upload is None else upload.renew_notes
+        coming = dict.fromkeys(saving, tiers.run)
+        return Noting(self._group, tiers.durable.steps, coming, changed)
 
     # -- restoring --------------------------------------------------------------------------------
 

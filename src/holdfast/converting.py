@@ -56,7 +56,7 @@ from holdfast.store.directories import fsync_directories, fsync_directory, walk
 from holdfast.store.oserrors import translated
 from holdfast.version import __version__
 from holdfast.writers.bucket import ATTEMPT, BucketTarget, bucket_for
-from holdfast.writers.planned import Planned, Rename, WriteOptions, weights
+from holdfast.writers.planned import Planned, Rename, WriteOptions, weights, with_attached
 from holdfast.writers.ranks import converting_ranks
 
 FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
@@ -202,6 +202,12 @@ class _Conversion:
         )
 
     def _plan(self) -> Planned | Consolidation:
+        plan = self._plan_state()
+        return (
+            plan if isinstance(plan, Consolidation) else with_attached(plan, self.source, self.to)
+        )
+
+    def _plan_state(self) -> Planned | Consolidation:
         match self.to:  # each imports its writer alone: a command line starts sooner
             case "deepspeed":
                 from holdfast.writers.deepspeed import plan_deepspeed

@@ -222,7 +222,8 @@ class _Pass:
     """One pass over a loader: its number, and the generators when it began and before the batch ahead."""
 
     def __init__(self, began: Any, order: Any) -> None:
-        self.began, self.order, self.ahead = began, order, None
+        self.began, self.order = began, order
+        self.ahead: Any = None
         self.fetched = 0
 
 

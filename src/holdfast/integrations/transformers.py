@@ -63,7 +63,7 @@ _Mixin: Any = object
 """A base of which nothing is known: what the overrides call is the Trainer's."""
 
 
-class _Holdfast(_Mixin):  # type: ignore[misc]
+class _Holdfast(_Mixin):
     """The overrides; comes before a Trainer class among the bases."""
 
     def __init__(self, *args: Any, holdfast: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -147,7 +147,7 @@ class _Holdfast(_Mixin):  # type: ignore[misc]
                     raise
                 warn_user(f"step {self._found.step} is damaged, and passed over: {error}")
 
-    def _resumed_from(self, resume: Any, folder: str) -> str | None:
+    def _resumed_from(self, resume: Any, folder: str) -> Any:
         """Return the folder that the Trainer shall resume from, which has its state; None to begin."""
         if resume is None or (isinstance(resume, (str, os.PathLike)) and os.path.isdir(resume)):
             return resume

@@ -157,20 +157,19 @@ def _read(name: str, source: FileSource) -> bytes:
             with open(source, "rb") as file:
                 return file.read(MAX_ATTACHED + 1)
         except OSError as error:
-            text = f"the file {name!r} cannot be read, and the step is saved without it: {error}"
+            text = f"the file {name!r} cannot be read: {error}"
             raise StoreError(text, key=os.fspath(source)) from error
     try:
         found = source()
     except HoldfastError:
         raise
     except Exception as error:
-        text = f"the function for the file {name!r} failed, and the step is saved without it: {error!r}"
+        text = f"the function for the file {name!r} failed: {error!r}"
         raise StoreError(text) from error
     if isinstance(found, (bytes, bytearray, memoryview)):
         return bytes(found)
     raise UsageError(
-        f"the function for the file {name!r} returned {shown(found)}, not bytes: the step is saved without "
-        "the file",
+        f"the function for the file {name!r} returned {shown(found)}, not bytes",
         hint="return text.encode()" if isinstance(found, str) else None,
     )
 
@@ -184,6 +183,6 @@ def _check_bytes(num_bytes: int, names: str) -> None:
     if num_bytes > MAX_ATTACHED:
         raise UsageError(
             f"files beside a step may have {MAX_ATTACHED:,} bytes in all, and these have {num_bytes:,}: "
-            f"{names[:300]}; they are not kept",
+            f"{names[:300]}",
             hint="keep large values in the state, as tensors",
         )

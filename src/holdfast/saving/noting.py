@@ -15,11 +15,18 @@ class Noting:
     """Notes on the steps of a root that a run holds.  Every method is collective and blocks for a few
     requests to storage; what fails on rank 0 is raised on all ranks."""
 
-    def __init__(self, group: Group, steps: RootSteps, coming: Mapping[int, int]) -> None:
-        """`coming`: the run of each step that is being saved."""
+    def __init__(
+        self,
+        group: Group,
+        steps: RootSteps,
+        coming: Mapping[int, int],
+        changed: Callable[[], object] | None,
+    ) -> None:
+        """`coming`: the run of each step that is being saved.  `changed`: called on rank 0 after each."""
         self._group = group
         self._steps = steps
         self._coming = coming
+        self._changed = changed
 
     def pin(self, step: Any, label: Any) -> None:
         step, label = step_of(step, "Checkpointer.pin"), notes.label_of(label, "Checkpointer.pin")
@@ -40,6 +47,8 @@ class Noting:
         def done() -> bytes:
             self._steps.known.has_notes = True
             work()
+            if self._changed is not None:
+                self._changed()
             return b""
 
         self._group.from_rank0(done)

@@ -53,6 +53,7 @@ from holdfast.checkpoint.names import (
     step_prefix,
     verified_attempt,
 )
+from holdfast.checkpoint.notes import Notes, carry, read_notes
 from holdfast.checkpoint.pruning import prune
 from holdfast.checkpoint.tidying import Keep, discard, sweep
 from holdfast.checkpoint.transfer import PART_BYTES, transfer_files
@@ -185,6 +186,11 @@ class Upload:
         """Return what the user would be told if the run ended now."""
         records = [] if self._records is None else self._records.left()
         return [*self.news, *self._left(), *records]
+
+    def renew_notes(self) -> None:
+        """Carry labels and metrics, which have changed, without an upload.  On rank 0."""
+        with suppress(RuntimeError):  # it is closed
+            self._worker.submit(self._carry_now)
 
     def close(self, limit_s: float) -> None:
         """Wait for the newest step, at most so long.  What is not uploaded then is told."""
@@ -408,11 +414,25 @@ class Upload:
                 RootKeys(self.store, self.known, below) as keys,
             ):
                 discard(self.store, step, self._replaced, keys)
+                self._carry(keys)
                 gone = prune(self.store, self._keep, keys=keys)
                 sweep(self.store, self.claim, ALL, keys)
                 if self.also_tidy is not None:
                     self.also_tidy(keys, [s for s in keys.saved if s.step not in gone])
         except HoldfastError as error:
+            emit("tidy.failed", error=str(error))
+
+    def _carry(self, keys: RootKeys) -> None:
+        """Have what is noted of the root's steps behind it, too, of those that are there."""
+        noted = read_notes(self.root)
+        if noted != Notes():
+            carry(noted, self.store, keys.manifests, replace=True)
+            keys.known.has_notes = True
+
+    def _carry_now(self) -> None:
+        try:
+            self._carry(RootKeys(self.store, self.known))
+        except HoldfastError as error:  # the next upload does it again
             emit("tidy.failed", error=str(error))
 
     # -- what is told -----------------------------------------------------------------------------
