@@ -36,6 +36,7 @@ LAYERS = (
     ("history", "tiers"),
     ("ending", "looking", "once", "restart", "run", "steering"),
     ("checkpointer",),
+    ("integrations",),
     ("converting",),
     ("cli", "testing"),
     ("__main__",),

@@ -31,10 +31,10 @@ class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, drop: float) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-        self.drop = nn.Dropout(0.2)
+        self.drop = nn.Dropout(drop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.inner(x))
@@ -43,9 +43,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A model as the Trainer wants it: it returns its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, drop: float = 0.2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(drop) for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

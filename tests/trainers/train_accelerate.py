@@ -73,9 +73,9 @@ def made(options: dict[str, Any]) -> Accelerator:
 def main(options: dict[str, Any]) -> None:
     set_seed(3)
     accelerator = made(options)
-    model = Net()
+    model = Net(options.get("drop", 0.2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, options.get("period", 5))
     loader = torch.utils.data.DataLoader(
         Data(options.get("size", 50), noisy=options.get("noisy", False)),
         batch_size=options.get("batch", 4),

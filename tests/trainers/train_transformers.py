@@ -69,7 +69,7 @@ def main(options: dict[str, Any]) -> None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=50))
     noisy = options.get("noisy", False)
     kwargs: dict[str, Any] = {
-        "model": Net(),
+        "model": Net(options.get("drop", 0.2)),
         "args": args,
         "train_dataset": Data(options.get("size", 50), noisy=noisy),
         "eval_dataset": Data(8),

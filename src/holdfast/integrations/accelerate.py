@@ -80,7 +80,7 @@ class _Attached:
         self.is_told = False
         self.draws = LoaderDraws(accelerator)
         self.own_state = {"accelerate": _Progress(accelerator), "draws": self.draws}
-        self.checkpointer = Checkpointer(root, dict(self.own_state), **options)
+        self.checkpointer = Checkpointer(root, **options)
         self.load_native = accelerator.load_state
         accelerator.holdfast = self.checkpointer
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state

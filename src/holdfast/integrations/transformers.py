@@ -129,7 +129,8 @@ class _Holdfast(_Mixin):
             self._options.setdefault("keep", Keep(last=self.args.save_total_limit))
         self._losses, self._draws = _Losses(self), LoaderDraws(self.accelerator)
         state = {"trainer": _Progress(self), "losses": self._losses, "draws": self._draws}
-        with Checkpointer(self._root, state, **self._options) as checkpointer:
+        with Checkpointer(self._root, **self._options) as checkpointer:
+            checkpointer.state.update(state)
             self._checkpointer = self.accelerator.holdfast = checkpointer
             try:
                 return self._train(resume_from_checkpoint or None, trial, *args, **kwargs)
