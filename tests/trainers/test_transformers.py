@@ -7,6 +7,7 @@ of the Trainer's own run, which nobody has interrupted.
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "logged each four steps": {"args": {"logging_steps": 4}},
     "best model": {"args": BEST, "early": True},
     "at each epoch": {"args": {"save_strategy": "epoch", "eval_strategy": "epoch"}},
+    "adapter": {"lora": True},
     "records": {"args": {"save_steps": 10}, "holdfast": EVERY_STEP},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -108,6 +110,37 @@ def test_two_ranks_and_then_one(layout: str, launcher: Launcher, tmp_path: Path)
     for row in journal.read():
         if "end" not in row:
             assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sigterm(layout: str, launcher: Launcher, tmp_path: Path) -> None:
+    """With the Trainer's own switch for it, all ranks save one step, whenever each of them is told."""
+    ranks, given = LAYOUTS[layout]
+    options, own = run_of(tmp_path, "own", own=True, **given)
+    assert launcher.run(options, ranks) == [0] * ranks
+    given = {**given, "args": {**given.get("args", {}), "enable_jit_checkpoint": True}}
+    given["args"]["save_steps"] = 1000
+    options, journal = run_of(tmp_path, "stopped", **given)
+    ended = launcher.run({**options, "die": 16, "by": signal.SIGTERM}, ranks)
+    assert set(ended) <= {128 + signal.SIGTERM, KILLED} and 128 + signal.SIGTERM in ended
+    assert holdfast.steps(tmp_path / "stopped" / "holdfast")[0] in (8, 9, 10)
+    assert launcher.run(options, ranks) == [0] * ranks
+    assert losses(journal.read()) == losses(own.read())
+    assert journal.read()[-1] == own.read()[-1]
+
+
+@pytest.mark.soak
+def test_only_an_adapter_is_kept_and_its_config_beside_it(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    options, _ = run_of(tmp_path, "run", lora=True)
+    assert launcher.run(options) == [0]
+    with holdfast.open(tmp_path / "run" / "holdfast") as saved:
+        weights = [name for name in saved.names() if name.startswith("model.")]
+        assert weights and all("lora_" in name for name in weights)
+        assert {"config.json", "adapter_config.json"} <= set(saved.files)
 
 
 @pytest.mark.soak

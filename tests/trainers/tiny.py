@@ -55,6 +55,19 @@ class Net(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Texts of eight tokens."""
+
+    def __init__(self, size: int) -> None:
+        self.tokens = torch.randint(0, 32, (size, 8), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
+
+
 def digest(model: nn.Module) -> str:
     """A hash of all weights, whole."""
     found = hashlib.sha256()
@@ -81,7 +94,7 @@ class Journal:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def die_at(moment: int, now: int) -> None:
-    """SIGKILL at that moment; 0 is never."""
+def die_at(moment: int, now: int, by: int = signal.SIGKILL) -> None:
+    """Send this process a signal at that moment; 0 is never."""
     if moment and moment == now:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), by)

@@ -1,5 +1,6 @@
 """Training by transformers' Trainer, its own or holdfast's; its `main` is run by `launching`."""
 
+import signal
 from typing import Any
 
 import torch
@@ -9,18 +10,19 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 import holdfast
 from holdfast.integrations.transformers import with_holdfast
-from trainers.tiny import Data, Journal, Net, die_at, digest
+from trainers.tiny import Data, Journal, Net, Texts, die_at, digest
 
 
 class Tell(TrainerCallback):  # type: ignore[misc]
     """Writes every loss down, and kills the process at the moment it is told: one of three per step."""
 
-    def __init__(self, journal: Journal, die: int) -> None:
-        self.journal, self.die, self.count = journal, die, 0
+    def __init__(self, journal: Journal, options: dict[str, Any]) -> None:
+        self.journal, self.die, self.count = journal, options.get("die", 0), 0
+        self.by = options.get("by", signal.SIGKILL)
 
     def moment(self) -> None:
         self.count += 1
-        die_at(self.die, self.count)
+        die_at(self.die, self.count, self.by)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.moment()
@@ -57,6 +59,16 @@ def args_of(options: dict[str, Any]) -> TrainingArguments:
     return TrainingArguments(**given | options.get("args", {}))
 
 
+def with_lora() -> Any:
+    """A language model of which only an adapter is trained."""
+    import peft
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+    return peft.get_peft_model(GPT2LMHeadModel(config), lora)
+
+
 def main(options: dict[str, Any]) -> None:
     if options.get("fsdp"):  # which accelerate offers on accelerators alone
         PartialState(cpu=True)
@@ -64,7 +76,7 @@ def main(options: dict[str, Any]) -> None:
     torch.manual_seed(3)
     args = args_of(options)
     journal = Journal(options["journal"], writes=args.process_index == 0)
-    callbacks: list[Any] = [Tell(journal, options.get("die", 0))]
+    callbacks: list[Any] = [Tell(journal, options)]
     if options.get("early"):
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=50))
     noisy = options.get("noisy", False)
@@ -75,6 +87,8 @@ def main(options: dict[str, Any]) -> None:
         "eval_dataset": Data(8),
         "callbacks": callbacks,
     }
+    if options.get("lora"):
+        kwargs |= {"model": with_lora(), "train_dataset": Texts(50), "eval_dataset": Texts(8)}
     if options.get("own"):
         trainer = Trainer(**kwargs)
         result = trainer.train()

@@ -34,12 +34,13 @@ from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gath
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 
-import holdfast
 from holdfast.arguments import step_of, unfit
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws
+from holdfast.once import load
+from holdfast.state.trainable import trainable_only
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
@@ -197,7 +198,7 @@ class _Holdfast(_Mixin):
     def _parts(self) -> dict[str, Any]:
         """The part of the state that exists once all is prepared."""
         if _is_peft_model(self.model):
-            holdfast.trainable_only(self.model)
+            trainable_only(self.model)
         if self.args.save_only_model:
             return {"model": self.model_wrapped}
         parts = {"model": self.model_wrapped, "optimizer": self.optimizer}
@@ -272,7 +273,7 @@ class _Holdfast(_Mixin):
         best = self.state.best_global_step
         self._checkpointer.wait()
         try:
-            holdfast.load(self._root, {"model": self.model_wrapped}, step=best)
+            load(self._root, {"model": self.model_wrapped}, step=best)
         except NotFound as error:
             warn_user(f"the best model, of step {best}, is not loaded: {error}")
 
