@@ -36,6 +36,7 @@ LAYERS = (
     ("history", "tiers"),
     ("ending", "looking", "once", "restart", "run", "steering"),
     ("checkpointer",),
+    ("integrations",),
     ("converting",),
     ("cli", "testing"),
     ("__main__",),
@@ -186,6 +187,7 @@ SELDOM = (
     "holdfast.state.megatron",
     "holdfast.state.quantised",
     "holdfast.state.shards",
+    "holdfast.state.trainable",
     "holdfast.store.memory",
 )
 """Parts of the core that one rank of plain torch does not need: loaded with a framework (no object of a
@@ -313,6 +315,7 @@ def test_public_names_are_pinned() -> None:
         "Converted",
         "Delta",
         "Every",
+        "Found",
         "HoldfastError",
         "HoldfastWarning",
         "Keep",
@@ -335,6 +338,7 @@ def test_public_names_are_pinned() -> None:
         "steps",
         "store",
         "testing",
+        "trainable_only",
     ]
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None

@@ -91,9 +91,16 @@ STATES: Values = (
     {None: 1},
     nn.Linear(1, 1),
 )
+STATES_BUT_LATE = tuple(v for v in STATES if v is not None and not (isinstance(v, dict) and not v))
+"""Without the two that say that the state comes later."""
 RULES: Values = (Odd(), [], 3, "fresh", b"x", {"modl": "fresh"}, {3: "fresh"}, {"model": "frehs"},
                  {"model": None}, {"model": 3})  # fmt: skip
 PATTERNS: Values = (Odd(), 3, b"model.*", "", [], (), {}, [3], ["model.*", ""], [None], object)
+FILES: Values = (Odd(), 3, "config.json", [], [3], {3: b""}, {"../x": b""}, {"": b""}, {"a": 3},
+                 {"a": None}, {"a": lambda x: x}, {"a": b"", "a/b": b""}, {HUGE_TEXT: b""})  # fmt: skip
+METRICS: Values = (Odd(), 3, "loss", [], {}, {3: 1.0}, {"": 1.0}, {"loss": "low"}, {"loss": Odd()},
+                   {"loss": [1.0]}, {HUGE_TEXT: 1.0})  # fmt: skip
+LABELS: Values = (Odd(), None, 3, b"best", [], {}, "", " ", "a\nb", HUGE_TEXT)
 FUNCTIONS: Values = (Odd(), 3, "print", [], {})
 
 
@@ -158,12 +165,17 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "state": STATES,
             "step": STEPS,
             "replicas": (*WORDS, "verify"),
+            "files": FILES,
             "deadline_s": SECONDS,
         },
     ),
     "ignore": (
         lambda m: lambda obj=m.state["model"], patterns="x": holdfast.ignore(obj, patterns),
         {"obj": (Odd(), None, {}, 3, "model", nn.Linear), "patterns": (*OTHERS, None, 3, "")},
+    ),
+    "trainable_only": (
+        lambda m: holdfast.trainable_only,
+        {"model": (Odd(), None, {}, 3, "model", nn.Linear, torch.ones(1))},
     ),
     "kept": (
         lambda m: lambda name="x", load=dict: holdfast.kept(name, load),
@@ -214,7 +226,7 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "path": (*PATHS, *BUCKETS),
             "upload": (*PATHS_OR_NONE, *BUCKETS),
             "upload_keep": (*OBJECTS, holdfast.Keep),
-            "state": STATES,
+            "state": STATES_BUT_LATE,
             "every": EVERY,
             "memory": (*OBJECTS, holdfast.Memory),
             "delta": (*OBJECTS, holdfast.Delta),
@@ -223,13 +235,32 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "on_error": WORDS,
             "on_resize": RULES,
             "replicas": WORDS,
+            "files": FILES,
             "mesh": OBJECTS,
             "sigterm_s": SECONDS_OR_NONE,
             "deadline_s": SECONDS,
         },
     ),
     "Checkpointer.step": (lambda m: m.ckpt.step, {"step": STEPS}),
-    "Checkpointer.save": (lambda m: m.ckpt.save, {"step": STEPS}),
+    "Checkpointer.find": (lambda m: m.ckpt.find, {"step": STEPS_OR_NONE}),
+    "Checkpointer.save": (
+        lambda m: lambda **a: m.ckpt.save(**{"step": 7, **a}),
+        {"step": STEPS, "metrics": METRICS, "files": FILES},
+    ),
+    "Checkpointer.on_commit": (lambda m: m.ckpt.on_commit, {"call": (None, *FUNCTIONS)}),
+    "Checkpointer.pin": (
+        lambda m: lambda **a: m.ckpt.pin(**{"step": 7, "label": "best", **a}),
+        {"step": STEPS, "label": LABELS},
+    ),
+    "Checkpointer.unpin": (lambda m: m.ckpt.unpin, {"label": LABELS}),
+    "Checkpointer.metrics": (
+        lambda m: lambda step=7, values=0.5: m.ckpt.metrics(step, loss=values),
+        {"step": STEPS, "values": (*OTHERS, None, True, "low")},
+    ),
+    "Save.add_done_callback": (
+        lambda m: m.save_under_way.add_done_callback,
+        {"call": (None, *FUNCTIONS)},
+    ),
     "Checkpointer.restore": (
         lambda m: m.ckpt.restore,
         {
@@ -259,7 +290,15 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "rarest_hours": (*OTHERS, None, True, "5", 0, -1, math.nan, math.inf),
         },
     ),
-    "Keep": (lambda m: holdfast.Keep, {"last": COUNTS_OR_NONE, "every": COUNTS_OR_NONE}),
+    "Keep": (
+        lambda m: holdfast.Keep,
+        {
+            "last": COUNTS_OR_NONE,
+            "every": COUNTS_OR_NONE,
+            "best": (Odd(), 3, "loss", {}, (), ("loss", 0), ("loss", 1, "mx"), (3, 1)),
+            "newer": (*OTHERS, 3, True, "", "2", "2w", "-1d", HUGE_TEXT),
+        },
+    ),
     "Memory": (
         lambda m: holdfast.Memory,
         {
@@ -459,6 +498,7 @@ def test_nothing_was_made_by_a_refused_call(made: Made) -> None:
 RESULTS = {
     "Checkpoint",
     "Converted",
+    "Found",
     "Save",
     "compression.rounded_to",
     "events.Event",

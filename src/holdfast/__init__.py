@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from holdfast.memory.options import Memory
     from holdfast.once import load, save
     from holdfast.policy.tuning import Auto
-    from holdfast.restore.result import Restored
+    from holdfast.restore.result import Found, Restored
     from holdfast.run.recovery import kept, recoverable
     from holdfast.saving import Save
     from holdfast.schedule import Every
     from holdfast.state.ignoring import ignore
     from holdfast.state.rng import Rng
+    from holdfast.state.trainable import trainable_only
 
 _HOME = {
     "Auto": "holdfast.policy.tuning",
@@ -46,6 +47,7 @@ _HOME = {
     "Converted": "holdfast.converting",
     "Delta": "holdfast.delta.options",
     "Every": "holdfast.schedule",
+    "Found": "holdfast.restore.result",
     "HoldfastError": "holdfast.errors",
     "HoldfastWarning": "holdfast.errors",
     "Keep": "holdfast.checkpoint.tidying",
@@ -67,6 +69,7 @@ _HOME = {
     "steps": "holdfast.looking",
     "store": "holdfast",
     "testing": "holdfast",
+    "trainable_only": "holdfast.state.trainable",
 }
 
 __all__ = [
@@ -77,6 +80,7 @@ __all__ = [
     "Converted",
     "Delta",
     "Every",
+    "Found",
     "HoldfastError",
     "HoldfastWarning",
     "Keep",
@@ -99,6 +103,7 @@ __all__ = [
     "steps",
     "store",
     "testing",
+    "trainable_only",
 ]
 
 

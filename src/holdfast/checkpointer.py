@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +20,7 @@ from holdfast import events
 from holdfast.arguments import (
     choice_of,
     flag_of,
+    function_of,
     instance_of,
     path_of,
     patterns_of,
@@ -32,7 +32,7 @@ from holdfast.arguments import (
 )
 from holdfast.checkpoint.tidying import Keep
 from holdfast.ending import Ending, SigtermStop, check_thread
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
@@ -44,7 +44,6 @@ from holdfast.state.collecting import RunState
 from holdfast.state.live import RULES, Live, State, check_keys
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
-from holdfast.store import open_store
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -53,8 +52,9 @@ if TYPE_CHECKING:
     from holdfast.memory.tier import MemoryTier
     from holdfast.policy.tuning import Auto
     from holdfast.restart import Restart
-    from holdfast.restore.result import Restored
-    from holdfast.restore.targets import RestoreOptions
+    from holdfast.restore.result import Found, Restored
+    from holdfast.saving.attaching import Attached, AttachedFiles, FileSource
+    from holdfast.saving.noting import Noting
     from holdfast.steering import Steering
 
 NO_RECORDS = (
@@ -69,6 +69,7 @@ class Checkpointer:
     lists of pipeline stages), optimizers, objects with `state_dict`/`load_state_dict`, and nested dicts of
     tensors and plain values.  Plain values are read from the dict at each save and put back into it by
     `restore`.  The random number generators are included under the key `rng`, unless the state has one.
+    What does not exist yet may be added to `Checkpointer.state` before `restore` or the first save.
 
     `every`: how often `step` saves: a number of steps between durable saves, or an `Every` with a number
     for each tier; with `Auto`, as often as pays, by what saves are measured to cost.
@@ -83,6 +84,8 @@ class Checkpointer:
     `replicas`: whether it is proved that plain tensors which several ranks have under one name are the same
     bytes, at the first save that has them (`once`) or, and of DTensors too, at each (`verify`), or believed
     (`trust`); if they differ, the save fails with a LayoutError.
+    `files`: small files that are kept beside each durable step, by name: a path, bytes, or a function that
+    returns them; see `files`.
     `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
     and stop within that many seconds.  `deadline_s` bounds every wait.
     """
@@ -90,7 +93,7 @@ class Checkpointer:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        state: State,
+        state: State | None = None,
         *,
         every: Every | Auto | int | None = None,
         memory: Memory | None = None,
@@ -102,6 +105,7 @@ class Checkpointer:
         on_error: Literal["warn", "raise"] = "warn",
         on_resize: dict[str, str] | None = None,
         replicas: Literal["once", "verify", "trust"] = "once",
+        files: Mapping[str, FileSource] | None = None,
         mesh: Any = None,
         sigterm_s: float | None = None,
         deadline_s: float = 600.0,
@@ -110,27 +114,37 @@ class Checkpointer:
         root = path_of(path, call, "path")
         check_own(root)
         behind = None if upload is None else path_of(upload, call, "upload")
-        check_keys(state)
+        state = {} if state is None else state
+        if not isinstance(state, dict) or state:
+            check_keys(state)
         _check_choices(call, when_busy, on_error, replicas)
         _check_tiers(memory=memory, delta=delta, keep=keep, upload_keep=upload_keep)
-        _check_homes(root, behind, upload_keep)
-        on_resize = rules_of(on_resize, RULES, (*state, "rng"), call, "on_resize")
+        if behind is not None or upload_keep is not None:
+            from holdfast.uploading.homes import check_homes
+
+            check_homes(root, behind, upload_keep)
+        known = (*state, "rng") if state else None
+        on_resize = rules_of(on_resize, RULES, known, call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
         if sigterm_s is not None:
             sigterm_s = seconds_of(sigterm_s, call, "sigterm_s")
             check_thread()
         named = _named_mesh(mesh)
+        self._files = _attached_files(files) if files is not None else None
         self.every = every if isinstance(every, Every) else Every()
         """The frequencies in force now."""
         self.when_busy = when_busy
         self._root = root
         self._state = RunState(state, on_resize)
         self._saves: list[Save] = []
+        self._callbacks: list[Callable[[int], object]] = []
+        self._to_call: list[tuple[Callable[[int], object], int]] = []
         self._notices = Notices(on_error)
         self._closed = False
         self._pid = os.getpid()
         self._prepared = False
+        self._restored: Restored | None = None
         self._group = Group(deadline_s, "Checkpointer()")
         self._tiers = Tiers(
             open_shared(root, self._group),
@@ -169,8 +183,20 @@ class Checkpointer:
 
     @property
     def state(self) -> State:
-        """The dict that was handed over."""
+        """The dict that was handed over; may be filled until `restore` or the first save."""
         return self._state.given
+
+    @property
+    def files(self) -> AttachedFiles:
+        """The files that are kept beside each durable step, by name: `ckpt.files["config.json"] = path`, or
+        bytes, or a function that returns them.
+
+        Rank 0 reads them when a durable save begins; at most 64 MiB in all.  One that cannot be read is
+        left out, and reported as `on_error` says.  Snapshots in memory have none.
+        """
+        if self._files is None:
+            self._files = _attached_files(None)
+        return self._files
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -182,7 +208,7 @@ class Checkpointer:
         After SIGTERM, with `sigterm_s`, it saves and raises SystemExit(143).
         """
         step = step_of(step, "Checkpointer.step")
-        self._check_open()
+        self._check_ready()
         events.last_step = step
         rest()
         self._look_back()
@@ -256,17 +282,50 @@ class Checkpointer:
         elif self.every.durable is not None:
             self._tiers.durable.prepare(self._collect)
 
-    def save(self, step: int) -> Save:
-        """Save durably now, whatever is due; waits for a save in flight.  Returns a handle."""
-        step = step_of(step, "Checkpointer.save")
-        self._check_open()
-        self._report()
-        return self._begin(step, must=True)
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        files: Mapping[str, FileSource] | None = None,
+    ) -> Save:
+        """Save durably now, whatever is due; waits for a save in flight.  Returns a handle.
 
-    def _begin(self, step: int, *, must: bool, live: bool = False, yields: bool = False) -> Save:
+        `metrics`: numbers by name, which `Keep(best=)` goes by; `files`: more files for this step, beside
+        and before those of `Checkpointer.files`.  Those of rank 0 count.
+        """
+        step = step_of(step, "Checkpointer.save")
+        self._check_ready()
+        self._report()
+        added = self._attached(metrics, files)
+        return self._begin(step, must=True, added=added)
+
+    def _attached(self, metrics: Any = None, files: Any = None) -> Attached | None:
+        """What a durable save that begins now adds to its step."""
+        if not self._files and metrics is None and files is None:
+            return None
+        from holdfast.saving.attaching import attached
+
+        def complain(error: BaseException) -> None:
+            self._notices.complain(error, f"the step is saved without a file: {error}")
+
+        is_first = self._group.rank == 0
+        call = "Checkpointer.save"
+        return attached(self._files or {}, files, metrics, call, complain, reads=is_first)
+
+    def _begin(
+        self,
+        step: int,
+        *,
+        must: bool,
+        live: bool = False,
+        yields: bool = False,
+        added: Attached | None = None,
+    ) -> Save:
         """Begin a save.  `must`: whatever is in flight; `yields`: unless that waits for storage in vain.
         `live`: not from a replica, which could be lost meanwhile."""
         self._check_open()
+        added = added or self._attached()
         memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
         if delta is not None and delta.parent is not None and step < delta.parent[1]:
             raise UsageError(
@@ -276,9 +335,13 @@ class Checkpointer:
             )
         with span("save.call", step=step):
             if memory is not None:
-                save = memory.begin(self._collect, step, durable=True, must=must, live=live)
+                save = memory.begin(
+                    self._collect, step, durable=True, must=must, live=live, attached=added
+                )
             else:
-                save = self._tiers.durable.begin(self._collect, step, must=must, yields=yields)
+                save = self._tiers.durable.begin(
+                    self._collect, step, must=must, yields=yields, attached=added
+                )
         self._saves.append(save)
         if self._steering is not None:
             self._steering.saving("durable", save)
@@ -313,6 +376,17 @@ class Checkpointer:
                 self._notices.warn(f"the save of step {save.step} was left out: one was in flight")
             if save.error is not None and not save.told and not self._group.lost:
                 self._notices.complain(save.error)  # of a lost rank the launcher tells, once
+            if save.error is None and not save.skipped and save.kind == "save":
+                self._to_call += [(call, save.step) for call in self._callbacks]
+        while self._to_call:
+            call, step = self._to_call.pop(0)
+            try:
+                call(step)
+            except Exception as error:
+                text = (
+                    f"what on_commit() is to call failed at step {step}, which is saved: {error!r}"
+                )
+                self._notices.complain(error, text)
 
     def _unheard(self) -> list[str]:
         """Return the news that a next call would tell, beside saves that have failed."""
@@ -334,11 +408,66 @@ class Checkpointer:
             self._end(stop.left(), finished=False)
         raise SystemExit(128 + signal.SIGTERM)
 
+    # -- committed steps --------------------------------------------------------------------------
+
+    def on_commit(self, call: Callable[[int], object]) -> None:
+        """Call `call(step)` for each step that is saved durably: on every rank, in the training thread, at
+        the next `step`, `save`, `wait` or `close` after its commit.
+
+        Not of a save that failed or was left out.  `wait` and `close` have called all when they return,
+        `close` before it ends anything.  What `call` raises is reported as `on_error` says.
+        """
+        what = "that takes the number of a step"
+        self._check_open()
+        self._callbacks.append(function_of(call, "Checkpointer.on_commit", "call", what, 1))
+
+    def pin(self, step: int, label: str) -> None:
+        """Let `label` name a step, and no longer another one.  A step that a label names stays, whatever
+        `keep` says and whoever tidies up.
+
+        NotFound unless the step is committed or being saved; then it stays from its commit on.  Collective;
+        blocks for a few requests to storage.
+        """
+        self._noting().pin(step, label)
+
+    def unpin(self, label: str) -> None:
+        """Take a label away, if there is one of that name.  Collective; blocks as `pin`."""
+        self._noting().unpin(label)
+
+    def metrics(self, step: int, **values: float) -> None:
+        """Note metrics of a step after an evaluation, `metrics(100, loss=0.3)`: `Keep(best=)` goes by them.
+
+        They stand beside those that it has, and in place of those of the same name.  NotFound, and what
+        blocks, as of `pin`.  Collective; those of rank 0 count.
+        """
+        self._noting().measure(step, values)
+
+    def _noting(self) -> Noting:
+        from holdfast.saving.noting import Noting
+
+        self._check_open()
+        saving = [save.step for save in self._saves if save.kind == "save" and not save.done()]
+        tiers, upload = self._tiers, self._tiers.upload
+        changed = None if upload is None else upload.renew_notes
+        coming = dict.fromkeys(saving, tiers.run)
+        return Noting(self._group, tiers.durable.steps, coming, changed)
+
     # -- restoring --------------------------------------------------------------------------------
+
+    def find(self, step: int | None = None) -> Found | None:
+        """Return what `restore()`, or `restore(step)`, would reach: its step, its tier and the plain values
+        of its state, before there is a state; None if the run has saved nothing.
+
+        Looks at all tiers.  No tensors are read: damaged steps are passed over, with a warning, as far as
+        manifests, records' headers and lengths of files tell.  Collective; blocks.
+        """
+        step = None if step is None else step_of(step, "Checkpointer.find")
+        self._check_open()
+        return self._restart("find()").find(step)
 
     def restore(
         self,
-        step: int | None = None,
+        step: int | Found | None = None,
         *,
         source: str | os.PathLike[str] | None = None,
         keep_source: bool = False,
@@ -351,18 +480,21 @@ class Checkpointer:
         none.  The number also says what was restored from: see `Restored`.
 
         Works on any layout.  A damaged step is passed over with a warning; NotRecoverable says why if
-        there are only damaged ones.  `source`: another root, or a foreign checkpoint (also by a prefix:
-        `torch:PATH`), to begin with as long as the own root has no steps.  Without it, a foreign
-        checkpoint that lies in the root itself is begun with.  `keep_source` saves what it gave as this
-        run's own step at once, in the background: the next restarts read that.  `cast`, `strict` and
-        `verify` are as of `load`, and so is `only`, of what `source` gives: a run's own steps are restored
-        whole.  Collective; blocks.
+        there are only damaged ones.  What `find` returned is restored exactly, whatever was saved since, or
+        not at all: NotRecoverable if it is damaged, and the next `find` passes over it.
+
+        `source`: another root, or a foreign checkpoint (also by a prefix: `torch:PATH`), to begin with as
+        long as the own root has no steps.  Without it, a foreign checkpoint that lies in the root itself is
+        begun with.  `keep_source` saves what it gave as this run's own step at once, in the background: the
+        next restarts read that.  `cast`, `strict` and `verify` are as of `load`, and so is `only`, of what
+        `source` gives: a run's own steps are restored whole.  Collective; blocks.
         """
-        from holdfast.restart import Restart
-        from holdfast.restore.targets import RestoreOptions
+        from holdfast.restart import origin_of
+        from holdfast.restore.result import Found
 
         call = "Checkpointer.restore"
-        step = None if step is None else step_of(step, call)
+        found = step if isinstance(step, Found) else None
+        step = None if step is None or found is not None else step_of(step, call)
         source = None if source is None else path_of(source, call, "source")
         patterns = None if only is None else patterns_of(only, call, "only")
         if patterns is not None and source is None:
@@ -372,40 +504,52 @@ class Checkpointer:
         flags = {"keep_source": keep_source, "strict": strict, "cast": cast, "verify": verify}
         for name, flag in flags.items():
             flag_of(flag, call, name)
-        self._check_open()
-        self.wait()
-        if self._tiers.delta is not None:
-            self._tiers.delta.settle()
-        self._group.together("restore()")  # all ranks' records are there when rank 0 lists them
-        options = RestoreOptions(
-            cast=cast, strict=strict, on_resize=self._state.on_resize, mesh=self._tiers.mesh
-        )
-        restart = Restart(self._tiers, self._state.everything(), options, verify=verify)
-        origin = None if restart.candidates else self._origin(source)
+        self._check_ready()
+        self._restored = None
+        restart = self._restart("restore()", cast=cast, strict=strict, verify=verify)
+        origin = None
+        if found is None and not restart.candidates:
+            origin = origin_of(self._root, source, self._group)
         if self._steering is not None:
             self._steering.lost(*restart.lost_with_nodes())
         with span("restore") as fields:
             if origin is not None:
                 fields["source"] = origin
-                restored = self._from_source(origin, restart, step, replace(options, only=patterns))
+                restored = restart.from_source(origin, step, patterns)
             else:
-                found = restart.to_newest() if step is None else restart.to_step(step)
-                restored = restart.result(found)
+                restored = restart.to(step if found is None else found)
             fields["step"] = int(restored)
         self._go_on_from(restart, restored, must_save=keep_source and origin is not None)
+        self._restored = restored
         return restored
 
-    def _from_source(
-        self, origin: str, restart: Restart, step: int | None, options: RestoreOptions
-    ) -> Restored:
-        """Begin with a step of another root, or of foreign files."""
-        from holdfast.restore.reading import load_from, tell_unused_records
-        from holdfast.restore.result import Restored
+    def restore_rng(self) -> None:
+        """Put the random number generators once more to where the restored step had them.
 
-        found = load_from(origin, self._group, restart.state, step, options, verify=restart.verify)
-        if step is None:
-            tell_unused_records(origin, self._group, found)
-        return Restored(found, "source")
+        Call it when what draws from them at the start of a run has drawn: each `iter()` of a DataLoader
+        draws from torch's default generator.  UsageError if nothing was restored, or if the generators
+        were not: on another number of ranks they are fresh.
+        """
+        from holdfast.restart import restore_generators
+
+        self._check_open()
+        restore_generators(self._state.generators, self._restored)
+
+    def _restart(
+        self, call: str, *, cast: bool = False, strict: bool = True, verify: bool = True
+    ) -> Restart:
+        """Look at all tiers, with nothing under way to them.  Collective."""
+        from holdfast.restart import Restart
+        from holdfast.restore.targets import RestoreOptions
+
+        self.wait()
+        if self._tiers.delta is not None:
+            self._tiers.delta.settle()
+        self._group.together(call)  # all ranks' records are there when rank 0 lists them
+        options = RestoreOptions(
+            cast=cast, strict=strict, on_resize=self._state.on_resize, mesh=self._tiers.mesh
+        )
+        return Restart(self._tiers, self._state.everything(), options, verify=verify)
 
     def _go_on_from(self, restart: Restart, restored: Restored, *, must_save: bool) -> None:
         """Make the restored state the one that tiers go on from, and have it where the next restart finds
@@ -431,15 +575,6 @@ class Checkpointer:
             records.prepare()
         Rng().load_state_dict(generators)  # a loader may draw when it is asked for its state
 
-    def _origin(self, source: str | os.PathLike[str] | None) -> str | None:
-        """Return the URL that a run without steps begins with; rank 0 looks into the root."""
-        if source is not None:
-            return os.fspath(source)
-        from holdfast.restore.reading import detected
-
-        found = self._group.from_rank0(lambda: detected(self._root, self._group))
-        return self._root if found else None
-
     # -- ending -----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
@@ -452,6 +587,14 @@ class Checkpointer:
         timeout = timeout_of(timeout, "Checkpointer.wait")
         self._check_ours()
         until = None if timeout is None else time.monotonic() + timeout
+        self._await_saves(until)
+        if self._tiers.delta is not None:
+            self._tiers.delta.handed_over(
+                None if until is None else max(until - time.monotonic(), 0.0)
+            )
+        self._report()
+
+    def _await_saves(self, until: float | None) -> None:
         for save in list(self._saves):
             told = save.told
             try:
@@ -459,12 +602,7 @@ class Checkpointer:
             except Exception:
                 if not save.done():
                     raise
-                save.told = told  # if not yet, it is reported just below
-        if self._tiers.delta is not None:
-            self._tiers.delta.handed_over(
-                None if until is None else max(until - time.monotonic(), 0.0)
-            )
-        self._report()
+                save.told = told  # if not yet, it is reported with the next look back
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
@@ -477,6 +615,7 @@ class Checkpointer:
     ) -> None:
         if self._closed or not self._is_ours:
             return
+        timeout = self._call_the_last(timeout) if error is None else timeout
         self._closed = True
         self._ending.close()
         try:
@@ -498,6 +637,16 @@ class Checkpointer:
         self._notices.warn(*self._lost_steps())
         self._notices.tell_all()
 
+    def _call_the_last(self, timeout: float | None) -> float | None:
+        """Have what is called at commits called while all is open; return the time that is left."""
+        if not self._callbacks:
+            return timeout
+        until = time.monotonic() + (self._group.deadline_s if timeout is None else timeout)
+        with suppress(HoldfastError):  # it is told at the end
+            self._await_saves(until)
+        self._look_back()
+        return None if timeout is None else max(until - time.monotonic(), 0.0)
+
     @property
     def _is_ours(self) -> bool:
         """True unless this is a forked child, which goes through its parent's exits."""
@@ -514,6 +663,14 @@ class Checkpointer:
         self._check_ours()
         if self._closed:
             raise UsageError("this Checkpointer is closed", hint="make a new one")
+
+    def _check_ready(self) -> None:
+        """Check that there is something to save, and to restore into."""
+        self._check_open()
+        if not self._state.is_complete:
+            self._state.complete()
+            if self._tiers.delta is not None:
+                self._tiers.delta.complete()
 
 
 def _check_choices(call: str, when_busy: object, on_error: object, replicas: object) -> None:
@@ -538,22 +695,10 @@ def _check_tiers(**options: object) -> None:
             instance_of(given, cls, "Checkpointer", name, expected)
 
 
-def _check_homes(root: str, upload: str | None, upload_keep: Keep | None) -> None:
-    """UsageError unless `upload` is another place than the root."""
-    if upload is None:
-        if upload_keep is not None:
-            raise UsageError(
-                "upload_keep= says which steps stay behind the root: give upload=, too"
-            )
-        return
-    check_own(upload)
-    (one, _, at), (other, _, other_at) = (open_store(p).url.partition("?") for p in (root, upload))
-    one, other = (f"{url.rstrip('/')}/" for url in (one, other))
-    if at == other_at and (one.startswith(other) or other.startswith(one)):
-        raise UsageError(
-            f"upload={upload} lies in the root {root}, or that in it: the home behind must be apart",
-            hint="give upload= a place of its own, as a bucket, or a folder on another disk",
-        )
+def _attached_files(given: Any) -> AttachedFiles:
+    from holdfast.saving.attaching import AttachedFiles
+
+    return AttachedFiles(given, "Checkpointer")
 
 
 def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:

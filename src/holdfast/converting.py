@@ -40,7 +40,7 @@ from holdfast.checkpoint.names import FOLDERS
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import FileDigests, Outfile, Progress, check_files, write_files
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError
+from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError, warn_user
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import encode
 from holdfast.here import boot_id
@@ -56,7 +56,7 @@ from holdfast.store.directories import fsync_directories, fsync_directory, walk
 from holdfast.store.oserrors import translated
 from holdfast.version import __version__
 from holdfast.writers.bucket import ATTEMPT, BucketTarget, bucket_for
-from holdfast.writers.planned import Planned, Rename, WriteOptions, weights
+from holdfast.writers.planned import Planned, Rename, WriteOptions, weights, with_attached
 from holdfast.writers.ranks import converting_ranks
 
 FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
@@ -123,6 +123,11 @@ def convert(
     with ExitStack() as opened:
         if not isinstance(source, Checkpoint):
             source = opened.enter_context(open_checkpoint(source, step=step))
+        if left := source.left_out:
+            warn_user(
+                f"step {source.step} was saved by trainable_only(): {len(left)} frozen parameters, "
+                f"{next(iter(left))} the first, are not in it, and not in {target}"
+            )
         store = open_store(target)
         place = store.root if isinstance(store, LocalStore) else target
         return _Conversion(source, place, to, options, memory_bytes, verify, progress).run()
@@ -197,6 +202,12 @@ class _Conversion:
         )
 
     def _plan(self) -> Planned | Consolidation:
+        plan = self._plan_state()
+        return (
+            plan if isinstance(plan, Consolidation) else with_attached(plan, self.source, self.to)
+        )
+
+    def _plan_state(self) -> Planned | Consolidation:
         match self.to:  # each imports its writer alone: a command line starts sooner
             case "deepspeed":
                 from holdfast.writers.deepspeed import plan_deepspeed

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -31,6 +31,9 @@ from holdfast.state.collecting import collect
 from holdfast.state.live import RULES, State, check_keys
 from holdfast.store import Store
 
+if TYPE_CHECKING:
+    from holdfast.saving.attaching import Attached, FileSource
+
 
 def save(
     path: str | os.PathLike[str],
@@ -38,17 +41,23 @@ def save(
     *,
     step: int,
     replicas: Literal["once", "trust"] = "once",
+    files: Mapping[str, FileSource] | None = None,
     deadline_s: float = 600.0,
 ) -> None:
     """Save once, as step `step`, in place of one of that number, and wait until it is durable.
     Collective; RankErrors if it failed anywhere; UsageError if records lead on from that step; LayoutError
-    if plain tensors of one name differ between ranks, unless `replicas="trust"`.
+    if plain tensors of one name differ between ranks, unless `replicas="trust"`.  `files`: small files that
+    rank 0 reads and keeps beside the step, as of `Checkpointer`; if one cannot be read, nothing is saved.
     """
     url = path_of(path, "save", "path")
     choice_of(replicas, ("once", "trust"), "save", "replicas")
     check_own(url)
     check_keys(state)
     step, deadline_s = step_of(step, "save"), seconds_of(deadline_s, "save", "deadline_s")
+    if files is not None:
+        from holdfast.saving.attaching import AttachedFiles
+
+        files = AttachedFiles(files, "save")
     group = Group(deadline_s, "save()")
     store = open_shared(url, group)
     sweep_host(store)
@@ -56,11 +65,29 @@ def save(
     saver = Saver(group, deadline_s=deadline_s, replicas=replicas)
     durable = Durable(store, saver, claim=None, run=run, attempt=attempt)
     try:
-        durable.begin(lambda: collect(state), step, must=True).wait()
+        added = None if not files else _read_together(files, group)
+        durable.begin(lambda: collect(state), step, must=True, attached=added).wait()
     finally:
         durable.close()
         saver.close()
         group.close()
+
+
+def _read_together(files: Mapping[str, FileSource], group: Group) -> Attached | None:
+    """The files, on rank 0, on which alone they are read; its error on every rank."""
+    from holdfast.saving.attaching import attached
+
+    found: list[Attached | None] = [None]
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    def read() -> bytes:
+        found[0] = attached(files, None, None, "save", fail, reads=True)
+        return b""
+
+    group.from_rank0(read)
+    return found[0]
 
 
 def _once(store: Store, step: int) -> bytes:

@@ -50,7 +50,7 @@ def leftovers(store: Store) -> list[str]:
     for step in holdfast.steps(store.url):
         manifest = read_manifest(store, step)
         prefix = step_prefix(step)
-        named |= {prefix + "manifest.json", *(prefix + f.path for f in manifest.files)}
+        named |= {prefix + "manifest.json", *(prefix + f.path for f in manifest.objects)}
     return [key for key in store.list("steps/") if key not in named]
 
 

@@ -9,6 +9,8 @@ import pytest
 from single import contents, each_death, leftovers, life, memory
 
 from holdfast import Keep
+from holdfast.checkpoint import notes
+from holdfast.checkpoint.opened import Checkpoint
 from holdfast.store import LocalStore, Store
 
 
@@ -94,3 +96,39 @@ def test_a_repeated_save_in_a_directory(monkeypatch, tmp_path, torn) -> None:
         found = contents(store)
         assert found in ({2: 2.0}, {2: 20.0}), when
         recovers(monkeypatch, store, found)
+
+
+def files_of(value: float) -> dict[str, bytes]:
+    return {"config.json": str(value).encode(), "tokenizer/vocab.txt": b"%d\n" % value * 1000}
+
+
+def test_a_save_with_files(monkeypatch) -> None:
+    """Files are there with their step, all of them and whole, or there is none."""
+
+    def live(store: Store, step: int) -> None:
+        life(monkeypatch, store, [(step, float(step))], files=files_of(step))
+
+    base = memory()
+    live(base, 1)
+    outcomes = set()
+    for when, store in each_death(base, lambda s: live(s, 2)):
+        found = contents(store)
+        assert found in ({1: 1.0}, {1: 1.0, 2: 2.0}), when
+        for step in found:
+            assert dict(Checkpoint.open(store.url, step).files) == files_of(step), when
+        outcomes.add(2 in found)
+        recovers(monkeypatch, store, found)
+    assert outcomes == {True, False}
+
+
+def test_a_pin_and_a_prune(monkeypatch) -> None:
+    """A step that was pinned is there, whenever the process that prunes dies."""
+    base = memory()
+    life(monkeypatch, base, [(s, float(s)) for s in (1, 2, 3)])
+    notes.pin(base, 1, "best")
+    keep = Keep(last=1)
+    for when, store in each_death(base, lambda s: life(monkeypatch, s, [(4, 4.0)], keep=keep)):
+        assert 1 in contents(store), when
+        life(monkeypatch, store, [(9, 9.0)], keep=keep)
+        assert contents(store) == {1: 1.0, 9: 9.0}
+        assert leftovers(store) == [notes.NOTES_KEY]

@@ -157,3 +157,17 @@ def test_a_commit_that_the_agent_was_not_told_is_told_before_the_next(
     one.ckpt.wait()
     (job,) = [j for j in node.ask(w.Status(), w.AgentReport).jobs if j.steps]
     assert job.steps == (3, 4)
+
+
+def test_files_labels_and_calls_of_saves_by_way_of_memory(run: Callable[..., Run]) -> None:
+    """A durable save has its files and metrics; a snapshot is no commit, and has none."""
+    one, told = run(files={"config.json": b"{}"}), list[int]()
+    one.ckpt.on_commit(told.append)
+    one.ckpt.save(1, metrics={"loss": 0.5})
+    one.ckpt.pin(1, "best")
+    one.ckpt.step(2)
+    one.ckpt.wait()
+    assert told == [1] and 2 in one.seen("snapshot.committed")
+    opened = holdfast.open(one.root)
+    assert (opened.step, dict(opened.files)) == (1, {"config.json": b"{}"})
+    assert opened.metrics == {"loss": 0.5}

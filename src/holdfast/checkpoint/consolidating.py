@@ -17,13 +17,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from holdfast.checkpoint.attached import pack
 from holdfast.checkpoint.claiming import newest_claim, runs_of_steps
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.names import RootKeys, step_prefix
@@ -67,6 +68,8 @@ class Consolidation:
     files: tuple[_File, ...]
     planned: tuple[_Planned, ...]
     left_out: tuple[str, ...]
+    attached: Mapping[str, bytes]
+    """Files that are kept beside the step."""
 
     @property
     def outfiles(self) -> list[Outfile]:
@@ -76,7 +79,11 @@ class Consolidation:
         """Make the step exist in `target`, where its files are; the indexes are there before it."""
         entries = tuple(p.entry(target) for p in self.planned)
         _write_indexes(target, self.draft, self.files)
-        commit(target, msgspec.structs.replace(self.draft, files=entries))
+        entry = None
+        if self.attached:
+            entry, data = pack(self.draft.attempt, self.attached)
+            target.put(step_prefix(self.draft.step) + entry.path, data)
+        commit(target, msgspec.structs.replace(self.draft, files=entries, attached=entry))
 
 
 def plan_consolidation(
@@ -89,7 +96,8 @@ def plan_consolidation(
     extras, left_out = keep_extras(source)
     draft = _draft(source, target, files, attempt, extras)
     planned = [_plan(source, draft, number, file) for number, file in enumerate(files)]
-    return Consolidation(draft, tuple(files), tuple(p for p in planned if p is not None), left_out)
+    made = tuple(p for p in planned if p is not None)
+    return Consolidation(draft, tuple(files), made, left_out, dict(source.files))
 
 
 def _assign(manifest: Manifest, max_file_bytes: int) -> list[_File]:
@@ -149,6 +157,7 @@ def _draft(
         files=(),
         extras=extras,
         per_rank={},
+        metrics={k: v if math.isfinite(v) else None for k, v in source.metrics.items()},
     )
 
 

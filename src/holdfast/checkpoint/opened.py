@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 import os
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import nan
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +28,7 @@ from holdfast.checkpoint.unproved import newest
 from holdfast.codec.digest import num_chunks
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
-from holdfast.format.extras import decode
+from holdfast.format.extras import FROZEN, decode
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.layout import Box, Sharding, whole
 from holdfast.near import near
@@ -55,7 +56,7 @@ class Checkpoint:
     def __init__(self, store: Store, manifest: Manifest, *, verify: bool = True) -> None:
         self.store = store
         self.manifest = manifest
-        self.files = Files(store, step_prefix(manifest.step), manifest, verify=verify)
+        self.images = Files(store, step_prefix(manifest.step), manifest, verify=verify)
         self.format = "holdfast"
         """The prefix that names a foreign checkpoint's format (`dcp`, ...); else `holdfast`."""
         self.others: tuple[Checkpoint, ...] = ()
@@ -77,6 +78,22 @@ class Checkpoint:
         store = open_store(path_of(url, call, "url"))
         manifest = read_manifest(store, newest(store) if step is None else step)
         return Checkpoint(store, manifest, verify=verify)
+
+    @cached_property
+    def files(self) -> Mapping[str, bytes]:
+        """The files kept beside the step, by name.  Each is read, and proved, when it is asked for."""
+        from holdfast.checkpoint.attached import Attachments
+
+        return Attachments(self.images)
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name, given with the save or noted later.  NaN for what was not finite."""
+        from holdfast.checkpoint.notes import read_notes
+
+        m = self.manifest
+        noted = read_notes(self.store).values(m.run, m.step) if self.format == "holdfast" else {}
+        return {k: nan if v is None else v for k, v in {**m.metrics, **noted}.items()}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -143,13 +160,30 @@ class Checkpoint:
             hint = "read it in parts: read(name, box)"
             raise UsageError(f"{name!r} {wanted.shape}: {error}", hint=hint) from None
         raw = values.view(RAW[values.dtype.itemsize])
-        read_alone(self.files, [Want(index, wanted, ArrayTarget(raw))])
+        read_alone(self.images, [Want(index, wanted, ArrayTarget(raw))])
         return values
 
     @cached_property
     def extras(self) -> dict[str, Any]:
         """Non-tensor state that all ranks share, by key, in plain Python (tensors as arrays)."""
         return {k: decode(v, plain_tensor) for k, v in self.manifest.extras.items()}
+
+    @cached_property
+    def left_out(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of the parameters that were frozen and are not in this step, by name
+        (`holdfast.trainable_only`).  FormatError."""
+        trees = [e for e in self.manifest.extras.items() if e[0].endswith(f".{FROZEN}")]
+        for name in (n for n in self.manifest.per_rank if n.endswith(f".{FROZEN}")):
+            every = map(self.rank_extras, sorted(self.manifest.file_of))
+            trees += [(name, theirs[name]) for theirs in every if name in theirs]
+        try:
+            return {
+                f"{name.removesuffix(FROZEN)}{inside}": (str(dtype), tuple(map(int, shape)))
+                for name, tree in trees
+                for inside, (dtype, shape) in tree.items()
+            }
+        except (TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"malformed extras: what was left out: {error}") from None
 
     @cached_property
     def object_tensors(self) -> set[str]:
@@ -181,12 +215,12 @@ class Checkpoint:
             return {}
         size = self.manifest.chunk_bytes
         first, stop = file.extras // size, num_chunks(file.table, size)
-        a, b = self.files.span(file, first, stop)
-        view = self.files.chunks(file, first, stop, memoryview(bytearray(b - a)))
+        a, b = self.images.span(file, first, stop)
+        view = self.images.chunks(file, first, stop, memoryview(bytearray(b - a)))
         try:
             found = msgspec.json.decode(bytes(view[file.extras - a :]), type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FormatError(f"malformed extras: {error}", key=self.files.key(file)) from None
+            raise FormatError(f"malformed extras: {error}", key=self.images.key(file)) from None
         return found
 
 

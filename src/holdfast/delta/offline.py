@@ -24,6 +24,7 @@ from holdfast.restore.reading import tell_exactness
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
 from holdfast.state.customised import OWN
+from holdfast.state.ignoring import trainable_marks
 from holdfast.state.live import State
 from holdfast.state.placed import torch_dtype
 from holdfast.store import Store
@@ -32,11 +33,13 @@ IN_THE_SCRIPT = "Checkpointer.restore(step) replays it, in the training script i
 _PARTS = ("param", "buffer")
 
 
-def put(module: nn.Module, name: str, tensor: torch.Tensor, *, param: bool) -> None:
+def put(
+    module: nn.Module, name: str, tensor: torch.Tensor, *, param: bool, trained: bool = True
+) -> None:
     """Give a module a tensor by its dotted name; the modules between are made."""
     inner, leaf = _module_of(module, name)
     if param:
-        grows = tensor.is_floating_point() or tensor.is_complex()
+        grows = trained and (tensor.is_floating_point() or tensor.is_complex())
         inner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=grows))
     else:
         inner.register_buffer(leaf, tensor)
@@ -161,6 +164,11 @@ def _modules_and_tensors(
                 put(state.setdefault(key, nn.Module()), rest, tensor, param=info.state == "param")
         elif info.state == "tensor" and "." not in name:
             bare[name] = torch.zeros(info.shape, dtype=torch_dtype(info.dtype))
+    for name, (dtype, shape) in checkpoint.left_out.items():
+        key, _, rest = name.partition(".")
+        tensor = torch.empty(shape, dtype=torch_dtype(dtype))  # whose memory nobody touches
+        put(state.setdefault(key, nn.Module()), rest, tensor, param=True, trained=False)
+        trainable_marks[state[key]] = None
     for key, module in state.items():
         params |= {f"{key}.{name}": p for name, p in module.named_parameters()}
     return state | bare, params

@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.state.customised import customised, own_tensors
+from holdfast.state.ignoring import trainable_marks
 from holdfast.state.live import (
     State,
     is_optimizer,
@@ -17,6 +18,7 @@ from holdfast.state.live import (
     stages,
 )
 from holdfast.state.optimizers import tensors_in
+from holdfast.state.trainable import frozen_in
 from holdfast.state.wrapped import stepping
 from holdfast.state.writes import Mark, Marks, count_and_address
 
@@ -35,6 +37,8 @@ def untrained(state: State) -> dict[str, torch.Tensor]:
     others: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         for module in stages(value) or ():
+            if trainable_marks:
+                trained |= {id(p) for p in frozen_in(module).values()}  # in no step, either
             for name, p in named_parameters(module):
                 if id(p) not in trained:
                     others.setdefault(f"{key}.{name}", p)

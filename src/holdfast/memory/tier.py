@@ -8,10 +8,12 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.checkpoint.names import step_prefix
+from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import Deadline, HoldfastError, RankErrors
 from holdfast.events import emit, span
 from holdfast.format.manifest import FileEntry, Manifest, encode
@@ -19,7 +21,7 @@ from holdfast.memory.decision import Decision, Filled, decided, of_all
 from holdfast.memory.feed import Feed
 from holdfast.memory.loading import load_snapshot
 from holdfast.memory.node import words as w
-from holdfast.memory.node.holdings import Holdings
+from holdfast.memory.node.holdings import Holdings, SnapshotStore
 from holdfast.memory.options import Memory
 from holdfast.memory.own_agent import OwnAgent
 from holdfast.memory.protecting import Protector
@@ -37,6 +39,9 @@ from holdfast.state.live import Live, State
 from holdfast.state.snapshot import Beside, PrivateBuffer
 from holdfast.threads import Worker
 from holdfast.wire import WireError, rank_errors
+
+if TYPE_CHECKING:
+    from holdfast.saving.attaching import Attached
 
 LEAVE_S = 5.0
 """Seconds that a process that ends early stays for a snapshot to be complete, or a save to reach
@@ -122,6 +127,7 @@ class MemoryTier:
         durable: bool,
         must: bool = False,
         live: bool = False,
+        attached: Attached | None = None,
     ) -> Save:
         """Start a snapshot, which with `durable` goes on to storage.  Blocks as `Saver.begin`.
 
@@ -131,9 +137,8 @@ class MemoryTier:
         step_prefix(step)
         is_waiting = self._turns.num_pending > 0 or not self._storing.handed_over.is_set()
         busy = not must and (self.durable.steps.is_saving if durable else is_waiting)
-        op = self.saver.operation(
-            self, Request(step, busy=busy, durable=durable), companion=self, on_end=self._ended
-        )
+        request = Request(step, busy=busy, durable=durable, attached=attached)
+        op = self.saver.operation(self, request, companion=self, on_end=self._ended)
         self._turns.line_up()
         if durable:
             self.durable.steps.watch_over(op)
@@ -239,6 +244,11 @@ class MemoryTier:
         for follower in self._followers:
             follower.restart()
         return Holdings(self.agent.job, *self.agent.ask_all())
+
+    def opened(self, holdings: Holdings, attempt: str) -> Checkpoint:
+        """A snapshot, opened, of which nothing is read yet."""
+        store = SnapshotStore(holdings, self.durable.store)
+        return Checkpoint(store, holdings.find(attempt))
 
     def load(
         self,
@@ -432,6 +442,7 @@ class MemoryTier:
                 run=self.durable.run,
                 attempt=self.attempt(op),
                 notes=notes,
+                attached=op.request.attached,
             )
             return decided(filled, encode(manifest))
         except Exception as error:

@@ -64,7 +64,42 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOp
             found.lines.append(
                 f"{name}: saved as {entry.dtype}, here {placed.dtype} (cast=True converts)"
             )
+    if live.frozen or checkpoint.left_out:
+        _compare_frozen(checkpoint, live, options, found)
     return found
+
+
+def _compare_frozen(
+    checkpoint: Checkpoint, live: Live, options: RestoreOptions, found: Problems
+) -> None:
+    """Find what is frozen (`trainable_only`) here and was not when the step was saved, or the other way."""
+    left, lines = checkpoint.left_out, []
+    for name in [n for n in found.missing if n in left] if options.strict else ():
+        found.missing.remove(name)
+        lines.append(
+            f"{name}: not saved, for it was frozen and left out: holdfast.trainable_only(model) leaves it "
+            "out here, too, if it needs no gradient"
+        )
+    for name, here in live.frozen.items():
+        if not options.wanted(name):
+            continue
+        if name in left:
+            (dtype, shape), (own, lies) = left[name], here
+            if shape != lies or (dtype != own and not options.cast):
+                lines.append(
+                    f"{name}: left out as {dtype} {shape} when saved, and frozen as {own} {lies} here"
+                )
+        elif not options.strict:
+            found.missing += [] if is_known(checkpoint, name) else [name]
+        elif is_known(checkpoint, name):
+            live.owned.add(name)
+            lines.append(
+                f"{name}: saved, and left out here: it needs no gradient (to load it, mark the model by "
+                "trainable_only() afterwards)"
+            )
+        else:
+            lines.append(f"{name}: missing in the checkpoint, which does not list it as left out")
+    found.lines += lines
 
 
 def _differ_in_rows(saved: tuple[int, ...], here: tuple[int, ...]) -> bool:
@@ -84,6 +119,8 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     unexpected: list[str]
     matching_nothing: list[str]
     """Patterns of `only` by which nothing that this rank holds is loaded."""
+    left_out: bytes = b""
+    """One bit per parameter that the checkpoint lists as left out: this rank has it."""
 
 
 class _Together(msgspec.Struct, frozen=True, array_like=True):
@@ -113,6 +150,7 @@ def judge_together(
         sorted(live.taken),
         problems.unexpected,
         _matching_nothing(checkpoint, live, options),
+        _having(checkpoint, live),
     )  # fmt: skip
     group.asked += 1
     answer = group.ask(
@@ -191,6 +229,7 @@ def _combine(
         more = dict.fromkeys(n for f in found for n in f.unexpected)
         untouched += [f"unexpected in the checkpoint: {n}" for n in more]
         untouched += _unexpected(checkpoint, found, live, options)
+        untouched += _left_out_in_vain(checkpoint, found, live, options)
     if options.strict:
         lines += untouched
         untouched = []
@@ -203,6 +242,25 @@ def _combine(
     axes = {a for f in found for a in f.axes}
     resized = _resized(checkpoint, axes, size, options.mesh)
     return msgspec.msgpack.encode(_Together(lines, resized, untouched))
+
+
+def _having(checkpoint: Checkpoint, live: Live) -> bytes:
+    """One bit per parameter that was left out: this rank has it, frozen or trained."""
+    known = live.frozen.keys() | live.tensors.keys() | live.aliases.keys()
+    return np.packbits(np.array([n in known for n in checkpoint.left_out], bool)).tobytes()
+
+
+def _left_out_in_vain(
+    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
+) -> list[str]:
+    """Parameters that were left out when the step was saved, and that no rank has."""
+    masks = [np.unpackbits(np.frombuffer(f.left_out, np.uint8)) for f in found]
+    having = np.bitwise_or.reduce(masks)
+    return [
+        f"left out when saved, and not in the live model: {name}"
+        for name, known in zip(checkpoint.left_out, having)
+        if not known and name.split(".", 1)[0] in live.keys and options.wanted(name)
+    ]
 
 
 def _near(name: str, names: Iterable[str]) -> str:

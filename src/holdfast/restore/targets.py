@@ -26,6 +26,7 @@ from holdfast.restore.groups import memory_orders, plain_states
 from holdfast.sources import Master
 from holdfast.state.arrays import array_of
 from holdfast.state.customised import OWN, add_own, customised, ignored_of, refuse_own
+from holdfast.state.ignoring import trainable_marks
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
     Live,
@@ -104,6 +105,10 @@ def is_known(checkpoint: Checkpoint, name: str) -> bool:
 def materialise(module: nn.Module) -> None:
     """Give tensors on the meta device real memory, uninitialised; ties stay tied."""
     root = unwrap(module)
+    if trainable_marks:
+        from holdfast.state.trainable import check_there
+
+        check_there(module)
     if not any(map(_has_meta, parts_of(root))):
         return
     metas = [p for p in root.parameters() if p.is_meta]
@@ -180,6 +185,7 @@ def targets(
             else:
                 refuse_own(key, module)
             _leave_ignored(checkpoint, live, key, module)
+            frozen = _frozen(live, key, module)
             seen: dict[int, str] = {}
             check_names(key, unwrap(module))
             for kind, pairs in (
@@ -187,6 +193,8 @@ def targets(
                 ("buffer", named_buffers(module)),
             ):
                 for name, tensor in pairs:
+                    if id(tensor) in frozen:
+                        continue
                     full = f"{key}.{name}"
                     first = seen.setdefault(id(tensor), full)
                     if first != full:
@@ -208,6 +216,15 @@ def targets(
                 if options.wanted(f"{key}.{path}"):
                     live.add(f"{key}.{path}", "tensor", tensor, steady=True)
     return live, changes
+
+
+def _frozen(live: Live, key: str, module: nn.Module) -> set[int]:
+    """Note which parameters are left out; return their ids."""
+    if not trainable_marks:
+        return set()
+    from holdfast.state.trainable import find_frozen
+
+    return find_frozen(live, key, module)
 
 
 def _add_own(live: Live, key: str, module: nn.Module, options: RestoreOptions) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from holdfast.arguments import timeout_of
+from holdfast.arguments import function_of, timeout_of
 from holdfast.errors import Deadline
 from holdfast.patience import slowest
 from holdfast.state.window import resting
@@ -29,9 +29,12 @@ class Save:
         """True if the save is committed, failed or skipped."""
         return self._future.done()
 
-    def _on_end(self, call: Callable[[Save], object]) -> None:
-        """Call `call` when it has ended, on the thread that ends it, or now."""
-        self._future.add_done_callback(lambda _: call(self))
+    def add_done_callback(self, call: Callable[[Save], object]) -> None:
+        """Call `call(save)` when it has ended in any way: on a thread of holdfast's, which waits for it, or
+        at once if it has ended already.  What it raises is logged, and changes nothing.
+        """
+        checked = function_of(call, "Save.add_done_callback", "call", "that takes the Save", 1)
+        self._future.add_done_callback(lambda _: checked(self))
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the step is committed.  Raises the failure, or Deadline after `timeout` s.

@@ -110,9 +110,12 @@ def _optimizer_like(key: str, ready: list[ReadyToSave]) -> bool:
 
 
 def merge_extras(key: str, versions_: list[Any]) -> Any:
-    """Merge several ranks' versions of an extra: parameter groups and states of pipeline stages."""
+    """Merge several ranks' versions of an extra: parameter groups and states of pipeline stages, or what
+    these leave out."""
     if len(versions_) == 1:
         return versions_[0]
+    if "$optimizer" not in versions_[0]:
+        return {name: one for version in versions_ for name, one in version.items()}
     groups: list[Any] = []
     states: dict[str, Any] = {}
     orders: dict[str, Any] = {}

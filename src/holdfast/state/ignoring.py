@@ -22,6 +22,8 @@ from holdfast.near import near
 T = TypeVar("T")
 
 _marks: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
+trainable_marks: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+"""Modules of which only what is trained is saved; see `holdfast.state.trainable`."""
 
 
 def ignore(obj: T, *patterns: str) -> T:

@@ -28,6 +28,7 @@ from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.layout import Box
 from holdfast.sources import Master, Source, Sources, frameworks, is_owned
+from holdfast.state.ignoring import trainable_marks
 from holdfast.state.kinds import check_kind, check_unit
 from holdfast.state.own_errors import naming
 from holdfast.state.placed import Placed, memory_of, parts_in, place, torch_dtype
@@ -97,6 +98,8 @@ class Live:
     owned: set[str] = field(default_factory=set)
     """In a restore: saved tensors that have a place, but none of their own in `tensors`: those of the
     state_dict of objects, and numbers that ZeRO keeps once for many parameters."""
+    frozen: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """In a restore: dtype and shape of each parameter that is left out (`trainable_only`), by name."""
     taken: set[str] = field(default_factory=set)
     """In a restore: extras of modules that have a place."""
     own: dict[int, list[Any]] = field(default_factory=dict)
@@ -236,7 +239,10 @@ def in_order(state: State) -> State:
     return dict(sorted(state.items()))
 
 
-def check_keys(state: State) -> None:
+def check_keys(
+    state: State, empty: str = "state is an empty dict: it names nothing to save or load"
+) -> None:
+    """UsageError for a state that names nothing, with that message, or has keys that cannot be written."""
     if not isinstance(state, dict):
         raise UsageError(
             "state must be a dict such as {'model': model, 'optim': optimizer}, "
@@ -244,7 +250,7 @@ def check_keys(state: State) -> None:
         )
     if not state:
         raise UsageError(
-            "state is an empty dict: it names nothing to save or load",
+            empty,
             hint="hand over a dict such as {'model': model, 'optim': optimizer}",
         )
     for key in state:
@@ -361,8 +367,15 @@ def add_module(
 ) -> None:
     live.modules.setdefault(key, []).append(module)
     first: dict[int, str] = {}
+    frozen: set[int] = set()
+    if trainable_marks:
+        from holdfast.state.trainable import leave_out
+
+        frozen = leave_out(live, key, module, source)
     for kind, pairs in (("param", named_parameters(module)), ("buffer", named_buffers(module))):
         for name, tensor in pairs:
+            if id(tensor) in frozen:
+                continue
             full = f"{key}.{name}"
             known = first.setdefault(id(tensor), full)
             if known != full:

@@ -53,7 +53,9 @@ from holdfast.checkpoint.names import (
     step_prefix,
     verified_attempt,
 )
-from holdfast.checkpoint.tidying import Keep, discard, prune, sweep
+from holdfast.checkpoint.notes import Notes, carry, read_notes
+from holdfast.checkpoint.pruning import prune
+from holdfast.checkpoint.tidying import Keep, discard, sweep
 from holdfast.checkpoint.transfer import PART_BYTES, transfer_files
 from holdfast.errors import FormatError, HoldfastError, NotFound, UsageError
 from holdfast.events import emit, span
@@ -157,7 +159,7 @@ class Upload:
     def watch(self, save: Save) -> None:
         """Upload the step of a save when it is committed, unless a newer one is by then."""
         self._saves += 1
-        save._on_end(partial(self._done, self._saves))
+        save.add_done_callback(partial(self._done, self._saves))
 
     def keep_records(
         self, steps: RootSteps, options: Delta, flush: Callable[[float], None]
@@ -184,6 +186,11 @@ class Upload:
         """Return what the user would be told if the run ended now."""
         records = [] if self._records is None else self._records.left()
         return [*self.news, *self._left(), *records]
+
+    def renew_notes(self) -> None:
+        """Carry labels and metrics, which have changed, without an upload.  On rank 0."""
+        with suppress(RuntimeError):  # it is closed
+            self._worker.submit(self._carry_now)
 
     def close(self, limit_s: float) -> None:
         """Wait for the newest step, at most so long.  What is not uploaded then is told."""
@@ -336,7 +343,7 @@ class Upload:
 
     def _copy(self, manifest: Manifest) -> int:
         """Copy the files that are this rank's; of those of a run on more ranks, its share."""
-        wanted = [f for f in manifest.files if f.rank % self.group.size == self.group.rank]
+        wanted = [f for f in manifest.objects if f.rank % self.group.size == self.group.rank]
         files = Files(self.root, step_prefix(manifest.step), manifest, verify=True)
         # of a step of this run nothing has arrived before the first attempt
         look = manifest.run != self.claim.run or self._failed_since is not None
@@ -407,11 +414,25 @@ class Upload:
                 RootKeys(self.store, self.known, below) as keys,
             ):
                 discard(self.store, step, self._replaced, keys)
+                self._carry(keys)
                 gone = prune(self.store, self._keep, keys=keys)
                 sweep(self.store, self.claim, ALL, keys)
                 if self.also_tidy is not None:
                     self.also_tidy(keys, [s for s in keys.saved if s.step not in gone])
         except HoldfastError as error:
+            emit("tidy.failed", error=str(error))
+
+    def _carry(self, keys: RootKeys) -> None:
+        """Have what is noted of the root's steps behind it, too, of those that are there."""
+        noted = read_notes(self.root)
+        if noted != Notes():
+            carry(noted, self.store, keys.manifests, replace=True)
+            keys.known.has_notes = True
+
+    def _carry_now(self) -> None:
+        try:
+            self._carry(RootKeys(self.store, self.known))
+        except HoldfastError as error:  # the next upload does it again
             emit("tidy.failed", error=str(error))
 
     # -- what is told -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ A writer decides everything before anything is read: which tensors go where, und
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from holdfast.arguments import shown
@@ -40,6 +40,15 @@ class Planned:
     files: tuple[Outfile, ...]
     last: tuple[tuple[str, bytes], ...] = ()
     left_out: tuple[str, ...] = ()
+
+
+def with_attached(plan: Planned, source: Checkpoint, to: str) -> Planned:
+    """The plan with the files that are kept beside the step, which go into the target's folder.  Those that
+    cannot are left out: of a target that is one file, and under a name that the format itself uses."""
+    taken = {f.path for f in plan.files} | {path for path, _ in plan.last}
+    left_out = tuple(n for n in source.files if to == "torch" or n in taken)
+    along = tuple((n, source.files[n]) for n in source.files if n not in left_out)
+    return replace(plan, last=(*along, *plan.last), left_out=(*plan.left_out, *left_out))
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,8 @@ def commit_late(order: w.Persist, manifest: Manifest) -> None:
     """Commit when the files of all ranks are there.  Blocks; StoreError if they are not in time, UsageError
     if another run has taken the root since.
 
+    Without the files beside the step, if rank 0 died before it had written them.
+
     A run that takes it at this very moment sweeps what it does not know: so what was committed is looked at
     once more, and withdrawn if it is not whole.
     """
@@ -114,9 +116,12 @@ def commit_late(order: w.Persist, manifest: Manifest) -> None:
             commit(store, manifest, claim)
             break
         except StoreError:
-            if time.monotonic() > until:
+            if manifest.attached is not None and _lacks_only_files(store, manifest):
+                manifest = msgspec.structs.replace(manifest, attached=None)
+            elif time.monotonic() > until:
                 raise
-            time.sleep(POLL_S)
+            else:
+                time.sleep(POLL_S)
     try:
         time.sleep(SECOND_LOOK_S)
         check_claim(store, claim)
@@ -125,6 +130,12 @@ def commit_late(order: w.Persist, manifest: Manifest) -> None:
         if attempt_of(store, manifest.step) == manifest.attempt and not _is_whole(store, manifest):
             store.delete(manifest_key(manifest.step))
         raise
+
+
+def _lacks_only_files(store: Store, manifest: Manifest) -> bool:
+    """True if the images are there, but not the files beside them: whoever had them, rank 0, is dead."""
+    without = msgspec.structs.replace(manifest, attached=None)
+    return _is_whole(store, without) and not _is_whole(store, manifest)
 
 
 def _is_whole(store: Store, manifest: Manifest) -> bool:

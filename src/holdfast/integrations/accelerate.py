@@ -1,0 +1,344 @@
+"""Accelerate: `save_state` and `load_state` of an Accelerator over holdfast.
+
+    accelerator = attach(Accelerator(project_dir="runs/gpt"))
+
+The Accelerator's own hooks run after models and optimizers were written, so the two methods are replaced,
+on this one object.  What they save is what it has prepared and registered, by role and number: `model`,
+`model_1`, `optimizer`, `scheduler`, `custom`, `loader` (stateful ones), and `scaler`.
+
+A loader draws from the default generators: when a pass over it begins (an order, a seed for workers), and
+for each batch that a dataset or collator draws for.  It fetches one batch ahead of the training, so a step
+in the middle of an epoch needs the generators of three moments, which `LoaderDraws` keeps:
+
+    pass begins      batch n + 1 is fetched      step n ends and is saved
+       began  ...........  ahead  ................  the Checkpointer's `rng`
+
+After a restore the loader draws its order from `began`, the batch fetched ahead from `ahead`, and training
+goes on with `rng`.  To put back `rng` alone, before the loader begins, gives other masks to every dropout
+that follows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from holdfast.arguments import instance_of, step_of
+from holdfast.checkpoint.tidying import Keep
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import UsageError, warn_user
+from holdfast.restore.result import Restored
+from holdfast.state.rng import Rng
+
+__all__ = ["attach"]
+
+OTHERS = {
+    DistributedType.DEEPSPEED: "holdfast.integrations.deepspeed.attach(engine, root)",
+    DistributedType.MEGATRON_LM: "holdfast.integrations.megatron",
+}
+
+
+def attach(
+    accelerator: Accelerator, root: str | os.PathLike[str] | None = None, **options: Any
+) -> Accelerator:
+    """Have the accelerator's `save_state` and `load_state` use holdfast; return the accelerator.
+
+    `root` is by default the folder `holdfast` in its `project_dir`; `options` are those of a Checkpointer,
+    which is there as `accelerator.holdfast`.  Call its `step(n)` after each optimizer step to save as often
+    as `every` says, in memory and records, too.  `total_limit` becomes `Keep(last=...)`.
+    """
+    accelerator = instance_of(accelerator, Accelerator, "attach", "accelerator", "an Accelerator")
+    _check_engine(accelerator)
+    if root is None:
+        if accelerator.project_dir is None:
+            raise UsageError(
+                "attach() has no root: the Accelerator has no project_dir",
+                hint="attach(accelerator, 'runs/gpt'), or Accelerator(project_dir='runs/gpt')",
+            )
+        root = os.path.join(accelerator.project_dir, "holdfast")
+    limit = accelerator.project_configuration.total_limit
+    if limit is not None:
+        options.setdefault("keep", Keep(last=limit))
+    _Attached(accelerator, root, options)
+    return accelerator
+
+
+class _Attached:
+    """The methods that take the place of the accelerator's own."""
+
+    def __init__(
+        self, accelerator: Any, root: str | os.PathLike[str], options: dict[str, Any]
+    ) -> None:
+        self.accelerator, self.root = accelerator, os.fspath(root)
+        self.last_step = 0
+        self.is_told = False
+        self.draws = LoaderDraws(accelerator)
+        self.own_state = {"accelerate": _Progress(accelerator), "draws": self.draws}
+        self.checkpointer = Checkpointer(root, **options)
+        self.load_native = accelerator.load_state
+        accelerator.holdfast = self.checkpointer
+        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
+        for name in ("prepare", "register_for_checkpointing", "free_memory"):
+            setattr(accelerator, name, self._followed_by_a_look(getattr(accelerator, name)))
+        end_training = accelerator.end_training
+
+        def end() -> None:
+            self.checkpointer.close()
+            end_training()
+
+        accelerator.end_training = end
+        self.look()
+
+    def _followed_by_a_look(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            self.look()
+            return result
+
+        return call
+
+    def look(self) -> None:
+        """Hand over what the accelerator has by now."""
+        _check_engine(self.accelerator)
+        state = self.checkpointer.state
+        state.clear()
+        state.update(self.own_state | state_of(self.accelerator))
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True) -> str:
+        """Save durably, in the background; the step's number is the one that the folder's name ends with,
+        or the next one where checkpoints are named automatically.  Returns that step's place."""
+        if self.accelerator._save_model_state_pre_hook:
+            raise UsageError(
+                "save_state() with hooks of register_save_state_pre_hook: they write files of their own, "
+                "which a step of holdfast does not have",
+                hint="register what they save with accelerator.register_for_checkpointing(...)",
+            )
+        project = self.accelerator.project_configuration
+        automatic = project.automatic_checkpoint_naming
+        step = project.iteration if automatic else _number_in(output_dir, "save_state")
+        if step < self.last_step:
+            raise UsageError(
+                f"accelerator.save_state(): step {step} comes after step {self.last_step}, which a restart "
+                "would take for the newer one",
+                hint="number all checkpoints by one count, as of steps",
+            )
+        if not self.accelerator.sync_gradients and not self.is_told:
+            self.is_told = True
+            warn_user(
+                f"step {step} is saved while gradients are accumulated, which no checkpoint has: a restart "
+                "takes the next step without them.  Save where accelerator.sync_gradients is True"
+            )
+        self.checkpointer.save(step)
+        self.last_step = step
+        project.iteration += 1
+        return f"{self.root}@{step}"
+
+    def load_state(
+        self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
+    ) -> Restored | None:
+        """Restore the newest step, or the one that `input_dir` names; return its number, 0 if there is none
+        yet.  A folder that Accelerate itself has written is loaded as ever, and None returned."""
+        if isinstance(input_dir, (str, os.PathLike)) and os.path.isdir(input_dir):
+            self.load_native(input_dir, load_kwargs, **load_model_func_kwargs)
+            return None
+        step = None if input_dir is None else _number_in(input_dir, "load_state")
+        restored = self.checkpointer.restore(step)
+        self.last_step = int(restored)
+        if self.accelerator.project_configuration.automatic_checkpoint_naming and restored.found:
+            self.accelerator.project_configuration.iteration = int(restored) + 1
+        return restored
+
+
+def state_of(accelerator: Any) -> dict[str, Any]:
+    """Return what an Accelerator has prepared and registered, as a state for holdfast."""
+    loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]
+    roles = {
+        "model": accelerator._models,
+        "optimizer": accelerator._optimizers,
+        "scheduler": accelerator._schedulers,
+        "custom": accelerator._custom_objects,
+        "loader": loaders,
+        "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
+    }
+    return {
+        role if number == 0 else f"{role}_{number}": value
+        for role, values in roles.items()
+        for number, value in enumerate(values)
+    }
+
+
+def _check_engine(accelerator: Any) -> None:
+    instead = OTHERS.get(accelerator.distributed_type)
+    if instead is not None:
+        raise UsageError(
+            f"attach(accelerator): {accelerator.distributed_type.value} has state that an Accelerator does "
+            "not show",
+            hint=f"use {instead}",
+        )
+
+
+def _number_in(folder: Any, call: str) -> int:
+    """Return the step that a folder such as `step_500` names."""
+    if isinstance(folder, (str, os.PathLike)):
+        number = re.search(r"(\d+)[/\\]*$", os.fspath(folder))
+        if number is None:
+            raise UsageError(
+                f"accelerator.{call}({os.fspath(folder)!r}): the name has no number of a step at its end",
+                hint="name it as 'step_500', or give the number: 500",
+            )
+        return step_of(int(number[1]), f"accelerator.{call}")
+    return step_of(folder, f"accelerator.{call}")
+
+
+class _Progress:
+    """The accelerator's own counters, the same on all ranks."""
+
+    on_resize = "rank0"
+
+    def __init__(self, accelerator: Any) -> None:
+        self._of = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        passes = [getattr(d, "iteration", 0) for d in self._of._dataloaders]
+        return {"step": self._of.step, "passes": passes}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._of.step = saved["step"]
+        for loader, number in zip(self._of._dataloaders, saved["passes"]):
+            if hasattr(loader, "iteration"):
+                loader.iteration = number
+
+
+# -- the generators that loaders draw from -----------------------------------------------------------
+
+
+class _Pass:
+    """One pass over a loader: its number, and the generators when it began and before the batch ahead."""
+
+    def __init__(self, began: Any, order: Any) -> None:
+        self.began, self.order = began, order
+        self.ahead: Any = None
+        self.fetched = 0
+
+
+class LoaderDraws:
+    """What the loaders of an Accelerator have drawn from generators; each rank's own.
+
+    Accelerate tells its GradientState of every pass that begins and ends: there this looks on.  The
+    accelerator's `holdfast` is the Checkpointer that has this in its state.
+    """
+
+    on_resize = "fresh"
+
+    def __init__(self, accelerator: Any) -> None:
+        self._of, self._rng = accelerator, Rng()
+        self._saved: dict[str, Any] | None = None
+        self._is_restored = False
+        self.is_within_a_pass = False
+        """True if the restored step lies within a pass: then the loader puts generators back itself."""
+        self._state = accelerator.gradient_state
+        self._state._add_dataloader = self._begin
+        self._state._remove_dataloader = self._end
+
+    # -- as state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        active, loaders = self._state.active_dataloader, self._of._dataloaders
+        orders = [_order(d) for d in loaders]
+        now = None if active is None or active.end_of_dataloader else vars(active).get("_holdfast")
+        if now is None:
+            return {"orders": orders, "active": None}
+        index = next(i for i, d in enumerate(loaders) if d.dataset is active.dataset)
+        orders[index] = now.order
+        return {"orders": orders, "active": index, "began": now.began, "ahead": now.ahead}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for loader, order in zip(self._of._dataloaders, saved["orders"]):
+            if order is not None:
+                loader.synchronized_generator.set_state(order)
+        self.is_within_a_pass = saved["active"] is not None
+        self._saved = saved if self.is_within_a_pass else None
+        self._is_restored = True
+
+    def put_back(self) -> None:
+        """Put the generators back to where the restored step had them; on other ranks they are fresh."""
+        if self._is_restored:
+            self._of.holdfast.restore_rng()
+
+    # -- as loaders go on ---------------------------------------------------------------------------
+
+    def _begin(self, loader: Any) -> None:
+        type(self._state)._add_dataloader(self._state, loader)
+        saved = self._saved
+        goes_on = saved is not None and (
+            loader.dataset is self._of._dataloaders[saved["active"]].dataset
+        )
+        if saved is not None and goes_on:
+            self._rng.load_state_dict(saved["began"])
+            if (order := saved["orders"][saved["active"]]) is not None:
+                loader.synchronized_generator.set_state(order)
+        now = loader._holdfast = _Pass(self._rng.state_dict(), _order(loader))
+        base, skipped = loader.base_dataloader, getattr(loader, "skip_batches", 0)
+        dispatches = hasattr(loader, "_fetch_batches")
+        name = "_fetch_batches" if dispatches else "_update_state_dict"
+        method, now.fetched = getattr(type(loader), name), -1 if dispatches else 0
+        sampler = vars(base).get("batch_sampler")
+
+        def before_a_fetch(*args: Any) -> Any:
+            now.fetched += 1
+            if goes_on and now.fetched > skipped:
+                goes_on_here()
+            elif goes_on and now.fetched == skipped:
+                self._fetch_ahead()
+            now.ahead = self._rng.state_dict() if base.num_workers == 0 else None
+            return method(loader, *args)
+
+        def goes_on_here() -> None:
+            nonlocal goes_on
+            goes_on, self._saved = False, None
+            vars(base)["batch_sampler"] = sampler
+            self.put_back()
+
+        setattr(loader, name, before_a_fetch)
+        if goes_on and sampler is not None and not dispatches and not hasattr(base, "state_dict"):
+            vars(base)["batch_sampler"] = _Watched(sampler, self._fetch_ahead)
+
+    def _fetch_ahead(self) -> None:
+        if self._saved is not None and self._saved["ahead"] is not None:
+            self._rng.load_state_dict(self._saved["ahead"])
+
+    def _end(self, loader: Any) -> None:
+        type(self._state)._remove_dataloader(self._state, loader)
+        for whole in self._of._dataloaders:  # it may be one that skipped what was done
+            if whole.dataset is loader.dataset and hasattr(whole, "iteration"):
+                whole.iteration = getattr(loader, "iteration", whole.iteration + 1)
+
+
+class _Watched:
+    """A batch sampler that tells when its first batch is known, and not fetched."""
+
+    def __init__(self, sampler: Any, before: Callable[[], None]) -> None:
+        self._sampler, self._before = sampler, before
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(self._sampler):
+            if number == 0:
+                self._before()
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def _order(loader: Any) -> torch.Tensor | None:
+    generator = getattr(loader, "synchronized_generator", None)
+    return None if generator is None else generator.get_state()

@@ -1,0 +1,365 @@
+"""transformers: a `Trainer` that checkpoints with holdfast.
+
+    class MyTrainer(HoldfastTrainer): ...          # or: Trainer = with_holdfast(Trainer)
+    trainer = MyTrainer(model, args, train_dataset=data)
+    trainer.train(resume_from_checkpoint=True)
+
+The Trainer decides when to save, as ever: `save_strategy`, `save_steps`, `should_save` of a callback.  What
+it would write into `checkpoint-500` is step 500 of the root, by default `holdfast` in `output_dir`.
+
+A TrainerCallback cannot do this: the position in the data is computed before the first callback is called,
+and the generators have to be put back after the loader has drawn from them.  So these are overrides of what
+the Trainer calls.  A resume goes the Trainer's own way, from a folder that has its `trainer_state.json`
+alone; all else is restored at once, when model and optimizer are prepared.
+
+*When a step is saved.*  Between two steps: after all that the Trainer does at the end of one (it logs, and
+evaluates; at the end of an epoch once more), and before it fetches data for the next.  A save that is asked
+for in the middle of a step is made at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import tempfile
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gather
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
+
+from holdfast.arguments import step_of, unfit
+from holdfast.checkpoint.tidying import Keep
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
+from holdfast.integrations.accelerate import LoaderDraws
+from holdfast.once import load
+from holdfast.state.trainable import trainable_only
+
+__all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
+
+SIGTERM_S = 30.0
+"""Seconds in which a run with `enable_jit_checkpoint` saves and stops, if `sigterm_s` is not given."""
+
+
+class HoldfastCallback(TrainerCallback):
+    """Refuses to be made: a callback cannot resume a Trainer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UsageError(
+            "a TrainerCallback comes too late to resume: data would begin again at their first batch, and "
+            "generators would be put back before the loader draws from them",
+            hint="use holdfast.integrations.transformers.HoldfastTrainer in the place of Trainer, or "
+            "with_holdfast(YourTrainer)",
+        )
+
+
+_Mixin: Any = object
+"""A base of which nothing is known: what the overrides call is the Trainer's."""
+
+
+class _Holdfast(_Mixin):
+    """The overrides; comes before a Trainer class among the bases."""
+
+    def __init__(self, *args: Any, holdfast: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Arguments as of the Trainer, and `holdfast`: a dict of `root` and options of a Checkpointer, such
+        as `memory`, `delta`, `keep`."""
+        super().__init__(*args, **kwargs)
+        self._options = dict(holdfast or {})
+        root = self._options.pop("root", None)
+        self._root = os.fspath(root or os.path.join(self.args.output_dir, "holdfast"))
+        self._checkpointer: Any = None
+        self._found: Any = None
+        self._must_save = self._is_restored = False
+        self._last_step = 0
+        self._metrics: dict[str, float] = {}
+        if self.args.enable_jit_checkpoint:
+            self._take_over_sigterm()
+        self._check_usable()
+
+    def _check_usable(self) -> None:
+        if self.is_deepspeed_enabled:
+            raise UsageError(
+                "HoldfastTrainer: DeepSpeed's engine has state that the Trainer does not show",
+                hint="use Trainer, and holdfast.integrations.deepspeed.attach(trainer.deepspeed, root)",
+            )
+        if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+            raise UsageError(
+                f"HoldfastTrainer: hub_strategy={self.args.hub_strategy.value!r} pushes the folder of each "
+                "checkpoint, and there is none",
+                hint="use hub_strategy='end', which pushes the trained model",
+            )
+        every = self._options.get("every")
+        if self.args.save_strategy != SaveStrategy.NO and (
+            every is not None and getattr(every, "durable", every) is not None
+        ):
+            raise UsageError(
+                "HoldfastTrainer: every= gives a frequency of durable saves, and so does save_strategy",
+                hint="use save_steps for durable saves, and every=Every(memory=..., delta=...); or "
+                "save_strategy='no'",
+            )
+
+    def _take_over_sigterm(self) -> None:
+        """Have the Checkpointer stop all ranks after one and the same step; the Trainer's own handler lets
+        each rank save when it is told."""
+        from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+        callback = self.pop_callback(JITCheckpointCallback)
+        signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler)
+        self._options.setdefault("sigterm_s", SIGTERM_S)
+
+    # -- a run --------------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the Trainer's.  `resume_from_checkpoint=True` goes on from the newest step, and begins if
+        there is none; a number, or a name that ends with one as `checkpoint-500`, is that step.  A folder
+        that the Trainer itself has written is resumed from as ever."""
+        if trial is not None:
+            raise UsageError(
+                "HoldfastTrainer: a search for hyperparameters has many runs, not one root"
+            )
+        if self.args.save_total_limit:
+            self._options.setdefault("keep", Keep(last=self.args.save_total_limit))
+        self._losses, self._draws = _Losses(self), LoaderDraws(self.accelerator)
+        state = {"trainer": _Progress(self), "losses": self._losses, "draws": self._draws}
+        with Checkpointer(self._root, **self._options) as checkpointer:
+            checkpointer.state.update(state)
+            self._checkpointer = self.accelerator.holdfast = checkpointer
+            try:
+                return self._train(resume_from_checkpoint or None, trial, *args, **kwargs)
+            finally:
+                self._checkpointer = self.accelerator.holdfast = None
+
+    def _train(self, resume: Any, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            self._found, self._is_restored = None, False
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    return super().train(self._resumed_from(resume, folder), *args, **kwargs)
+            except NotRecoverable as error:
+                if self._found is None or self._is_restored or resume is not True:
+                    raise
+                warn_user(f"step {self._found.step} is damaged, and passed over: {error}")
+
+    def _resumed_from(self, resume: Any, folder: str) -> Any:
+        """Return the folder that the Trainer shall resume from, which has its state; None to begin."""
+        if resume is None or (isinstance(resume, (str, os.PathLike)) and os.path.isdir(resume)):
+            return resume
+        self._found = self._checkpointer.find(None if resume is True else _step_in(resume))
+        if self._found is not None and self.args.save_only_model:
+            raise UsageError(
+                f"train(resume_from_checkpoint={resume!r}): with save_only_model=True no step has an "
+                "optimizer",
+                hint=f"load the model: holdfast.load({self._root!r}, {{'model': model}})",
+            )
+        if self._found is None:
+            return get_last_checkpoint(self.args.output_dir)
+        saved = json.loads(self._found.extras["trainer"]["json"])
+        Path(folder, TRAINER_STATE_NAME).write_text(
+            json.dumps({**saved, "best_model_checkpoint": None})
+        )
+        return folder
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        position = super()._init_training_state(*args, **kwargs)
+        if self._found is not None and self.state.best_global_step:
+            self.state.best_model_checkpoint = f"{self._root}@{self.state.best_global_step}"
+        self._last_step = self.state.global_step
+        return position
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> Any:
+        if self._found is None:  # else all is restored at once, when all is there
+            super()._load_from_checkpoint(resume_from_checkpoint, *args)
+
+    def _prepare_for_training(self, max_steps: int, loader: Any, resume: str | None) -> Any:
+        prepared = super()._prepare_for_training(
+            max_steps, loader, None if self._found is not None else resume
+        )
+        checkpointer = self._checkpointer
+        checkpointer.state.update(self._parts())
+        if self.args.should_save:
+            for name, content in self._side_files().items():
+                checkpointer.files.setdefault(name, content)
+        if self.args.save_strategy == SaveStrategy.STEPS:
+            checkpointer.every = replace(checkpointer.every, durable=int(self.state.save_steps))
+        if self._found is not None:
+            checkpointer.restore(self._found)
+            self._is_restored = True
+        return prepared
+
+    def _parts(self) -> dict[str, Any]:
+        """The part of the state that exists once all is prepared."""
+        if _is_peft_model(self.model):
+            trainable_only(self.model)
+        if self.args.save_only_model:
+            return {"model": self.model_wrapped}
+        parts = {"model": self.model_wrapped, "optimizer": self.optimizer}
+        parts["scheduler"] = self.lr_scheduler
+        scaler = getattr(self.accelerator, "scaler", None)
+        return parts if scaler is None else {**parts, "scaler": scaler}
+
+    def _side_files(self) -> dict[str, bytes]:
+        """What `from_pretrained` needs beside weights: configurations, and the tokenizer's files."""
+        model = self.accelerator.unwrap_model(self.model)
+        peft = getattr(model, "peft_config", {}).values() if _is_peft_model(model) else ()
+        collator = getattr(self.data_collator, "tokenizer", None)
+        config, generation = (getattr(model, n, None) for n in ("config", "generation_config"))
+        with tempfile.TemporaryDirectory() as folder:
+            for part in (config, generation, self.processing_class or collator, *peft):
+                if hasattr(part, "save_pretrained"):
+                    part.save_pretrained(folder)
+            return {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._found is None:
+            super()._load_rng_state(checkpoint)
+        elif not self._draws.is_within_a_pass:  # else the loader puts them back, at its first batch
+            self._draws.put_back()
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self._found is not None and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = (
+                True  # it had ended; the Trainer would take a step more
+            )
+            return
+        self._losses.put_back()
+        super()._run_epoch(*args, **kwargs)
+        self._between_steps()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        self._between_steps()
+        return super().get_batch_samples(*args, **kwargs)
+
+    # -- saving -------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.store_flos()
+        self._must_save = True
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = f"{self._root}@{self.state.best_global_step}"
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        metrics = super()._evaluate(*args, **kwargs)
+        self._metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+        return metrics
+
+    def _between_steps(self) -> None:
+        """Save if a save is due, or was asked for in the step that has ended."""
+        step, checkpointer = self.state.global_step, self._checkpointer
+        if checkpointer is None or step == self._last_step:
+            return
+        self._last_step = step
+        must_save, self._must_save = self._must_save, False
+        metrics, self._metrics = self._metrics, {}
+        durable = checkpointer.every.durable
+        checkpointer.step(step)
+        if must_save and (durable is None or step % durable != 0):
+            checkpointer.save(step)
+        with suppress(NotFound):  # the save was left out, which has been told
+            if must_save and metrics:
+                checkpointer.metrics(step, **metrics)
+            if must_save and self.state.best_global_step == step:
+                checkpointer.pin(step, "best")
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_global_step
+        self._checkpointer.wait()
+        try:
+            load(self._root, {"model": self.model_wrapped}, step=best)
+        except NotFound as error:
+            warn_user(f"the best model, of step {best}, is not loaded: {error}")
+
+
+class HoldfastTrainer(_Holdfast, Trainer):
+    """The Trainer, with holdfast's checkpoints; see `with_holdfast` for a Trainer of your own."""
+
+
+def with_holdfast(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Return a subclass of this Trainer class that checkpoints with holdfast."""
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise unfit(
+            "with_holdfast", "trainer_class", trainer_class, "a class of transformers' Trainers"
+        )
+    return type(f"Holdfast{trainer_class.__name__}", (_Holdfast, trainer_class), {})
+
+
+def _step_in(resume: Any) -> int:
+    """Return the step that a number, or a name such as `checkpoint-500`, stands for."""
+    if isinstance(resume, (str, os.PathLike)):
+        number = re.search(r"(\d+)/*$", os.fspath(resume))
+        if number is None:
+            raise UsageError(
+                f"train(resume_from_checkpoint={os.fspath(resume)!r}): there is no such folder, and no "
+                "step is named",
+                hint="give True for the newest step, or its number",
+            )
+        return int(number[1])
+    return step_of(resume, "train", "resume_from_checkpoint")
+
+
+# -- what is saved beside the model ------------------------------------------------------------------
+
+
+class _Progress:
+    """The TrainerState, which the first rank's is for all: times that ranks have measured differ."""
+
+    on_resize = "rank0"
+
+    def __init__(self, trainer: Any) -> None:
+        self._of = trainer
+        self._logged: list[str] = []
+        """Entries of the log that will not change any more, as text."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state, control = self._of.state, self._of.control
+        values = {f.name: getattr(state, f.name) for f in fields(state)}
+        for name in ("is_local_process_zero", "is_world_process_zero", "log_history"):
+            del values[name]
+        callbacks = [*self._of.callback_handler.callbacks, control]
+        exported = [c for c in callbacks if isinstance(c, ExportableState)]
+        values["stateful_callbacks"] = TrainerState(stateful_callbacks=exported).stateful_callbacks
+        del self._logged[max(len(state.log_history) - 8, 0) :]
+        self._logged += [json.dumps(entry) for entry in state.log_history[len(self._logged) :]]
+        text = json.dumps(values)
+        return {"json": f'{text[:-1]}, "log_history": [{", ".join(self._logged)}]}}'}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Nothing: the Trainer has had it before the model was made."""
+
+
+class _Losses:
+    """What each rank has summed up since the last log, so that the next one tells what it would have."""
+
+    on_resize = "fresh"
+
+    def __init__(self, trainer: Any) -> None:
+        self._of = trainer
+        self._saved: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        of = self._of
+        return {
+            "sum": float(getattr(of, "_tr_loss", 0.0)),
+            "logged": getattr(of, "_globalstep_last_logged", 0),
+            "flos": of.current_flos,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._saved = saved
+
+    def put_back(self) -> None:
+        """Add what was restored, once the Trainer has set its sums to zero."""
+        saved, self._saved, of = self._saved, None, self._of
+        if saved is not None:
+            of._tr_loss += saved["sum"]
+            of._globalstep_last_logged, of.current_flos = saved["logged"], saved["flos"]
+            # the loss of this call to train() is of its own steps
+            of._total_loss_scalar = -nested_gather(of._tr_loss, of.args.parallel_mode).mean().item()

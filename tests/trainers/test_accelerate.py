@@ -1,0 +1,128 @@
+"""Accelerate's save_state and load_state over holdfast: killed and started again, every loss is the same.
+
+Accelerate's own are not exact: generators are put back before loaders draw from them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from trainers.launching import Launcher
+from trainers.tiny import Journal
+
+KILLED = -9
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "data drawn anew": {"noisy": True},
+    "seedable sampler": {"loader": {"use_seedable_sampler": True}},
+    "stateful loader": {"loader": {"use_stateful_dataloader": True}},
+    "a worker": {"workers": 1},
+    "step": {"use": "step", "holdfast": {"every": "4"}},
+    "records": {
+        "use": "step",
+        "accumulate": 1,
+        "holdfast": {
+            "every": "holdfast.Every(durable=10, delta=1)",
+            "delta": "holdfast.Delta()",
+        },
+    },
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "ddp": (2, {"batch": 2, "noisy": True}),
+    "fsdp": (2, {"batch": 2, "fsdp": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    pytest.importorskip("accelerate")
+    started = Launcher("trainers.train_accelerate", tmp_path_factory.mktemp("log") / "log")
+    yield started
+    started.close()
+
+
+def rows_of(journal: Journal) -> dict[int, dict[str, Any]]:
+    """What was written of each batch: it is the same as often as it was trained on."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in journal.read():
+        if "step" in row:
+            assert found.setdefault(row["step"], row) == row
+    return found
+
+
+def run_of(folder: Path, name: str, **options: Any) -> tuple[dict[str, Any], Journal]:
+    journal = Journal(folder / f"{name}.jsonl")
+    return {"folder": str(folder / name), "journal": str(journal.path), **options}, journal
+
+
+def compare(launcher: Launcher, folder: Path, ranks: int, given: dict[str, Any], die: int) -> None:
+    options, own = run_of(folder, "own", **{**given, "use": "own"})
+    assert launcher.run(options, ranks) == [0] * ranks
+    options, journal = run_of(folder, "killed", **given)
+    assert launcher.run({**options, "die": die}, ranks) == [KILLED] * ranks
+    assert launcher.run(options, ranks) == [0] * ranks
+    assert rows_of(journal) == rows_of(own)
+    assert journal.read()[-1] == own.read()[-1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ALONE)
+def test_killed_alone(name: str, launcher: Launcher, tmp_path: Path) -> None:
+    compare(launcher, tmp_path, 1, ALONE[name], 40)
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_at_ten_random_moments(layout: str, launcher: Launcher, tmp_path: Path) -> None:
+    ranks, given = LAYOUTS[layout]
+    draw = random.Random(layout)
+    for number in range(10):
+        (folder := tmp_path / str(number)).mkdir()
+        compare(launcher, folder, ranks, given, draw.randint(1, 78))
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_two_ranks_and_then_one(layout: str, launcher: Launcher, tmp_path: Path) -> None:
+    """The same samples in the same order, without dropout; sums are added in another order.
+
+    Accelerate steps a scheduler once for each rank, so one on fewer ranks is a slower one: it is left out.
+    """
+    ranks, given = LAYOUTS[layout]
+    given = {**given, "drop": 0.0, "noisy": False, "noise": False, "size": 48}
+    given["period"] = 10**6
+    given["loader"] = {"use_seedable_sampler": True, "data_seed": 5}
+    options, own = run_of(tmp_path, "own", **{**given, "use": "own"})
+    assert launcher.run(options, ranks) == [0] * ranks
+    options, journal = run_of(tmp_path, "killed", **given)
+    assert launcher.run({**options, "die": 40}, ranks) == [KILLED] * ranks
+    assert launcher.run({**options, "fsdp": False, "batch": 4}) == [0]
+    expected = {step: row["loss"] for step, row in rows_of(own).items()}
+    for row in journal.read():
+        if "step" in row:
+            assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-4)
+
+
+@pytest.mark.soak
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from holdfast.integrations.accelerate import attach
+
+    with pytest.raises(holdfast.errors.UsageError, match="no project_dir"):
+        attach(accelerate.Accelerator(cpu=True))
+    accelerator = attach(accelerate.Accelerator(cpu=True), tmp_path / "run")
+    with pytest.raises(holdfast.errors.UsageError, match="no number of a step"):
+        accelerator.save_state("checkpoint")
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    with pytest.raises(holdfast.errors.UsageError, match="register_for_checkpointing"):
+        accelerator.save_state("step_3")
+    accelerator.end_training()

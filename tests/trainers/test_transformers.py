@@ -1,0 +1,191 @@
+"""transformers' Trainer over holdfast: killed at any moment and started again, it ends as it would have.
+
+Every loss that any of the processes logged, and the weights at the end, are compared bit for bit with those
+of the Trainer's own run, which nobody has interrupted.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from trainers.launching import Launcher
+from trainers.tiny import Journal
+
+KILLED = -9
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "save_total_limit": 2,
+}
+EVERY_STEP = {"every": "holdfast.Every(delta=1)", "delta": "holdfast.Delta()"}
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "data drawn anew": {"noisy": True},
+    "logged each four steps": {"args": {"logging_steps": 4}},
+    "best model": {"args": BEST, "early": True},
+    "at each epoch": {"args": {"save_strategy": "epoch", "eval_strategy": "epoch"}},
+    "adapter": {"lora": True},
+    "records": {"args": {"save_steps": 10}, "holdfast": EVERY_STEP},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "ddp": (2, {"args": {"per_device_train_batch_size": 2}}),
+    "fsdp": (2, {"fsdp": True, "args": {"per_device_train_batch_size": 2}}),
+}
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    started = Launcher("trainers.train_transformers", tmp_path_factory.mktemp("log") / "log")
+    yield started
+    started.close()
+
+
+def losses(rows: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+    return {tuple(sorted(row.items())) for row in rows if "end" not in row}
+
+
+def run_of(folder: Path, name: str, **options: Any) -> tuple[dict[str, Any], Journal]:
+    journal = Journal(folder / f"{name}.jsonl")
+    return {"folder": str(folder / name), "journal": str(journal.path), **options}, journal
+
+
+def compare(
+    launcher: Launcher, folder: Path, ranks: int, given: dict[str, Any], *dies: int
+) -> None:
+    """Kill a run at each of the moments, one after another, and let it end."""
+    options, own = run_of(folder, "own", own=True, **given)
+    assert launcher.run(options, ranks) == [0] * ranks
+    options, journal = run_of(folder, "killed", **given)
+    for die in dies:
+        assert launcher.run({**options, "die": die}, ranks) == [KILLED] * ranks
+    assert launcher.run(options, ranks) == [0] * ranks
+    expected, seen = own.read(), journal.read()
+    assert losses(seen) == losses(expected)
+    assert seen[-1] == expected[-1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ALONE)
+def test_killed_alone(name: str, launcher: Launcher, tmp_path: Path) -> None:
+    compare(launcher, tmp_path, 1, ALONE[name], 40)
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_at_ten_random_moments(layout: str, launcher: Launcher, tmp_path: Path) -> None:
+    ranks, given = LAYOUTS[layout]
+    draw = random.Random(layout)
+    for number in range(10):
+        (folder := tmp_path / str(number)).mkdir()
+        compare(launcher, folder, ranks, given, draw.randint(1, 60))
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_two_ranks_and_then_one(layout: str, launcher: Launcher, tmp_path: Path) -> None:
+    """The same samples in the same order; sums are added in another one."""
+    ranks, given = LAYOUTS[layout]
+    given = {**given, "drop": 0.0, "size": 48}
+    options, own = run_of(tmp_path, "own", own=True, **given)
+    assert launcher.run(options, ranks) == [0] * ranks
+    options, journal = run_of(tmp_path, "killed", **given)
+    assert launcher.run({**options, "die": 40}, ranks) == [KILLED] * ranks
+    alone = {**options, "fsdp": False, "args": {"per_device_train_batch_size": 4}}
+    assert launcher.run(alone) == [0]
+    expected = {row["step"]: row["loss"] for row in own.read() if "end" not in row}
+    for row in journal.read():
+        if "end" not in row:
+            assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sigterm(layout: str, launcher: Launcher, tmp_path: Path) -> None:
+    """With the Trainer's own switch for it, all ranks save one step, whenever each of them is told."""
+    ranks, given = LAYOUTS[layout]
+    options, own = run_of(tmp_path, "own", own=True, **given)
+    assert launcher.run(options, ranks) == [0] * ranks
+    given = {**given, "args": {**given.get("args", {}), "enable_jit_checkpoint": True}}
+    given["args"]["save_steps"] = 1000
+    options, journal = run_of(tmp_path, "stopped", **given)
+    ended = launcher.run({**options, "die": 16, "by": signal.SIGTERM}, ranks)
+    assert set(ended) <= {128 + signal.SIGTERM, KILLED} and 128 + signal.SIGTERM in ended
+    assert holdfast.steps(tmp_path / "stopped" / "holdfast")[0] in (8, 9, 10)
+    assert launcher.run(options, ranks) == [0] * ranks
+    assert losses(journal.read()) == losses(own.read())
+    assert journal.read()[-1] == own.read()[-1]
+
+
+@pytest.mark.soak
+def test_only_an_adapter_is_kept_and_its_config_beside_it(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    options, _ = run_of(tmp_path, "run", lora=True)
+    assert launcher.run(options) == [0]
+    with holdfast.open(tmp_path / "run" / "holdfast") as saved:
+        weights = [name for name in saved.names() if name.startswith("model.")]
+        assert weights and all("lora_" in name for name in weights)
+        assert {"config.json", "adapter_config.json"} <= set(saved.files)
+
+
+@pytest.mark.soak
+def test_a_damaged_step_is_passed_over(launcher: Launcher, tmp_path: Path) -> None:
+    options, journal = run_of(tmp_path, "killed")
+    assert launcher.run({**options, "die": 40}) == [KILLED]
+    first = journal.read()
+    root = tmp_path / "killed" / "holdfast"
+    newest = holdfast.steps(root)[-1]
+    (image,) = (root / "steps" / f"{newest:010}").rglob("*.safetensors")
+    content = bytearray(image.read_bytes())
+    content[len(content) // 3] ^= 1
+    image.write_bytes(content)
+    assert launcher.run(options) == [0]
+    again = journal.read()[len(first) :]
+    assert again[0]["step"] == holdfast.steps(root)[0] + 1 or again[0]["step"] <= newest
+    assert losses(first) & losses(again) == {
+        one for one in losses(first) if dict(one)["step"] >= again[0]["step"]
+    }
+
+
+@pytest.mark.soak
+def test_a_run_that_had_ended_takes_no_step_more(launcher: Launcher, tmp_path: Path) -> None:
+    options, journal = run_of(tmp_path, "run")
+    assert launcher.run(options) == [0]
+    before = journal.read()
+    assert launcher.run(options) == [0]
+    assert losses(journal.read()) == losses(before)
+    assert journal.read()[-1] == before[-1]
+
+
+@pytest.mark.soak
+def test_the_best_step_stays(launcher: Launcher, tmp_path: Path) -> None:
+    options, _ = run_of(tmp_path, "run", args={**BEST, "save_total_limit": 1}, early=True)
+    assert launcher.run(options) == [0]
+    assert len(holdfast.steps(tmp_path / "run" / "holdfast")) <= 2
+
+
+@pytest.mark.soak
+def test_what_cannot_be_done_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from holdfast.integrations import transformers as ours
+
+    with pytest.raises(holdfast.errors.UsageError, match="HoldfastTrainer"):
+        ours.HoldfastCallback("runs/x")
+    with pytest.raises(holdfast.errors.UsageError, match="a class of transformers"):
+        ours.with_holdfast(transformers.TrainerCallback)

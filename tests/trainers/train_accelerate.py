@@ -1,0 +1,124 @@
+"""A loop with an Accelerator, uninterrupted or over holdfast; its `main` is run by `launching`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from accelerate.state import PartialState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    set_seed,
+)
+
+import holdfast
+from holdfast.integrations.accelerate import attach
+from trainers.tiny import Data, Journal, Net, die_at, digest
+
+EPOCHS = 3
+
+
+class Mean:
+    """A running mean, registered for checkpointing."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, saved: dict[str, float]) -> None:
+        self.value = saved["value"]
+
+
+class Position:
+    """Number of batches that were trained on."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        self.done = saved["done"]
+
+
+def made(options: dict[str, Any]) -> Accelerator:
+    kwargs: dict[str, Any] = {}
+    if options.get("fsdp"):  # which accelerate offers on accelerators alone
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+        )
+    return Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=options.get("accumulate", 2),
+        dataloader_config=DataLoaderConfiguration(**options.get("loader", {})),
+        project_config=ProjectConfiguration(
+            options["folder"],
+            automatic_checkpoint_naming=options.get("automatic", False),
+            total_limit=2,
+        ),
+        **kwargs,
+    )
+
+
+def main(options: dict[str, Any]) -> None:
+    set_seed(3)
+    accelerator = made(options)
+    model = Net(options.get("drop", 0.2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, options.get("period", 5))
+    loader = torch.utils.data.DataLoader(
+        Data(options.get("size", 50), noisy=options.get("noisy", False)),
+        batch_size=options.get("batch", 4),
+        shuffle=True,
+        num_workers=options.get("workers", 0),
+    )
+    uses = options.get("use", "save_state")
+    if uses != "own":
+        extra = {k: eval(v, {"holdfast": holdfast}) for k, v in options.get("holdfast", {}).items()}
+        accelerator = attach(accelerator, **extra)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    mean, position = Mean(), Position()
+    accelerator.register_for_checkpointing(mean)
+    accelerator.register_for_checkpointing(position)
+    journal = Journal(options["journal"], writes=accelerator.is_main_process)
+    if uses != "own":
+        restored = accelerator.load_state()
+        journal.add(restored=int(restored), tier=restored.tier)
+    die, moment = options.get("die", 0), 0
+    stateful = options.get("loader", {}).get("use_stateful_dataloader", False)
+    for _ in range(position.done // len(loader), EPOCHS):
+        skipped = 0 if stateful else position.done % len(loader)
+        batches = skip_first_batches(loader, skipped) if skipped else loader
+        for batch in batches:
+            with accelerator.accumulate(model):
+                noise = torch.randn(()) if options.get("noise", True) else torch.tensor(0.0)
+                loss = model(**batch)["loss"] * (1 + 0.01 * noise)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            position.done += 1
+            value = accelerator.reduce(loss.detach(), "mean").item()
+            mean.value = 0.9 * mean.value + value
+            journal.add(step=position.done, loss=value, mean=mean.value)
+            moment += 1
+            die_at(die, moment)
+            if uses == "step" and accelerator.sync_gradients:
+                accelerator.holdfast.step(position.done)
+            elif uses == "save_state" and accelerator.sync_gradients:
+                accelerator.save_state(f"step_{position.done}")
+            moment += 1
+            die_at(die, moment)
+    whole = digest(model)
+    accelerator.end_training()
+    journal.add(end=whole, mean=mean.value)

@@ -1,0 +1,100 @@
+"""Training by transformers' Trainer, its own or holdfast's; its `main` is run by `launching`."""
+
+import signal
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+import holdfast
+from holdfast.integrations.transformers import with_holdfast
+from trainers.tiny import Data, Journal, Net, Texts, die_at, digest
+
+
+class Tell(TrainerCallback):  # type: ignore[misc]
+    """Writes every loss down, and kills the process at the moment it is told: one of three per step."""
+
+    def __init__(self, journal: Journal, options: dict[str, Any]) -> None:
+        self.journal, self.die, self.count = journal, options.get("die", 0), 0
+        self.by = options.get("by", signal.SIGKILL)
+
+    def moment(self) -> None:
+        self.count += 1
+        die_at(self.die, self.count, self.by)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.moment()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.moment()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        kept = {k: v for k, v in logs.items() if k in ("loss", "eval_loss", "grad_norm")}
+        if kept:
+            self.journal.add(step=state.global_step, **kept)
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.moment()
+
+
+def args_of(options: dict[str, Any]) -> TrainingArguments:
+    given: dict[str, Any] = {
+        "output_dir": options["folder"],
+        "max_steps": 26,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 7,
+    }
+    if options.get("fsdp"):
+        wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["Block"]}
+        given |= {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap}
+    return TrainingArguments(**given | options.get("args", {}))
+
+
+def with_lora() -> Any:
+    """A language model of which only an adapter is trained."""
+    import peft
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+    return peft.get_peft_model(GPT2LMHeadModel(config), lora)
+
+
+def main(options: dict[str, Any]) -> None:
+    if options.get("fsdp"):  # which accelerate offers on accelerators alone
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    torch.manual_seed(3)
+    args = args_of(options)
+    journal = Journal(options["journal"], writes=args.process_index == 0)
+    callbacks: list[Any] = [Tell(journal, options)]
+    if options.get("early"):
+        callbacks.append(EarlyStoppingCallback(early_stopping_patience=50))
+    noisy = options.get("noisy", False)
+    kwargs: dict[str, Any] = {
+        "model": Net(options.get("drop", 0.2)),
+        "args": args,
+        "train_dataset": Data(options.get("size", 50), noisy=noisy),
+        "eval_dataset": Data(8),
+        "callbacks": callbacks,
+    }
+    if options.get("lora"):
+        kwargs |= {"model": with_lora(), "train_dataset": Texts(50), "eval_dataset": Texts(8)}
+    if options.get("own"):
+        trainer = Trainer(**kwargs)
+        result = trainer.train()
+    else:
+        extra = {k: eval(v, {"holdfast": holdfast}) for k, v in options.get("holdfast", {}).items()}
+        trainer = with_holdfast(Trainer)(**kwargs, holdfast=extra)
+        result = trainer.train(resume_from_checkpoint=options.get("resume", True))
+    whole = digest(trainer.model)
+    journal.add(end=whole, best=trainer.state.best_metric, step=result.global_step)
