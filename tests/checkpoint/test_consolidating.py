@@ -128,7 +128,7 @@ def test_extras_of_single_ranks(tmp_path: Path) -> None:
 def test_damage_stops_it_and_leaves_nothing(tmp_path: Path) -> None:
     store = memory()
     source = source_of(store)
-    key = source.files.key(source.manifest.files[1])
+    key = source.images.key(source.manifest.files[1])
     data = bytearray(store.get(key))
     data[source.manifest.files[1].data + 3] ^= 1
     store.put(key, bytes(data))

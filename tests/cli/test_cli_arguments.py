@@ -70,7 +70,13 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         {
             "URL": PATHS, "--keep-last": (*INTEGERS, "0", "-1", str(10**30)),
             "--keep-every": (*INTEGERS, "0", "-1", str(10**30)),
+            "--keep-best": ("", "loss", "loss:0", "loss:x", "loss:1:low", ":1"),
+            "--keep-newer": ("", "2", "2w", "-1d", "x", "9" * 400 + "d"),
         },
+    ),
+    "pin": (
+        ("URL", "1", "best"),
+        {"URL": PATHS, "1": ("", "x", "1.5", "-1", "9" * 400), "best": ("", " ", "a\nb", "x" * 101)},
     ),
     "log": (("URL",), {"URL": PATHS}),
     "replay": (("URL", "DST", "--to=2"), {"URL": PATHS, "DST": PATHS, "--to": INTEGERS}),

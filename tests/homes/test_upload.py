@@ -11,6 +11,7 @@ import holdfast
 from crash.single import contents, leftovers
 from holdfast import Keep, events
 from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
+from holdfast.checkpoint.pruning import delete_step
 from holdfast.errors import NotFound, StoreError, Unavailable, UsageError
 from holdfast.store import LocalStore, open_store
 from holdfast.testing import Faulty, Slow
@@ -205,7 +206,7 @@ def test_of_a_damaged_step_behind_the_older_one_in_the_root_is_taken(monkeypatch
     with homes.run(monkeypatch) as run:
         run.save_and_upload(2)
         run.save_and_upload(3)
-    holdfast.checkpoint.tidying.delete_step(homes.root, 3)
+    delete_step(homes.root, 3)
     homes.behind.put(images_of(homes.behind, 3)[0], b"damaged")
     with homes.run(monkeypatch) as run:
         restored = run.ckpt.restore()

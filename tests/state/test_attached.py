@@ -236,6 +236,7 @@ def test_a_late_commit_without_its_files(tmp_path: Path) -> None:
     url = str(tmp_path)
     with holdfast.Checkpointer(url, state(), files=FILES) as ckpt:
         ckpt.save(1).wait(60)
+        ckpt._tiers.durable.settle(60)  # it sweeps files without a manifest
         store, claim = LocalStore(url), msgspec.json.encode(ckpt._tiers.claim)
         manifest = read_manifest(store, 1)
         order = Persist("job", manifest.attempt, 0, 0, url, "", 60.0, claim)
