@@ -37,7 +37,7 @@ LAYERS = (
     ("ending", "looking", "once", "restart", "run", "steering"),
     ("checkpointer",),
     ("converting",),
-    ("cli", "testing"),
+    ("cli", "integrations", "testing"),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
