@@ -1,61 +1,99 @@
-"""Runs a training script, kills it at random moments, and collects what it printed."""
+"""Runs of a training script in processes of their own, which may be killed at any moment.
+
+They are forked from a process that has imported what takes ten seconds: a run is `main(settings)` of a
+module on some ranks, and what it prints is in a file.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
 from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).parent
-WAIT_S = 300.0
+from ports import free_port
+
+TESTS = Path(__file__).parent.parent
+WAIT_S = 600.0
 
 
-@contextmanager
-def started(script: str, settings: str, ranks: int) -> Iterator[subprocess.Popen[str]]:
-    """The script's processes, in a group of their own, which is killed at the end."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    command = [sys.executable]
-    if ranks > 1:
-        command += [str(HERE.parent / "torchrun.py"), f"--nproc-per-node={ranks}"]
-    process = subprocess.Popen(
-        [*command, str(HERE / script), settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=env,
-        start_new_session=True,
-    )
+class Launcher:
+    """A process that has imported a module, and starts its runs."""
+
+    def __init__(self, module: str, folder: Path) -> None:
+        self._folder, self._runs = folder, 0
+        jobs, answers = os.pipe(), os.pipe()
+        fds = jobs[0], answers[1]
+        for fd in fds:
+            os.set_inheritable(fd, True)
+        if len(os.listdir("/proc/self/task")) == 1:  # then it may be a fork of this one
+            self._pid = os.fork()
+            if not self._pid:
+                os.close(jobs[1])
+                os.close(answers[0])
+                serve(module, *fds)
+        else:
+            path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+            command = [sys.executable, "-m", "trainers.killing", module, *map(str, fds)]
+            env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            self._pid = subprocess.Popen(command, pass_fds=fds, env=env).pid
+        for fd in fds:
+            os.close(fd)
+        self._jobs, self._answers = os.fdopen(jobs[1], "w"), os.fdopen(answers[0])
+
+    def _answer(self) -> Any:
+        answer = self._answers.readline()
+        assert answer, "the launcher has ended"
+        return json.loads(answer)
+
+    def run(self, settings: str, ranks: int = 1, losses: int = 0, seed: int = 0) -> list[str]:
+        """What a run prints.  With `losses`, all its ranks are killed some moments after it has printed so
+        many, one after the other, unless it has ended before."""
+        self._runs += 1
+        out = self._folder / f"run-{self._runs}.txt"
+        out.touch()
+        job = {"settings": settings, "ranks": ranks, "port": free_port(), "out": str(out)}
+        self._jobs.write(json.dumps(job) + "\n")
+        self._jobs.flush()
+        pids = self._answer()
+        if losses and self._has_printed(out, losses, pids):
+            draw = random.Random(seed)
+            for pid in draw.sample(pids, len(pids)):
+                time.sleep(draw.random() * 0.03)
+                _kill(pid)
+        codes, text = self._answer(), out.read_text()
+        killed = losses and all(code == -signal.SIGKILL for code in codes)
+        assert killed or not any(codes), f"{codes}\n{text[-6000:]}"
+        return text.splitlines()
+
+    def _has_printed(self, out: Path, losses: int, pids: list[int]) -> bool:
+        """Wait until a run has printed so many losses; False if it ends before."""
+        until = time.monotonic() + WAIT_S
+        while out.read_text().count("\nL ") < losses:
+            if not any(_is_running(pid) for pid in pids):
+                return False
+            assert time.monotonic() < until, out.read_text()[-6000:]
+            time.sleep(0.005)
+        return True
+
+    def close(self) -> None:
+        self._jobs.close()
+        self._answers.close()
+        os.waitpid(self._pid, 0)
+
+
+def _is_running(pid: int) -> bool:
     try:
-        yield process
-    finally:
-        with_it = _below(process.pid)
-        for pid in with_it:
-            _kill(pid)
-        process.wait(WAIT_S)
-        process.stdout.close()
-
-
-def _below(pid: int) -> list[int]:
-    """A process and all that it has started: torchrun gives each rank a session of its own."""
-    found = [pid]
-    for parent in found:
-        try:
-            children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-        except OSError:
-            continue
-        found += [int(child) for child in children.split()]
-    return found
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def _kill(pid: int) -> None:
@@ -65,27 +103,51 @@ def _kill(pid: int) -> None:
         pass
 
 
-def lines(script: str, settings: str, ranks: int = 1) -> list[str]:
-    """What the script prints if it is left alone."""
-    with started(script, settings, ranks) as process:
-        out, _ = process.communicate(timeout=WAIT_S)
-        assert process.returncode == 0, out[-6000:]
-    return out.splitlines()
+def _fork(module: Any, job: dict[str, Any], rank: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        out = os.open(job["out"], os.O_WRONLY | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)  # pytest has its own
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+        if job["ranks"] > 1:
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(job["ranks"]),
+                "LOCAL_WORLD_SIZE": str(job["ranks"]),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(job["port"]),
+                "TORCHELASTIC_RUN_ID": "trainers",
+            }
+        module.main(job["settings"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def killed(script: str, settings: str, ranks: int, losses: int, draw: random.Random) -> list[str]:
-    """What the script printed until it was killed, a moment after so many losses; or until its end."""
-    found: list[str] = []
-    with started(script, settings, ranks) as process:
-        for line in process.stdout:
-            found.append(line.rstrip())
-            losses -= line.startswith("L ")
-            if not losses:
-                time.sleep(draw.random() * 0.03)
-                break
-        else:
-            assert process.wait(WAIT_S) == 0, "\n".join(found)[-6000:]
-    return found
+def serve(name: str, jobs: int, answers: int) -> None:
+    """Start runs, and tell their processes and their exit codes, until there are no more."""
+    try:
+        module = importlib.import_module(name)
+        with os.fdopen(jobs) as asked, os.fdopen(answers, "w", buffering=1) as answer:
+            for line in asked:
+                job = json.loads(line)
+                pids = [_fork(module, job, rank) for rank in range(job["ranks"])]
+                answer.write(json.dumps(pids) + "\n")
+                codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+                answer.write(json.dumps(codes) + "\n")
+    finally:
+        os._exit(0)
 
 
 def losses(found: list[str]) -> dict[str, str]:
@@ -97,3 +159,7 @@ def losses(found: list[str]) -> dict[str, str]:
 def value(found: list[str], mark: str) -> str:
     """The last line that begins so."""
     return [line for line in found if line.startswith(f"{mark} ")][-1]
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

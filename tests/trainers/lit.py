@@ -1,4 +1,4 @@
-"""A small training with Lightning's Trainer: `python lit.py SETTINGS` with the settings as JSON.
+"""A small training with Lightning's Trainer, by settings in JSON: `python -m trainers.lit SETTINGS`.
 
 Its loss of each step, and a digest of the weights at the end, are printed by rank 0.  The loader draws from
 the default generator, as loaders do, and so does dropout.
@@ -7,7 +7,6 @@ the default generator, as loaders do, and so does dropout.
 # ruff: noqa: N812
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -18,6 +17,8 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
@@ -25,9 +26,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast.integrations import lightning as integration
+from trainers.weights import digest
 
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-RANK = int(os.environ.get("RANK", "0"))
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass
@@ -46,6 +49,8 @@ class Settings:
     save_last: bool | str = True
     width: int = 32
     accumulate: int = 1
+    fabric: bool = False
+    """Whether four steps are done with Fabric instead."""
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -90,7 +95,7 @@ def strategy_of(kind: str) -> Any:
     if kind == "ddp":
         return DDPStrategy()
     if kind == "fsdp2":
-        return ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
+        return ModelParallelStrategy(data_parallel_size=world(), tensor_parallel_size=1)
     return SingleDeviceStrategy("cpu")
 
 
@@ -101,9 +106,10 @@ def seeded(seed: int) -> torch.Generator:
 def loaders() -> tuple[Any, Any]:
     data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=seeded(0)))
     sampler: Any = torch.utils.data.RandomSampler(data, generator=seeded(5))
-    if WORLD > 1:
-        sampler = torch.utils.data.distributed.DistributedSampler(data, WORLD, RANK, seed=1)
-    train = StatefulDataLoader(data, batch_size=4 // WORLD, sampler=sampler)
+    if world() > 1:
+        rank = int(os.environ["RANK"])
+        sampler = torch.utils.data.distributed.DistributedSampler(data, world(), rank, seed=1)
+    train = StatefulDataLoader(data, batch_size=4 // world(), sampler=sampler)
     return train, torch.utils.data.DataLoader(data, batch_size=8, generator=seeded(7))
 
 
@@ -131,7 +137,7 @@ def trainer_of(settings: Settings, *callbacks: Any, **more: Any) -> L.Trainer:
         strategy = integration.strategy(strategy, settings.root, **options)
     return L.Trainer(
         accelerator="cpu",
-        devices=WORLD,
+        devices=world(),
         strategy=strategy,
         max_epochs=settings.epochs,
         logger=False,
@@ -144,14 +150,6 @@ def trainer_of(settings: Settings, *callbacks: Any, **more: Any) -> L.Trainer:
         log_every_n_steps=1,
         **more,
     )
-
-
-def digest(module: nn.Module) -> str:
-    found = hashlib.sha256()
-    for name, p in sorted(module.named_parameters()):
-        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-        found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 class Digest(L.Callback):
@@ -168,11 +166,53 @@ class Digest(L.Callback):
             print("END", trainer.global_step, text, flush=True)
 
 
-def main() -> None:
+def plain() -> nn.Sequential:
+    L.seed_everything(3, verbose=False)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+def with_fabric(kind: str, root: str) -> None:
+    """Four more steps with Fabric, whose objects are handed over as they are."""
+
+    def sharded(model: nn.Module, mesh: Any) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (model[0], model):
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return model
+
+    strategy: Any = {"single": "auto", "ddp": "ddp"}.get(kind) or FabricModelParallel(
+        sharded, data_parallel_size=world(), tensor_parallel_size=1
+    )
+    fabric = Fabric(accelerator="cpu", devices=world(), strategy=strategy)
+    fabric.launch()
+    model: Any = plain()
+    if kind == "fsdp2":
+        model = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    else:
+        made = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = fabric.setup(model, made)
+    with holdfast.Checkpointer(root, {"model": model, "optim": optimizer}, every=2) as ckpt:
+        first = ckpt.restore()
+        for step in range(first + 1, first + 5):
+            loss = (model(torch.ones(4, 8)) - 1).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if fabric.is_global_zero:
+                print("L", step, loss.item().hex(), flush=True)
+            ckpt.step(step)
+
+
+def main(text: str) -> None:
     warnings.filterwarnings("ignore", module="(?!holdfast)")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    settings = Settings(**json.loads(sys.argv[1]))
+    settings = Settings(**json.loads(text))
+    if settings.fabric:
+        with_fabric(settings.kind, settings.root)
+        return
     L.seed_everything(4, verbose=False)
     train, valid = loaders()
     trainer = trainer_of(settings, Digest(), checkpoints(settings))
@@ -180,4 +220,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

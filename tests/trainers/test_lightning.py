@@ -7,6 +7,7 @@ import json
 import random
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import holdfast
 from holdfast.errors import UsageError
 from holdfast.integrations import lightning as integration
 from trainers import lit
-from trainers.killing import killed, lines, losses, value
+from trainers.killing import Launcher, losses, value
 
 pytestmark = [pytest.mark.soak, pytest.mark.distributed]
 
@@ -33,6 +34,14 @@ KINDS = {"single": 1, "ddp": 2, "fsdp2": 2}
 def settings(tmp_path: Path, kind: str = "single", **more: Any) -> lit.Settings:
     root, paths = str(tmp_path / "root"), str(tmp_path / "paths")
     return lit.Settings(kind=kind, **{"root": root, "paths": paths, **more})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """Made before a test of this module begins threads."""
+    made = Launcher("trainers.lit", tmp_path_factory.mktemp("runs"))
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)
@@ -55,31 +64,31 @@ def fitted(s: lit.Settings, *callbacks: Any, module: Any = None, **more: Any) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_ten_times_it_is_the_uninterrupted_run(kind: str, tmp_path: Path) -> None:
+def test_killed_ten_times_it_is_the_uninterrupted_run(
+    kind: str, tmp_path: Path, launcher: Launcher
+) -> None:
     """Every loss and the final weights are those of Lightning's own, uninterrupted run."""
     ranks, draw = KINDS[kind], random.Random(kind)
-    own = lines(
-        "lit.py", settings(tmp_path, kind, root="", paths=str(tmp_path / "own")).text(), ranks
-    )
+    own = launcher.run(settings(tmp_path, kind, root="", paths=f"{tmp_path}/own").text(), ranks)
     seen: list[str] = []
     for attempt in range(10):
         path = ("newest", "last")[attempt % 2]
         every = {"memory": 1, "durable": 1_000_000} if attempt % 2 == 0 and kind == "single" else {}
         run = settings(tmp_path, kind, ckpt_path=path, every=every)
-        seen += killed("lit.py", run.text(), ranks, draw.randint(4, 9), draw)
+        seen += launcher.run(run.text(), ranks, draw.randint(4, 9), seed=attempt)
     last = settings(tmp_path, kind, ckpt_path="newest")
-    seen += lines("lit.py", last.text(), ranks)
+    seen += launcher.run(last.text(), ranks)
     assert losses(seen) == losses(own)
     assert value(seen, "END") == value(own, "END")
 
 
-def test_two_ranks_of_fsdp2_go_on_as_one(tmp_path: Path) -> None:
+def test_two_ranks_of_fsdp2_go_on_as_one(tmp_path: Path, launcher: Launcher) -> None:
     """Every bit of the weights is back; what follows is as on one rank, with other sums."""
     run = settings(tmp_path, "fsdp2")
-    killed("lit.py", run.text(), 2, 20, random.Random(1))
+    launcher.run(run.text(), 2, 20)
     step = holdfast.steps(run.root)[-1]
     run.kind, run.ckpt_path = "single", "newest"
-    found = lines("lit.py", run.text())
+    found = launcher.run(run.text())
     assert value(found, "BEGIN").split()[1] == str(step)
     module = lit.Net()
     holdfast.load(run.root, {"model": module}, step=step)
@@ -243,67 +252,22 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
 # -- Fabric
 
 
-FABRIC = """
-import json, os, sys, warnings
-import torch, holdfast
-from torch import nn
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
-
-def parallel(model, mesh):
-    for part in (model[0], model):
-        fully_shard(part, mesh=mesh["data_parallel"])
-    return model
-
-kind, root = sys.argv[1:]
-world = int(os.environ.get("WORLD_SIZE", "1"))
-strategy = {"single": "auto", "ddp": "ddp"}.get(kind) or ModelParallelStrategy(
-    parallel, data_parallel_size=world, tensor_parallel_size=1
-)
-fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
-fabric.launch()
-fabric.seed_everything(3, verbose=False)
-model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-if kind == "fsdp2":
-    model = fabric.setup_module(model)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
-else:
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-with holdfast.Checkpointer(root, {"model": model, "optim": optimizer}, every=2) as ckpt:
-    step = ckpt.restore()
-    for _ in range(4):
-        loss = (model(torch.ones(4, 8)) - 1).square().mean()
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        if fabric.is_global_zero:
-            print("L", int(step), loss.item(), flush=True)
-        ckpt.step(step)
-"""
-
-
-def test_fabric_is_handed_over_as_it_is(tmp_path: Path) -> None:
+def test_fabric_is_handed_over_as_it_is(tmp_path: Path, launcher: Launcher) -> None:
     """One device, DDP, FSDP2, then plain torch: names do not depend on Fabric, nor losses on the layout."""
-    script, root = tmp_path / "fabric.py", str(tmp_path / "root")
-    script.write_text(FABRIC.replace("sys.argv[1:]", "json.loads(sys.argv[1])"))
     seen: list[str] = []
     for kind, ranks in KINDS.items():
-        seen += lines(str(script), json.dumps([kind, root]), ranks)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    own = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    assert holdfast.load(root, {"model": model, "optim": optimizer}) == 12
-    found = {int(k): float(v) for k, v in losses(seen).items()}
-    L.seed_everything(3, verbose=False)
-    own = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+        seen += launcher.run(settings(tmp_path, kind, fabric=True).text(), ranks)
+    loaded, own = lit.plain(), lit.plain()
+    optimizer = torch.optim.AdamW(loaded.parameters())
+    root = str(tmp_path / "root")
+    assert holdfast.load(root, {"model": loaded, "optim": optimizer}) == 12
+    printed = {int(step): float.fromhex(loss) for step, loss in losses(seen).items()}
     optim = torch.optim.AdamW(own.parameters(), lr=1e-2)
     for step in range(1, 13):
         loss = (own(torch.ones(4, 8)) - 1).square().mean()
         loss.backward()
         optim.step()
         optim.zero_grad()
-        assert found[step] == pytest.approx(loss.item(), rel=1e-5)
-    for p, q in zip(model.parameters(), own.parameters()):
+        assert printed[step] == pytest.approx(loss.item(), rel=1e-5)
+    for p, q in zip(loaded.parameters(), own.parameters()):
         torch.testing.assert_close(p, q)

@@ -1,4 +1,4 @@
-"""A loop as that of torchtitan's Trainer, with its real parts: `python titan.py SETTINGS` (JSON).
+"""A loop as that of torchtitan's Trainer, with its real parts: by settings in JSON.
 
 The Trainer itself needs CUDA and Triton.  Here are its model parts (two on each rank, as interleaved
 pipelines have), OptimizersContainer, LRSchedulersContainer, ParallelAwareDataloader, the train state, and a
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lit import digest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,6 +27,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 
 from holdfast.integrations.torchtitan import HoldfastCheckpointManager
+from trainers.weights import digest
 
 
 @dataclass
@@ -159,12 +159,12 @@ class Loop:
             print(*values, flush=True)
 
 
-def main() -> None:
+def main(text: str) -> None:
     warnings.filterwarnings("ignore", module="(?!holdfast)")
     torch.set_num_threads(1)
     store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **store)
-    settings = Settings(**json.loads(sys.argv[1]))
+    settings = Settings(**json.loads(text))
     loop = Loop(settings)
     if settings.seed:
         loop.manager.save(curr_step=0, last_step=True)
@@ -175,4 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
