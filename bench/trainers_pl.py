@@ -1,9 +1,9 @@
 """Lightning's Trainer and torchtitan's checkpoint manager: with holdfast against their own saving.
 
-The same training, once without saving, once with the trainer's own checkpoints and once with holdfast's, as
-often.  *Per step* is the time of all steps, saves included, by their number; *stall* is what a save adds: the
-time of the steps less that without saving, by the number of saves.  What is written after the last step is
-not counted for anybody that saves in the background; it is told apart (`rest_s`).
+The same training, once without saving, once with the trainer's own checkpoints and once with holdfast's,
+as often.  *Per step* is the time of all steps, saves included, by their number; *stall* is what a save
+adds: the time of the steps less that without saving, by the number of saves.  What is written after the
+last step is not counted for anybody that saves in the background; it is told apart (`rest_s`).
 lightning    DDP (one device with 1 rank), ModelCheckpoint(every_n_train_steps=N, save_top_k=1)
 torchtitan   FSDP2, its real parts in a loop as its Trainer's; its manager synchronous, and `async`
 """

@@ -24,7 +24,9 @@ KINDS = {"single": 1, "fsdp2": 2}
 
 
 def settings(tmp_path: Path, kind: str = "single", **options: Any) -> titan.Settings:
-    own = {name: options.pop(name) for name in ("theirs", "steps", "seed") if name in options}
+    own = {
+        name: options.pop(name) for name in ("theirs", "steps", "seed", "single") if name in options
+    }
     config = {"folder": str(tmp_path / "root"), "interval": 4, **options}
     return titan.Settings(kind=kind, config=config, **own)
 
@@ -55,10 +57,18 @@ def test_killed_ten_times_it_is_the_uninterrupted_run(
 
 def test_memory_and_records_lose_no_step(tmp_path: Path, launcher: Launcher) -> None:
     for name, options in (("memory", {"memory_every": 1}), ("delta", {"record_every_step": True})):
-        made = settings(tmp_path / name, interval=1000, last_save_model_only=False, **options)
+        options |= {"interval": 1000, "last_save_model_only": False}
+        made = settings(tmp_path / name, single=True, **options)
         launcher.run(made.text(), 1, 10)
         step = int(value(launcher.run(made.text()), "BEGIN").split()[1])
         assert step >= 5, name
+
+
+def test_records_of_several_optimizers_are_refused_by_name(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    with pytest.raises(AssertionError, match="delta= follows each optimizer by itself"):
+        launcher.run(settings(tmp_path, record_every_step=True).text())
 
 
 def test_two_ranks_go_on_as_one(tmp_path: Path, launcher: Launcher) -> None:

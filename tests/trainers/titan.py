@@ -41,6 +41,8 @@ class Settings:
     config: dict[str, Any] = field(default_factory=dict)
     """Options of the manager's Config."""
     seed: bool = False
+    single: bool = False
+    """Whether there is one optimizer for all parameters: records are of one."""
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -94,7 +96,7 @@ def parts_of(kind: str, mesh: Any) -> list[nn.Module]:
     return parts
 
 
-def optimizers_of(parts: list[nn.Module]) -> OptimizersContainer:
+def optimizers_of(parts: list[nn.Module], *, single: bool) -> OptimizersContainer:
     groups = [
         ParamGroupConfig(
             pattern=r"bias$",
@@ -103,6 +105,7 @@ def optimizers_of(parts: list[nn.Module]) -> OptimizersContainer:
         ),
         ParamGroupConfig(pattern=r".*", optimizer_name="Adam", optimizer_kwargs={"lr": 1e-2}),
     ]
+    groups = groups[1:] if single else groups
     config = OptimizersContainer.Config(param_groups=groups, implementation="for-loop")
     return config.build(model_parts=parts)
 
@@ -115,7 +118,9 @@ class Loop:
         torch.manual_seed(3)
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
         self.parts = parts_of(settings.kind, mesh)
-        self.optimizers = optimizers_of(self.parts)
+        if settings.single:
+            self.parts = [nn.Sequential(*self.parts)]
+        self.optimizers = optimizers_of(self.parts, single=settings.single)
         self.schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(
             optimizers=self.optimizers, training_steps=settings.steps
         )

@@ -67,9 +67,14 @@ class HoldfastCheckpointManager(CheckpointManager):
         self.config = config
         if not self.enable:
             return
-        optimizers = parts["optimizers"].optimizers  # the container has no states of its own
+        optimizers = list(
+            parts["optimizers"].optimizers
+        )  # their container has no states of its own
         self._live = {key: value for key, value in self.states.items() if value is not None}
-        self._live |= {MODEL: parts["model_parts"], OPTIMIZER: list(optimizers)}
+        self._live |= {
+            MODEL: parts["model_parts"],
+            OPTIMIZER: optimizers if optimizers[1:] else optimizers[0],
+        }
         self._rules = {key: "rank0" for key in self._live.keys() - {MODEL, OPTIMIZER, DATALOADER}}
         if not config.load_only:
             memory, delta = config.memory_every or None, 1 if config.record_every_step else None
