@@ -69,7 +69,7 @@ class Launcher:
                 time.sleep(draw.random() * 0.03)
                 _kill(pid)
         codes, text = self._answer(), out.read_text()
-        killed = losses and all(code == -signal.SIGKILL for code in codes)
+        killed = losses and -signal.SIGKILL in codes  # a rank may fail because the other is gone
         assert killed or not any(codes), f"{codes}\n{text[-6000:]}"
         return text.splitlines()
 

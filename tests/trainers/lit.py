@@ -105,11 +105,12 @@ def seeded(seed: int) -> torch.Generator:
 
 def loaders() -> tuple[Any, Any]:
     data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=seeded(0)))
-    sampler: Any = torch.utils.data.RandomSampler(data, generator=seeded(5))
     if world() > 1:
         rank = int(os.environ["RANK"])
         sampler = torch.utils.data.distributed.DistributedSampler(data, world(), rank, seed=1)
-    train = StatefulDataLoader(data, batch_size=4 // world(), sampler=sampler)
+        train = StatefulDataLoader(data, batch_size=4 // world(), sampler=sampler)
+    else:
+        train = StatefulDataLoader(data, batch_size=4, shuffle=True)
     return train, torch.utils.data.DataLoader(data, batch_size=8, generator=seeded(7))
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core import saving as lightning_saving
@@ -123,7 +124,8 @@ class _Saving:
     """The roots that the present fit saves into: of weights alone, and of all."""
     _is_foreign = False
     """True if the checkpoint that is being loaded is Lightning's own."""
-    _generators: Any = None
+    _resumed: Any = None
+    """The state of the loop over epochs that a fit goes on from."""
     _begins_anew = True
     _step = 0
     _weights: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
@@ -135,7 +137,7 @@ class _Saving:
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
-            self._homes, self._generators, self._begins_anew = {}, None, True
+            self._homes, self._resumed, self._begins_anew = {}, None, True
             trainer.callbacks.append(_Steps())  # behind any ModelCheckpoint
 
     def on_train_start(self) -> None:
@@ -143,8 +145,8 @@ class _Saving:
         super().on_train_start()  # type: ignore[misc]
         self._home(weights_only=False)
         self._step = self.lightning_module.trainer.global_step
-        if self._generators is not None:
-            self._generators.restore_rng()
+        if self._resumed is not None:
+            self._begin_pass(self._resumed)
         later = [s for s in steps(self._root) if s > self._step] if self._is_first else []
         if later and self._begins_anew:
             warn_user(
@@ -319,12 +321,33 @@ class _Saving:
         if not restored.found:
             return None
         home.at = int(restored), self.writes()
-        batches = rest["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        if batches["current"]["processed"] and not batches["is_last_batch"]:
-            self._generators = (
-                home.ckpt
-            )  # the loader draws when its pass begins; it had drawn already
+        self._resumed = rest["loops"]["fit_loop"]
         return rest
+
+    def _begin_pass(self, resumed: Any) -> None:
+        """Have the loaders and generators where the step had them.
+
+        Lightning has begun a pass over the loaders by now, which draws from the generators; but samplers
+        are told of the epoch after that, and where the step was the last one of its epoch, the pass of a
+        stateful loader is at its end, and the next epoch would have no batches.
+        """
+        loop, ckpt = self.lightning_module.trainer.fit_loop, self._home(weights_only=False).ckpt
+        batches = resumed["epoch_loop.batch_progress"]
+        done, is_last = batches["current"], batches["is_last_batch"]
+        at_batch_end = is_last and done["completed"] < done["processed"]
+        if at_batch_end:
+            loop.reset_restart_stage()  # a new epoch begins, and is counted as one
+        loaders, epoch = loop._combined_loader.flattened, loop.epoch_progress.current.processed
+        if any(hasattr(loader, "load_state_dict") for loader in loaders):
+            told = [_set_sampler_epoch(loader, epoch) for loader in loaders if epoch]
+            if told and not is_last and any(map(_has_epochs, loaders)):
+                loop._combined_loader._load_state_dicts(resumed["state_dict"]["combined_loader"])
+                iter(loop._data_fetcher)
+            elif at_batch_end:
+                ckpt.restore_rng()
+                iter(loop._data_fetcher)
+        if not at_batch_end and done["processed"]:
+            ckpt.restore_rng()
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         if self._is_foreign:
@@ -446,6 +469,10 @@ class _Home:
             self.ckpt.__exit__(*error)
         finally:
             self.settle()
+
+
+def _has_epochs(loader: Any) -> bool:
+    return any(hasattr(getattr(loader, name, None), "set_epoch") for name in ("sampler", "dataset"))
 
 
 # -- pointers
