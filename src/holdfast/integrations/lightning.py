@@ -12,6 +12,7 @@ Lightning says when to save and under which path; the root has the steps.  A pat
                                              for Lightning looks which names are taken
     remove_checkpoint("top/epoch=0.ckpt")    goes when all that was saved before is committed
 
+At the end of an epoch it is waited for: callbacks may change weights in place there, before a copy is made.
 So what a path named before stays whole until there is something in its place.  A step stays while a path
 names it: it is pinned under that path's name.  Weights alone are steps of `<root>-weights`.
 
@@ -25,6 +26,7 @@ import inspect
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,8 @@ class _Saving:
         """Called when the loader has begun its pass, and before the first batch is fetched."""
         super().on_train_start()  # type: ignore[misc]
         self._home(weights_only=False)
+        for one in (self.lightning_module, self.lightning_module.trainer.datamodule):
+            extras.encode(dict(getattr(one, "hparams", {})), _any_tensor, "hyper_parameters")
         self._step = self.lightning_module.trainer.global_step
         if self._resumed is not None:
             self._begin_pass(self._resumed)
@@ -243,6 +247,9 @@ class _Saving:
         home = None if self._homes is None else self._home(weights_only=weights_only)
         if home is not None and home.has_room(rest["global_step"]):
             home.save(rest, path)
+            if self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+                home.ckpt.wait()  # what follows, averaging for one, may change weights in place
+                home.settle()
             return
         # the fit is over, or paths name this step with weights that were changed since
         own = _Rest()
@@ -344,10 +351,10 @@ class _Saving:
                 loop._combined_loader._load_state_dicts(resumed["state_dict"]["combined_loader"])
                 iter(loop._data_fetcher)
             elif at_batch_end:
-                ckpt.restore_rng()
+                _restore_rng(ckpt)
                 iter(loop._data_fetcher)
         if not at_batch_end and done["processed"]:
-            ckpt.restore_rng()
+            _restore_rng(ckpt)
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         if self._is_foreign:
@@ -471,6 +478,13 @@ class _Home:
             self.settle()
 
 
+def _restore_rng(ckpt: Checkpointer) -> None:
+    with suppress(
+        UsageError
+    ):  # saved by another number of ranks: they stay as the script seeded them
+        ckpt.restore_rng()
+
+
 def _has_epochs(loader: Any) -> bool:
     return any(hasattr(getattr(loader, name, None), "set_epoch") for name in ("sampler", "dataset"))
 
@@ -544,6 +558,10 @@ def _number(value: Any, path: str) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim():
         raise UsageError(path)
     return {"$tensor": [str(value.dtype).partition(".")[2], extras.encode(value.item())]}
+
+
+def _any_tensor(value: Any, path: str) -> Any:
+    return None if isinstance(value, torch.Tensor) else extras.encode(value, path=path)
 
 
 def _tensor(tag: str, body: Any) -> torch.Tensor:

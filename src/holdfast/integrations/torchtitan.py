@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -147,7 +148,8 @@ class HoldfastCheckpointManager(CheckpointManager):
         def put_back(*_: Any) -> None:
             while hooks:
                 hooks.pop().remove()
-            self.ckpt.restore_rng()  # type: ignore[union-attr]
+            with suppress(UsageError):  # saved by another number of ranks: they stay as they are
+                self.ckpt.restore_rng()  # type: ignore[union-attr]
 
         hooks += [part.register_forward_pre_hook(put_back) for part in self._live[MODEL]]
 
