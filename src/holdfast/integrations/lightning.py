@@ -38,6 +38,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core import saving as lightning_saving
 from lightning.pytorch.strategies import (
     DDPStrategy,
+    DeepSpeedStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
@@ -94,7 +95,8 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
         raise UsageError(f"{call} has no {unknown[0]}=; it takes {', '.join(sorted(_OPTIONS))}")
     made: Any = _named(of) if isinstance(of, str) else of
     known = isinstance(made, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
-    if not known or getattr(made, "_start_method", None) == "spawn":
+    spawned = getattr(made, "_start_method", None) == "spawn"
+    if not known or spawned or isinstance(made, DeepSpeedStrategy):
         raise UsageError(
             f"{call} cannot save with {of if isinstance(of, str) else type(of).__name__}",
             hint="it knows one device, DDP (not spawned), and ModelParallelStrategy ('fsdp2')",
