@@ -38,7 +38,7 @@ LAYERS = (
     ("checkpointer",),
     ("integrations",),
     ("converting",),
-    ("cli", "testing"),
+    ("cli", "integrations", "testing"),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -4,6 +4,7 @@ Blocks by the line that opens them:
 
     ```python             executed in order, one namespace per page, in a fresh directory
     ```python bucket      the same beside a server of S3, which has the bucket "bucket"
+    ```python trainer     with packages of the extra `strangers`, by `make soak`
     ```python torchrun    a page's such blocks make one script, run by two processes before the others
     ```console            each line `$ COMMAND` is run, and what is shown is compared: see `docs.commands`
 """
@@ -96,7 +97,18 @@ def test_commands_that_take_long(page: Path, tmp_path: Path, monkeypatch: Any, c
     run_commands(page, monkeypatch, capfd, soak=True)
 
 
-def run_programs(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def pages_with_trainers() -> list[Any]:
+    there = [p for p in PAGES if blocks(p, "python", "trainer")]
+    return [pytest.param(p, id=name_of(p)) for p in there]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("page", pages_with_trainers())
+def test_programs_with_trainers(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    run_programs(page, tmp_path, monkeypatch, trainers=True)
+
+
+def run_programs(page: Path, tmp_path: Path, monkeypatch: Any, *, trainers: bool = False) -> None:
     """The page's programs in `tmp_path`, which stays the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
@@ -106,7 +118,8 @@ def run_programs(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
         warnings.filterwarnings("error", category=holdfast.HoldfastWarning)
         warnings.filterwarnings("default", "the save of step", holdfast.HoldfastWarning)
         with serving(page, tmp_path, monkeypatch):
-            for block in [b for b in blocks(page, "python") if b.options in ("", "bucket")]:
+            wanted = ("", "bucket", "trainer") if trainers else ("", "bucket")
+            for block in [b for b in blocks(page, "python") if b.options in wanted]:
                 padded = "\n" * block.line + block.text  # tracebacks show the page's line
                 exec(compile(padded, str(page), "exec"), namespace)
 

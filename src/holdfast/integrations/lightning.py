@@ -1,0 +1,595 @@
+"""Lightning's `Trainer` with checkpoints by holdfast.
+
+    trainer = Trainer(strategy=strategy("ddp", "runs/gpt"), callbacks=[ModelCheckpoint(save_last=True)])
+    trainer.fit(model, data, ckpt_path="newest")
+
+Lightning says when to save and under which path; the root has the steps.  A path that Lightning knows is a
+*pointer*, a small file with a step's number:
+
+    save_checkpoint("top/epoch=1.ckpt")      step 200 is copied; it is written in the background
+    top/epoch=1.ckpt                         {"holdfast": 1, "root": "../gpt", "step": 200, ...} as soon as
+                                             the step is committed; at once if there is no such file yet,
+                                             for Lightning looks which names are taken
+    remove_checkpoint("top/epoch=0.ckpt")    goes when all that was saved before is committed
+
+At the end of an epoch it is waited for: callbacks may change weights in place there, before a copy is made.
+So what a path named before stays whole until there is something in its place.  A step stays while a path
+names it: it is pinned under that path's name.  Weights alone are steps of `<root>-weights`.
+
+A strategy, and not a CheckpointIO, is where this comes in: Lightning calls a CheckpointIO on rank 0 alone,
+with all tensors gathered, and for sharded models not at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import __version__ as lightning_version
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core import saving as lightning_saving
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+
+from holdfast.arguments import path_of
+from holdfast.checkpoint.notes import unpin
+from holdfast.checkpoint.tidying import Keep
+from holdfast.checkpointer import Checkpointer
+from holdfast.codec.digest import hexdigest
+from holdfast.errors import HoldfastError, NotFound, UsageError, warn_user
+from holdfast.format import extras
+from holdfast.looking import open as open_step
+from holdfast.looking import steps
+from holdfast.once import load, save
+from holdfast.saving import Save
+from holdfast.schedule import Every
+from holdfast.state.live import named_buffers, named_parameters
+from holdfast.state.placed import torch_dtype
+from holdfast.state.writes import count_and_address
+from holdfast.store import open_store
+
+__all__ = ["strategy"]
+
+NEWEST = "newest"
+"""The `ckpt_path` of the newest step in any tier; where there is none, training begins afresh."""
+NEVER = Every(durable=1_000_000_000)
+"""How often a Checkpointer saves of its own accord, where Lightning alone says when."""
+_MAGIC = b'{"holdfast":'
+_OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {
+    "path",
+    "state",
+    "mesh",
+    "sigterm_s",
+}
+
+Pointer = dict[str, Any]
+
+
+def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -> Any:
+    """Return Lightning's strategy `of`, which saves into `root` by a Checkpointer with these `options`.
+
+    `of`: a strategy for one device, DDP, or ModelParallelStrategy (FSDP2 and tensor parallelism), or its
+    name: `auto` (one device), `ddp`, `fsdp2`, or as Lightning has it.  With `every` it saves beside what
+    ModelCheckpoint asks for, also into memory and records.  Steps that no path names are deleted as `keep`
+    says, and without it all but the newest.
+    """
+    call = "lightning.strategy"
+    root = path_of(root, call, "root")
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise UsageError(f"{call} has no {unknown[0]}=; it takes {', '.join(sorted(_OPTIONS))}")
+    made: Any = _named(of) if isinstance(of, str) else of
+    known = isinstance(made, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
+    spawned = getattr(made, "_start_method", None) == "spawn"
+    if not known or spawned or isinstance(made, DeepSpeedStrategy):
+        raise UsageError(
+            f"{call} cannot save with {of if isinstance(of, str) else type(of).__name__}",
+            hint="it knows one device, DDP (not spawned), and ModelParallelStrategy ('fsdp2')",
+        )
+    kind: Any = type(f"Holdfast{type(made).__name__}", (_Saving, type(made)), {})
+    saving = kind.__new__(kind)
+    saving.__dict__.update(vars(made))
+    saving._root = root if "://" in root else os.path.abspath(root)
+    saving._options = {"every": NEVER, "when_busy": "queue", "keep": Keep(last=1)} | {
+        name: value for name, value in options.items() if value is not None
+    }
+    return saving
+
+
+def _named(name: str) -> Any:
+    if name == "auto":
+        return SingleDeviceStrategy("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name == "fsdp2":
+        return ModelParallelStrategy()
+    return StrategyRegistry.get(name) if name in StrategyRegistry.available_strategies() else None
+
+
+class _Saving:
+    """What becomes part of a strategy."""
+
+    _root: str
+    _options: dict[str, Any]
+    _homes: dict[bool, _Home] | None = None
+    """The roots that the present fit saves into: of weights alone, and of all."""
+    _is_foreign = False
+    """True if the checkpoint that is being loaded is Lightning's own."""
+    _resumed: Any = None
+    """The state of the loop over epochs that a fit goes on from."""
+    _begins_anew = True
+    _step = 0
+    _weights: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    """The model's state_dict as Lightning has it for its hooks, and the same as it was."""
+    lightning_module: Any
+
+    # -- the life of a fit
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)  # type: ignore[misc]
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._homes, self._resumed, self._begins_anew = {}, None, True
+            trainer.callbacks.append(_Steps())  # behind any ModelCheckpoint
+
+    def on_train_start(self) -> None:
+        """Called when the loader has begun its pass, and before the first batch is fetched."""
+        super().on_train_start()  # type: ignore[misc]
+        self._home(weights_only=False)
+        for one in (self.lightning_module, self.lightning_module.trainer.datamodule):
+            extras.encode(dict(getattr(one, "hparams", {})), _any_tensor, "hyper_parameters")
+        self._step = self.lightning_module.trainer.global_step
+        if self._resumed is not None:
+            self._begin_pass(self._resumed)
+        later = [s for s in steps(self._root) if s > self._step] if self._is_first else []
+        if later and self._begins_anew:
+            warn_user(
+                f"{self._root} has steps of another run, up to {later[-1]}, and this one begins at "
+                f"{self._step}: a step of the same number takes the place of the old one",
+                hint=f'fit(ckpt_path="{NEWEST}") goes on from them; or give the run a root of its own',
+            )
+
+    def at_batch_end(self, step: int) -> None:
+        for home in (self._homes or {}).values() if step != self._step else ():
+            if (home.at and home.at[0]) != step or "delta" in self._options:
+                home.ckpt.step(step)
+            home.settle()
+        self._step = step
+
+    def teardown(self) -> None:
+        trainer, homes = self.lightning_module.trainer, self._homes or {}
+        failed = trainer.state.status == TrainerStatus.INTERRUPTED
+        try:
+            for home in homes.values():
+                home.close(sys.exc_info() if failed else (None, None, None))
+        finally:
+            self._homes = None
+            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, _Steps)]
+            super().teardown()  # type: ignore[misc]
+
+    @property
+    def _is_first(self) -> bool:
+        return bool(self.is_global_zero)  # type: ignore[attr-defined]
+
+    def _home(self, *, weights_only: bool) -> _Home:
+        assert self._homes is not None
+        if weights_only not in self._homes:
+            rest, options, root = _Rest(self.lightning_module.trainer), self._options, self._root
+            if weights_only:
+                few = options.keys() & {"when_busy", "on_error", "replicas", "deadline_s"}
+                options = {name: options[name] for name in few} | {"keep": Keep(last=1)}
+                options["every"], root = NEVER, _beside(root, "weights")
+            state = self._state(rest, weights_only=weights_only)
+            self._homes[weights_only] = _Home(self, root, rest, state, options)
+        return self._homes[weights_only]
+
+    def _state(self, rest: _Rest, *, weights_only: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": self.lightning_module, "lightning": rest}
+        optimizers = [] if weights_only else self.optimizers  # type: ignore[attr-defined]
+        if optimizers:
+            state["optim"] = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+        return state
+
+    # -- saving
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The live weights, which hooks may look at."""
+        weights = self.lightning_module.state_dict()
+        self._weights = weights, dict(weights)
+        return self._weights[0]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: optimizers are saved as they are, not gathered."""
+        return {}
+
+    def rest_of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint of Lightning's without weights and optimizers.  UsageError if hooks changed them."""
+        checkpoint.pop("optimizer_states", None)
+        if changed := self._changed(checkpoint.pop("state_dict")):
+            raise UsageError(
+                f"on_save_checkpoint() of the LightningModule or of a callback changed {changed!r} in the "
+                "state_dict, and the live weights are what is saved",
+                hint="holdfast.trainable_only(model) leaves out frozen weights; have averages in buffers",
+            )
+        return checkpoint
+
+    def _changed(self, weights: dict[str, Any]) -> str:
+        """The name of a weight that a hook has put in, replaced or taken out; or nothing."""
+        before = self._weights[1]
+        names = (n for n in before | weights if weights.get(n) is not before.get(n))
+        return next(names, "")
+
+    def writes(self) -> list[tuple[int, int]]:
+        """Equal to what it was only while the weights are."""
+        module = self.lightning_module
+        found = [*named_parameters(module), *named_buffers(module)]
+        return [count_and_address(tensor) for _, tensor in found]
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise UsageError(
+                "storage_options= of save_checkpoint() are of CheckpointIO, which is not used"
+            )
+        rest, path = self.rest_of(checkpoint), self.broadcast(str(filepath))  # type: ignore[attr-defined]
+        weights_only = "callbacks" not in rest
+        home = None if self._homes is None else self._home(weights_only=weights_only)
+        if home is not None and home.has_room(rest["global_step"]):
+            home.save(rest, path)
+            if self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+                home.ckpt.wait()  # what follows, averaging for one, may change weights in place
+                home.settle()
+            return
+        # the fit is over, or paths name this step with weights that were changed since
+        own = _Rest()
+        own.value, root = rest, _beside(self._root, f"{Path(path).stem}-{_digest(path)}")
+        save(root, self._state(own, weights_only=weights_only), step=rest["global_step"])
+        if self._is_first:
+            pointer = {"step": rest["global_step"], "weights_only": weights_only}
+            _write(path, {"root": root, **pointer})
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        pointer = _read(filepath) if self._is_first else None
+        if pointer is None:
+            super().remove_checkpoint(filepath)  # type: ignore[misc]
+            return
+        homes = (self._homes or {}).values()
+        home = next((home for home in homes if home.root == pointer["root"]), None)
+        if home is None:
+            _remove(str(filepath))
+        else:
+            home.remove(str(filepath))
+
+    # -- loading
+
+    restore_checkpoint_after_setup = property(lambda self: True)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return self._is_foreign and bool(super().lightning_restore_optimizer)  # type: ignore[misc]
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        path = self.broadcast(str(checkpoint_path))  # type: ignore[attr-defined]
+        for home in (self._homes or {}).values():
+            home.ckpt.wait()
+            home.settle()
+        here = None if path == NEWEST or not self._is_first else _read(path)
+        pointer = self.broadcast(here)  # type: ignore[attr-defined]
+        self._is_foreign = pointer is None and path != NEWEST
+        if self._is_foreign:
+            self._begins_anew = False
+            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+        root, step = (self._root, None) if pointer is None else (pointer["root"], pointer["step"])
+        if self._homes is not None and root == self._root:
+            rest = self._restore(path, step)
+        else:
+            own, module = _Rest(), self.lightning_module
+            all_of_it = self._homes is not None and not (pointer or {}).get("weights_only")
+            state = self._state(own, weights_only=not all_of_it)
+            load(root, state, step=step, strict=module.strict_loading)
+            rest = own.value
+        if rest is None:
+            return _Nothing({"pytorch-lightning_version": lightning_version})
+        self._begins_anew = False
+        if "callbacks" in (pointer or {}):
+            rest["callbacks"] = extras.decode(pointer["callbacks"], _tensor)
+        return {**rest, "state_dict": self.lightning_module_state_dict()}
+
+    def _restore(self, path: str, step: int | None) -> Any:
+        """Restore the fit's own step; return the rest of it, None if there was no step."""
+        home = self._home(weights_only=False)
+        if step is not None and Path(path).stem.startswith("last"):
+            newest = home.ckpt.find()
+            if newest is None or newest.step < step:
+                warn_user(
+                    f"{path} names step {step}, of which the save was not finished: "
+                    f"training goes on from step {0 if newest is None else newest.step}"
+                )
+                step = None
+            elif newest.step > step:
+                warn_user(
+                    f"{path} names step {step}, and {self._root} has step {newest.step}, in "
+                    f"{newest.tier}",
+                    hint=f'fit(ckpt_path="{NEWEST}") takes the newest of all tiers',
+                )
+        restored = home.ckpt.restore(step)
+        rest, home.rest.value = home.rest.value, None
+        if not restored.found:
+            return None
+        home.at = int(restored), self.writes()
+        self._resumed = rest["loops"]["fit_loop"]
+        return rest
+
+    def _begin_pass(self, resumed: Any) -> None:
+        """Have the loaders and generators where the step had them.
+
+        Lightning has begun a pass over the loaders by now, which draws from the generators; but samplers
+        are told of the epoch after that, and where the step was the last one of its epoch, the pass of a
+        stateful loader is at its end, and the next epoch would have no batches.
+        """
+        loop, ckpt = self.lightning_module.trainer.fit_loop, self._home(weights_only=False).ckpt
+        batches = resumed["epoch_loop.batch_progress"]
+        done, is_last = batches["current"], batches["is_last_batch"]
+        at_batch_end = is_last and done["completed"] < done["processed"]
+        if at_batch_end:
+            loop.reset_restart_stage()  # a new epoch begins, and is counted as one
+        loaders, epoch = loop._combined_loader.flattened, loop.epoch_progress.current.processed
+        if any(hasattr(loader, "load_state_dict") for loader in loaders):
+            told = [_set_sampler_epoch(loader, epoch) for loader in loaders if epoch]
+            if told and not is_last and any(map(_has_epochs, loaders)):
+                loop._combined_loader._load_state_dicts(resumed["state_dict"]["combined_loader"])
+                iter(loop._data_fetcher)
+            elif at_batch_end:
+                _restore_rng(ckpt)
+                iter(loop._data_fetcher)
+        if not at_batch_end and done["processed"]:
+            _restore_rng(ckpt)
+
+    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
+        if self._is_foreign:
+            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
+        elif self._changed(checkpoint["state_dict"]):  # by on_load_checkpoint()
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        if self._is_foreign:
+            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+
+
+class _Steps(Callback):
+    """Tells the strategy of each step."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy.at_batch_end(trainer.global_step)
+
+
+class _Nothing(dict[str, Any]):
+    """A checkpoint of nothing: Lightning restores none that is false."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Rest:
+    """What a checkpoint of Lightning's has besides weights and states of optimizers."""
+
+    on_resize = "rank0"
+
+    def __init__(self, trainer: Any = None) -> None:
+        self._trainer = trainer
+        self.value: Any = None
+
+    def state_dict(self) -> Any:
+        if self.value is not None or self._trainer is None:
+            return self.value
+        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return self._trainer.strategy.rest_of(checkpoint)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+class _Home:
+    """A root that a fit saves into, and on rank 0 what waits for saves: pointers to write and to remove."""
+
+    def __init__(self, strategy: Any, root: str, rest: _Rest, state: Any, options: Any) -> None:
+        self.strategy, self.root, self.rest = strategy, root, rest
+        self.ckpt = Checkpointer(root, state, **options)
+        self.at: tuple[int, Any] | None = None
+        """The step that a path or a restore named last, and the writes to the weights until then."""
+        self._newest: Save | None = None
+        self._waiting: list[tuple[str, Pointer, Save | None]] = []
+        self._to_remove: list[str] = []
+        self._is_good = True
+
+    def has_room(self, step: int) -> bool:
+        """False if paths name this step with other weights."""
+        return self.at is None or self.at[0] != step or self.at[1] == self.strategy.writes()
+
+    def save(self, rest: dict[str, Any], path: str) -> None:
+        """Save in the background, for `path` to name the step."""
+        step, callbacks = rest["global_step"], _plain(rest.get("callbacks"))
+        pointer = {"root": self.root, "step": step, "weights_only": "callbacks" not in rest}
+        if self._newest is not None and self._newest.step == step and callbacks is not None:
+            pointer["callbacks"] = callbacks  # they know of this path, and those in the step do not
+        else:
+            self.rest.value = rest
+            try:
+                self._newest = self.ckpt.save(step)
+            finally:
+                self.rest.value = None
+            self.at = step, self.strategy.writes()
+        try:
+            self.ckpt.pin(step, _label(path, step))
+        except NotFound:
+            pass  # the save has failed already, which it says itself
+        except HoldfastError as error:
+            warn_user(f"{path}: step {step} is not pinned, so it may be deleted: {error}")
+        if self.strategy.is_global_zero:
+            if not get_filesystem(path).exists(path):
+                _write(path, {**pointer, "is_coming": True})
+            self._waiting.append((path, pointer, self._newest))
+
+    def remove(self, path: str) -> None:
+        """Remove a path as soon as what was saved before is committed."""
+        self._waiting.append((path, {}, None))
+        self.settle()
+
+    def settle(self) -> None:
+        """Do what waited for saves that have ended.  What a failed one was to replace stays."""
+        while self._waiting and ((ended := self._waiting[0][2]) is None or ended.done()):
+            path, pointer, save = self._waiting.pop(0)
+            if save is None:
+                self._to_remove.append(path)
+            else:
+                self._is_good = save.error is None
+                self._point(path, pointer)
+            while self._to_remove and self._is_good:
+                self._forget(self._to_remove[0], _remove(self._to_remove.pop(0)))
+
+    def _point(self, path: str, pointer: Pointer) -> None:
+        before = _read(path) or {}
+        if self._is_good:
+            _write(path, pointer)
+            if before.get("step") != pointer["step"]:
+                self._forget(path, before)
+        elif before.get("is_coming"):
+            self._forget(path, _remove(path))
+
+    def _forget(self, path: str, pointer: Pointer | None) -> None:
+        if pointer and pointer["root"] == self.root:
+            unpin(open_store(self.root), _label(path, pointer["step"]))
+
+    def close(self, error: Any) -> None:
+        try:
+            self.ckpt.__exit__(*error)
+        finally:
+            self.settle()
+
+
+def _restore_rng(ckpt: Checkpointer) -> None:
+    with suppress(
+        UsageError
+    ):  # saved by another number of ranks: they stay as the script seeded them
+        ckpt.restore_rng()
+
+
+def _has_epochs(loader: Any) -> bool:
+    return any(hasattr(getattr(loader, name, None), "set_epoch") for name in ("sampler", "dataset"))
+
+
+# -- pointers
+
+
+def _write(path: str, pointer: Pointer) -> None:
+    files, root = get_filesystem(path), pointer["root"]
+    if "://" in path:
+        files.pipe_file(path, json.dumps({"holdfast": 1, **pointer}).encode())
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
+    if "://" not in root:
+        root = os.path.relpath(root, folder)  # folders may move together
+    temporary = f"{path}.{os.getpid()}.new"
+    with open(temporary, "wb") as file:
+        file.write(json.dumps({"holdfast": 1, **pointer, "root": root}).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _read(path: Any) -> Pointer | None:
+    """The pointer in a file; None if there is no file or it is no pointer."""
+    files = get_filesystem(path)
+    if not files.isfile(path):
+        return None
+    with files.open(path, "rb") as file:
+        begin = file.read(len(_MAGIC))
+        if begin != _MAGIC:
+            return None
+        pointer: Pointer = json.loads(begin + file.read())
+    if "://" not in pointer["root"]:
+        folder = os.path.dirname(os.path.realpath(path))
+        pointer["root"] = os.path.abspath(os.path.join(folder, pointer["root"]))
+    return pointer
+
+
+def _remove(path: str) -> Pointer | None:
+    """Remove a pointer; return what it was."""
+    pointer, files = _read(path), get_filesystem(path)
+    if pointer is not None or os.path.islink(path):
+        files.rm_file(path)
+    return pointer
+
+
+def _beside(root: str, name: str) -> str:
+    path, mark, options = root.partition("?")
+    return f"{path.rstrip('/')}-{name}{mark}{options}"
+
+
+def _digest(path: str) -> str:
+    return hexdigest(path.encode())[:8]
+
+
+def _label(path: str, step: int) -> str:
+    return f"{ascii(Path(path).stem)[1:-1][-50:]} {_digest(path)} {step}"
+
+
+def _plain(callbacks: Any) -> Any:
+    """States of callbacks as JSON; None if there are none, or they have tensors of more than one number."""
+    try:
+        return None if callbacks is None else extras.encode(callbacks, _number)
+    except UsageError:
+        return None
+
+
+def _number(value: Any, path: str) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim():
+        raise UsageError(path)
+    return {"$tensor": [str(value.dtype).partition(".")[2], extras.encode(value.item())]}
+
+
+def _any_tensor(value: Any, path: str) -> Any:
+    return None if isinstance(value, torch.Tensor) else extras.encode(value, path=path)
+
+
+def _tensor(tag: str, body: Any) -> torch.Tensor:
+    return torch.tensor(extras.decode(body[1]), dtype=getattr(torch, body[0]))
+
+
+# -- load_from_checkpoint(path), which opens a path by torch.load
+
+_load = lightning_saving.pl_load
+
+
+def _load_also_pointers(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
+    pointer = _read(path) if isinstance(path, (str, Path)) and str(path)[:4] != "http" else None
+    if pointer is None:
+        return _load(path, map_location=map_location, weights_only=weights_only)
+    with open_step(pointer["root"], step=pointer["step"]) as step:
+        weights = {
+            name.partition(".")[2]: torch.from_numpy(step.read(name).reshape(-1).view("u1"))
+            .view(torch_dtype(step.info(name).dtype))
+            .reshape(step.info(name).shape)
+            for name in step.names()
+            if name.startswith("model.")
+        }
+        device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
+        moved = {name: tensor.to(device) for name, tensor in weights.items()}
+        return {**step.extras["lightning"], "state_dict": moved}
+
+
+lightning_saving.pl_load = _load_also_pointers

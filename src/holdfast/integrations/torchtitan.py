@@ -1,0 +1,196 @@
+"""torchtitan's checkpoint manager with checkpoints by holdfast.
+
+    checkpoint=HoldfastCheckpointManager.Config(enable=True, interval=500, memory_every=10)
+
+The folder is a root of holdfast's: a step that is due is copied when `save` is called, and written while
+training goes on.  The manager is a subclass of torchtitan's, for what that one alone reads and writes:
+Hugging Face's files, by the model's adapter, and steps that torchtitan has saved itself, which a run goes
+on from as long as holdfast has none in the folder.
+
+    the first batch of a pass     draws a seed from the default generator
+    the first forward after it    is what the restored generators are for, so they are put back once more
+                                  there: a hook on the first model part, which takes itself away
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
+from torchtitan.components.checkpointer.dcp import CheckpointManager
+from torchtitan.tools import filesystem
+
+from holdfast.checkpoint.tidying import Keep
+from holdfast.checkpointer import Checkpointer
+from holdfast.delta.options import Delta
+from holdfast.errors import UsageError
+from holdfast.looking import steps
+from holdfast.memory.options import Memory
+from holdfast.once import load, save
+from holdfast.schedule import Every
+
+__all__ = ["HoldfastCheckpointManager"]
+
+
+class HoldfastCheckpointManager(CheckpointManager):
+    """Saves into, and restores from, a root of holdfast's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """torchtitan's options, all of which hold, and these."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+        """`disabled`: saving waits for the commit.  The other two are the same: holdfast copies into pinned
+        memory in any case."""
+
+        memory_every: int = 0
+        """Number of steps between snapshots in the memory of the hosts; 0 for none."""
+
+        record_every_step: bool = False
+        """Whether every step is recorded, so that a restart loses none."""
+
+    save_future: Future[None] | None
+    ckpt: Checkpointer | None = None
+    """The Checkpointer; None with `load_only`."""
+
+    def __init__(self, config: Any, *, ft_manager: Any = None, **parts: Any) -> None:
+        if ft_manager is not None and ft_manager.enabled:
+            raise UsageError(
+                "ft_manager: replicas of torchft are groups of ranks that come and go, and holdfast saves "
+                "over all ranks of a job",
+                hint="use torchtitan's TorchFTCheckpointManager with torchft",
+            )
+        super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **parts)
+        self.config = config
+        if not self.enable:
+            return
+        optimizers = list(
+            parts["optimizers"].optimizers
+        )  # their container has no states of its own
+        self._live = {key: value for key, value in self.states.items() if value is not None}
+        self._live |= {
+            MODEL: parts["model_parts"],
+            OPTIMIZER: optimizers if optimizers[1:] else optimizers[0],
+        }
+        self._rules = {key: "rank0" for key in self._live.keys() - {MODEL, OPTIMIZER, DATALOADER}}
+        if not config.load_only:
+            memory, delta = config.memory_every or None, 1 if config.record_every_step else None
+            self.ckpt = Checkpointer(
+                self.folder,
+                self._live,
+                every=Every(config.interval, memory, delta),
+                memory=Memory() if memory else None,
+                delta=Delta() if delta else None,
+                keep=Keep(last=config.keep_latest_k) if config.keep_latest_k else None,
+                when_busy="queue",
+                on_resize=self._rules,
+            )
+
+    def __del__(self) -> None:
+        """Nothing, unlike torchtitan's: ranks close together, not when garbage is collected."""
+
+    # -- loading
+
+    def _load(self, step: int = -1) -> bool:
+        wanted = None if step == -1 else step
+        if wanted is not None and filesystem.isfile(
+            filesystem.join(self._create_checkpoint_id(step), ".metadata")
+        ):
+            return bool(super()._load(step))  # a step that torchtitan has saved
+        newest = self._newest() if wanted is None else wanted
+        if newest is None:
+            return self._load_initial()
+        if newest == 0:  # a seed
+            load(self.folder, {MODEL: self._live[MODEL]}, step=0)
+        elif self.ckpt is None or self.exclude_from_loading:
+            self._load_part_of(self.folder, wanted)
+        else:
+            self.ckpt.restore(wanted)
+            self._restore_generators_later()
+        return True
+
+    def _newest(self) -> int | None:
+        if self.ckpt is None:
+            return max(steps(self.folder), default=None)
+        found = self.ckpt.find()
+        return None if found is None else found.step
+
+    def _load_initial(self) -> bool:
+        path = self.initial_load_path
+        if path is None or self.initial_load_in_hf or not steps(path):
+            return bool(super()._load())
+        if self.initial_load_model_only:
+            load(path, {MODEL: self._live[MODEL]})
+        else:
+            self._load_part_of(path, None)
+        return True
+
+    def _load_part_of(self, root: str, step: int | None) -> None:
+        """Load what is not excluded, as torchtitan does: without the generators."""
+        for key in self.exclude_from_loading:
+            if key not in self.states:
+                raise UsageError(
+                    f"exclude_from_loading: the state has no {key!r}",
+                    hint=f"it has {', '.join(map(repr, self._live))}",
+                )
+        excluded = self.exclude_from_loading
+        wanted = {key: value for key, value in self._live.items() if key not in excluded}
+        rules = {key: rule for key, rule in self._rules.items() if key in wanted}
+        load(root, wanted, step=step, on_resize=rules)
+
+    def _restore_generators_later(self) -> None:
+        hooks: list[Any] = []
+
+        def put_back(*_: Any) -> None:
+            while hooks:
+                hooks.pop().remove()
+            with suppress(UsageError):  # saved by another number of ranks: they stay as they are
+                self.ckpt.restore_rng()  # type: ignore[union-attr]
+
+        hooks += [part.register_forward_pre_hook(put_back) for part in self._live[MODEL]]
+
+    # -- saving
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self.ckpt is None:
+            return False
+        if curr_step == 0:  # create_seed_checkpoint
+            save(self.folder, {MODEL: self._live[MODEL]}, step=0)
+            return True
+        exports = last_step and self.last_save_model_only
+        is_regular = curr_step % self.interval == 0
+        due = is_regular or (last_step and not exports)
+        due = due or (curr_step == 1 and self.enable_first_step_checkpoint)
+        if due and not is_regular:
+            self.ckpt.save(curr_step)
+        else:
+            self.ckpt.step(curr_step)
+        if due:
+            self.save_future = Future()  # of which torchtitan asks whether it is there
+        if last_step or self.config.async_mode == "disabled":
+            self.ckpt.wait()
+        if exports:
+            self._save_last_step(curr_step)
+        return due or exports
+
+    def dcp_save(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Save the weights of the last step, cast for export: Hugging Face's files into the folder as
+        torchtitan does, others into the root `<folder>-export`."""
+        if options.get("to_hf"):
+            return super().dcp_save(state_dict, *args, **options)
+        step = int(options["checkpoint_id"].rpartition("-")[2])
+        return save(f"{self.folder}-export", {MODEL: dict(state_dict)}, step=step)
+
+    def _wait_for_saving(self) -> None:
+        self.save_future = None
+        if self.ckpt is not None:
+            self.ckpt.wait()
+
+    def _close(self) -> None:
+        super()._close()
+        if self.ckpt is not None:
+            self.ckpt.__exit__(*sys.exc_info())

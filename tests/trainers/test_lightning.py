@@ -1,0 +1,274 @@
+"""Lightning's Trainer and Fabric over holdfast, in real processes."""
+
+# ruff: noqa: N812
+from __future__ import annotations
+
+import json
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
+
+import holdfast
+from holdfast.errors import UsageError
+from holdfast.integrations import lightning as integration
+from trainers import lit
+from trainers.killing import Launcher, losses, value
+
+pytestmark = [pytest.mark.soak, pytest.mark.distributed]
+
+KINDS = {"single": 1, "ddp": 2, "fsdp2": 2}
+
+
+def settings(tmp_path: Path, kind: str = "single", **more: Any) -> lit.Settings:
+    root, paths = str(tmp_path / "root"), str(tmp_path / "paths")
+    return lit.Settings(kind=kind, **{"root": root, "paths": paths, **more})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """Made before a test of this module begins threads."""
+    made = Launcher("trainers.lit", tmp_path_factory.mktemp("runs"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "1")
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="lightning")
+
+
+def fitted(s: lit.Settings, *callbacks: Any, module: Any = None, **more: Any) -> L.Trainer:
+    """A fit in this process."""
+    L.seed_everything(4, verbose=False)
+    train, valid = lit.loaders()
+    trainer = lit.trainer_of(s, *callbacks, **more)
+    trainer.fit(module or lit.Net(s.width), train, valid, ckpt_path=s.ckpt_path)
+    return trainer
+
+
+# -- killed, and resumed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_ten_times_it_is_the_uninterrupted_run(
+    kind: str, tmp_path: Path, launcher: Launcher
+) -> None:
+    """Every loss and the final weights are those of Lightning's own, uninterrupted run."""
+    ranks, draw = KINDS[kind], random.Random(kind)
+    own = launcher.run(settings(tmp_path, kind, root="", paths=f"{tmp_path}/own").text(), ranks)
+    seen: list[str] = []
+    for attempt in range(10):
+        path = ("newest", "last")[attempt % 2]
+        every = {"memory": 1, "durable": 1_000_000} if attempt % 2 == 0 and kind == "single" else {}
+        run = settings(tmp_path, kind, ckpt_path=path, every=every)
+        seen += launcher.run(run.text(), ranks, draw.randint(4, 9), seed=attempt)
+    last = settings(tmp_path, kind, ckpt_path="newest")
+    seen += launcher.run(last.text(), ranks)
+    assert losses(seen) == losses(own)
+    assert value(seen, "END") == value(own, "END")
+
+
+def test_two_ranks_of_fsdp2_go_on_as_one(tmp_path: Path, launcher: Launcher) -> None:
+    """Every bit of the weights is back; what follows is as on one rank, with other sums."""
+    run = settings(tmp_path, "fsdp2")
+    launcher.run(run.text(), 2, 20)
+    module = lit.Net()
+    step = holdfast.load(run.root, {"model": module})
+    saved = lit.digest(module)
+    run.kind, run.ckpt_path = "single", "newest"
+    found = launcher.run(run.text())
+    assert value(found, "BEGIN").split()[1] == str(step)
+    assert value(found, "BEGIN").split()[2] == saved
+    assert value(found, "END").split()[1] == "60"
+
+
+# -- ModelCheckpoint
+
+
+def test_top_k_last_and_best_name_whole_steps(tmp_path: Path) -> None:
+    run = settings(tmp_path, epochs=3)
+    callback = lit.checkpoints(run)
+    trainer = fitted(run, callback)
+    paths = sorted(p.name for p in Path(run.paths).iterdir())
+    assert len(paths) == 3 and "last.ckpt" in paths  # two best, and the last
+    for path in Path(run.paths).iterdir():
+        pointer = json.loads(path.read_text())
+        assert "is_coming" not in pointer
+        with holdfast.open(run.root, step=pointer["step"]) as step:
+            assert step.step == pointer["step"]
+    best = lit.Net.load_from_checkpoint(callback.best_model_path)
+    named = int(re.search(r"step=(\d+)", callback.best_model_path)[1])
+    saved = lit.Net()
+    holdfast.load(run.root, {"model": saved}, step=named)
+    assert lit.digest(best) == lit.digest(saved)
+    found = trainer.validate(dataloaders=lit.loaders()[1], ckpt_path="best", verbose=False)
+    assert found[0]["val"] > 0
+    assert lit.digest(trainer.lightning_module) == lit.digest(saved)
+    # steps that no path names were deleted, but for what came after the last save
+    pointed = {json.loads(p.read_text())["step"] for p in Path(run.paths).iterdir()}
+    assert pointed <= set(holdfast.steps(run.root))
+    assert len(holdfast.steps(run.root)) <= 2 * len(pointed)
+
+
+def test_callbacks_know_after_a_resume_what_they_knew(tmp_path: Path) -> None:
+    """The path `last.ckpt` and the best ones name one step, and each callback's state is the newest."""
+    run = settings(tmp_path, epochs=2)
+    first, second = (
+        lit.checkpoints(run),
+        ModelCheckpoint(dirpath=run.paths + "2", monitor="val", save_top_k=1, every_n_epochs=1),
+    )
+    fitted(run, first, second)
+    run.ckpt_path, run.epochs = "last", 3
+    third = lit.checkpoints(run)
+    seen: dict[str, Any] = {}
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            seen.update(deepcopy(third.state_dict()))
+
+    fitted(run, Look(), third)
+    assert seen["last_model_path"] == first.last_model_path
+    assert seen["best_model_path"] == first.best_model_path
+    assert seen["best_k_models"] == first.best_k_models
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    run = settings(tmp_path, epochs=2)
+    callback = ModelCheckpoint(dirpath=run.paths, every_n_epochs=1, save_weights_only=True)
+    trainer = fitted(run, callback)
+    with holdfast.open(f"{run.root}-weights") as step:
+        assert not [name for name in step.names() if name.startswith("optim")]
+    model = lit.Net.load_from_checkpoint(callback.best_model_path)
+    assert lit.digest(model) == lit.digest(trainer.lightning_module)
+    run.ckpt_path, run.epochs = callback.best_model_path, 3
+    with pytest.raises(KeyError, match="contains only the model"):
+        fitted(run)
+
+
+def test_a_link_is_a_last_path_too(tmp_path: Path) -> None:
+    run = settings(tmp_path, epochs=2, save_last="link")
+    fitted(run)
+    last = Path(run.paths, "last.ckpt")
+    assert last.is_symlink() and json.loads(last.read_text())["step"] == 24
+    run.ckpt_path, run.epochs = "last", 3
+    assert fitted(run).global_step == 36
+
+
+def test_a_save_of_changed_weights_leaves_the_step_that_others_name(tmp_path: Path) -> None:
+    run = settings(tmp_path, epochs=1)
+
+    class Average(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(f"{run.paths}/plain.ckpt")
+            with torch.no_grad():
+                module.net[0].weight.mul_(0.5)
+            trainer.save_checkpoint(f"{run.paths}/half.ckpt")
+
+    trainer = fitted(run, Average(), lit.checkpoints(run))
+    trainer.save_checkpoint(f"{run.paths}/final.ckpt")
+    plain, half, final = (
+        lit.Net.load_from_checkpoint(f"{run.paths}/{name}.ckpt").net[0].weight
+        for name in ("plain", "half", "final")
+    )
+    assert torch.equal(plain * 0.5, half) and torch.equal(half, final)
+
+
+def test_a_save_that_was_not_finished_is_not_the_last(tmp_path: Path) -> None:
+    run = settings(tmp_path, epochs=1)
+    fitted(run)
+    last = Path(run.paths, "last.ckpt")
+    last.write_text(json.dumps({**json.loads(last.read_text()), "step": 999}))
+    run.ckpt_path, run.epochs = "last", 2
+    with pytest.warns(holdfast.HoldfastWarning, match=r"names step 999, .* goes on from step 12"):
+        assert fitted(run).global_step == 24
+
+
+def test_lightnings_own_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    """Its weights, optimizer and loops are all there: the next losses are as Lightning's own."""
+    own = settings(tmp_path, root="", epochs=1)
+    fitted(own)
+    one, two = (
+        settings(tmp_path, epochs=2, ckpt_path=f"{own.paths}/last.ckpt", root=root)
+        for root in ("", str(tmp_path / "root"))
+    )
+    one.paths += "1"
+    two.paths += "2"
+    digests = [lit.digest(fitted(s).lightning_module) for s in (one, two)]
+    assert digests[0] == digests[1]
+
+
+def test_nothing_found_is_a_fresh_start_and_a_used_root_is_told(tmp_path: Path) -> None:
+    run = settings(tmp_path, epochs=1, ckpt_path="newest")
+    assert fitted(run).global_step == 12
+    run.ckpt_path = None
+    with pytest.warns(holdfast.HoldfastWarning, match="has steps of another run, up to 12"):
+        fitted(run)
+
+
+# -- what cannot be done
+
+
+class Opaque:
+    pass
+
+
+class WithOpaque(lit.Net):
+    def __init__(self, opaque: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters({"opaque": opaque})
+
+
+class Drops(lit.Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["net.0.bias"]
+
+
+def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"hyper_parameters\.opaque: a .*Opaque cannot be saved"):
+        fitted(settings(tmp_path / "1"), module=WithOpaque(Opaque()))
+    with pytest.raises(UsageError, match=r"changed 'net\.0\.bias' in the state_dict"):
+        fitted(settings(tmp_path / "2"), module=Drops())
+    for of in (FSDPStrategy(), "deepspeed", "ddp_spawn"):
+        with pytest.raises(UsageError, match="cannot save with"):
+            integration.strategy(of, tmp_path)
+    with pytest.raises(UsageError, match="has no evry="):
+        integration.strategy("ddp", tmp_path, evry=5)
+
+
+# -- Fabric
+
+
+def test_fabric_is_handed_over_as_it_is(tmp_path: Path, launcher: Launcher) -> None:
+    """One device, DDP, FSDP2, then plain torch: names do not depend on Fabric, nor losses on the layout."""
+    seen: list[str] = []
+    for kind, ranks in KINDS.items():
+        seen += launcher.run(settings(tmp_path, kind, fabric=True).text(), ranks)
+    loaded, own = lit.plain(), lit.plain()
+    optimizer = torch.optim.AdamW(loaded.parameters())
+    root = str(tmp_path / "root")
+    assert holdfast.load(root, {"model": loaded, "optim": optimizer}) == 12
+    printed = {int(step): float.fromhex(loss) for step, loss in losses(seen).items()}
+    optim = torch.optim.AdamW(own.parameters(), lr=1e-2)
+    for step in range(1, 13):
+        loss = (own(torch.ones(4, 8)) - 1).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        assert printed[step] == pytest.approx(loss.item(), rel=1e-5)
+    for p, q in zip(loaded.parameters(), own.parameters()):
+        torch.testing.assert_close(p, q)
