@@ -121,13 +121,6 @@ def test_conjugated_parameters(tmp_path: Path) -> None:
     )
 
 
-def test_what_has_no_dense_memory_is_refused(tmp_path: Path) -> None:
-    tensor = torch.eye(3).to_sparse()
-    with pytest.raises(holdfast.errors.LayoutError, match=r"t\.x.*dense"):
-        holdfast.save(tmp_path, {"t": {"x": tensor}}, step=1)
-    assert holdfast.steps(str(tmp_path)) == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float64, torch.int32])
 def test_module_tensors_of_one_element_and_none(tmp_path: Path, dtype: torch.dtype) -> None:
     def build(seed: int) -> torch.nn.Module:

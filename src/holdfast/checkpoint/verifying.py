@@ -31,7 +31,7 @@ from holdfast.checkpoint.rows import merge
 from holdfast.codec.digest import num_chunks
 from holdfast.codec.table import DigestTable
 from holdfast.errors import FormatError, HoldfastError
-from holdfast.format.extras import decode, referred
+from holdfast.format.extras import MADE_OF, decode, referred
 from holdfast.format.image import Image, plan_image
 from holdfast.format.manifest import AttachedFile, FileEntry, Manifest
 from holdfast.layout import Placement
@@ -284,6 +284,7 @@ class _Verification:
 
     def _check_extras(self, what: str, key: str, trees: dict[str, Any]) -> None:
         known = self.manifest.by_name.keys() | self.manifest.aliases.keys()
+        known |= {n.removesuffix(MADE_OF) for n in self.manifest.extras if n.endswith(MADE_OF)}
         for name, tree in trees.items():
             try:
                 decode(tree, plain_tensor)

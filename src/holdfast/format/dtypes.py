@@ -47,6 +47,7 @@ _ALL = (
     DType("float8_e4m3fnuz", 1, "U8"),
     DType("float8_e5m2fnuz", 1, "U8"),
     DType("float8_e8m0fnu", 1, "U8"),
+    DType("float4_e2m1fn_x2", 1, "U8", numpy="u1"),
 )
 DTYPES = {d.name: d for d in _ALL}
 _ML = ("bfloat16", "float8")

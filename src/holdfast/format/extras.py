@@ -27,6 +27,8 @@ NUMBERS = "biufc"
 """Kinds of numpy's dtypes of which arrays are saved."""
 SCALARS = NUMBERS + "SUmM"
 """Kinds of numpy's dtypes of which scalars are saved: numpy makes the dtype from its name alone."""
+MADE_OF = "._made_of"
+"""End of the name of the extra that tells of what a tensor is made that is saved as several."""
 _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, SyntaxError)
 """Errors that Python and numpy raise for a tag's body that is not what `encode` writes."""
 

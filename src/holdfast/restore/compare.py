@@ -12,6 +12,7 @@ import numpy as np
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import HoldfastError, LayoutError, StateMismatch, warn_user
 from holdfast.events import emit
+from holdfast.format.extras import MADE_OF
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
 from holdfast.near import matching_nothing, near, near_pattern
@@ -66,6 +67,10 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOp
             )
     if live.frozen or checkpoint.left_out:
         _compare_frozen(checkpoint, live, options, found)
+    if live.apart or any(name + MADE_OF in checkpoint.manifest.extras for name in found.missing):
+        from holdfast.restore.apart import made_otherwise
+
+        found.lines += made_otherwise(checkpoint, live, found.missing, found.lines)
     return found
 
 

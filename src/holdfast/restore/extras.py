@@ -195,7 +195,7 @@ class Extras:
         in_modules = set(self._tensors_of_modules())
         for name in self.checkpoint.object_tensors:
             key = name.split(".", 1)[0]
-            if key not in self.state or name in live.tensors:
+            if key not in self.state or name in live.tensors or name in live.apart:
                 continue
             of_object = is_stateful(self.state[key])
             of_object = of_object or (key in self._nested and self._nested[key].has(name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.errors import FormatError, UsageError
+from holdfast.format.extras import MADE_OF
+from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Mesh
 from holdfast.restore.expected import Fitting
 from holdfast.restore.groups import memory_orders, plain_states
@@ -51,7 +54,7 @@ from holdfast.state.optimizers import (
     own_params,
     tensors_in,
 )
-from holdfast.state.placed import place, torch_dtype
+from holdfast.state.placed import is_apart, place, torch_dtype
 from holdfast.state.wrappers import check_names
 
 OFFLOADED = "_hf_hook"
@@ -96,6 +99,11 @@ def target_of(local: torch.Tensor, dtype: str) -> Target:
         array = array_of(local)
         return ArrayTarget(array.view(RAW[array.itemsize]))
     return TorchTarget(local.detach(), saved)
+
+
+def _entry(checkpoint: Checkpoint, name: str) -> TensorEntry | None:
+    index = checkpoint.manifest.find(name)
+    return None if index is None else checkpoint.manifest.tensors[index]
 
 
 def is_known(checkpoint: Checkpoint, name: str) -> bool:
@@ -175,7 +183,7 @@ def targets(
 
     Those of masters that serve several weights are `holdfast.restore.masters`'.
     """
-    live = Live(sources=sources_in(state))
+    live = Live(sources=sources_in(state), saved=partial(_entry, checkpoint))
     changes: list[Change] = []
     for key, value in state.items():
         for module in stages(value) or ():
@@ -198,7 +206,7 @@ def targets(
                     full = f"{key}.{name}"
                     first = seen.setdefault(id(tensor), full)
                     if first != full:
-                        live.aliases[full] = first
+                        live.alias(full, first)
                     elif options.wanted(full):
                         add_tensor(live, full, kind, tensor, source.master(tensor), steady=True)
         source = live.sources.of(value)
@@ -263,12 +271,25 @@ def only_tensors(value: Any) -> bool:
 
 def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
     """States saved under an optimizer's key, by name of the parameter, each name if it is tied."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, None]] = {}
     for name in checkpoint.names():
         state = checkpoint.manifest.tensors[checkpoint.index(name)].state
         if state not in KINDS and name.startswith(key + "."):
-            found.setdefault(name[len(key) + 1 : -len(state) - 1], []).append(state)
-    return found
+            states = found.setdefault(name[len(key) + 1 : -len(state) - 1], {})
+            states[_outer(checkpoint, name, state) if "." in state else state] = None
+    return {name: list(states) for name, states in found.items()}
+
+
+def is_saved_apart(checkpoint: Checkpoint, name: str) -> bool:
+    """True if a tensor was saved as the several tensors that it is made of."""
+    return name + MADE_OF in checkpoint.manifest.extras
+
+
+def _outer(checkpoint: Checkpoint, name: str, state: str) -> str:
+    """The state that the tensor `name` is a part of; `state` itself if that is whole."""
+    base, words = name.removesuffix(state), state.split(".")
+    begins = (".".join(words[:n]) for n in range(1, len(words)))
+    return next((s for s in begins if is_saved_apart(checkpoint, base + s)), state)
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
@@ -329,14 +350,23 @@ def _optimizer_targets(
                     live.unfit.add(id(p))
                     continue
             have = {k: v for k, v in every.items() if isinstance(v, torch.Tensor)}
+            unlike = {
+                s
+                for s in saved
+                if s in have and _is_unlike(checkpoint, f"{key}.{name}.{s}", have[s])
+            }
             known = have if plain is None or not source.saves_rest else every
             there = {*saved, *(plain or {}).get(name, ())}
             drop = [k for k in known if k not in there] if options.only is None else []
             lies, dtype, full = orders.get(name, {}), was.get(name), f"{key}.{name}"
             made = {
-                s: _new_state(checkpoint, f"{full}.{s}", tensor, group, master, dtype, lies.get(s))
+                s: _made_apart(checkpoint, f"{full}.{s}", inner, tensor)
+                if is_saved_apart(checkpoint, f"{full}.{s}")
+                else _new_state(
+                    checkpoint, f"{full}.{s}", tensor, group, master, dtype, lies.get(s)
+                )
                 for s in saved
-                if s not in have
+                if s not in have or s in unlike
             }
             changes.append(Change(inner, tensor, made, drop))
             values = have | made
@@ -347,6 +377,28 @@ def _optimizer_targets(
         live.problems += fitting.problems()
         live.idle += fitting.idle()
     return changes
+
+
+def _is_unlike(checkpoint: Checkpoint, name: str, live: torch.Tensor) -> bool:
+    """True if a state is in one memory and was saved as several tensors, or the other way round.
+    UsageError for a live one of a kind that is not known."""
+    if is_apart(live) == is_saved_apart(checkpoint, name):
+        return False
+    if is_apart(live):
+        from holdfast.state.making import says
+
+        if says(live, name) is None:
+            place(live, name)
+    return True
+
+
+def _made_apart(
+    checkpoint: Checkpoint, name: str, optimizer: Optimizer, p: torch.Tensor
+) -> torch.Tensor:
+    from holdfast.state.making import made
+
+    said = checkpoint.manifest.extras[name + MADE_OF]
+    return made(name, said, optimizer, p, partial(_entry, checkpoint))
 
 
 def _new_state(

@@ -73,6 +73,8 @@ def _restore(checkpoint: Checkpoint, state: State, group: Group, options: Restor
         with alike(group, checkpoint.step):
             for aside in prepared.asides.values():
                 aside.put()
+            for put in prepared.live.puts:
+                put()
             prepared.put_extras()
         with alike(group, checkpoint.step):
             for source in prepared.live.sources.of_frameworks():

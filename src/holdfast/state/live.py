@@ -12,7 +12,7 @@ the others (buffers, tensors that the user handed over himself) are copied at on
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -31,7 +31,7 @@ from holdfast.sources import Master, Source, Sources, frameworks, is_owned
 from holdfast.state.ignoring import trainable_marks
 from holdfast.state.kinds import check_kind, check_unit
 from holdfast.state.own_errors import naming
-from holdfast.state.placed import Placed, memory_of, parts_in, place, torch_dtype
+from holdfast.state.placed import Placed, is_apart, memory_of, parts_in, place, torch_dtype
 from holdfast.state.several import taken_apart
 from holdfast.state.wrappers import Wrappers, parts
 from holdfast.state.writes import Origin, write_count
@@ -124,6 +124,12 @@ class Live:
     """In a restore that is not strict: by id, parameters whose saved states are left out for that."""
     before: Mapping[str, LiveTensor] = field(default_factory=dict)
     """Tensors found the last time, by name; those that lie where they did are not placed again."""
+    apart: dict[str, list[str]] = field(default_factory=dict)
+    """Names of the tensors that a tensor is made of, by its own (`state.apart`)."""
+    saved: Callable[[str], Any] | None = None
+    """In a restore: what is saved under a name (a manifest's entry), or None."""
+    puts: list[Callable[[], None]] = field(default_factory=list)
+    """In a restore: what is done once tensors are read, with those that are not filled in place."""
 
     def _take_over(self, name: str, state: str, tensor: torch.Tensor, steady: bool) -> bool:
         """Add a tensor as it was found the last time, if it still lies where it did; True if so."""
@@ -138,6 +144,11 @@ class Live:
     def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
         if self.before and self._take_over(name, state, tensor, steady):
             return
+        if is_apart(tensor):
+            from holdfast.state.apart import add_apart
+
+            if add_apart(self, name, state, tensor, steady=steady):
+                return
         if name in self.tensors:
             if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():
                 return
@@ -152,6 +163,11 @@ class Live:
         self.tensors[name] = LiveTensor(
             name, state, placed, steady and not lazy, tensor, (), origin
         )
+
+    def alias(self, name: str, other: str) -> None:
+        """Let a tensor go by another name, too, with all that it is made of."""
+        inner = self.apart.get(other, [other])
+        self.aliases |= {name + one.removeprefix(other): one for one in inner}
 
     def add_parts(
         self,
@@ -379,7 +395,7 @@ def add_module(
             full = f"{key}.{name}"
             known = first.setdefault(id(tensor), full)
             if known != full:
-                live.aliases[full] = known
+                live.alias(full, known)
             elif (master := source.master(tensor)) is None or not master.is_copy:
                 add_tensor(live, full, kind, tensor, master, steady=kind == "param")
     add_extra_states(live, key, module, on_resize)
@@ -438,16 +454,18 @@ def encode(
             from holdfast.state.quantised import quantised_parts
 
             return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
+        if isinstance(leaf, torch.Tensor) and not inline:
+            live.add(name, "tensor", leaf, steady=False)
+            return {"$at": name}
         if isinstance(leaf, torch.Tensor):
             check_kind(memory_of(leaf), name)
-            if inline and is_cut(leaf):  # each rank has its part: a tensor like a module's
+            if is_cut(leaf):  # each rank has its part: a tensor like a module's
                 live.add(name, "tensor", leaf, steady=False)
                 return {"$at": name}
             small = leaf.numel() * leaf.element_size() <= live.inline_bytes
-            if inline and (small or each_rank):
+            if small or each_rank:
                 return inline_tensor(leaf)
-            if inline:
-                live.contents.setdefault(key, []).append(content_digest(leaf))
+            live.contents.setdefault(key, []).append(content_digest(leaf))
             live.add(name, "tensor", leaf, steady=False)
             return {"$at": name}
         if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):

@@ -278,7 +278,7 @@ def add_state(
 def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
     """State of a tied parameter goes by each of its names, as the parameter itself does."""
     for name in names[1:]:
-        live.aliases[f"{key}.{name}.{state}"] = f"{key}.{names[0]}.{state}"
+        live.alias(f"{key}.{name}.{state}", f"{key}.{names[0]}.{state}")
 
 
 def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:

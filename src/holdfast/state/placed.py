@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import FormatError, LayoutError
 from holdfast.layout import Axis, Box, chunk, whole
 from holdfast.sources import Master
-from holdfast.state.kinds import check_kind
+from holdfast.state.kinds import check_kind, is_plain_type
 
 AxisCut = tuple[int, Axis]
 
@@ -92,12 +92,19 @@ def whole_shape(master: Master) -> tuple[int, ...]:
 
 
 def _place_dtensor(tensor: DTensor, name: str) -> Placed:
-    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
     with torch.no_grad():  # detaching a DTensor is slow; a parameter would mark its local tensor
         plain = tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor
         local = plain.to_local()
         check_kind(local, name)
         local = local.detach()
+    box, cuts = box_of(tensor, name)
+    return Placed(local, tuple(tensor.shape), box, cuts)
+
+
+def box_of(tensor: DTensor, name: str) -> tuple[Box, tuple[AxisCut, ...] | None]:
+    """The box that this rank has of a DTensor, and the cuts that make it.  LayoutError if nobody tells."""
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    local = tensor._local_tensor
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LayoutError(f"{name!r}: this rank is not in the tensor's mesh {mesh}")
@@ -106,18 +113,19 @@ def _place_dtensor(tensor: DTensor, name: str) -> Placed:
             f"{name!r}: placement {placements} is a pending reduction",
             hint="redistribute it to Replicate() or Shard() before saving",
         )
-    box, cuts = _cut(mesh, tuple(coordinate), tuple(placements), shape)
+    box, cuts = cut_by(mesh, tuple(coordinate), tuple(placements), shape)
     if box.shape != tuple(local.shape):
         raise LayoutError(
             f"{name!r}: {placements} over {mesh} should leave {box.shape} here, "
             f"but the local tensor is {tuple(local.shape)}",
-            hint="only cuts as torch.chunk makes them are known",
+            hint="only cuts as torch.chunk makes them are known; a tensor that is cut otherwise tells by "
+            "__create_chunk_list__() and __get_tensor_shard__() which parts a rank has",
         )
-    return Placed(local, shape, box, cuts)
+    return box, cuts
 
 
 @lru_cache(4096)
-def _cut(
+def cut_by(
     mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any, ...], shape: tuple[int, ...]
 ) -> tuple[Box, tuple[AxisCut, ...] | None]:
     """The box of a DTensor at a coordinate of its mesh, and the cuts that make it."""
@@ -173,6 +181,17 @@ def mesh_axes(mesh: Any) -> list[Axis] | None:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has this rank's part of a plain tensor or a DTensor, be it plain or not."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_apart(tensor: torch.Tensor) -> bool:
+    """True if a tensor's values are not in one memory of its own: `holdfast.state.apart` knows some."""
+    memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    kind = type(memory)
+    return (
+        not is_plain_type(kind)  # type: ignore[arg-type]
+        or memory.layout is not torch.strided
+        or memory.is_nested
+    )
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""Those who save and load: holdfast, torch's DCP, torch_checkpointing.
+
+The two others are given what `get_state_dict` says, which torch made for this, and put it back by
+`set_state_dict`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import holdfast
+
+from .zoo import Trained
+
+
+class Saver(Protocol):
+    def save(self, root: str, run: Trained) -> None: ...
+
+    def load(self, root: str, run: Trained) -> None: ...
+
+
+class Holdfast:
+    def save(self, root: str, run: Trained) -> None:
+        holdfast.save(root, {"model": run.model, "optim": run.optim}, step=2)
+
+    def load(self, root: str, run: Trained) -> None:
+        holdfast.load(root, {"model": run.model, "optim": run.optim})
+
+
+def _said(run: Trained) -> dict[str, Any]:
+    model, optim = get_state_dict(run.model, run.parts)
+    return {"model": model, "optim": optim}
+
+
+def _put(run: Trained, said: dict[str, Any]) -> None:
+    model, optim = said["model"], said["optim"]
+    set_state_dict(run.model, run.parts, model_state_dict=model, optim_state_dict=optim)
+
+
+class Dcp:
+    def save(self, root: str, run: Trained) -> None:
+        dcp.save(_said(run), checkpoint_id=root)
+
+    def load(self, root: str, run: Trained) -> None:
+        said = _said(run)
+        dcp.load(said, checkpoint_id=root)
+        _put(run, said)
+
+
+class TorchCheckpointing:
+    def __init__(self) -> None:
+        from torch_checkpointing import CheckpointManager, ItemSpec
+        from torch_checkpointing.config import SyncCheckpointSaverConfig
+        from torch_checkpointing.default_resharder import DefaultResharder
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        items = {name: ItemSpec(resharder=DefaultResharder()) for name in ("model", "optim")}
+        buffered = LocalFileSystemStorageConfig(use_direct_io=False)  # else small files fail on ext4
+        config = CheckpointManager.Config(
+            items=items, save=SyncCheckpointSaverConfig(), storage_config=buffered
+        )
+        self._manager = CheckpointManager(config)
+
+    def save(self, root: str, run: Trained) -> None:
+        done = self._manager.save(root, _said(run))
+        if done is not None and hasattr(done, "result"):
+            done.result()
+
+    def load(self, root: str, run: Trained) -> None:
+        found = self._manager.load(root, into=_said(run))
+        _put(run, found)
+
+
+SAVERS: dict[str, Any] = {
+    "holdfast": Holdfast,
+    "dcp": Dcp,
+    "torch_checkpointing": TorchCheckpointing,
+}
