@@ -265,8 +265,7 @@ def rules_of(
     if not isinstance(value, dict):
         expected = f"a dict from keys of the state to one of {', '.join(rules)}"
         raise unfit(call, name, value, expected)
-    roots = [key.split(".", 1)[0] for key in value if isinstance(key, str)]
-    known = roots if keys is None else [*keys]
+    known = [str(key).split(".", 1)[0] for key in value] if keys is None else [*keys]
     for key, rule in value.items():
         if not isinstance(key, str) or key.split(".", 1)[0] not in known:
             hint = near(key, known) if isinstance(key, str) else None

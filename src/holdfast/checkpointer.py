@@ -705,12 +705,9 @@ def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:
     """The tuner's end in this run; None unless `every` is an `Auto`."""
     if every is None or isinstance(every, Every):
         return None
-    from holdfast.steering import Steering
+    from holdfast.steering import steering_of
 
-    used = {"memory": tiers.memory, "delta": tiers.delta}
-    names = tuple(name for name, tier in used.items() if tier is not None)
-    batch = tiers.delta.batch if tiers.delta is not None else 1
-    return Steering(every, names, tiers.group, tiers.store, crashed=tiers.crashed, batch=batch)
+    return steering_of(every, tiers)
 
 
 def _named_mesh(mesh: Any) -> Mesh | None:

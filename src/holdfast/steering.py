@@ -25,6 +25,7 @@ from holdfast.policy.wasted import Frequencies
 from holdfast.saving import Save
 from holdfast.schedule import Every
 from holdfast.store import LocalStore, Store
+from holdfast.tiers import Tiers
 
 LOOK_EVERY = 10
 RECENT = 64
@@ -254,3 +255,11 @@ def costs_of(event: Event, request_s: float | None = None) -> Iterator[tuple[str
 
 def _told(f: Frequencies) -> _Told:
     return _Told(f.durable, f.memory, f.delta, f.batch)
+
+
+def steering_of(auto: Auto, tiers: Tiers) -> Steering:
+    """Tune the tiers that a run has.  Collective."""
+    used = {"memory": tiers.memory, "delta": tiers.delta}
+    names = tuple(name for name, tier in used.items() if tier is not None)
+    batch = tiers.delta.batch if tiers.delta is not None else 1
+    return Steering(auto, names, tiers.group, tiers.store, crashed=tiers.crashed, batch=batch)

@@ -58,7 +58,9 @@ class TorchCheckpointing:
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         items = {name: ItemSpec(resharder=DefaultResharder()) for name in ("model", "optim")}
-        buffered = LocalFileSystemStorageConfig(use_direct_io=False)  # else small files fail on ext4
+        buffered = LocalFileSystemStorageConfig(
+            use_direct_io=False
+        )  # else small files fail on ext4
         config = CheckpointManager.Config(
             items=items, save=SyncCheckpointSaverConfig(), storage_config=buffered
         )

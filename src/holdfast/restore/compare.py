@@ -66,45 +66,14 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOp
                 f"{name}: saved as {entry.dtype}, here {placed.dtype} (cast=True converts)"
             )
     if live.frozen or checkpoint.left_out:
-        _compare_frozen(checkpoint, live, options, found)
+        from holdfast.restore.frozen import compare_frozen
+
+        compare_frozen(checkpoint, live, options, found)
     if live.apart or any(name + MADE_OF in checkpoint.manifest.extras for name in found.missing):
         from holdfast.restore.apart import made_otherwise
 
         found.lines += made_otherwise(checkpoint, live, found.missing, found.lines)
     return found
-
-
-def _compare_frozen(
-    checkpoint: Checkpoint, live: Live, options: RestoreOptions, found: Problems
-) -> None:
-    """Find what is frozen (`trainable_only`) here and was not when the step was saved, or the other way."""
-    left, lines = checkpoint.left_out, []
-    for name in [n for n in found.missing if n in left] if options.strict else ():
-        found.missing.remove(name)
-        lines.append(
-            f"{name}: not saved, for it was frozen and left out: holdfast.trainable_only(model) leaves it "
-            "out here, too, if it needs no gradient"
-        )
-    for name, here in live.frozen.items():
-        if not options.wanted(name):
-            continue
-        if name in left:
-            (dtype, shape), (own, lies) = left[name], here
-            if shape != lies or (dtype != own and not options.cast):
-                lines.append(
-                    f"{name}: left out as {dtype} {shape} when saved, and frozen as {own} {lies} here"
-                )
-        elif not options.strict:
-            found.missing += [] if is_known(checkpoint, name) else [name]
-        elif is_known(checkpoint, name):
-            live.owned.add(name)
-            lines.append(
-                f"{name}: saved, and left out here: it needs no gradient (to load it, mark the model by "
-                "trainable_only() afterwards)"
-            )
-        else:
-            lines.append(f"{name}: missing in the checkpoint, which does not list it as left out")
-    found.lines += lines
 
 
 def _differ_in_rows(saved: tuple[int, ...], here: tuple[int, ...]) -> bool:

@@ -16,11 +16,8 @@ from torch.distributed.tensor import DTensor
 def order_of(state: torch.Tensor, p: torch.Tensor) -> list[int] | None:
     """Dims of a state of parameter `p` from the outermost to the innermost in memory; None if a restore
     makes it so in any case: like the parameter if it has its shape, else row-major."""
-    if (
-        state.ndim < 2
-        or state.layout is not torch.strided
-        or (state.is_contiguous() and p.is_contiguous())
-    ):
+    is_flat = state.ndim < 2 or state.layout is not torch.strided
+    if is_flat or (state.is_contiguous() and p.is_contiguous()):
         return None
     if isinstance(state, DTensor) or isinstance(p, DTensor):
         return None
