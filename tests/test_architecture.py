@@ -37,6 +37,8 @@ LAYERS = (
     ("ending", "looking", "once", "restart", "run", "steering"),
     ("checkpointer",),
     ("converting",),
+    ("dcp",),
+    ("integrations",),
     ("cli", "testing"),
     ("__main__",),
 )
@@ -166,8 +168,8 @@ def test_no_pickle() -> None:
 
 
 BESIDE_THE_CORE = (
-    "cli", "compression", "converting", "delta", "history", "interop", "memory", "policy", "rules",
-    "steering", "testing", "uploading", "writers",
+    "cli", "compression", "converting", "dcp", "delta", "history", "integrations", "interop", "memory",
+    "policy", "rules", "steering", "testing", "uploading", "writers",
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 
@@ -323,6 +325,7 @@ def test_public_names_are_pinned() -> None:
         "__version__",
         "compression",
         "convert",
+        "dcp",
         "errors",
         "events",
         "ignore",
