@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -82,9 +82,50 @@ class RankWritten(msgspec.Struct, frozen=True, array_like=True):
     values: dict[str, Any]
     """Values that are no tensors, as JSON trees, by flat name."""
 
+    @property
+    def result(self) -> WriteResult:
+        """The form in which DCP hands it to the coordinator."""
+        size = 0 if self.file is None else self.file.bytes
+        return WriteResult(MetadataIndex(f"rank {self.rank}"), size, self)
+
+
+_Parts = dict[tuple[str, tuple[int, ...]], tuple[WriteItem, torch.Tensor]]
+"""Parts of tensors, by flat name and start."""
 
 _Row = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.Tensor]
 """A part of a tensor: minus the width of its elements, number of the tensor, start, stop, the part."""
+
+
+@dataclass
+class Prepared:
+    """What a rank has to write.  It can be pickled, if its tensors can."""
+
+    rank: int
+    attempt: Attempt
+    values: dict[str, Any]
+    shares: list[Share]
+    entries: tuple[TensorEntry, ...]
+    pieces: Pieces
+    tensors: list[torch.Tensor]
+    """The part of a tensor that each piece holds."""
+
+    def staged(self) -> Prepared:
+        """The same, with copies of the tensors on the host."""
+        copies = [t.to("cpu", copy=True, non_blocking=True) for t in self.tensors]
+        if any(t.is_cuda for t in self.tensors):
+            torch.cuda.synchronize()
+        return replace(self, tensors=copies)
+
+    def write(self, root: str) -> RankWritten:
+        """Write the image, if there is one.  Blocks until it is durable."""
+        file = None
+        if self.tensors:
+            image = plan_image(self.entries, self.pieces)
+            path = f"{self.attempt.name}/r{self.rank:05d}.safetensors"
+            with span("persist", step=self.attempt.step, bytes=image.total_bytes):
+                blocks, store = Gathered(image, self.tensors), open_store(root)
+                file = write_blocks(store, self.attempt.step, path, self.rank, image, blocks)
+        return RankWritten(self.rank, self.attempt, file, self.shares, self.values)
 
 
 class _Turn(threading.local):
@@ -194,32 +235,24 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's image.  Blocks until it is durable."""
-        attempt, rank, names = self._attempt(), self._turn.rank, Names(plan.planner_data)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([self.prepare(plan, planner).write(self.root).result])
+        return done
+
+    def prepare(self, plan: SavePlan, planner: SavePlanner) -> Prepared:
+        """What this rank has to write, laid out; its tensors are the planner's own."""
         values: dict[str, Any] = {}
-        parts: dict[tuple[str, tuple[int, ...]], tuple[WriteItem, torch.Tensor]] = {}
+        parts: _Parts = {}
         for item in plan.items:
             flat, data = item.index.fqn, planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
-                assert isinstance(data, io.BytesIO)
                 values[flat] = encoded(data, flat)
             else:
                 assert item.tensor_data is not None
                 start = tuple(item.tensor_data.chunk.offsets)
                 parts[flat, start] = item, _local(item, data)
-        shares, pieces, tensors, ordered = _laid_out(parts, names)
-        file = None
-        if tensors:
-            image = plan_image(ordered, pieces)
-            path = f"{attempt.name}/r{rank:05d}.safetensors"
-            with span("persist", step=attempt.step, bytes=image.total_bytes):
-                blocks = Gathered(image, tensors)
-                store = open_store(self.root)
-                file = write_blocks(store, attempt.step, path, rank, image, blocks)
-        written = RankWritten(rank, attempt, file, shares, values)
-        size = 0 if file is None else file.bytes
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(f"rank {rank}"), size, written)])
-        return done
+        laid_out = _laid_out(parts, Names(plan.planner_data))
+        return Prepared(self._turn.rank, self._attempt(), values, *laid_out)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: commit the step.  An error if what ranks saved does not fit together."""
@@ -255,8 +288,8 @@ def _local(item: WriteItem, data: Any) -> torch.Tensor:
 
 
 def _laid_out(
-    parts: dict[tuple[str, tuple[int, ...]], tuple[WriteItem, torch.Tensor]], names: Names
-) -> tuple[list[Share], Pieces, list[torch.Tensor], tuple[TensorEntry, ...]]:
+    parts: _Parts, names: Names
+) -> tuple[list[Share], tuple[TensorEntry, ...], Pieces, list[torch.Tensor]]:
     """What a rank saves, and where it lies in its image: by width of elements, name and start.
 
     This is the order of the format for tensors that are sorted by name and have a sharding each.
@@ -282,7 +315,7 @@ def _laid_out(
         shares.append(Share(flat, name, state, dtype, shape, tuple(boxes)))
         entries.append(TensorEntry(name, dtype, shape, len(entries), state))
     rows.sort(key=lambda row: row[:3])
-    return shares, _pieces(rows), [row[4] for row in rows], tuple(entries)
+    return shares, tuple(entries), _pieces(rows), [row[4] for row in rows]
 
 
 def _pieces(rows: list[_Row]) -> Pieces:
