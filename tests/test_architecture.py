@@ -36,9 +36,10 @@ LAYERS = (
     ("history", "tiers"),
     ("ending", "looking", "once", "restart", "run", "steering"),
     ("checkpointer",),
-    ("integrations",),
     ("converting",),
-    ("cli", "integrations", "testing"),
+    ("dcp",),
+    ("integrations",),
+    ("cli", "testing"),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -167,8 +168,8 @@ def test_no_pickle() -> None:
 
 
 BESIDE_THE_CORE = (
-    "cli", "compression", "converting", "delta", "history", "interop", "memory", "policy", "rules",
-    "steering", "testing", "uploading", "writers",
+    "cli", "compression", "converting", "dcp", "delta", "history", "integrations", "interop", "memory",
+    "policy", "rules", "steering", "testing", "uploading", "writers",
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 
@@ -326,6 +327,7 @@ def test_public_names_are_pinned() -> None:
         "__version__",
         "compression",
         "convert",
+        "dcp",
         "errors",
         "events",
         "ignore",

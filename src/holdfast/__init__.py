@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast import compression, errors, events, sources, store, testing
+    from holdfast import compression, dcp, errors, events, sources, store, testing
     from holdfast.checkpoint.opened import Checkpoint
     from holdfast.checkpoint.tidying import Keep
     from holdfast.checkpointer import Checkpointer
@@ -57,6 +57,7 @@ _HOME = {
     "Save": "holdfast.saving",
     "compression": "holdfast",
     "convert": "holdfast.converting",
+    "dcp": "holdfast",
     "errors": "holdfast",
     "events": "holdfast",
     "ignore": "holdfast.state.ignoring",
@@ -91,6 +92,7 @@ __all__ = [
     "__version__",
     "compression",
     "convert",
+    "dcp",
     "errors",
     "events",
     "ignore",

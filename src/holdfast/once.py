@@ -61,7 +61,9 @@ def save(
     group = Group(deadline_s, "save()")
     store = open_shared(url, group)
     sweep_host(store)
-    run, attempt = msgspec.json.decode(group.from_rank0(lambda: _once(store, step)))
+    run, attempt = msgspec.json.decode(
+        group.from_rank0(lambda: msgspec.json.encode(begin_once(store, step)))
+    )
     saver = Saver(group, deadline_s=deadline_s, replicas=replicas)
     durable = Durable(store, saver, claim=None, run=run, attempt=attempt)
     try:
@@ -90,7 +92,9 @@ def _read_together(files: Mapping[str, FileSource], group: Group) -> Attached | 
     return found[0]
 
 
-def _once(store: Store, step: int) -> bytes:
+def begin_once(store: Store, step: int) -> tuple[int, str]:
+    """Tidy up before a save that takes no claim; its run, and the name of its attempt.  By the process that
+    commits it; UsageError if records lead on from that step."""
     keys = RootKeys(store, below=WHOLE)
     held = newest_claim(store, keys.below("claims/"))
     run = max([held.run if held else 0, *runs_of_steps(store, keys)])
@@ -105,7 +109,7 @@ def _once(store: Store, step: int) -> bytes:
             sweep(store, keys=keys)
     except HoldfastError as error:
         emit("sweep.failed", error=str(error))
-    return msgspec.json.encode((run, once_attempt()))
+    return run, once_attempt()
 
 
 def _records_lead_on(store: Store, run: int, step: int) -> bool:

@@ -59,7 +59,7 @@ def _is_path(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class Leaf:
     """A value that is encoded already."""
 
     json: Any
@@ -84,7 +84,7 @@ class _Tree:
         if len(tops) != 1 or not all(len(path) > 1 for path in self._path.values()):
             return
         inner = {name: path[1:] for name, path in self._path.items()}
-        if not any(_hyper(path) for path in inner.values()):
+        if not any(hyper_of(path) for path in inner.values()):
             return
         new = {name: ".".join(map(str, path)) for name, path in inner.items()}
         self.tensors = [replace(t, name=new[t.name]) for t in self.tensors]
@@ -100,7 +100,7 @@ class _Tree:
         known: dict[Any, str] = {}
         for t in self.tensors:
             path = self._path[t.name]
-            found = _hyper(path)
+            found = hyper_of(path)
             if found is None:
                 kept.append(t)
                 continue
@@ -120,7 +120,7 @@ class _Tree:
         numbered: dict[str, dict[int, dict[str, Any]]] = {}
         named: dict[str, dict[str, dict[str, Any]]] = {}
         for name, value in self.values.items():
-            match _hyper(self._path[name]):
+            match hyper_of(self._path[name]):
                 case (key, int(i), what):
                     numbered.setdefault(key, {}).setdefault(i, {})[what] = value
                 case (key, str(param), what):
@@ -133,12 +133,12 @@ class _Tree:
             for key, of in numbered.items()
             if all(isinstance(g.get("params"), list) for g in of.values())
         }
-        groups |= {key: _alike(of) for key, of in named.items() if key not in numbered}
+        groups |= {key: alike(of) for key, of in named.items() if key not in numbered}
         for key, found in groups.items():
-            self._drop(lambda p, key=key: (_hyper(p) or ("",))[0] == key)
+            self._drop(lambda p, key=key: (hyper_of(p) or ("",))[0] == key)
             states: dict[str, dict[str, Any]] = {}
-            for name in [n for n in self.values if (_state(self._path[n]) or ("",))[0] == key]:
-                _, param, what = _state(self._path[name]) or ("", "", "")
+            for name in [n for n in self.values if (state_of(self._path[n]) or ("",))[0] == key]:
+                _, param, what = state_of(self._path[name]) or ("", "", "")
                 states.setdefault(param, {})[what] = self.values.pop(name)
             self._put(key, {"$optimizer": {"groups": found, "state": states}})
         return groups
@@ -165,7 +165,7 @@ class _Tree:
     def _proved(self, key: str, groups: list[list[int]]) -> dict[int, str] | None:
         shapes: dict[int, set[tuple[int, ...]]] = {}
         for t in self.tensors:
-            state = _state(self._path[t.name])
+            state = state_of(self._path[t.name])
             if state and state[0] == key and state[1].isdecimal() and t.shape:
                 shapes.setdefault(int(state[1]), set()).add(t.shape)
         by_name = {t.name: t for t in self.tensors}
@@ -180,7 +180,7 @@ class _Tree:
     def name_states(self, groups: Groups) -> None:
         """`<key>.state.<parameter>.<state>` loses `state`."""
         for i, t in enumerate(self.tensors):
-            found = _state(self._path[t.name])
+            found = state_of(self._path[t.name])
             if found and found[0] in groups:
                 self._rename(i, ".".join(found), (".".join(found),), found[2])
 
@@ -204,19 +204,19 @@ class _Tree:
         keys = {
             path[0]
             for name, path in self._path.items()
-            if name in self.values and len(path) > 1 and not _is_extra_state(path)
+            if name in self.values and len(path) > 1 and not is_extra_state(path)
         } - set(self.values)
         roots: dict[str, Any] = {}
         for name in [n for n in self.values if self._path[n][0] in keys]:
-            if not _is_extra_state(self._path[name]):
-                _set(roots, self._path[name], _Leaf(self.values.pop(name)))
+            if not is_extra_state(self._path[name]):
+                put_at(roots, self._path[name], Leaf(self.values.pop(name)))
         for i, t in enumerate(self.tensors):
             path = self._path[t.name]
             if path[0] in keys and len(path) > 1:
-                self._rename(i, _spelled(path), path, t.state)
-                _set(roots, path, _Leaf({"$at": _spelled(path)}))
+                self._rename(i, spelled(path), path, t.state)
+                put_at(roots, path, Leaf({"$at": spelled(path)}))
         for key, root in roots.items():
-            self._put(key, extras.encode(_with_lists(root), lambda leaf, _: leaf.json))
+            self._put(key, extras.encode(with_lists(root), lambda leaf, _: leaf.json))
 
     def _put(self, key: str, value: Any) -> None:
         self.values[key] = value
@@ -240,7 +240,7 @@ def _content(store: Store, t: Foreign) -> Any:
     return t.dtype, bytes(raw)
 
 
-def _hyper(path: Path) -> tuple[str, int | str, str] | None:
+def hyper_of(path: Path) -> tuple[str, int | str, str] | None:
     """(optimizer, number of the group or a parameter, hyper-parameter)."""
     match path:
         case (str(key), "param_groups", int(i), str(what)):
@@ -248,7 +248,7 @@ def _hyper(path: Path) -> tuple[str, int | str, str] | None:
     return _flat(path, "param_groups.")
 
 
-def _state(path: Path) -> tuple[str, str, str] | None:
+def state_of(path: Path) -> tuple[str, str, str] | None:
     """(optimizer, parameter, state)."""
     match path:
         case (str(key), "state", str(param), str(what)):
@@ -264,7 +264,7 @@ def _flat(path: Path, prefix: str) -> tuple[str, str, str] | None:
     return None
 
 
-def _alike(hypers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def alike(hypers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups of the parameters that have the same hyper-parameters."""
     groups: dict[bytes, dict[str, Any]] = {}
     for param, hyper in hypers.items():
@@ -273,11 +273,11 @@ def _alike(hypers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _is_extra_state(path: Path) -> bool:
+def is_extra_state(path: Path) -> bool:
     return str(path[-1]).endswith("_extra_state")
 
 
-def _spelled(path: Path) -> str:
+def spelled(path: Path) -> str:
     """A path as extras name it: `key.a.b[0]`."""
     return "".join(_steps(path))
 
@@ -287,18 +287,18 @@ def _steps(path: Path) -> Iterator[str]:
         yield f"[{part}]" if isinstance(part, int) else f".{part}" if i else part
 
 
-def _set(root: dict[Any, Any], path: Path, leaf: _Leaf) -> None:
+def put_at(root: dict[Any, Any], path: Path, leaf: Leaf) -> None:
     for part in path[:-1]:
         below = root.setdefault(part, {})
         root = below if isinstance(below, dict) else root
     root[path[-1]] = leaf
 
 
-def _with_lists(node: Any) -> Any:
+def with_lists(node: Any) -> Any:
     """Dicts of children 0, 1, 2, ... as the lists that they were."""
-    if isinstance(node, _Leaf):
+    if isinstance(node, Leaf):
         return node
-    made = {key: _with_lists(child) for key, child in node.items()}
+    made = {key: with_lists(child) for key, child in node.items()}
     if made and set(made) == set(range(len(made))):
         return [made[i] for i in range(len(made))]
     return made

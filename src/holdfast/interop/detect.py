@@ -61,6 +61,16 @@ FORMATS = {
     "huggingface": Format(
         is_huggingface, open_huggingface, lambda _: [0], holds_safetensors, of_files=True
     ),
+    "torch_checkpointing": Format(
+        # the reader is imported only where its mark is
+        lambda store: (
+            "metadata.pkl" in top(store)
+            and _of("torch_checkpointing", "is_torch_checkpointing")(store)
+        ),
+        _of("torch_checkpointing", "open_torch_checkpointing"),
+        _of("torch_checkpointing", "steps_torch_checkpointing"),
+        _of("torch_checkpointing", "may_be_torch_checkpointing"),
+    ),
     "torch": Format(
         is_torch,
         _of("torchsave", "open_torch"),

@@ -72,9 +72,7 @@ def _dtensor(local: Any, spec: UnknownInstance) -> Shards:
         raise FormatError(f"a DTensor whose local part is {kind_of(local)}")
     if len(coordinate) != len(sizes):
         raise FormatError("a DTensor of a rank that is not in its mesh")
-    box = whole(shape)
-    for mesh_dim, dim in _order(spec, sizes):
-        box = chunk(box, dim, coordinate[mesh_dim], sizes[mesh_dim])
+    box = box_of(spec, shape, sizes, coordinate)
     if box.shape != local.shape:
         placements = ", ".join(p.name.rpartition(".")[2] for p in spec["placements"])
         raise FormatError(
@@ -84,6 +82,19 @@ def _dtensor(local: Any, spec: UnknownInstance) -> Shards:
     held = ((box, local),) if box.size else ()
     rank = mesh.get("_rank")
     return Shards(dtype, shape, held, rank if isinstance(rank, int) else None, None)
+
+
+def box_of(
+    spec: UnknownInstance,
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> Box:
+    """The box of a tensor that a rank at `coordinate` of a mesh of `sizes` holds, by its placements."""
+    box = whole(shape)
+    for mesh_dim, dim in _order(spec, sizes):
+        box = chunk(box, dim, coordinate[mesh_dim], sizes[mesh_dim])
+    return box
 
 
 def _mesh_shape(mesh: UnknownInstance) -> tuple[int, ...]:

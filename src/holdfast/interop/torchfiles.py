@@ -66,7 +66,7 @@ def trees_of(store: Store) -> list[Any]:
     return [_indexed(store, indexes[0]) if indexes else _of_one(store, singles[0])]
 
 
-def _tree(store: Store, file: str) -> Any:
+def tree_of(store: Store, file: str) -> Any:
     """The tree of one file."""
     try:
         return read_file(store, file, _KNOWN)
@@ -77,7 +77,7 @@ def _tree(store: Store, file: str) -> Any:
 
 
 def _of_one(store: Store, file: str) -> Any:
-    return merged([_tree(store, file)], [file])
+    return merged([tree_of(store, file)], [file])
 
 
 RESAVE_PLAIN = "save state_dict()s, not objects; or " + RESAVE
@@ -105,7 +105,7 @@ def _of_ranks(store: Store, files: dict[int, str]) -> Any:
             hint="open the folder that holds the file of every rank",
         )
     names = [files[rank] for rank in sorted(files)]
-    return merged([_tree(store, name) for name in names], names)
+    return merged([tree_of(store, name) for name in names], names)
 
 
 # -- shards of Hugging Face -----------------------------------------------------------------------

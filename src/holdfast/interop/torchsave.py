@@ -37,14 +37,17 @@ def open_torch(store: Store, step: int | None = None) -> Checkpoint:
     FormatError, Corrupt or NotFound if files are not whole, are missing or do not belong together.
     """
     try:
-        return _open(store, step)
+        return open_trees(store, trees_of(store), step)
     except RecursionError:
         raise FormatError("values are nested too deep", key=store.url) from None
 
 
-def _open(store: Store, step: int | None) -> Checkpoint:
+def open_trees(
+    store: Store, trees: list[Any], step: int | None, software: dict[str, str] | None = None
+) -> Checkpoint:
+    """A checkpoint of what files hold, as trees of all ranks."""
     found = _FileContents(store)
-    sections = [s for tree in trees_of(store) for s in _sections(tree)]
+    sections = [s for tree in trees for s in _sections(tree)]
     names = [key for key, _ in sections]
     twice = next((k for k in names if names.count(k) > 1), None)
     if twice is not None:
@@ -54,7 +57,8 @@ def _open(store: Store, step: int | None) -> Checkpoint:
     here = _step(found.steps)
     if step not in (None, here):
         raise NotFound(f"{store.url} is a torch checkpoint of step {here}; it has no step {step}")
-    return foreign(store, found.tensors, step=here, software=found.software(), extras=found.extras)
+    software = found.software() | (software or {})
+    return foreign(store, found.tensors, step=here, software=software, extras=found.extras)
 
 
 def torch_steps(store: Store) -> list[int]:

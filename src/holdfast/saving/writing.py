@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -22,6 +24,39 @@ WRITE_BYTES = 8 << 20
 WRITE_THREADS = 4
 
 
+class Blocks(Protocol):
+    """Bytes of an image, block by block; of several threads."""
+
+    def block(self, start: int, stop: int) -> memoryview:
+        """Bytes `start..stop`, all of them before the digest table, once they are there."""
+
+    def last(self, start: int, table: bytes) -> memoryview:
+        """Bytes from `start` to the end, with the table.  Raises if the blocks given before are stale."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """An image in memory that is being filled."""
+
+    memory: memoryview
+    image: Image
+    filling: Filling
+    turn: int
+    check: Callable[[], None]
+
+    def block(self, start: int, stop: int) -> memoryview:
+        """Wait for the copier."""
+        self.filling.wait(stop, self.turn)
+        self.check()
+        return self.memory[start:stop]
+
+    def last(self, start: int, table: bytes) -> memoryview:
+        """Wait until it is known that what was filled stays."""
+        self.filling.settle(self.turn)
+        self.memory[self.image.table_start : self.image.total_bytes] = table
+        return self.memory[start : self.image.total_bytes]
+
+
 def write_image(
     store: Store,
     step: int,
@@ -38,16 +73,24 @@ def write_image(
     image is of no use any more.
     """
     while True:
-        writer = store.create(step_prefix(step) + path, image.total_bytes)
+        blocks = Filled(view, image, filling, filling.turn, check)
         try:
-            table = _stream(writer, view, image, filling, check)
-            writer.finish()
-            break
+            return write_blocks(store, step, path, rank, image, blocks)
         except Refilled:
-            writer.abort()
-        except BaseException:
-            writer.abort()
-            raise
+            pass
+
+
+def write_blocks(
+    store: Store, step: int, path: str, rank: int, image: Image, blocks: Blocks
+) -> FileEntry:
+    """Digest and write an image, as `path` below a step's folder, block by block."""
+    writer = store.create(step_prefix(step) + path, image.total_bytes)
+    try:
+        table = _stream(writer, image, blocks)
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
     return FileEntry(
         rank,
         path,
@@ -59,20 +102,15 @@ def write_image(
     )
 
 
-def _stream(
-    writer: Writer, memory: memoryview, image: Image, filling: Filling, check: Callable[[], None]
-) -> bytes:
-    """Write every block as soon as it is filled, the digest table last; returns the table."""
-    turn = filling.turn
+def _stream(writer: Writer, image: Image, blocks: Blocks) -> bytes:
+    """Write every block as soon as it is there, the digest table last; returns the table."""
     table = np.empty(num_chunks(image.table_start), "<u8")
     part = part_bytes(writer, WRITE_BYTES)
     last = image.table_start // part * part
 
     def one(start: int) -> None:
         stop = min(start + part, image.table_start)
-        filling.wait(stop, turn)
-        check()
-        view = memory[start:stop]
+        view = blocks.block(start, stop)
         first = start // CHUNK_BYTES
         digest_chunks(view, table[first : first + num_chunks(len(view))])
         if start < last:
@@ -80,8 +118,6 @@ def _stream(
             count("written.bytes", len(view))
 
     in_threads(one, list(range(0, image.table_start, part)), WRITE_THREADS)
-    filling.settle(turn)
-    memory[image.table_start : image.total_bytes] = table.tobytes()
-    writer.write(last, memory[last : image.total_bytes])
+    writer.write(last, blocks.last(last, table.tobytes()))
     count("written.bytes", image.total_bytes - last)
     return table.tobytes()

@@ -1,0 +1,32 @@
+"""Steps of a root, as DCP names checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from holdfast.arguments import shown
+from holdfast.checkpoint.names import step_prefix
+from holdfast.errors import UsageError
+
+_STEP = re.compile(r"(?:[A-Za-z]+[-_]?)?(\d{1,18})")
+
+CheckpointId = str | int | os.PathLike[str] | None
+
+
+def step_of_id(checkpoint_id: CheckpointId, root: str) -> int | None:
+    """The step that a `checkpoint_id` means: `"10"`, `10`, `"step-10"`, or `"<root>/10"`; None for none.
+
+    UsageError for anything else, which would go to another place than it says.
+    """
+    if checkpoint_id is None:
+        return None
+    folder, _, name = os.fspath(str(checkpoint_id)).rstrip("/").rpartition("/")
+    match = None if isinstance(checkpoint_id, bool) else _STEP.fullmatch(name)
+    if match is None or (folder and folder.rstrip("/") != root.rstrip("/")):
+        raise UsageError(
+            f"checkpoint_id={shown(checkpoint_id)} names no step of {root}",
+            hint='checkpoint_id is the number of the step: "10"',
+        )
+    step_prefix(int(match[1]))
+    return int(match[1])

@@ -1,0 +1,140 @@
+"""`Reader`: what `dcp.load` reads, from a step of any root, or from a checkpoint of another system."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from holdfast.arguments import flag_of, path_of
+from holdfast.checkpoint.consolidating import keep_extras
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.reading import read_alone
+from holdfast.checkpoint.rows import Want
+from holdfast.dcp.ids import CheckpointId, step_of_id
+from holdfast.dcp.names import Listing, listing
+from holdfast.dcp.values import Named, pickled
+from holdfast.errors import HoldfastError
+from holdfast.layout import Box
+from holdfast.looking import open as open_step
+from holdfast.restore.targets import target_of
+
+
+class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
+    """Loads steps of `root`, a path or URL, with `torch.distributed.checkpoint`, on any layout.
+
+    `checkpoint_id` is the number of the step (`"10"`); without it, the newest is loaded, the same on all
+    ranks.  Checkpoints of others are read where they lie, as `holdfast.open` finds them.  All that is read
+    is verified unless `verify=False`.  Values are cast to the dtype of the tensor that takes them, as DCP
+    does.  What each rank had for itself (generators, data loaders) is not offered.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, verify: bool = True) -> None:
+        self.root = path_of(root, "Reader", "root")
+        self.verify = flag_of(verify, "Reader", "verify")
+        self._wanted: int | None = None
+        self._saved: Checkpoint | None = None
+        self._listing: Listing = {}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: DCP is to make no `Reader` by itself of an id, for that says no root."""
+        return False
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        """Begin another load, of the step `checkpoint_id`."""
+        self._wanted = step_of_id(checkpoint_id, self.root)
+        self._saved = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The step that is being loaded."""
+        if self._saved is None:
+            self._open(self._wanted)
+        assert self._saved is not None
+        return self._saved
+
+    def _open(self, step: int | None) -> None:
+        self._saved = open_step(self.root, step=step, verify=self.verify)
+        manifest = self._saved.manifest
+        trees, _ = keep_extras(self._saved)
+        self._listing = listing(manifest.tensors, manifest.aliases, trees)
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """What there is to load.  Each tensor is said to be one chunk: any part of it can be read."""
+        step = self.checkpoint.step
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for flat, (_, value) in self._listing.items():
+            if isinstance(value, Named):
+                whole = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
+                properties = TensorProperties(dtype=value.dtype)
+                entries[flat] = TensorStorageMetadata(properties, value.shape, [whole])
+            else:
+                entries[flat] = BytesStorageMetadata()
+        paths = {flat: path for flat, (path, _) in self._listing.items()}
+        meta = StorageMeta(checkpoint_id=self.root, load_id=str(step))
+        return Metadata(entries, planner_data=paths, storage_meta=meta)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing is to be set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: all ranks load the step that this one has found."""
+        for plan in plans:
+            plan.storage_data = self.checkpoint.step
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read, verify and place all that the plan wants.  Blocks."""
+        if isinstance(plan.storage_data, int) and plan.storage_data != self.checkpoint.step:
+            self._go_back(plan.storage_data)
+        saved, wants, tensors = self.checkpoint, [], []
+        for item in plan.items:
+            value = self._listing[item.storage_index.fqn][1]
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, pickled(value))
+                continue
+            target = planner.resolve_tensor(item)
+            start = tuple(item.storage_offsets)
+            box = Box(start, tuple(a + n for a, n in zip(start, item.lengths)))
+            if box.size:
+                number = saved.index(value.saved_name)
+                dtype = saved.manifest.tensors[number].dtype
+                wants.append(Want(number, box, target_of(target.detach(), dtype)))
+            tensors.append((item, target))
+        read_alone(saved.images, wants)
+        for item, target in tensors:
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _go_back(self, step: int) -> None:
+        """Load another step than this rank has planned for: a newer one was committed between two looks."""
+        planned = {flat: _kind(value) for flat, (_, value) in self._listing.items()}
+        self._open(step)
+        if planned != {flat: _kind(value) for flat, (_, value) in self._listing.items()}:
+            raise HoldfastError(
+                "another step was committed while ranks looked for the newest, and holds other things "
+                f"than step {step}",
+                hint="load again, or name the step by checkpoint_id",
+            )
+
+
+def _kind(value: Any) -> Any:
+    return (value.saved_name, value.dtype, value.shape) if isinstance(value, Named) else None

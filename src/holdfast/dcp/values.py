@@ -1,0 +1,105 @@
+"""Values that are no tensors: DCP has them as pickles of torch.save, holdfast as JSON.
+
+A pickle is read by torch's restricted unpickler, which makes plain data and calls nothing else.  What JSON
+does not give back equal is refused by its name.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.errors import FormatError, UsageError
+from holdfast.format import extras
+from holdfast.state.live import inline_tensor, outline_tensor
+from holdfast.state.placed import torch_dtype
+
+HINT = (
+    "reduce it to numbers, strings, lists, dicts, arrays or tensors, as a state_dict() does: holdfast "
+    "writes no pickles"
+)
+
+
+def _numpys() -> list[Any]:
+    """What pickles of numpy's arrays and scalars name, which torch's unpickler does not know by itself."""
+    array = np.zeros(1).__reduce__()[0]
+    scalar = np.float64(1).__reduce__()[0]
+    kinds = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDUSmM"}
+    return [array, scalar, np.ndarray, np.dtype, deque, *kinds]
+
+
+def encoded(data: io.BytesIO, name: str) -> Any:
+    """The JSON tree of a value that torch.save has written.  UsageError for what is no plain data."""
+    data.seek(0)
+    try:
+        with torch.serialization.safe_globals(_numpys()):
+            value = torch.load(data, map_location="cpu", weights_only=True)
+    except Exception as error:
+        why = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or str(error)
+        raise UsageError(f"{name}: is no plain data ({why[:200]})", hint=HINT) from None
+    return encode(value, name)
+
+
+def encode(value: Any, name: str) -> Any:
+    """The JSON tree of a value."""
+
+    def on_other(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, torch.dtype):
+            return {"$dtype": str(leaf).removeprefix("torch.")}
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized:
+            return inline_tensor(leaf)
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        raise UsageError(f"{name}.{path}: a {kind} cannot be saved".replace(".:", ":"), hint=HINT)
+
+    try:
+        return extras.encode(value, on_other, utf8=True)
+    except extras.Unsaved as error:
+        raise error.within(name) from None
+
+
+class Named(torch.Tensor):  # type: ignore[misc]  # torch gives no types
+    """A stand-in for a tensor of the checkpoint, by its name: it has its shape and dtype, and no memory."""
+
+    saved_name: str
+
+
+def named(name: str, dtype: str, shape: tuple[int, ...]) -> Named:
+    """A stand-in for a tensor."""
+    empty = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+    found: Named = empty.as_subclass(Named)
+    found.saved_name = name
+    return found
+
+
+def decode(tree: Any, tensors: dict[str, Named]) -> Any:
+    """A value of extras; tensors of the checkpoint that it refers to are their stand-ins."""
+
+    def on_other(tag: str, body: Any) -> Any:
+        match tag:
+            case "$tensor":
+                return outline_tensor(body)
+            case "$at" if body in tensors:
+                return tensors[body]
+            case "$dtype":
+                return torch_dtype(body)
+            case "$object":
+                return extras.decode(body, on_other)
+            case "$quantized":
+                from holdfast.state.quantised import quantised
+
+                return quantised(extras.decode(body, on_other))
+        raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+    return extras.decode(tree, on_other)
+
+
+def pickled(value: Any) -> io.BytesIO:
+    """A value as planners of DCP expect it."""
+    out = io.BytesIO()
+    torch.save(value, out)
+    out.seek(0)
+    return out

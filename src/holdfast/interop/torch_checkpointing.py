@@ -1,0 +1,196 @@
+"""Checkpoints of torch_checkpointing, read where they lie: a directory with a file per item and rank.
+
+    model_0.pt, model_1.pt, optim_0.pt, optim_1.pt, epoch_0.pt, ..., metadata.pkl
+
+Each file is one of torch.save, and holds the rank's local tensors.  `metadata.pkl` says how the tensors of
+all ranks make up the whole: for each path inside an item the placements on a mesh, or the parts that a rank
+holds, and in which ranks.  With it local tensors become `Shards`, and the rest is as for any files of ranks
+(`ranks`, `torchsave`).  It is written where an item declares a resharder; without it tensors are taken for
+replicas, which must not differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import FormatError, NotFound
+from holdfast.format.dtypes import DTYPES
+from holdfast.interop.folder import top
+from holdfast.interop.plaindata import ints, text
+from holdfast.interop.ranks import Shards, box_of, merged
+from holdfast.interop.torchfile import TensorRef
+from holdfast.interop.torchfiles import tree_of
+from holdfast.interop.torchsave import open_trees
+from holdfast.interop.unpickle import UnknownInstance, check_size, unpickle
+from holdfast.layout import Box
+from holdfast.store import Store
+
+METADATA = "metadata.pkl"
+_ITEM = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,9})\.pt")
+_KINDS = {"Shard": "Shard", "StridedShard": "_StridedShard", "Replicate": "Replicate"}
+
+Metadata = dict[str, dict[str, Any]]
+"""By item: the groups of ranks of each path (as JSON), and the layouts of ranks."""
+
+
+def is_torch_checkpointing(store: Store) -> bool:
+    """True if a folder holds a checkpoint of several ranks, with its metadata."""
+    return METADATA in top(store) and may_be_torch_checkpointing(store)
+
+
+def may_be_torch_checkpointing(store: Store) -> bool:
+    """True if a folder holds a file of rank 0."""
+    return any(0 in files for files in _by_item(top(store)).values())
+
+
+def open_torch_checkpointing(store: Store, step: int | None = None) -> Checkpoint:
+    """Open a directory.  FormatError, Corrupt or NotFound if files are not whole, or are missing."""
+    names = top(store)
+    metadata, world = _metadata(store) if METADATA in names else ({}, None)
+    items = _by_item(names)
+    for item, known in metadata.items():
+        layouts = known["rank_to_layout_info"]
+        given = {int(r): _file(item, at) for r, at in layouts.items() if at is not None}
+        items[item] = items.get(item, {}) | given
+    num_ranks = world or 1 + max((rank for files in items.values() for rank in files), default=-1)
+    tree = {
+        item: _of_ranks(store, item, files, metadata.get(item), num_ranks)
+        for item, files in items.items()
+    }
+    return open_trees(store, [tree], step, {"torch_checkpointing": "unknown"})
+
+
+def steps_torch_checkpointing(store: Store) -> list[int]:
+    """The one step of a directory."""
+    return [open_torch_checkpointing(store).step]
+
+
+def _by_item(names: list[str]) -> dict[str, dict[int, str]]:
+    """The files of each item, by rank."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        if match := _ITEM.fullmatch(name):
+            found.setdefault(match["item"], {})[int(match["rank"])] = name
+    return found
+
+
+def _file(item: str, layout: Any) -> str:
+    kind = text(layout["serialization_format"]["type"])
+    if kind != "TorchSerialization":
+        raise FormatError(
+            f"item {item!r} is stored by {kind}",
+            hint="only items that torch.save has written are read; load it by torch_checkpointing",
+        )
+    return text(layout["file_path"])
+
+
+def _metadata(store: Store) -> tuple[Metadata, int]:
+    """The metadata by item, and the number of ranks."""
+    try:
+        tree = unpickle(store.get(METADATA), {})
+        check_size(tree)
+        if text(tree["version"]) not in ("2.0", "3.0"):
+            raise FormatError(f"metadata of version {tree['version']!r}")
+        return {text(item): dict(known) for item, known in tree["metadata"].items()}, int(
+            tree["world_size"]
+        )
+    except FormatError as error:
+        error.key = error.key or METADATA
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise FormatError(f"malformed metadata: {error}", key=METADATA) from None
+
+
+def _of_ranks(
+    store: Store, item: str, files: dict[int, str], known: Mapping[str, Any] | None, num_ranks: int
+) -> Any:
+    """One tree of all ranks' files of an item; an item of rank 0 alone is what that has."""
+    missing = [rank for rank in range(num_ranks) if rank not in files]
+    if missing and (set(files) != {0} or known is not None):
+        raise NotFound(
+            f"no file of rank {missing[0]} of item {item!r}",
+            key=next(iter(files.values()), item),
+            hint="open the directory that holds the file of every rank",
+        )
+    groups = {} if known is None else _groups(known["nested_path_to_metadata"])
+    ranks = sorted(files)
+    trees = [_placed(tree_of(store, files[r]), (), groups, r) for r in ranks]
+    return merged(trees, [files[r] for r in ranks], item)
+
+
+def _groups(paths: Any) -> dict[tuple[Any, ...], dict[int, Any]]:
+    """What is said of the tensor at each path, by rank."""
+    try:
+        return {
+            tuple(json.loads(path)): {
+                rank: group["sharding_metadata"] for group in groups for rank in group["ranks"]
+            }
+            for path, groups in paths.items()
+        }
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise FormatError(f"malformed metadata: {error}", key=METADATA) from None
+
+
+def _placed(value: Any, path: tuple[Any, ...], groups: Any, rank: int) -> Any:
+    """A rank's tree, with the parts of tensors that the metadata says in the place of local tensors."""
+    if isinstance(value, dict):
+        return {k: _placed(v, (*path, k), groups, rank) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_placed(v, (*path, i), groups, rank) for i, v in enumerate(value)]
+    said = groups.get(path, {}).get(rank)
+    if said is None or not isinstance(value, TensorRef):
+        return value
+    try:
+        return _shards(value, said["type"], said["data"], rank)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise FormatError(f"malformed metadata of {path}: {error}", key=METADATA) from None
+
+
+def _shards(local: TensorRef, kind: str, said: Mapping[str, Any], rank: int) -> Shards:
+    shape, dtype = ints(said["global_shape"]), text(said["dtype"]).removeprefix("torch.")
+    if local.dtype != dtype:
+        raise FormatError(f"a part of {local.dtype} of a tensor of {dtype}", key=local.path)
+    if kind == "DTensorShardingMetadata":
+        held = [(_box(shape, said["mesh_spec"], said["placements"], rank), local)]
+    elif kind == "default_tensor_v1":
+        parts = zip(said["global_offsets"], said["local_offsets"], said["local_sizes"], strict=True)
+        held = [_part(local, *map(ints, part)) for part in parts]
+    else:
+        raise FormatError(f"a tensor that {kind} describes", hint="load it by torch_checkpointing")
+    for box, tensor in held:
+        if box.shape != tensor.shape:
+            raise FormatError(
+                f"a part of {box.shape} whose tensor is {tensor.shape}", key=local.path
+            )
+    return Shards(dtype, shape, tuple(one for one in held if one[0].size), rank, None)
+
+
+def _box(shape: tuple[int, ...], mesh: Mapping[str, Any], placements: Any, rank: int) -> Box:
+    """What a rank holds of a DTensor."""
+    sizes, at = ints(mesh["mesh_shape"]), list(mesh["mesh_data"]).index(rank)
+    coordinate = [at // prod(sizes[i + 1 :]) % sizes[i] for i in range(len(sizes))]
+    spec = UnknownInstance("DTensorSpec")
+    spec.fields["placements"] = tuple(_placement(p) for p in placements)
+    return box_of(spec, shape, sizes, tuple(coordinate))
+
+
+def _placement(said: Mapping[str, Any]) -> UnknownInstance:
+    found = UnknownInstance(_KINDS[said["type"]])
+    found.fields = {k: int(v) for k, v in said.items() if k != "type"}
+    return found
+
+
+def _part(
+    local: TensorRef, start: tuple[int, ...], inside: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[Box, TensorRef]:
+    """A box of the whole, and the region of a local tensor that holds it."""
+    if any(a + n > size for a, n, size in zip(inside, sizes, local.shape, strict=True)):
+        raise FormatError(f"a part that leaves its tensor of {local.shape}", key=local.path)
+    skip = sum(a * s for a, s in zip(inside, local.strides)) * DTYPES[local.dtype].bytes
+    tensor = TensorRef(local.dtype, sizes, local.strides, local.path, local.offset + skip)
+    return Box(start, tuple(a + n for a, n in zip(start, sizes))), tensor
