@@ -36,7 +36,7 @@ LAYERS = (
     ("history", "tiers"),
     ("ending", "looking", "once", "restart", "run", "steering"),
     ("checkpointer",),
-    ("converting",),
+    ("converting", "integrations"),
     ("cli", "testing"),
     ("__main__",),
 )
@@ -166,8 +166,8 @@ def test_no_pickle() -> None:
 
 
 BESIDE_THE_CORE = (
-    "cli", "compression", "converting", "delta", "history", "interop", "memory", "policy", "rules",
-    "steering", "testing", "uploading", "writers",
+    "cli", "compression", "converting", "delta", "history", "integrations", "interop", "memory", "policy",
+    "rules", "steering", "testing", "uploading", "writers",
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 
@@ -179,6 +179,7 @@ SELDOM = (
     "holdfast.group.window",
     "holdfast.layout.view",
     "holdfast.state.deepspeed",
+    "holdfast.state.deepspeed_parts",
     "holdfast.restore.former",
     "holdfast.state.in_hooks",
     "holdfast.state.made",
