@@ -314,6 +314,7 @@ def test_public_names_are_pinned() -> None:
         "Converted",
         "Delta",
         "Every",
+        "Found",
         "HoldfastError",
         "HoldfastWarning",
         "Keep",

@@ -91,6 +91,8 @@ STATES: Values = (
     {None: 1},
     nn.Linear(1, 1),
 )
+STATES_BUT_LATE = tuple(v for v in STATES if v is not None and not (isinstance(v, dict) and not v))
+"""Without the two that say that the state comes later."""
 RULES: Values = (Odd(), [], 3, "fresh", b"x", {"modl": "fresh"}, {3: "fresh"}, {"model": "frehs"},
                  {"model": None}, {"model": 3})  # fmt: skip
 PATTERNS: Values = (Odd(), 3, b"model.*", "", [], (), {}, [3], ["model.*", ""], [None], object)
@@ -214,7 +216,7 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "path": (*PATHS, *BUCKETS),
             "upload": (*PATHS_OR_NONE, *BUCKETS),
             "upload_keep": (*OBJECTS, holdfast.Keep),
-            "state": STATES,
+            "state": STATES_BUT_LATE,
             "every": EVERY,
             "memory": (*OBJECTS, holdfast.Memory),
             "delta": (*OBJECTS, holdfast.Delta),
@@ -230,6 +232,7 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
     ),
     "Checkpointer.step": (lambda m: m.ckpt.step, {"step": STEPS}),
     "Checkpointer.save": (lambda m: m.ckpt.save, {"step": STEPS}),
+    "Checkpointer.find": (lambda m: m.ckpt.find, {"step": STEPS_OR_NONE}),
     "Checkpointer.restore": (
         lambda m: m.ckpt.restore,
         {
@@ -459,6 +462,7 @@ def test_nothing_was_made_by_a_refused_call(made: Made) -> None:
 RESULTS = {
     "Checkpoint",
     "Converted",
+    "Found",
     "Save",
     "compression.rounded_to",
     "events.Event",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from holdfast.memory.options import Memory
     from holdfast.once import load, save
     from holdfast.policy.tuning import Auto
-    from holdfast.restore.result import Restored
+    from holdfast.restore.result import Found, Restored
     from holdfast.run.recovery import kept, recoverable
     from holdfast.saving import Save
     from holdfast.schedule import Every
@@ -46,6 +46,7 @@ _HOME = {
     "Converted": "holdfast.converting",
     "Delta": "holdfast.delta.options",
     "Every": "holdfast.schedule",
+    "Found": "holdfast.restore.result",
     "HoldfastError": "holdfast.errors",
     "HoldfastWarning": "holdfast.errors",
     "Keep": "holdfast.checkpoint.tidying",
@@ -77,6 +78,7 @@ __all__ = [
     "Converted",
     "Delta",
     "Every",
+    "Found",
     "HoldfastError",
     "HoldfastWarning",
     "Keep",

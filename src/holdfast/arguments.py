@@ -256,15 +256,17 @@ def patterns_of(value: Any, call: str, name: str) -> tuple[str, ...]:
 
 
 def rules_of(
-    value: Any, rules: Sequence[str], keys: Iterable[str], call: str, name: str
+    value: Any, rules: Sequence[str], keys: Iterable[str] | None, call: str, name: str
 ) -> dict[str, str]:
-    """Rules by key of the state, or by the name of something below it (`optim.common`); None is none."""
+    """Rules by key of the state, or by the name of something below it (`optim.common`); None is none.
+    `keys` are None if they are not known yet."""
     if value is None:
         return {}
     if not isinstance(value, dict):
         expected = f"a dict from keys of the state to one of {', '.join(rules)}"
         raise unfit(call, name, value, expected)
-    known = [*keys]
+    roots = [key.split(".", 1)[0] for key in value if isinstance(key, str)]
+    known = roots if keys is None else [*keys]
     for key, rule in value.items():
         if not isinstance(key, str) or key.split(".", 1)[0] not in known:
             hint = near(key, known) if isinstance(key, str) else None

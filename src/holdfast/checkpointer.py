@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,8 +52,7 @@ if TYPE_CHECKING:
     from holdfast.memory.tier import MemoryTier
     from holdfast.policy.tuning import Auto
     from holdfast.restart import Restart
-    from holdfast.restore.result import Restored
-    from holdfast.restore.targets import RestoreOptions
+    from holdfast.restore.result import Found, Restored
     from holdfast.steering import Steering
 
 NO_RECORDS = (
@@ -69,6 +67,7 @@ class Checkpointer:
     lists of pipeline stages), optimizers, objects with `state_dict`/`load_state_dict`, and nested dicts of
     tensors and plain values.  Plain values are read from the dict at each save and put back into it by
     `restore`.  The random number generators are included under the key `rng`, unless the state has one.
+    What does not exist yet may be added to `Checkpointer.state` before `restore` or the first save.
 
     `every`: how often `step` saves: a number of steps between durable saves, or an `Every` with a number
     for each tier; with `Auto`, as often as pays, by what saves are measured to cost.
@@ -90,7 +89,7 @@ class Checkpointer:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        state: State,
+        state: State | None = None,
         *,
         every: Every | Auto | int | None = None,
         memory: Memory | None = None,
@@ -110,11 +109,14 @@ class Checkpointer:
         root = path_of(path, call, "path")
         check_own(root)
         behind = None if upload is None else path_of(upload, call, "upload")
-        check_keys(state)
+        state = {} if state is None else state
+        if not isinstance(state, dict) or state:
+            check_keys(state)
         _check_choices(call, when_busy, on_error, replicas)
         _check_tiers(memory=memory, delta=delta, keep=keep, upload_keep=upload_keep)
         _check_homes(root, behind, upload_keep)
-        on_resize = rules_of(on_resize, RULES, (*state, "rng"), call, "on_resize")
+        known = (*state, "rng") if state else None
+        on_resize = rules_of(on_resize, RULES, known, call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
         if sigterm_s is not None:
@@ -169,7 +171,7 @@ class Checkpointer:
 
     @property
     def state(self) -> State:
-        """The dict that was handed over."""
+        """The dict that was handed over; may be filled until `restore` or the first save."""
         return self._state.given
 
     # -- saving -----------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class Checkpointer:
         After SIGTERM, with `sigterm_s`, it saves and raises SystemExit(143).
         """
         step = step_of(step, "Checkpointer.step")
-        self._check_open()
+        self._check_ready()
         events.last_step = step
         rest()
         self._look_back()
@@ -259,7 +261,7 @@ class Checkpointer:
     def save(self, step: int) -> Save:
         """Save durably now, whatever is due; waits for a save in flight.  Returns a handle."""
         step = step_of(step, "Checkpointer.save")
-        self._check_open()
+        self._check_ready()
         self._report()
         return self._begin(step, must=True)
 
@@ -336,9 +338,20 @@ class Checkpointer:
 
     # -- restoring --------------------------------------------------------------------------------
 
+    def find(self, step: int | None = None) -> Found | None:
+        """Return what `restore()`, or `restore(step)`, would reach: its step, its tier and the plain values
+        of its state, before there is a state; None if the run has saved nothing.
+
+        Looks at all tiers.  No tensors are read: damaged steps are passed over, with a warning, as far as
+        manifests, records' headers and lengths of files tell.  Collective; blocks.
+        """
+        step = None if step is None else step_of(step, "Checkpointer.find")
+        self._check_open()
+        return self._restart("find()").find(step)
+
     def restore(
         self,
-        step: int | None = None,
+        step: int | Found | None = None,
         *,
         source: str | os.PathLike[str] | None = None,
         keep_source: bool = False,
@@ -351,18 +364,21 @@ class Checkpointer:
         none.  The number also says what was restored from: see `Restored`.
 
         Works on any layout.  A damaged step is passed over with a warning; NotRecoverable says why if
-        there are only damaged ones.  `source`: another root, or a foreign checkpoint (also by a prefix:
-        `torch:PATH`), to begin with as long as the own root has no steps.  Without it, a foreign
-        checkpoint that lies in the root itself is begun with.  `keep_source` saves what it gave as this
-        run's own step at once, in the background: the next restarts read that.  `cast`, `strict` and
-        `verify` are as of `load`, and so is `only`, of what `source` gives: a run's own steps are restored
-        whole.  Collective; blocks.
+        there are only damaged ones.  What `find` returned is restored exactly, whatever was saved since, or
+        not at all: NotRecoverable if it is damaged, and the next `find` passes over it.
+
+        `source`: another root, or a foreign checkpoint (also by a prefix: `torch:PATH`), to begin with as
+        long as the own root has no steps.  Without it, a foreign checkpoint that lies in the root itself is
+        begun with.  `keep_source` saves what it gave as this run's own step at once, in the background: the
+        next restarts read that.  `cast`, `strict` and `verify` are as of `load`, and so is `only`, of what
+        `source` gives: a run's own steps are restored whole.  Collective; blocks.
         """
-        from holdfast.restart import Restart
-        from holdfast.restore.targets import RestoreOptions
+        from holdfast.restart import origin_of
+        from holdfast.restore.result import Found
 
         call = "Checkpointer.restore"
-        step = None if step is None else step_of(step, call)
+        found = step if isinstance(step, Found) else None
+        step = None if step is None or found is not None else step_of(step, call)
         source = None if source is None else path_of(source, call, "source")
         patterns = None if only is None else patterns_of(only, call, "only")
         if patterns is not None and source is None:
@@ -372,40 +388,38 @@ class Checkpointer:
         flags = {"keep_source": keep_source, "strict": strict, "cast": cast, "verify": verify}
         for name, flag in flags.items():
             flag_of(flag, call, name)
-        self._check_open()
-        self.wait()
-        if self._tiers.delta is not None:
-            self._tiers.delta.settle()
-        self._group.together("restore()")  # all ranks' records are there when rank 0 lists them
-        options = RestoreOptions(
-            cast=cast, strict=strict, on_resize=self._state.on_resize, mesh=self._tiers.mesh
-        )
-        restart = Restart(self._tiers, self._state.everything(), options, verify=verify)
-        origin = None if restart.candidates else self._origin(source)
+        self._check_ready()
+        restart = self._restart("restore()", cast=cast, strict=strict, verify=verify)
+        origin = None
+        if found is None and not restart.candidates:
+            origin = origin_of(self._root, source, self._group)
         if self._steering is not None:
             self._steering.lost(*restart.lost_with_nodes())
         with span("restore") as fields:
             if origin is not None:
                 fields["source"] = origin
-                restored = self._from_source(origin, restart, step, replace(options, only=patterns))
+                restored = restart.from_source(origin, step, patterns)
             else:
-                found = restart.to_newest() if step is None else restart.to_step(step)
-                restored = restart.result(found)
+                restored = restart.to(step if found is None else found)
             fields["step"] = int(restored)
         self._go_on_from(restart, restored, must_save=keep_source and origin is not None)
         return restored
 
-    def _from_source(
-        self, origin: str, restart: Restart, step: int | None, options: RestoreOptions
-    ) -> Restored:
-        """Begin with a step of another root, or of foreign files."""
-        from holdfast.restore.reading import load_from, tell_unused_records
-        from holdfast.restore.result import Restored
+    def _restart(
+        self, call: str, *, cast: bool = False, strict: bool = True, verify: bool = True
+    ) -> Restart:
+        """Look at all tiers, with nothing under way to them.  Collective."""
+        from holdfast.restart import Restart
+        from holdfast.restore.targets import RestoreOptions
 
-        found = load_from(origin, self._group, restart.state, step, options, verify=restart.verify)
-        if step is None:
-            tell_unused_records(origin, self._group, found)
-        return Restored(found, "source")
+        self.wait()
+        if self._tiers.delta is not None:
+            self._tiers.delta.settle()
+        self._group.together(call)  # all ranks' records are there when rank 0 lists them
+        options = RestoreOptions(
+            cast=cast, strict=strict, on_resize=self._state.on_resize, mesh=self._tiers.mesh
+        )
+        return Restart(self._tiers, self._state.everything(), options, verify=verify)
 
     def _go_on_from(self, restart: Restart, restored: Restored, *, must_save: bool) -> None:
         """Make the restored state the one that tiers go on from, and have it where the next restart finds
@@ -430,15 +444,6 @@ class Checkpointer:
         if records is not None:
             records.prepare()
         Rng().load_state_dict(generators)  # a loader may draw when it is asked for its state
-
-    def _origin(self, source: str | os.PathLike[str] | None) -> str | None:
-        """Return the URL that a run without steps begins with; rank 0 looks into the root."""
-        if source is not None:
-            return os.fspath(source)
-        from holdfast.restore.reading import detected
-
-        found = self._group.from_rank0(lambda: detected(self._root, self._group))
-        return self._root if found else None
 
     # -- ending -----------------------------------------------------------------------------------
 
@@ -514,6 +519,14 @@ class Checkpointer:
         self._check_ours()
         if self._closed:
             raise UsageError("this Checkpointer is closed", hint="make a new one")
+
+    def _check_ready(self) -> None:
+        """Check that there is something to save, and to restore into."""
+        self._check_open()
+        if not self._state.is_complete:
+            self._state.complete()
+            if self._tiers.delta is not None:
+                self._tiers.delta.complete()
 
 
 def _check_choices(call: str, when_busy: object, on_error: object, replicas: object) -> None:

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.checkpoint.listing import stated_attempt
 from holdfast.checkpoint.names import describe, parse_attempt
+from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.recorded import last_recorded
 from holdfast.checkpoint.unproved import tell_passed_over
-from holdfast.errors import HoldfastError, NotFound, NotRecoverable, warn_user
+from holdfast.errors import (
+    PASSED_OVER,
+    HoldfastError,
+    NotFound,
+    NotRecoverable,
+    UsageError,
+    warn_user,
+)
 from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
+from holdfast.group import Group
 from holdfast.restore.candidates import Candidate, newest_first, newest_good
-from holdfast.restore.reading import load_step, saved_steps, tell_exactness
-from holdfast.restore.result import Restored
+from holdfast.restore.plain import Plain, plain_values
+from holdfast.restore.reading import (
+    detected,
+    load_from,
+    load_step,
+    manifest_of,
+    saved_steps,
+    tell_exactness,
+    tell_unused_records,
+)
+from holdfast.restore.result import Found, FoundAt, Restored, Tier
 from holdfast.restore.targets import RestoreOptions
 from holdfast.saving.exactness import EXACT
 from holdfast.state.live import State
@@ -72,6 +92,10 @@ class Restart:
         self.num_replayed = 0
         """Number of recorded steps that were done again to reach it."""
         self.exactness = EXACT
+        self._attempt_found = ""
+        """In a look: the attempt of the full step that was seen last, and below its plain values."""
+        self._plain = Plain()
+        self._of_records = Plain()
 
     def _replaced(self, snapshots: list[Manifest]) -> set[str]:
         """The snapshots of steps that storage has a later save of, by a script that edits it, say.
@@ -97,10 +121,76 @@ class Restart:
 
     # -- the choice -------------------------------------------------------------------------------
 
+    def to(self, target: int | Found | None) -> Restored:
+        """Restore the newest state, a step of that number, or what `find` returned."""
+        if isinstance(target, Found):
+            return self.result(self.to_found(target))
+        return self.result(self.to_newest() if target is None else self.to_step(target))
+
     def to_newest(self) -> int:
         """Restore what leads to the newest state, as far as it is sound; the step reached, 0 if there is
         nothing.  Warns of what is passed over."""
-        self.taken = newest_good(self.candidates, self._attempt, _passed_over)
+        return self._newest(self._attempt)
+
+    def to_step(self, step: int) -> int:
+        """Restore that step, or the nearest from which records lead to it.  NotRecoverable."""
+        reached = self._step(step, self._attempt)
+        if reached != step:
+            raise self._unreached(step, f"the live state is that of step {reached} now")
+        return reached
+
+    def find(self, step: int | None) -> Found | None:
+        """Return what `to_newest` or `to_step` would reach, as far as that can be told without reading
+        tensors; None if there is nothing.  Warns of what is passed over."""
+        reached = self._newest(self._look) if step is None else self._step(step, self._look)
+        if step is not None and reached != step:
+            raise self._unreached(step, f"the records lead to step {reached}: find({reached})")
+        taken = self.taken
+        if taken is None or self.reached is None:
+            return None
+        tip = None if self.reached == (taken.run, taken.step) else self.reached
+        at = FoundAt(self.tiers.store.url, taken.run, taken.step, self._attempt_found, tip)
+        plain = self._plain
+        return Found(reached, tier_of(taken), plain.values, plain.undecided, self.num_replayed, at)
+
+    def to_found(self, found: Found) -> int:
+        """Restore exactly that state, from whichever tier has it.  NotRecoverable."""
+        at = found.at
+        if at.root != self.tiers.store.url:
+            raise UsageError(
+                f"step {found.step} was found in {at.root}, and this run is in {self.tiers.store.url}",
+                hint="hand over what find() of this Checkpointer returned",
+            )
+        steps = self._leading(at)
+        copies = [c for c in self.candidates if (c.run, c.step) == (at.run, at.step)]
+        copies = [c for c in copies if c.attempt in ("", at.attempt)]
+        copies.sort(key=lambda c: tier_of(c) != found.tier)  # which keeps the order of the rest
+
+        def attempt(candidate: Candidate) -> None:
+            self._fetch(candidate, at.attempt)
+            self.reached = self._replay(candidate, steps)
+
+        def unsound(candidate: Candidate, error: HoldfastError) -> None:
+            self.tiers.unsound[self._name(candidate, at.attempt)] = error
+            _passed_over(candidate, error)
+
+        again = "find() passes over it from now on: call it again"
+        try:
+            self.taken = newest_good(copies, attempt, unsound)
+        except NotRecoverable as error:
+            error.hint = again
+            raise
+        if self.taken is None:
+            raise _gone(at.step)
+        if self.reached is None or self.reached[1] != found.step:
+            damaged = steps[self.num_replayed]
+            unreached = self._unreached(found.step, again)
+            self.tiers.unsound[damaged.identity, damaged.plan] = unreached
+            raise unreached
+        return found.step
+
+    def _newest(self, attempt: Callable[[Candidate], object]) -> int:
+        self.taken = newest_good(self.candidates, attempt, _passed_over)
         self._warn_of_unproved()
         if self.reached is None:
             self._warn_of_baseless()
@@ -110,26 +200,33 @@ class Restart:
             self._warn_of_unused(self.reached)
         return self.reached[1]
 
-    def to_step(self, step: int) -> int:
-        """Restore that step, or the nearest from which records lead to it.  NotRecoverable."""
+    def _step(self, step: int, attempt: Callable[[Candidate, int], Identity]) -> int:
         self.taken = best = self._leading_to(step)
         copies = [c for c in self.candidates if (c.run, c.step) == (best.run, best.step) and c.home]
-
-        def attempt(candidate: Candidate) -> int:
-            return self._attempt(candidate, until=step)[1]
-
         if copies and not best.home:
-            self.taken = newest_good([best, *copies], attempt, _passed_over)
-            found = step if self.reached is None else self.reached[1]
-        else:
-            found = attempt(best)
-        if found != step:
-            raise NotRecoverable(
-                f"step {step} cannot be reached: the record of the step after {found} is damaged",
-                step=step,
-                hint=f"the live state is that of step {found} now",
-            )
-        return found
+            self.taken = newest_good([best, *copies], lambda c: attempt(c, step), _passed_over)
+            return step if self.reached is None else self.reached[1]
+        return attempt(best, step)[1]
+
+    def _unreached(self, step: int, hint: str) -> NotRecoverable:
+        reached = 0 if self.reached is None else self.reached[1]
+        return NotRecoverable(
+            f"step {step} cannot be reached: the record of the step after {reached} is damaged",
+            step=step,
+            hint=hint,
+        )
+
+    def _leading(self, at: FoundAt) -> list[RecordedStep]:
+        """The recorded steps that lead to a state that was found.  NotRecoverable if one is gone."""
+        steps: list[RecordedStep] = []
+        state, base = at.tip or (at.run, at.step), (at.run, at.step)
+        while state != base:
+            one = None if self.log is None else self.log.steps.get(state)
+            if one is None:
+                raise _gone(state[1])
+            steps.insert(0, one)
+            state = one.parent
+        return steps
 
     def _leading_to(self, step: int) -> Candidate:
         """Find what leads to the newest state of this number by the fewest records; older ones are
@@ -197,20 +294,18 @@ class Restart:
         """Return what to tell the user of the step that was reached."""
         if self.taken is None or self.reached is None:
             return Restored(0)
-        tier: Literal["memory", "upload", "durable"] = (
-            "memory" if self.taken.in_memory else "upload" if self.taken.home else "durable"
-        )
-        return Restored(step, tier, self.num_replayed, self.exactness)
+        return Restored(step, tier_of(self.taken), self.num_replayed, self.exactness)
 
     # -- the reading ------------------------------------------------------------------------------
 
     def _attempt(self, candidate: Candidate, until: int | None = None) -> Identity:
         """Read a step, and do the recorded steps after it again; return the state reached."""
         self._fetch(candidate)
-        self.reached = self._replay(candidate, until)
+        self.reached = self._replay(candidate, self._until(candidate, until))
         return self.reached
 
-    def _fetch(self, candidate: Candidate) -> None:
+    def _fetch(self, candidate: Candidate, attempt: str = "") -> None:
+        """Read a step.  NotFound if it is of another `attempt`."""
         tiers, snapshots = self.tiers, self.snapshots
         if candidate.in_memory and snapshots is not None and tiers.memory is not None:
             with span("restore.load", step=candidate.step, tier="memory"):
@@ -220,12 +315,84 @@ class Restart:
             self.exactness = tell_exactness(manifest)
         else:
             behind = self.behind if candidate.home else None
-            tier = "durable" if behind is None else "upload"
-            with span("restore.load", step=candidate.step, tier=tier):
+            with span("restore.load", step=candidate.step, tier=tier_of(candidate)):
                 self.exactness = load_step(
                     behind or tiers.store, tiers.group, candidate.step, self.state, self.options,
-                    verify=self.verify,
+                    verify=self.verify, attempt=attempt,
                 )  # fmt: skip
+
+    def from_source(self, url: str, step: int | None, only: tuple[str, ...] | None) -> Restored:
+        """Begin with a step of another root, or of foreign files."""
+        group, options = self.tiers.group, replace(self.options, only=only)
+        found = load_from(url, group, self.state, step, options, verify=self.verify)
+        if step is None:
+            tell_unused_records(url, group, found)
+        return Restored(found, "source")
+
+    # -- the look, without reading tensors ---------------------------------------------------------
+
+    def _look(self, candidate: Candidate, until: int | None = None) -> Identity:
+        """Look at a step as `_attempt` would read it: its manifest, whether its files are there and as
+        long as they should be, its extras, and the records that lead on from it."""
+        checkpoint, group = self._opened(candidate), self.tiers.group
+        manifest = checkpoint.manifest
+        known = self.tiers.unsound.get(self._name(candidate, manifest.attempt))
+        if known is not None:
+            raise known
+        with alike(group, candidate.step):
+            for file in manifest.files[group.rank :: group.size]:
+                checkpoint.files.check_size(file)
+                if candidate.in_memory:  # whose sizes the manifest says
+                    checkpoint.store.open(checkpoint.files.key(file)).close()
+        rules = self.options.on_resize
+        with alike(group, candidate.step):
+            self._plain = plain_values(checkpoint, self.state, group, rules)
+        steps = self._sound(self._until(candidate, until))
+        if steps and self.log is not None:
+            self._plain.update(self._of_records)
+        self._attempt_found, self.num_replayed = manifest.attempt, len(steps)
+        self.reached = steps[-1].identity if steps else (candidate.run, candidate.step)
+        return self.reached
+
+    def _opened(self, candidate: Candidate) -> Checkpoint:
+        """A candidate's step, opened.  Collective."""
+        tiers = self.tiers
+        if candidate.in_memory and tiers.memory is not None and self.snapshots is not None:
+            return tiers.memory.opened(self.snapshots, candidate.attempt)
+        store = tiers.store if self.behind is None or not candidate.home else self.behind
+        manifest = manifest_of(store, tiers.group, candidate.step)
+        return Checkpoint(store, manifest, verify=self.verify)
+
+    def _sound(self, steps: list[RecordedStep]) -> list[RecordedStep]:
+        """The first of some recorded steps: those whose records are there, as far as their lengths and the
+        extras of the last tell.  Collective."""
+        if self.log is None or not steps:
+            return []
+        from holdfast.delta.finding import num_there, recorded
+
+        group, unsound = self.tiers.group, self.tiers.unsound
+        known = (i for i, s in enumerate(steps) if (s.identity, s.plan) in unsound)
+        steps = steps[: next(known, len(steps))]
+        num = 0
+        with alike(group, steps[0].step if steps else 0):
+            num = num_there(self.log, steps, group.rank, group.size)
+        steps = steps[: -group.most(-num)]
+        while steps:
+            try:
+                with alike(group, steps[-1].step):
+                    self._of_records = plain_values(
+                        recorded(self.log, steps[-1]), self.state, group, self.options.on_resize
+                    )
+                break
+            except PASSED_OVER as error:
+                emit("replay.ended", step=steps[-1].step, error=str(error))
+                steps = steps[:-1]
+        return steps
+
+    @staticmethod
+    def _name(candidate: Candidate, attempt: str) -> tuple[object, ...]:
+        """The key of a step in `Tiers.unsound`."""
+        return tier_of(candidate), candidate.run, candidate.step, attempt
 
     def lost_with_nodes(self) -> tuple[str, int]:
         """The newest snapshot in memory, and how many nodes that had part of it have it no more."""
@@ -238,10 +405,13 @@ class Restart:
             return False
         return self.snapshots.lost_nodes(taken.attempt)[1] > 0
 
-    def _replay(self, base: Candidate, until: int | None) -> Identity:
-        """Do the steps after `base` again, as many as are sound; return the state reached."""
-        delta = self.tiers.delta
-        steps = [s for s in self._after(base) if until is None or s.step <= until]
+    def _until(self, base: Candidate, until: int | None) -> list[RecordedStep]:
+        """The recorded steps that lead on from a step, all or up to one of that number."""
+        return [s for s in self._after(base) if until is None or s.step <= until]
+
+    def _replay(self, base: Candidate, steps: list[RecordedStep]) -> Identity:
+        """Do `steps` after `base` again, as many as are sound; return the state reached."""
+        delta, self.num_replayed = self.tiers.delta, 0
         if delta is None or self.log is None or not steps:
             return base.run, base.step
         last = delta.replay(self.log, steps, self.state, self.options)
@@ -278,6 +448,26 @@ class Restart:
         if taken is None or not taken.in_memory:
             return False
         return all((s.run, s.step) != (taken.run, taken.step) for s in self.durable)
+
+
+def origin_of(root: str, source: str | None, group: Group) -> str | None:
+    """Return the URL that a run without steps begins with; rank 0 looks into the root."""
+    if source is not None:
+        return source
+    return root if group.from_rank0(lambda: detected(root, group)) else None
+
+
+def tier_of(candidate: Candidate) -> Tier:
+    """The tier that a candidate's full step is in."""
+    return "memory" if candidate.in_memory else "upload" if candidate.home else "durable"
+
+
+def _gone(step: int) -> NotRecoverable:
+    return NotRecoverable(
+        f"step {step}, which find() has found, is not there any more",
+        step=step,
+        hint="call find() again, and restore what it finds now",
+    )
 
 
 def _passed_over(candidate: Candidate, error: HoldfastError) -> None:

@@ -72,6 +72,8 @@ class Tiers:
         self.memory: MemoryTier | None = None
         self.delta: DeltaTier | None = None
         self.upload: Upload | None = None
+        self.unsound: dict[tuple[object, ...], HoldfastError] = {}
+        """Why steps and records that `find` found could not be restored; it passes over them."""
         if upload is not None:
             from holdfast.uploading.upload import Upload
 

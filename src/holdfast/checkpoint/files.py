@@ -170,7 +170,7 @@ class Files:
             del self._tables[next(iter(self._tables))]
 
     def _read_table(self, file: FileEntry) -> DigestTable:
-        self._check_size(file)
+        self.check_size(file)
         data = bytearray(file.bytes - file.table)
         self._read(file, file.table, memoryview(data))
         try:
@@ -179,7 +179,7 @@ class Files:
             self._say_where(error, file)
             raise
 
-    def _check_size(self, file: FileEntry) -> None:
+    def check_size(self, file: FileEntry) -> None:
         """Corrupt unless the file is as long as stated; before memory is set aside for it."""
         try:
             size = self.store.size(self.key(file))

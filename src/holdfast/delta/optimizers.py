@@ -93,8 +93,14 @@ class ObservedOptimizers:
         self._before = before
         self._after = after
         self._is_paused = False
-        self.named = optimizers(state)
+        self.named = optimizers(state) if {*state} - {"rng"} else []  # it may come later
         self.observer = self._observe()
+
+    def complete(self, state: State) -> None:
+        """Observe the optimizers of a state that has come late.  UsageError if there are none."""
+        if not self.named:
+            self.named = optimizers(state)
+            self.observer = self._observe()
 
     def __getitem__(self, key: str) -> NamedOptimizer:
         return next(one for one in self.named if one.key == key)

@@ -33,6 +33,7 @@ from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.recorded import segments_in
 from holdfast.checkpoint.rows import ArrayTarget, Want
 from holdfast.delta.copies import headers_behind, take_copies
+from holdfast.delta.finding import recorded
 from holdfast.delta.log import Log, LogSegment, RecordedStep, read_headers
 from holdfast.delta.optimizers import GRAD, NamedOptimizer, grad_name, is_torchs, optimizers
 from holdfast.delta.packing import PACKED, PackedPart, entries, packed_name, parts_of
@@ -55,7 +56,7 @@ from holdfast.restore.compare import Problems, judge_together
 from holdfast.restore.extras import Extras, put_groups
 from holdfast.restore.former import are_former
 from holdfast.restore.targets import RestoreOptions, is_known, only_tensors, target_of
-from holdfast.saving.messages import ReadyToSave, merge_extras, sort_extras
+from holdfast.saving.messages import merge_extras
 from holdfast.state.agreed import Agreement
 from holdfast.state.blockwise import Blockwise, steps_by_itself
 from holdfast.state.live import Live, State, named_parameters, outline_tensor, stages
@@ -411,8 +412,7 @@ class Replay:
 
     def _put_rest(self, step: RecordedStep) -> None:
         """Put buffers and extras back as they were after the step."""
-        extras, per_rank = self._extras(step)
-        checkpoint = self.log.open(step, extras, per_rank)
+        checkpoint = recorded(self.log, step)
         live = Live(keys=set(self.state), tensors=dict(self.live.tensors))
         plan = Extras(checkpoint, self.state, live, self.group, _lenient(self.options))
         plan.resized = self._is_resized(step)
@@ -422,21 +422,6 @@ class Replay:
         read_together(checkpoint.files, plan.wants, self.group if self.group.size > 1 else None)
         with alike(self.group, step.step):
             plan.put()
-
-    def _extras(self, step: RecordedStep) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Extras that all ranks share, and keys of those of each rank, as a full save has them."""
-        ready = [
-            ReadyToSave(step.step, False, "", "", record.notes)
-            for _, (_, record) in sorted(step.records.items())
-        ]
-        per_rank, send = sort_extras(ready)
-        raw = self.log.open(step, {}, {})
-        extras = {k: v for k, v in raw.rank_extras(0).items() if k not in per_rank}
-        for key, ranks in send.items():
-            versions = [extras[key]] if key in extras else []
-            versions += [raw.rank_extras(r)[key] for r in ranks if r != 0]
-            extras[key] = merge_extras(key, versions)
-        return extras, per_rank
 
 
 def _late(step: RecordedStep) -> set[str] | None:

@@ -121,6 +121,10 @@ class DeltaTier:
         self._clock = Clock()
         self._optimizers = ObservedOptimizers(state(), self._before, self._after_step)
 
+    def complete(self) -> None:
+        """Observe the optimizers, if the state was empty when this was made."""
+        self._optimizers.complete(self.state())
+
     # -- what records lead on from ----------------------------------------------------------------
 
     def needs_base(self, step: int) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from holdfast.checkpoint.peers import alike
-from holdfast.errors import warn_user
+from holdfast.errors import UsageError, warn_user
 from holdfast.here import own_address
 from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
@@ -21,6 +21,12 @@ def start(
     options: Memory, saver: Saver, durable: Durable, state: Callable[[], State]
 ) -> MemoryTier:
     """Return the memory tier of a run whose durable tier this is.  Collective."""
+    if (options.feed == "gradient" or options.recomputes) and not {*state()} - {"rng"}:
+        knob = 'feed="gradient"' if options.feed == "gradient" else 'redundancy="recompute"'
+        raise UsageError(
+            f"Memory({knob}) needs the state when the Checkpointer is made, and it is empty",
+            hint="hand model and optimizer over to Checkpointer(), or choose another way for memory=",
+        )
     host = os.environ.get("HOLDFAST_HOST") or own_address()
     job = _job_in_memory(options, durable, host)
     with alike(saver.group, 0):

@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 
 from holdfast.checkpoint.names import step_prefix
+from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import Deadline, HoldfastError, RankErrors
 from holdfast.events import emit, span
 from holdfast.format.manifest import FileEntry, Manifest, encode
@@ -20,7 +21,7 @@ from holdfast.memory.decision import Decision, Filled, decided, of_all
 from holdfast.memory.feed import Feed
 from holdfast.memory.loading import load_snapshot
 from holdfast.memory.node import words as w
-from holdfast.memory.node.holdings import Holdings
+from holdfast.memory.node.holdings import Holdings, SnapshotStore
 from holdfast.memory.options import Memory
 from holdfast.memory.own_agent import OwnAgent
 from holdfast.memory.protecting import Protector
@@ -240,6 +241,11 @@ class MemoryTier:
         for follower in self._followers:
             follower.restart()
         return Holdings(self.agent.job, *self.agent.ask_all())
+
+    def opened(self, holdings: Holdings, attempt: str) -> Checkpoint:
+        """A snapshot, opened, of which nothing is read yet."""
+        store = SnapshotStore(holdings, self.durable.store)
+        return Checkpoint(store, holdings.find(attempt))
 
     def load(
         self,

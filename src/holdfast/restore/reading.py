@@ -99,21 +99,25 @@ def load_step(
     options: RestoreOptions,
     *,
     verify: bool = True,
+    attempt: str = "",
 ) -> str:
-    """Load one step, with the same manifest on every rank; read again if it was replaced meanwhile.
-    Return how exact it is."""
-    manifest = _manifest(store, group, step)
+    """Load one step, with the same manifest on every rank; read again if it was replaced meanwhile, which
+    with an `attempt` is NotFound.  Return how exact it is."""
+    manifest = manifest_of(store, group, step)
     while True:
+        if attempt not in ("", manifest.attempt):
+            raise NotFound(f"step {step} in {store.url} was saved again since find()", step=step)
         try:
             restore(Checkpoint(store, manifest, verify=verify), state, group, options)
             return tell_exactness(manifest)
         except NotFound:
-            before, manifest = manifest, _manifest(store, group, step)
+            before, manifest = manifest, manifest_of(store, group, step)
             if manifest.attempt == before.attempt:
                 raise
 
 
-def _manifest(store: Store, group: Group, step: int) -> Manifest:
+def manifest_of(store: Store, group: Group, step: int) -> Manifest:
+    """The manifest of a step, the same on every rank.  Collective."""
     try:
         manifest = decode(manifest_bytes(store, group, step), manifest_key(step))
     except FormatError as error:

@@ -1,8 +1,41 @@
-"""The result of a restore: the step, and how it was reached."""
+"""The results of a look and of a restore: the step, and how it can be or was reached."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Tier = Literal["memory", "durable", "upload"]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundAt:
+    """What names a state for ever: a full step as it was saved, and where records lead from it."""
+
+    root: str
+    run: int
+    step: int
+    attempt: str
+    tip: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The state that a restore would reach, as `Checkpointer.find` sees it without reading tensors."""
+
+    step: int
+    tier: Tier
+    """Place of the full step: memory of the nodes, the root, or the home behind it (`upload=`)."""
+    extras: dict[str, Any] = field(repr=False)
+    """The plain values of the state, by key, nested as they were handed over, and of objects what their
+    `state_dict()` gave; of the newest record, where records lead on from the full step.  Tensors that are
+    not among the manifest's values (over 64 KiB) are on the meta device: not read."""
+    undecided: dict[str, str] = field(repr=False)
+    """Keys whose values only the restore can tell, with the reason why."""
+    replays: int
+    """Number of recorded steps to be done again after the full step."""
+    at: FoundAt = field(repr=False)
+    """What `restore` knows it by."""
 
 
 class Restored(int):
@@ -12,7 +45,7 @@ class Restored(int):
     restored step 0 and if there was nothing to restore; `found` tells the two apart.
     """
 
-    tier: Literal["memory", "durable", "upload", "source"] | None
+    tier: Tier | Literal["source"] | None
     """Place that the full step was read from: memory of the nodes, the root, the home behind it
     (`upload=`), or the `source` that was given (also a foreign checkpoint in the root).  None if there was
     nothing."""
@@ -24,7 +57,7 @@ class Restored(int):
     def __new__(
         cls,
         step: int,
-        tier: Literal["memory", "durable", "upload", "source"] | None = None,
+        tier: Tier | Literal["source"] | None = None,
         replayed: int = 0,
         exactness: str = "bit-exact",
     ) -> Restored:

@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from holdfast.arguments import rules_of
 from holdfast.errors import warn_user
 from holdfast.sources import Source
 from holdfast.state.customised import Own, add_made, add_own, customised, refuse_own
 from holdfast.state.live import (
+    RULES,
     Live,
     LiveTensor,
     State,
@@ -51,13 +53,23 @@ class RunState:
         self.given = given
         self.on_resize = on_resize
         """What becomes of extras when the number of ranks changes, by key."""
-        self._rng = {} if "rng" in given else {"rng": Rng()}
+        self._rng = Rng()
+        self.is_complete = False
+        """True once there was a state to save or to restore into."""
         self._placed: dict[str, LiveTensor] = {}
         """The steady tensors of the last save: others may be gone, and are not kept alive."""
 
     def everything(self) -> State:
         """The state as it is now, with the generators, in one order on all ranks."""
-        return in_order({**self.given, **self._rng})
+        return in_order({"rng": self._rng, **self.given})
+
+    def complete(self) -> None:
+        """Check the state, some of which may have come late."""
+        check_keys(
+            self.given, "Checkpointer.state is still empty: add what is to be saved to it first"
+        )
+        rules_of(self.on_resize, RULES, (*self.given, "rng"), "Checkpointer", "on_resize")
+        self.is_complete = True
 
     def collect(self) -> Live:
         """Name and place everything; see `collect`."""

@@ -236,7 +236,10 @@ def in_order(state: State) -> State:
     return dict(sorted(state.items()))
 
 
-def check_keys(state: State) -> None:
+def check_keys(
+    state: State, empty: str = "state is an empty dict: it names nothing to save or load"
+) -> None:
+    """UsageError for a state that names nothing, with that message, or has keys that cannot be written."""
     if not isinstance(state, dict):
         raise UsageError(
             "state must be a dict such as {'model': model, 'optim': optimizer}, "
@@ -244,7 +247,7 @@ def check_keys(state: State) -> None:
         )
     if not state:
         raise UsageError(
-            "state is an empty dict: it names nothing to save or load",
+            empty,
             hint="hand over a dict such as {'model': model, 'optim': optimizer}",
         )
     for key in state:

@@ -77,14 +77,14 @@ class JoinedStore(ViewStore):
         self.url = first.url
         self.read_bytes, self.read_threads = map(max, reads_of(first), reads_of(second))
         self.second = second
-        self._first = first
+        self.first = first
         self.damaged: set[str] = set()
         """Keys of objects that are damaged in the first, and are taken from the second."""
         self.missing = {*missing}
         """Keys that are in the second alone, so far as was listed."""
 
     def _stores(self, key: str) -> list[Store]:
-        return [self.second] if key in self.damaged else [self._first, self.second]
+        return [self.second] if key in self.damaged else [self.first, self.second]
 
     def open(self, key: str) -> Reader:
         """Open an object for reading, as `Store.open`."""
@@ -100,7 +100,7 @@ class JoinedStore(ViewStore):
 
     def list(self, prefix: str = "") -> list[str]:
         """The keys of both, sorted."""
-        first, second = set(self._first.list(prefix)), set(self.second.list(prefix))
+        first, second = set(self.first.list(prefix)), set(self.second.list(prefix))
         self.missing |= second - first
         return sorted(first | second)
 
