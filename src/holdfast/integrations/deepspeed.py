@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from holdfast.delta.options import Delta
     from holdfast.memory.options import Memory
     from holdfast.policy.tuning import Auto
+    from holdfast.restore.result import Found
     from holdfast.saving import Save
     from holdfast.schedule import Every
 
@@ -51,6 +52,8 @@ POINTER = "holdfast.json"
 """File in the folder of a tag, in a folder that is not the root."""
 LATEST = "latest"
 """File that names the newest tag of a folder, as DeepSpeed has it."""
+CLIENT = "client_state"
+"""Key of what the caller keeps in a checkpoint."""
 TAG = re.compile(r"global_step(\d+)")
 
 Loaded = tuple[str | None, dict[str, Any] | None]
@@ -91,7 +94,7 @@ def attach(
     check_own(root)
     zero_of(engine)  # refuses what cannot be saved, now and not at the first save
     client = ClientState(engine, client_state)
-    state: dict[str, Any] = {"model": engine, "client_state": client}
+    state: dict[str, Any] = {"model": engine, CLIENT: client}
     if engine.optimizer is not None:
         state["optim"] = engine.optimizer
     if engine.lr_scheduler is not None:
@@ -223,6 +226,8 @@ class Attached:
     def __post_init__(self) -> None:
         own = type(self.engine).load_checkpoint
         self._by_deepspeed: Callable[..., Loaded] = own.__get__(self.engine)
+        if hasattr(self.ckpt, "on_commit"):
+            self.ckpt.on_commit(lambda step: self._point())
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -279,8 +284,8 @@ class Attached:
         self.ckpt.wait()
         self._point()
         is_root, tag = self._is_root(folder), None if tag is None else str(tag)
-        own_steps = looking.steps(self.root) if is_root else []
-        if tag is None and not own_steps:
+        found = self.ckpt.find() if is_root else None
+        if tag is None and found is None:
             tag = _latest_of(folder)
         if self.engine.load_universal_checkpoint() or _is_deepspeeds(folder, tag):
             return self._load_by_deepspeed(folder, tag, wanted, custom_load_fn)
@@ -289,33 +294,40 @@ class Attached:
                 "custom_load_fn= puts values into a model by hand; holdfast puts each where it belongs",
                 hint="leave it out, or load by holdfast.load(root, {'model': engine}, only=...)",
             )
-        if is_root:
-            restored = self._load_own(self._step_of(tag, own_steps), wanted)
-        else:
+        if not is_root:
             restored = self._load_pointed(folder, tag, wanted)
+        elif tag is None:
+            restored = self._load_newest(found, wanted)
+        else:
+            restored = self._load_own(self._step_of(tag), wanted)
         if restored is None:
             return None, None
         path = os.path.join(folder, tag or f"global_step{restored}")
         return path, dict(self.client.restored)
 
-    def _load_own(self, step: int | None, wanted: Wanted) -> int | None:
-        """Restore from the own root, where all tiers are looked at if the optimizer is wanted, too."""
+    def _load_newest(self, found: Found | None, wanted: Wanted) -> int | None:
+        """Restore the newest step, but for those that were saved with `save_latest=False`."""
+        if found is None:
+            return None
+        if wanted.optimizer and _is_latest(found.extras):
+            return self._load_own(None, wanted)  # restore() passes over what is damaged
+        newest = next((s for s, extras in self._saved() if _is_latest(extras)), None)
+        return None if newest is None else self._load_own(newest, wanted)
+
+    def _load_own(self, step: int | None, wanted: Wanted) -> int:
+        """Restore a step of the root, from any tier if the optimizer is wanted, too; None is the newest."""
         if not wanted.optimizer:
             return self._load_some(self.root, step, wanted)
         scheduler = self.engine.lr_scheduler
         before = None if wanted.scheduler or scheduler is None else deepcopy(scheduler.state_dict())
-        restored = self.ckpt.restore(step, strict=wanted.strict)
-        if not restored.found:
-            return None
+        restored = int(self.ckpt.restore(step, strict=wanted.strict))
         if before is not None:
             scheduler.load_state_dict(before)
-        self.engine.global_steps = int(restored)  # other trainers' checkpoints have no counters
-        return int(restored)
+        self.engine.global_steps = restored  # other trainers' checkpoints have no counters
+        return restored
 
-    def _load_some(self, root: str, step: int | None, wanted: Wanted) -> int | None:
+    def _load_some(self, root: str, step: int | None, wanted: Wanted) -> int:
         """Load what is wanted from storage."""
-        if step is None and not looking.steps(root):
-            return None
         state = dict(self.ckpt.state)
         if not wanted.optimizer:
             state.pop("optim", None)
@@ -347,22 +359,22 @@ class Attached:
             return self._load_own(step, wanted)
         return self._load_some(root, step, wanted)
 
-    def _step_of(self, tag: str | None, own_steps: list[int]) -> int | None:
-        """The step of the root that a tag names; None for the newest that `latest` may name."""
-        number = None if tag is None else TAG.fullmatch(tag)
+    def _step_of(self, tag: str) -> int:
+        """The step of the root that a tag names."""
+        number = TAG.fullmatch(tag)
         if number is not None:
             return int(number[1])
-        for step in reversed(own_steps):
-            saved = looking.open(self.root, step=step).extras.get("client_state", {})
-            if tag is None and saved.get("latest", True):
-                return None if step == own_steps[-1] else step
-            if tag is not None and saved.get("tag") == tag:
+        for step, extras in self._saved():
+            if extras.get(CLIENT, {}).get("tag") == tag:
                 return step
-        if tag is None:
-            return None
         raise NotRecoverable(
             f"{self.root} has no step with the tag {tag!r}", hint=f"holdfast ls {self.root}"
         )
+
+    def _saved(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The durable steps of the root, newest first, with their plain values."""
+        for step in reversed(looking.steps(self.root)):
+            yield step, looking.open(self.root, step=step).extras
 
     def _load_by_deepspeed(
         self, folder: str, tag: str | None, wanted: Wanted, custom_load_fn: Any
@@ -400,6 +412,11 @@ def _check_label(tag: str, step: int) -> None:
             f"tag {tag!r} names another step than {step}, at which the engine is",
             hint="leave the tag out, or give it another name",
         )
+
+
+def _is_latest(extras: dict[str, Any]) -> bool:
+    """True unless a step was saved with `save_latest=False`."""
+    return bool(extras.get(CLIENT, {}).get("latest", True))
 
 
 def _latest_of(folder: str) -> str | None:
