@@ -133,6 +133,7 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         self._prepared = False
+        self._restored: Restored | None = None
         self._group = Group(deadline_s, "Checkpointer()")
         self._tiers = Tiers(
             open_shared(root, self._group),
@@ -389,6 +390,7 @@ class Checkpointer:
         for name, flag in flags.items():
             flag_of(flag, call, name)
         self._check_ready()
+        self._restored = None
         restart = self._restart("restore()", cast=cast, strict=strict, verify=verify)
         origin = None
         if found is None and not restart.candidates:
@@ -403,7 +405,20 @@ class Checkpointer:
                 restored = restart.to(step if found is None else found)
             fields["step"] = int(restored)
         self._go_on_from(restart, restored, must_save=keep_source and origin is not None)
+        self._restored = restored
         return restored
+
+    def restore_rng(self) -> None:
+        """Put the random number generators once more to where the restored step had them.
+
+        Call it when what draws from them at the start of a run has drawn: each `iter()` of a DataLoader
+        draws from torch's default generator.  UsageError if nothing was restored, or if the generators
+        were not: on another number of ranks they are fresh.
+        """
+        from holdfast.restart import restore_generators
+
+        self._check_open()
+        restore_generators(self._state.generators, self._restored)
 
     def _restart(
         self, call: str, *, cast: bool = False, strict: bool = True, verify: bool = True

@@ -40,6 +40,7 @@ from holdfast.restore.result import Found, FoundAt, Restored, Tier
 from holdfast.restore.targets import RestoreOptions
 from holdfast.saving.exactness import EXACT
 from holdfast.state.live import State
+from holdfast.state.rng import Rng
 
 if TYPE_CHECKING:
     from holdfast.delta.log import Log, RecordedStep
@@ -123,6 +124,7 @@ class Restart:
 
     def to(self, target: int | Found | None) -> Restored:
         """Restore the newest state, a step of that number, or what `find` returned."""
+        self._forget_generators()
         if isinstance(target, Found):
             return self.result(self.to_found(target))
         return self.result(self.to_newest() if target is None else self.to_step(target))
@@ -321,8 +323,14 @@ class Restart:
                     verify=self.verify, attempt=attempt,
                 )  # fmt: skip
 
+    def _forget_generators(self) -> None:
+        for value in self.state.values():
+            if isinstance(value, Rng):
+                value.restored = None
+
     def from_source(self, url: str, step: int | None, only: tuple[str, ...] | None) -> Restored:
         """Begin with a step of another root, or of foreign files."""
+        self._forget_generators()
         group, options = self.tiers.group, replace(self.options, only=only)
         found = load_from(url, group, self.state, step, options, verify=self.verify)
         if step is None:
@@ -455,6 +463,27 @@ def origin_of(root: str, source: str | None, group: Group) -> str | None:
     if source is not None:
         return source
     return root if group.from_rank0(lambda: detected(root, group)) else None
+
+
+def restore_generators(rng: Rng | None, restored: Restored | None) -> None:
+    """Put generators once more to where the restored step had them.  UsageError if that is unknown."""
+    if rng is None:
+        raise UsageError(
+            "restore_rng(): the state has its own 'rng', which is no holdfast.Rng",
+            hint="call its load_state_dict() again, or leave the key to holdfast",
+        )
+    if restored is None or not restored.found:
+        raise UsageError(
+            "restore_rng(): nothing was restored",
+            hint="call it after restore(), if Restored.found",
+        )
+    if rng.restored is None:
+        raise UsageError(
+            f"restore_rng(): the generators are fresh: step {restored} has none, or was saved by another "
+            "number of ranks",
+            hint="leave them as the script seeded them",
+        )
+    rng.load_state_dict(rng.restored)
 
 
 def tier_of(candidate: Candidate) -> Tier:

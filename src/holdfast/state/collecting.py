@@ -63,6 +63,12 @@ class RunState:
         """The state as it is now, with the generators, in one order on all ranks."""
         return in_order({"rng": self._rng, **self.given})
 
+    @property
+    def generators(self) -> Rng | None:
+        """The generators; None if the state has something else in their place."""
+        rng = self.given.get("rng", self._rng)
+        return rng if isinstance(rng, Rng) else None
+
     def complete(self) -> None:
         """Check the state, some of which may have come late."""
         check_keys(

@@ -19,6 +19,8 @@ class Rng:
     """
 
     on_resize = "fresh"
+    restored: dict[str, Any] | None = None
+    """What was put back last."""
 
     def state_dict(self) -> dict[str, Any]:
         kind, keys, *rest = np.random.get_state()
@@ -34,6 +36,7 @@ class Rng:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or not {"python", "numpy", "torch"} <= state.keys():
             raise unfit("Rng.load_state_dict", "state", state, "what state_dict() of an Rng gave")
+        self.restored = state
         random.setstate(state["python"])
         np.random.set_state(tuple(state["numpy"]))
         torch.set_rng_state(state["torch"])
