@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ from holdfast import events
 from holdfast.arguments import (
     choice_of,
     flag_of,
+    function_of,
     instance_of,
     path_of,
     patterns_of,
@@ -31,7 +32,7 @@ from holdfast.arguments import (
 )
 from holdfast.checkpoint.tidying import Keep
 from holdfast.ending import Ending, SigtermStop, check_thread
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
@@ -43,7 +44,6 @@ from holdfast.state.collecting import RunState
 from holdfast.state.live import RULES, Live, State, check_keys
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
-from holdfast.store import open_store
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from holdfast.policy.tuning import Auto
     from holdfast.restart import Restart
     from holdfast.restore.result import Found, Restored
+    from holdfast.saving.attaching import Attached, AttachedFiles, FileSource
+    from holdfast.saving.noting import Noting
     from holdfast.steering import Steering
 
 NO_RECORDS = (
@@ -82,6 +84,8 @@ class Checkpointer:
     `replicas`: whether it is proved that plain tensors which several ranks have under one name are the same
     bytes, at the first save that has them (`once`) or, and of DTensors too, at each (`verify`), or believed
     (`trust`); if they differ, the save fails with a LayoutError.
+    `files`: small files that are kept beside each durable step, by name: a path, bytes, or a function that
+    returns them; see `files`.
     `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
     and stop within that many seconds.  `deadline_s` bounds every wait.
     """
@@ -101,6 +105,7 @@ class Checkpointer:
         on_error: Literal["warn", "raise"] = "warn",
         on_resize: dict[str, str] | None = None,
         replicas: Literal["once", "verify", "trust"] = "once",
+        files: Mapping[str, FileSource] | None = None,
         mesh: Any = None,
         sigterm_s: float | None = None,
         deadline_s: float = 600.0,
@@ -114,7 +119,10 @@ class Checkpointer:
             check_keys(state)
         _check_choices(call, when_busy, on_error, replicas)
         _check_tiers(memory=memory, delta=delta, keep=keep, upload_keep=upload_keep)
-        _check_homes(root, behind, upload_keep)
+        if behind is not None or upload_keep is not None:
+            from holdfast.uploading.homes import check_homes
+
+            check_homes(root, behind, upload_keep)
         known = (*state, "rng") if state else None
         on_resize = rules_of(on_resize, RULES, known, call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
@@ -123,12 +131,15 @@ class Checkpointer:
             sigterm_s = seconds_of(sigterm_s, call, "sigterm_s")
             check_thread()
         named = _named_mesh(mesh)
+        self._files = _attached_files(files) if files is not None else None
         self.every = every if isinstance(every, Every) else Every()
         """The frequencies in force now."""
         self.when_busy = when_busy
         self._root = root
         self._state = RunState(state, on_resize)
         self._saves: list[Save] = []
+        self._callbacks: list[Callable[[int], object]] = []
+        self._to_call: list[tuple[Callable[[int], object], int]] = []
         self._notices = Notices(on_error)
         self._closed = False
         self._pid = os.getpid()
@@ -174,6 +185,18 @@ class Checkpointer:
     def state(self) -> State:
         """The dict that was handed over; may be filled until `restore` or the first save."""
         return self._state.given
+
+    @property
+    def files(self) -> AttachedFiles:
+        """The files that are kept beside each durable step, by name: `ckpt.files["config.json"] = path`, or
+        bytes, or a function that returns them.
+
+        Rank 0 reads them when a durable save begins; at most 64 MiB in all.  One that cannot be read is
+        left out, and reported as `on_error` says.  Snapshots in memory have none.
+        """
+        if self._files is None:
+            self._files = _attached_files(None)
+        return self._files
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -259,17 +282,47 @@ class Checkpointer:
         elif self.every.durable is not None:
             self._tiers.durable.prepare(self._collect)
 
-    def save(self, step: int) -> Save:
-        """Save durably now, whatever is due; waits for a save in flight.  Returns a handle."""
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        files: Mapping[str, FileSource] | None = None,
+    ) -> Save:
+        """Save durably now, whatever is due; waits for a save in flight.  Returns a handle.
+
+        `metrics`: numbers by name, which `Keep(best=)` goes by; `files`: more files for this step, beside
+        and before those of `Checkpointer.files`.  Those of rank 0 count.
+        """
         step = step_of(step, "Checkpointer.save")
         self._check_ready()
+        added = self._attached(metrics, files)
         self._report()
-        return self._begin(step, must=True)
+        return self._begin(step, must=True, added=added)
 
-    def _begin(self, step: int, *, must: bool, live: bool = False, yields: bool = False) -> Save:
+    def _attached(self, metrics: Any = None, files: Any = None) -> Attached | None:
+        """What a durable save that begins now adds to its step."""
+        if not self._files and metrics is None and files is None:
+            return None
+        from holdfast.saving.attaching import attached
+
+        complain, is_first = self._notices.complain, self._group.rank == 0
+        call = "Checkpointer.save"
+        return attached(self._files or {}, files, metrics, call, complain, reads=is_first)
+
+    def _begin(
+        self,
+        step: int,
+        *,
+        must: bool,
+        live: bool = False,
+        yields: bool = False,
+        added: Attached | None = None,
+    ) -> Save:
         """Begin a save.  `must`: whatever is in flight; `yields`: unless that waits for storage in vain.
         `live`: not from a replica, which could be lost meanwhile."""
         self._check_open()
+        added = added or self._attached()
         memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
         if delta is not None and delta.parent is not None and step < delta.parent[1]:
             raise UsageError(
@@ -279,9 +332,13 @@ class Checkpointer:
             )
         with span("save.call", step=step):
             if memory is not None:
-                save = memory.begin(self._collect, step, durable=True, must=must, live=live)
+                save = memory.begin(
+                    self._collect, step, durable=True, must=must, live=live, attached=added
+                )
             else:
-                save = self._tiers.durable.begin(self._collect, step, must=must, yields=yields)
+                save = self._tiers.durable.begin(
+                    self._collect, step, must=must, yields=yields, attached=added
+                )
         self._saves.append(save)
         if self._steering is not None:
             self._steering.saving("durable", save)
@@ -316,6 +373,17 @@ class Checkpointer:
                 self._notices.warn(f"the save of step {save.step} was left out: one was in flight")
             if save.error is not None and not save.told and not self._group.lost:
                 self._notices.complain(save.error)  # of a lost rank the launcher tells, once
+            if save.error is None and not save.skipped and save.kind == "save":
+                self._to_call += [(call, save.step) for call in self._callbacks]
+        while self._to_call:
+            call, step = self._to_call.pop(0)
+            try:
+                call(step)
+            except Exception as error:
+                text = (
+                    f"what on_commit() is to call failed at step {step}, which is saved: {error!r}"
+                )
+                self._notices.complain(error, text)
 
     def _unheard(self) -> list[str]:
         """Return the news that a next call would tell, beside saves that have failed."""
@@ -336,6 +404,48 @@ class Checkpointer:
         finally:
             self._end(stop.left(), finished=False)
         raise SystemExit(128 + signal.SIGTERM)
+
+    # -- committed steps --------------------------------------------------------------------------
+
+    def on_commit(self, call: Callable[[int], object]) -> None:
+        """Call `call(step)` for each step that is saved durably: on every rank, in the training thread, at
+        the next `step`, `save`, `wait` or `close` after its commit.
+
+        Not of a save that failed or was left out.  `wait` and `close` have called all when they return,
+        `close` before it ends anything.  What `call` raises is reported as `on_error` says.
+        """
+        what = "that takes the number of a step"
+        self._check_open()
+        self._callbacks.append(function_of(call, "Checkpointer.on_commit", "call", what, 1))
+
+    def pin(self, step: int, label: str) -> None:
+        """Let `label` name a step, and no longer another one.  A step that a label names stays, whatever
+        `keep` says and whoever tidies up.
+
+        NotFound unless the step is committed or being saved; then it stays from its commit on.  Collective;
+        blocks for a few requests to storage.
+        """
+        self._noting().pin(step, label)
+
+    def unpin(self, label: str) -> None:
+        """Take a label away, if there is one of that name.  Collective; blocks as `pin`."""
+        self._noting().unpin(label)
+
+    def metrics(self, step: int, **values: float) -> None:
+        """Note metrics of a step after an evaluation, `metrics(100, loss=0.3)`: `Keep(best=)` goes by them.
+
+        They stand beside those that it has, and in place of those of the same name.  NotFound, and what
+        blocks, as of `pin`.  Collective; those of rank 0 count.
+        """
+        self._noting().measure(step, values)
+
+    def _noting(self) -> Noting:
+        from holdfast.saving.noting import Noting
+
+        self._check_open()
+        saving = [save.step for save in self._saves if save.kind == "save" and not save.done()]
+        steps = self._tiers.durable.steps
+        return Noting(self._group, steps, dict.fromkeys(saving, self._tiers.run))
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -472,6 +582,14 @@ class Checkpointer:
         timeout = timeout_of(timeout, "Checkpointer.wait")
         self._check_ours()
         until = None if timeout is None else time.monotonic() + timeout
+        self._await_saves(until)
+        if self._tiers.delta is not None:
+            self._tiers.delta.handed_over(
+                None if until is None else max(until - time.monotonic(), 0.0)
+            )
+        self._report()
+
+    def _await_saves(self, until: float | None) -> None:
         for save in list(self._saves):
             told = save.told
             try:
@@ -479,12 +597,7 @@ class Checkpointer:
             except Exception:
                 if not save.done():
                     raise
-                save.told = told  # if not yet, it is reported just below
-        if self._tiers.delta is not None:
-            self._tiers.delta.handed_over(
-                None if until is None else max(until - time.monotonic(), 0.0)
-            )
-        self._report()
+                save.told = told  # if not yet, it is reported with the next look back
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
@@ -497,6 +610,7 @@ class Checkpointer:
     ) -> None:
         if self._closed or not self._is_ours:
             return
+        timeout = self._call_the_last(timeout) if error is None else timeout
         self._closed = True
         self._ending.close()
         try:
@@ -517,6 +631,16 @@ class Checkpointer:
         self._look_back()
         self._notices.warn(*self._lost_steps())
         self._notices.tell_all()
+
+    def _call_the_last(self, timeout: float | None) -> float | None:
+        """Have what is called at commits called while all is open; return the time that is left."""
+        if not self._callbacks:
+            return timeout
+        until = time.monotonic() + (self._group.deadline_s if timeout is None else timeout)
+        with suppress(HoldfastError):  # it is told at the end
+            self._await_saves(until)
+        self._look_back()
+        return None if timeout is None else max(until - time.monotonic(), 0.0)
 
     @property
     def _is_ours(self) -> bool:
@@ -566,22 +690,10 @@ def _check_tiers(**options: object) -> None:
             instance_of(given, cls, "Checkpointer", name, expected)
 
 
-def _check_homes(root: str, upload: str | None, upload_keep: Keep | None) -> None:
-    """UsageError unless `upload` is another place than the root."""
-    if upload is None:
-        if upload_keep is not None:
-            raise UsageError(
-                "upload_keep= says which steps stay behind the root: give upload=, too"
-            )
-        return
-    check_own(upload)
-    (one, _, at), (other, _, other_at) = (open_store(p).url.partition("?") for p in (root, upload))
-    one, other = (f"{url.rstrip('/')}/" for url in (one, other))
-    if at == other_at and (one.startswith(other) or other.startswith(one)):
-        raise UsageError(
-            f"upload={upload} lies in the root {root}, or that in it: the home behind must be apart",
-            hint="give upload= a place of its own, as a bucket, or a folder on another disk",
-        )
+def _attached_files(given: Any) -> AttachedFiles:
+    from holdfast.saving.attaching import AttachedFiles
+
+    return AttachedFiles(given, "Checkpointer")
 
 
 def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:

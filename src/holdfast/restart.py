@@ -349,9 +349,9 @@ class Restart:
             raise known
         with alike(group, candidate.step):
             for file in manifest.files[group.rank :: group.size]:
-                checkpoint.files.check_size(file)
+                checkpoint.images.check_size(file)
                 if candidate.in_memory:  # whose sizes the manifest says
-                    checkpoint.store.open(checkpoint.files.key(file)).close()
+                    checkpoint.store.open(checkpoint.images.key(file)).close()
         rules = self.options.on_resize
         with alike(group, candidate.step):
             self._plain = plain_values(checkpoint, self.state, group, rules)

@@ -17,7 +17,8 @@ import holdfast
 from holdfast import store as stores
 from holdfast.checkpoint.claiming import claim
 from holdfast.checkpoint.listing import survey
-from holdfast.checkpoint.tidying import Keep, prune
+from holdfast.checkpoint.pruning import prune
+from holdfast.checkpoint.tidying import Keep
 from holdfast.format.manifest import HEAD_BYTES
 from holdfast.store import MemoryStore
 from holdfast.testing import Counting

@@ -8,7 +8,7 @@ from single import memory
 from crash.test_sweeping import put_image, step
 from holdfast import Keep
 from holdfast.checkpoint.names import Known, RootKeys, Saved, manifest_key, read_manifest
-from holdfast.checkpoint.tidying import prune
+from holdfast.checkpoint.pruning import prune
 from holdfast.checkpoint.verifying import verify
 from holdfast.store import Store
 from holdfast.testing import Counting

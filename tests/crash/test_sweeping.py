@@ -16,7 +16,8 @@ from builders import Tensor, build
 from holdfast import Keep
 from holdfast.checkpoint.claiming import claim, once_attempt
 from holdfast.checkpoint.names import manifest_key, read_manifest, run_of_log
-from holdfast.checkpoint.tidying import delete_step, discard, prune, sweep
+from holdfast.checkpoint.pruning import delete_step, prune
+from holdfast.checkpoint.tidying import discard, sweep
 from holdfast.checkpoint.verifying import verify
 from holdfast.codec.digest import hexdigest
 from holdfast.delta.segment import plan_key, segment_key

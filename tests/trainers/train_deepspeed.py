@@ -1,8 +1,8 @@
 """A rank that trains by DeepSpeed, as `Run` says.
 
-It writes each loss as soon as it is known, a line of its own, to a file of its process, and rank 0 the digest
-of all masters and optimizer states at the end.  The two halves of a batch are losses of their own: of two ranks
-each computes one, one rank both, in two micro-steps.
+It writes each loss as soon as it is known, a line of its own, to a file of its process, and rank 0 the
+digest of all masters and optimizer states at the end.  The two halves of a batch are losses of their own:
+of two ranks each computes one, one rank both, in two micro-steps.
 """
 
 from __future__ import annotations

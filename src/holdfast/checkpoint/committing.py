@@ -114,5 +114,5 @@ def check_files(store: Store, manifest: Manifest) -> None:
                 key=prefix + file.path,
             )
 
-    doubtful = [f for f in manifest.files if there.get(prefix + f.path) != f.bytes]
+    doubtful = [f for f in manifest.objects if there.get(prefix + f.path) != f.bytes]
     in_threads(check, doubtful, CHECK_THREADS)

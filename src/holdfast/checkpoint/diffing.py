@@ -195,7 +195,7 @@ def _read(checkpoint: Checkpoint, batch: list[Part]) -> list[Array]:
         array: Array = np.empty(box.shape, RAW[DTYPES[t.dtype].bytes])
         wants.append(Want(checkpoint.index(t.name), box, ArrayTarget(array)))
         values.append(array.reshape(-1))
-    read_alone(checkpoint.files, wants)
+    read_alone(checkpoint.images, wants)
     return values
 
 

@@ -100,7 +100,7 @@ def _judge(
         problem = f"manifest.json {saved.problem}" if saved.problem else manifest.message
         return Step(saved.step, saved.run, None, f"damaged manifest: {problem}")
     prefix = step_prefix(saved.step)
-    doubtful = (f for f in manifest.files if sizes.get(prefix + f.path) != f.bytes)
+    doubtful = (f for f in manifest.objects if sizes.get(prefix + f.path) != f.bytes)
     found = ((f.path, wrong_size(store, manifest, f)) for f in doubtful)
     faults = [f"{path} {fault}" for path, fault in found if fault]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
@@ -121,7 +121,7 @@ def wrong_size(store: Store, manifest: Manifest, file: FileEntry) -> str | None:
 
 
 def _unreferenced(steps: tuple[Step, ...], sizes: Mapping[str, int]) -> Iterator[Attempt]:
-    named = {step_prefix(s.step) + f.path for s in steps if s.manifest for f in s.manifest.files}
+    named = {step_prefix(s.step) + f.path for s in steps if s.manifest for f in s.manifest.objects}
     unreadable = {s.step for s in steps if s.manifest is None}
     found: dict[tuple[int, str], list[int]] = {}
     for key, size in sizes.items():

@@ -3,6 +3,7 @@
 ```
 steps/0000001000/manifest.json                       the commit
 steps/0000001000/<run>-<attempt>/r00003.safetensors  images of one try of one save
+steps/notes.json                                     labels, and metrics of later evaluations (`notes`)
 claims/0000000007.json                               run 7 took the root
 log/0000000007/...                                   records of run 7 (`delta`)
 ```
@@ -104,6 +105,10 @@ class Known:
     def __init__(self) -> None:
         self.last: tuple[int, set[str]] = (-1, set())
         """The step that was committed last, and the keys of its files."""
+        self.has_notes = False
+        """True if this process has noted anything of the steps."""
+        self.stated: dict[int, tuple[int, object]] = {}
+        """What `pruning` has read in manifests, by step, with its run."""
         self._saved: dict[int, Saved] = {}
         self._unsure: set[int] = set()
         """Steps whose commit is under way, or has ended nobody knows how."""
@@ -112,11 +117,12 @@ class Known:
         """Say that the manifest of a step may be replaced from now on."""
         self._unsure.add(step)
         self._saved.pop(step, None)
+        self.stated.pop(step, None)
 
     def add(self, manifest: Manifest) -> None:
         """Say that a manifest has been committed."""
         prefix = step_prefix(manifest.step)
-        self.last = manifest.step, {prefix + file.path for file in manifest.files}
+        self.last = manifest.step, {prefix + file.path for file in manifest.objects}
         self._saved[manifest.step] = Saved(manifest.run, manifest.step)
         self._unsure.discard(manifest.step)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 import os
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import nan
 from types import TracebackType
 from typing import Any
 
@@ -55,7 +56,7 @@ class Checkpoint:
     def __init__(self, store: Store, manifest: Manifest, *, verify: bool = True) -> None:
         self.store = store
         self.manifest = manifest
-        self.files = Files(store, step_prefix(manifest.step), manifest, verify=verify)
+        self.images = Files(store, step_prefix(manifest.step), manifest, verify=verify)
         self.format = "holdfast"
         """The prefix that names a foreign checkpoint's format (`dcp`, ...); else `holdfast`."""
         self.others: tuple[Checkpoint, ...] = ()
@@ -77,6 +78,22 @@ class Checkpoint:
         store = open_store(path_of(url, call, "url"))
         manifest = read_manifest(store, newest(store) if step is None else step)
         return Checkpoint(store, manifest, verify=verify)
+
+    @cached_property
+    def files(self) -> Mapping[str, bytes]:
+        """The files kept beside the step, by name.  Each is read, and proved, when it is asked for."""
+        from holdfast.checkpoint.attached import Attachments
+
+        return Attachments(self.images)
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name, given with the save or noted later.  NaN for what was not finite."""
+        from holdfast.checkpoint.notes import read_notes
+
+        m = self.manifest
+        noted = read_notes(self.store).values(m.run, m.step) if self.format == "holdfast" else {}
+        return {k: nan if v is None else v for k, v in {**m.metrics, **noted}.items()}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -143,7 +160,7 @@ class Checkpoint:
             hint = "read it in parts: read(name, box)"
             raise UsageError(f"{name!r} {wanted.shape}: {error}", hint=hint) from None
         raw = values.view(RAW[values.dtype.itemsize])
-        read_alone(self.files, [Want(index, wanted, ArrayTarget(raw))])
+        read_alone(self.images, [Want(index, wanted, ArrayTarget(raw))])
         return values
 
     @cached_property
@@ -181,12 +198,12 @@ class Checkpoint:
             return {}
         size = self.manifest.chunk_bytes
         first, stop = file.extras // size, num_chunks(file.table, size)
-        a, b = self.files.span(file, first, stop)
-        view = self.files.chunks(file, first, stop, memoryview(bytearray(b - a)))
+        a, b = self.images.span(file, first, stop)
+        view = self.images.chunks(file, first, stop, memoryview(bytearray(b - a)))
         try:
             found = msgspec.json.decode(bytes(view[file.extras - a :]), type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FormatError(f"malformed extras: {error}", key=self.files.key(file)) from None
+            raise FormatError(f"malformed extras: {error}", key=self.images.key(file)) from None
         return found
 
 

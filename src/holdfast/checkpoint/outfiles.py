@@ -134,7 +134,7 @@ def write_files(
             raise
 
     try:
-        with source.files.readers.kept():
+        with source.images.readers.kept():
             in_threads(one, blocks, threads)
     except BaseException:
         if errors:  # the others only gave up because of it
@@ -294,7 +294,7 @@ class _UnfinishedFile:
                 wants += self._wants(part, a, into)
             at = max(at, b)
         _zero(block[at - start :])
-        read_alone(self._source.files, wants, threads=1)
+        read_alone(self._source.images, wants, threads=1)
 
     def _wants(self, span: ElementSpan, at: int, into: memoryview) -> list[Want]:
         """Wants that fill `into`, the span's bytes from file byte `at` on; casts are done now."""
@@ -315,7 +315,7 @@ class _UnfinishedFile:
         values = np.empty(len(target), kind)
         raw = memoryview(values.view(np.uint8))  # type: ignore[arg-type]
         wants = _boxes(span.tensor, tensor.shape, first, raw, kind.itemsize)
-        read_alone(self._source.files, wants, threads=1)
+        read_alone(self._source.images, wants, threads=1)
         with np.errstate(over="ignore"):
             target[:] = values.astype(target.dtype)
         if not np.isfinite(target).all() and np.isfinite(values[~np.isfinite(target)]).any():

@@ -1,4 +1,4 @@
-"""Deleting: steps that need not stay, attempts that came to nothing, files that crashes left behind.
+"""Deleting: attempts that came to nothing, files that crashes left behind; steps go in `pruning`.
 
 * *must*: a file that a manifest names is never deleted before the manifest;
 * *should*: files that no manifest names are deleted (a crash leaves them; the next save sweeps them).
@@ -7,25 +7,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast.arguments import count_of
 from holdfast.checkpoint.claiming import Claim, is_abandoned
-from holdfast.checkpoint.committing import check_files
 from holdfast.checkpoint.names import (
     RootKeys,
-    manifest_key,
     parse_attempt,
-    read_head,
-    read_manifest,
     step_prefix,
     verified_attempt,
 )
-from holdfast.errors import FormatError, HoldfastError, NotFound, UnsupportedVersion
-from holdfast.events import emit
+from holdfast.errors import HoldfastError, NotFound
 from holdfast.store import LocalStore, Store
 from holdfast.store.local import sweep as sweep_unfinished
 
@@ -39,13 +33,22 @@ _DIRECTORY = re.compile(r"steps/(\d{10})/([^/]+)")
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The steps that stay: the newest `last`, and every step that is a multiple of `every`.
+    """The steps that stay: the newest `last`, every step that is a multiple of `every`, the `best` by a
+    metric, and those `newer` than a time.  Each rule keeps steps; what none keeps is deleted.
 
-    None keeps all.  The newest step stays in any case.
+    None keeps all.  The newest step stays in any case, and so does one that is pinned.
+
+    `best=("loss", 3)`: the 3 steps with the lowest loss, `("accuracy", 3, "max")`: with the highest.  A
+    value that is not finite is never among them; of equal ones the newest are.  Steps without the metric
+    are left to the other rules; they stay where there is none.
+    `newer="2d"`: steps that were saved within two days (`s`, `m`, `h`, `d`), by the time in the manifest,
+    which is that of rank 0's host, and the clock of the host that deletes.
     """
 
     last: int | None = None
     every: int | None = None
+    best: tuple[str, int] | tuple[str, int, str] | None = None
+    newer: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("last", "every"):
@@ -58,9 +61,18 @@ class Keep:
                     hint="leave it out, or say None, and no step stays because of it",
                 )
                 object.__setattr__(self, name, n)
+        if self.best is not None or self.newer is not None:
+            from holdfast.checkpoint.pruning import check_rules
+
+            object.__setattr__(self, "best", check_rules(self.best, self.newer))
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if there is no rule."""
+        return (self.last, self.every, self.best, self.newer) == (None, None, None, None)
 
 
-def _marking(store: Store, keys: RootKeys | None, below: str = "steps/") -> Marking:
+def marking(store: Store, keys: RootKeys | None, below: str = "steps/") -> Marking:
     """Return `keys`, whose owner deletes what is marked; else keys that do so at the end of the block."""
     return RootKeys(store, below=[below]) if keys is None else nullcontext(keys)
 
@@ -80,91 +92,8 @@ def discard(store: Store, step: int, attempt: str | None, keys: RootKeys | None 
     they are only marked there."""
     if attempt is None or _named(store, step) in (attempt, None):
         return
-    with _marking(store, keys, step_prefix(step)) as keys:
+    with marking(store, keys, step_prefix(step)) as keys:
         keys.mark_below(f"{step_prefix(step)}{attempt}/")
-
-
-def prune(
-    store: Store,
-    keep: Keep,
-    *,
-    spare: Collection[int] = (),
-    lock: Lock | None = None,
-    keys: RootKeys | None = None,
-) -> list[int]:
-    """Delete what `keep` does not keep; returns the steps deleted.
-
-    A damaged newest step does not count: the newest good step always stays.  So do steps to `spare`,
-    which are being saved anew or lead to the newest state by records; `lock` keeps commits away while a
-    manifest is deleted.  All files are deleted after all manifests; with `keys` they are only marked.
-    """
-    with _marking(store, keys) as keys:
-        due = prunable(store, keep, spare, keys)
-        gone = [step for step in due if delete_step(store, step, lock, keys)]
-    for step in gone:
-        emit("pruned", step=step)
-    return gone
-
-
-def prunable(
-    store: Store, keep: Keep, spare: Collection[int] = (), keys: RootKeys | None = None
-) -> list[int]:
-    """The steps that `prune` would delete, oldest first."""
-    if keep.last is None and keep.every is None:
-        return []
-    keys = keys or RootKeys(store)
-    good = [s for s in keys.saved if s.is_proved]
-    stay = {s.step for s in good[-(keep.last or 1) :]}
-    stay |= {s.step for s in good if keep.every and s.step % keep.every == 0}
-    due = [s.step for s in good if s.step not in stay and s.step not in spare]
-    newest = next((s.step for s in reversed(good) if _sound(keys, s.step)), None) if due else None
-    return [step for step in due if step != newest]
-
-
-def _sound(keys: RootKeys, step: int) -> bool:
-    """True if a step's manifest is readable and every file has its length.
-
-    That was so of the step that this process has just committed: it is if its files are still listed.
-    """
-    last, named = keys.known.last
-    if last == step and named <= set(keys.keys):
-        return True
-    try:
-        check_files(keys.store, read_manifest(keys.store, step))
-    except HoldfastError:
-        return False
-    return True
-
-
-def delete_step(
-    store: Store, step: int, lock: Lock | None = None, keys: RootKeys | None = None
-) -> bool:
-    """Delete the manifest first: from then on the step does not exist, whatever stops us.  The files are
-    marked among `keys`, if given.
-
-    `lock` is held from reading the manifest to deleting it, so that it is no newer one that goes.
-
-    They are those that it named, and no others: another rank may be writing this very step anew.
-    A step of a newer format stays (False): its files are not known here.  So does one whose manifest's
-    beginning was damaged since it was read.
-    """
-    attempt, key = None, manifest_key(step)
-    with lock or nullcontext():
-        try:
-            attempt = read_manifest(store, step).attempt
-        except UnsupportedVersion:
-            return False
-        except FormatError:
-            saved = read_head(store, step, key)
-            if saved is not None and not saved.is_proved:
-                return False
-        store.delete(key)
-    with _marking(store, keys, step_prefix(step)) as keys:
-        keys.manifests.pop(step, None)
-        if attempt is not None:
-            keys.mark_below(f"{step_prefix(step)}{attempt}/")
-            keys.marked += (k for k in keys.below(step_prefix(step)) if k.endswith(INDEX))
-    return True
 
 
 def sweep(
@@ -177,7 +106,7 @@ def sweep(
     manifest names: nobody deletes its files before the manifest.  With `keys` they are only marked there.
     """
     gone = []
-    with _marking(store, keys) as keys:
+    with marking(store, keys) as keys:
         for step, theirs in keys.attempts.items():
             old = {a: k for a, k in theirs.items() if _is_old(a, mine, upto) or is_abandoned(a)}
             if not old or (len(theirs) == 1 and step in keys.manifests):

@@ -104,7 +104,7 @@ def transfer(
         if seen != data:
             _commit(target, step, data, seen)
     num_bytes = sum(f.bytes for f in missing)
-    return Transferred(step, len(manifest.files), len(missing), num_bytes, seen != data)
+    return Transferred(step, len(manifest.objects), len(missing), num_bytes, seen != data)
 
 
 def _manifest(source: Store, step: int) -> tuple[Manifest, bytes]:
@@ -189,7 +189,7 @@ def _check_arrived(target: Store, manifest: Manifest) -> None:
     """StoreError if a file that has arrived is gone again: a run that holds the target may sweep it."""
     prefix = step_prefix(manifest.step)
     there = set(target.list(prefix))
-    for file in manifest.files:
+    for file in manifest.objects:
         if prefix + file.path not in there:
             raise StoreError(
                 f"a file of step {manifest.step} is gone again from {target.url}",
@@ -231,7 +231,7 @@ class _FilesToCopy:
 
     def missing(self, threads: int, tell: Progress) -> list[FileEntry]:
         """The files that have to be copied."""
-        all_files, missing = self.files.manifest.files, set[str]()
+        all_files, missing = self.files.manifest.objects, set[str]()
 
         def look(file: FileEntry) -> None:
             if not self.is_there(file, tell):

@@ -33,7 +33,7 @@ from holdfast.codec.table import DigestTable
 from holdfast.errors import FormatError, HoldfastError
 from holdfast.format.extras import decode, referred
 from holdfast.format.image import Image, plan_image
-from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.format.manifest import AttachedFile, FileEntry, Manifest
 from holdfast.layout import Placement
 from holdfast.store import Store
 from holdfast.threads import in_threads
@@ -119,7 +119,7 @@ def verify(
     except HoldfastError as error:
         findings.blame(error, manifest_key(step))
         return report
-    report.num_files, report.num_tensors = len(manifest.files), len(manifest.tensors)
+    report.num_files, report.num_tensors = len(manifest.objects), len(manifest.tensors)
     work = _Verification(store, manifest, findings, threads)
     work.run()
     report.seconds = time.perf_counter() - began
@@ -162,7 +162,7 @@ class _Verification:
         self.checkpoint = Checkpoint(store, manifest, verify=False)
         self.store = store
         self.manifest = manifest
-        self.files: Files = self.checkpoint.files
+        self.files: Files = self.checkpoint.images
         self.report = findings.report
         self.findings = findings
         self.threads = threads or threads_for(self.files)
@@ -176,6 +176,7 @@ class _Verification:
         if side_by_side > 1:
             self.threads = 1
         in_threads(self._check_file, list(files), side_by_side)
+        self._check_attached()
         self._check_extras("extras", manifest, self.manifest.extras)
         self.report.problems.sort(key=lambda p: (p.key != manifest, p.key, p.start or 0))
 
@@ -200,6 +201,30 @@ class _Verification:
             self._check_header(file, image)
         if not any(stop * size > file.extras for _, stop in bad):
             self._check_rank_extras(file)
+
+    def _check_attached(self) -> None:
+        """Check the pack of attached files, and each of them."""
+        for file in self.manifest.objects[len(self.manifest.files) :]:
+            key = self.files.key(file)
+            if (fault := wrong_size(self.store, self.manifest, file)) is not None:
+                self.findings.add(fault, key)
+                continue
+            try:
+                bad = [] if self.report.quick else self._bad_chunks(file, self.files.table(file))
+            except HoldfastError as error:
+                self.findings.blame(error, key)
+                continue
+            for first, stop in bad:
+                a, b = self.files.span(file, first, stop)
+                hit = ", ".join(f.name for f in self._attached_in(a, b))
+                self.findings.add(
+                    f"{b - a:,} bytes differ from what was attached: {hit}", key, a, b
+                )
+
+    def _attached_in(self, start: int, stop: int) -> list[AttachedFile]:
+        pack = self.manifest.attached
+        files = pack.files if pack is not None else ()
+        return [f for f in files if f.start < stop and f.start + f.bytes > start]
 
     def _image(self, file: FileEntry) -> Image:
         """The image that a file must be, by a placement of its own: its caches end with the file."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from holdfast.checkpoint.names import committed, read_manifest
+from holdfast.checkpoint.notes import carry, read_notes
 from holdfast.checkpoint.recorded import segments
 from holdfast.checkpoint.transfer import Transferred, transfer
 from holdfast.checkpoint.unproved import newest_of
@@ -43,6 +44,10 @@ class Copied:
     dry_run: bool
     steps: list[CopiedStep]
     records: TransferredLog | None
+    labels: list[str]
+    """Labels that pin the copied steps in the target, too."""
+    labels_left: list[str]
+    """Labels that name another step there."""
     num_records_left: int
     """Files of records that would lead on from the step, and were not asked for."""
     seconds: float
@@ -71,8 +76,9 @@ def run(
         records = _copy_records(store, into, since, dry_run)
     else:
         left = len(segments(store, since))
+    labels, labels_left = _copy_notes(store, into, done, dry_run)
     seconds = time.perf_counter() - began
-    made = Copied(store.url, into.url, dry_run, done, records, left, seconds)
+    made = Copied(store.url, into.url, dry_run, done, records, labels, labels_left, left, seconds)
     is_bad = any(one.problem for one in done) or bool(records and records.problems)
     return Result(lambda: made, lambda: _show(made), int(is_bad))
 
@@ -137,6 +143,16 @@ def _copy_records(store: Store, into: Store, since: int, dry_run: bool) -> Trans
         return transfer_log(store, into, since, dry_run=dry_run, progress=told)
 
 
+def _copy_notes(
+    store: Store, into: Store, done: list[CopiedStep], dry_run: bool
+) -> tuple[list[str], list[str]]:
+    """Carry the labels and metrics of what is in the target now.  Labels there are not moved."""
+    there = {one.step for one in done if one.problem is None}
+    if dry_run:
+        return [], []
+    return carry(read_notes(store), into, there, replace=False)
+
+
 def _show(made: Copied) -> None:
     for one in made.steps:
         if one.problem is not None:
@@ -145,6 +161,10 @@ def _show(made: Copied) -> None:
         files = f"{one.num_copied:,} of {many(one.num_files, 'file')}, {size(one.bytes)}"
         text = "" if one.outcome == "there already" else f": {files}"
         say(f"{good(one.outcome)}  step {one.step}{text}")
+    if made.labels:
+        say(dim(f"  pinned there, too: {', '.join(made.labels)}"))
+    if made.labels_left:
+        say(f"  pins another step there, and is left so: {', '.join(made.labels_left)}")
     if made.records is not None:
         _show_records(made.records, made.dry_run)
     if made.num_records_left:

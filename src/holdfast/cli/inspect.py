@@ -9,7 +9,10 @@ from math import prod
 from operator import attrgetter
 from typing import Annotated, Any
 
+from msgspec import to_builtins
+
 from holdfast.checkpoint.brief import brief, cut_short
+from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.cli.options import Argument, ShowAll, Target, opened
 from holdfast.cli.screen import Result, Row, fields, heading, say, table
@@ -100,7 +103,14 @@ def _origin_data(c: Checkpoint) -> dict[str, Any]:
         "mesh": dict(m.mesh),
         "files": [{"path": f.path, "rank": f.rank, "bytes": f.bytes} for f in m.files],
         "per_rank": m.per_rank,
+        "labels": _labels(c),
+        "metrics": c.metrics,
+        "attached": [] if m.attached is None else to_builtins(m.attached.files),
     }
+
+
+def _labels(c: Checkpoint) -> list[str]:
+    return read_notes(c.store).pinned.get(c.step, [])
 
 
 def totals(m: Manifest) -> dict[tuple[str, str], tuple[int, int, int]]:
@@ -140,6 +150,12 @@ def _show_step(c: Checkpoint, show_all: bool) -> None:
         rows = [(f.path, f.rank, size(f.bytes)) for f in m.files]
         left_out = dim(size(sum(f.bytes for f in m.files[4:-2])))
         table(("file", ">rank", ">size"), _few(rows, show_all, "", left_out))
+        if m.attached is not None:
+            heading("Attached files")
+            table(
+                ("file", ">size"),
+                _few([(f.name, size(f.bytes)) for f in m.attached.files], show_all),
+            )
     _show_extras(c, show_all)
 
 
@@ -150,13 +166,19 @@ def header(c: Checkpoint) -> list[tuple[str, str]]:
         num_files = len({file_of(f) for f in m.files})
         origin = [("at", c.store.url), ("format", c.format), ("software", software or "not stated")]
     else:
-        num_files = len(m.files)
+        num_files = len(m.objects)
         is_whole = m.mesh and m.mesh[0][0] == "file"
         ranks = "every tensor whole in one file" if is_whole else many(m.layout.world, "rank")
         origin = [
             ("root", c.store.url),
             ("created", f"{m.created}  ({age(m.created)}, run {m.run})"),
             ("software", software),
+            *((("pinned as", ", ".join(labels)),) if (labels := _labels(c)) else ()),
+            *(
+                (("metrics", ", ".join(f"{k} {v:.6g}" for k, v in c.metrics.items())),)
+                if c.metrics
+                else ()
+            ),
             ("mesh", f"{m.layout}  ({ranks})" if m.mesh else str(m.layout)),
         ]
     held = f"{many(len(m.tensors), 'tensor')} in {many(num_files, 'file')}, {size(m.total_bytes)}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.checkpoint.listing import Listing, Step, survey
+from holdfast.checkpoint.notes import Notes, read_notes
 from holdfast.cli.options import Root
 from holdfast.cli.screen import Result, heading, say, table
 from holdfast.cli.words import age, age_s, bad, dim, good, many, size
-from holdfast.errors import HoldfastError
+from holdfast.errors import FormatError, HoldfastError
 from holdfast.interop.detect import detect, near_path, open_as, steps_as
 from holdfast.interop.foreign import file_of
 from holdfast.layout import Mesh
-from holdfast.store import open_store
+from holdfast.store import Store, open_store
 
 COLUMNS = ("", ">step", ">size", "tier", "age", ">run", "mesh", ">tensors", ">files", "state")
 FOREIGN_COLUMNS = (">step", ">size", "format", ">tensors", ">files", "state")
@@ -26,10 +27,23 @@ def run(url: Root) -> Result:
         found: dict[str, Any] = {"url": url, "format": foreign, "steps": steps}
     else:
         store = open_store(url)
-        found = _found(survey(store), store.url)
+        found = _found(survey(store), store.url) | _noted(store)
+        for row in found["steps"]:
+            row["labels"] = found["labels"].get(row["step"], [])
+            row["metrics"] |= found["metrics"].values(row["run"], row["step"])
+        del found["labels"], found["metrics"]
     is_bad = not found["steps"] or any(row["problem"] for row in found["steps"])
+    is_bad |= bool(found.get("notes_problem"))
     show = _show if foreign is None else _show_foreign
     return Result(lambda: found, lambda: show(found, url), int(is_bad))
+
+
+def _noted(store: Store) -> dict[str, Any]:
+    try:
+        notes, problem = read_notes(store), None
+    except FormatError as error:
+        notes, problem = Notes(), error.message
+    return {"labels": notes.pinned, "metrics": notes, "notes_problem": problem}
 
 
 def _found(listing: Listing, url: str) -> dict[str, Any]:
@@ -53,6 +67,7 @@ def _step(step: Step) -> dict[str, Any]:
         "tier": "durable",
         "complete": step.problem is None,
         "problem": step.problem,
+        "metrics": {} if m is None else dict(m.metrics),
     }
     if m is not None:
         row |= {
@@ -61,7 +76,7 @@ def _step(step: Step) -> dict[str, Any]:
             "age_s": age_s(m.created),
             "mesh": dict(m.mesh),
             "num_tensors": len(m.tensors),
-            "num_files": len(m.files),
+            "num_files": len(m.objects),
         }
     return row
 
@@ -100,6 +115,12 @@ def _show(found: dict[str, Any], url: str) -> None:
     say(found["url"], "bold")
     if steps:
         table(COLUMNS, [_cells(row, found) for row in steps], indent=0)
+    if found["notes_problem"]:
+        say()
+        say(
+            f"{found['notes_problem']}: no step is deleted, and none is known to be pinned",
+            "yellow",
+        )
     if steps and steps[-1]["problem"]:
         say()
         if newest_good is None:
@@ -129,6 +150,9 @@ def _cells(row: dict[str, Any], found: dict[str, Any]) -> tuple[str | int, ...]:
         state += dim("  newest")
     elif newest["problem"] and is_taken:
         state += dim("  newest good")
+    state += "".join(f"  [{label}]" for label in row["labels"])
+    values = ((k, "nan" if v is None else f"{v:.6g}") for k, v in row["metrics"].items())
+    state += dim("".join(f"  {name} {text}" for name, text in values))
     mark, step = "→" if is_taken else "", str(row["step"])
     run = "?" if row["run"] is None else str(row["run"])
     if "bytes" not in row:

@@ -23,8 +23,8 @@ from holdfast.errors import HoldfastError, HoldfastWarning, NotFound, NotRecover
 from holdfast.near import near
 from holdfast.version import __version__
 
-VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "log", "replay", "simulate",
-         "agent")  # fmt: skip
+VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "pin", "log", "replay",
+         "simulate", "agent")  # fmt: skip
 LAUNCH = "run"
 """The verb that takes torchrun's options, and starts processes that are none of ours."""
 ABOUT = """\

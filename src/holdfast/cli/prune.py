@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from holdfast.arguments import count_of
+from holdfast.arguments import count_of, unfit
 from holdfast.checkpoint.listing import Step, survey
 from holdfast.checkpoint.names import Saved
-from holdfast.checkpoint.tidying import Keep, prunable, prune
+from holdfast.checkpoint.notes import read_notes
+from holdfast.checkpoint.pruning import prunable, prune, seconds_in
+from holdfast.checkpoint.tidying import Keep
 from holdfast.cli.options import Option, Root, own_root
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.delta.log import newest_history, open_log, tidy_log
 from holdfast.errors import UsageError
-from holdfast.store import Store
+from holdfast.store import Store, open_store
 
 
 def run(
     url: Root,
     keep_last: Annotated[int | None, Option("Keep the newest N steps.", "N")] = None,
     keep_every: Annotated[int | None, Option("Keep every multiple of N.", "N")] = None,
+    keep_best: Annotated[
+        str | None, Option("Keep the best N by a metric.", "METRIC:N[:max]")
+    ] = None,
+    keep_newer: Annotated[str | None, Option("Keep what is newer (36h, 2d).", "TIME")] = None,
     dry_run: Annotated[bool, Option("Only say what would go.")] = False,
 ) -> Result:
-    """Delete steps that neither option keeps.  The newest good step always stays, and so does the one from
-    which records lead to the newest state.
+    """Delete steps that no option keeps.  The newest good step always stays, and so do the one from which
+    records lead to the newest state, and those that are pinned.
     """
-    if keep_last is None and keep_every is None:
-        raise UsageError("nothing says what to keep", hint="--keep-last N, --keep-every N, or both")
+    if (keep_last, keep_every, keep_best, keep_newer) == (None, None, None, None):
+        hint = "--keep-last N, --keep-every N, --keep-best METRIC:N, --keep-newer TIME, or several"
+        raise UsageError("nothing says what to keep", hint=hint)
     for option, n in (("--keep-last", keep_last), ("--keep-every", keep_every)):
         if n is not None:
             count_of(n, "prune", option)
-    keep = Keep(last=keep_last, every=keep_every)
+    if keep_newer is not None:
+        seconds_in(keep_newer, "prune", "--keep-newer")
+    best = None if keep_best is None else _best(keep_best)
+    keep = Keep(last=keep_last, every=keep_every, best=best, newer=keep_newer)
     store = own_root(url, "holdfast only reads", "delete it with the tools of what wrote it")
     steps = survey(store).steps
     spare = _leading(store, steps)
@@ -46,6 +57,15 @@ def run(
     )  # fmt: skip
 
 
+def _best(text: str) -> tuple[str, int, str]:
+    """`loss:3`, `accuracy:3:max`."""
+    match = re.fullmatch(r"(.+?):(\d{1,9})(?::(min|max))?", text)
+    if match is None or not int(match[2]):
+        what = "METRIC:N, such as loss:3, or METRIC:N:max"
+        raise unfit("prune", "--keep-best", text, what, typed=False)
+    return match[1], int(match[2]), match[3] or "min"
+
+
 def _leading(store: Store, steps: tuple[Step, ...]) -> set[int]:
     """The good step that a restart begins with: after a run went back, an older one than the newest."""
     good = [Saved(s.run, s.step) for s in steps if s.problem is None]
@@ -56,13 +76,13 @@ def _show(steps: tuple[Step, ...], gone: list[int], dry_run: bool, freed: int, u
     if not steps:
         say(f"no steps in {url}")
         return
-    verb = "would go" if dry_run else "deleted"
+    verb, pinned = "would go" if dry_run else "deleted", read_notes(open_store(url)).pinned
     rows = [
         (
             str(s.step),
             size(s.manifest.total_bytes) if s.manifest else "?",
             bad(verb) if s.step in gone else good("stays"),
-            dim(s.problem) if s.problem else "",
+            dim(s.problem or ", ".join(pinned.get(s.step, ()))),
         )
         for s in steps
     ]

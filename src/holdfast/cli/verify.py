@@ -54,7 +54,7 @@ def run(target: Target, quick: Annotated[bool, Option(DEPTHS)] = False) -> Resul
 
 def _bytes(store: Store, step: int, quick: bool) -> int:
     try:
-        return 0 if quick else sum(f.table for f in read_manifest(store, step).files)
+        return 0 if quick else sum(f.table for f in read_manifest(store, step).objects)
     except HoldfastError:
         return 0
 

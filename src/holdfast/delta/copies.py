@@ -60,7 +60,7 @@ def _take_all(store: JoinedStore, keys: list[str], group: Group) -> bool:
 
 def _is_sound(checkpoint: Checkpoint, file: FileEntry) -> bool:
     """True if all bytes of a file are what was written."""
-    files, size = checkpoint.files, checkpoint.manifest.chunk_bytes
+    files, size = checkpoint.images, checkpoint.manifest.chunk_bytes
     scratch = memoryview(bytearray(BLOCK_CHUNKS * size))
     count = num_chunks(file.table, size)
     try:

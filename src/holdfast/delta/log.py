@@ -38,7 +38,8 @@ from holdfast.errors import (
     UnsupportedVersion,
 )
 from holdfast.events import emit
-from holdfast.format.manifest import VERSION, FileEntry, Manifest, check
+from holdfast.format.checking import check
+from holdfast.format.manifest import VERSION, FileEntry, Manifest
 from holdfast.store import Reader, Store
 from holdfast.store.contract import reads_of
 from holdfast.store.views import JoinedStore, PartReader, ViewStore

@@ -301,7 +301,7 @@ class Replay:
             wants, sparse = self._wanted(step, checkpoint, into)
             for file in checkpoint.manifest.files[self.group.rank :: self.group.size]:
                 checkpoint.file_extras(file)
-        read_together(checkpoint.files, wants, self.group if self.group.size > 1 else None)
+        read_together(checkpoint.images, wants, self.group if self.group.size > 1 else None)
         if sparse or into.packed:
             with alike(self.group, step.step):
                 self._unpack(step, sparse, into.packed)
@@ -419,7 +419,7 @@ class Replay:
         plan.is_whole = False
         with alike(self.group, step.step):
             plan.check_rules()
-        read_together(checkpoint.files, plan.wants, self.group if self.group.size > 1 else None)
+        read_together(checkpoint.images, plan.wants, self.group if self.group.size > 1 else None)
         with alike(self.group, step.step):
             plan.put()
 

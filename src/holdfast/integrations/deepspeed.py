@@ -32,9 +32,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import holdfast.checkpointer as core
 from holdfast import looking, once
 from holdfast.arguments import path_of, unfit
+from holdfast.checkpoint.notes import read_notes
 from holdfast.errors import NotRecoverable, UsageError, warn_user
 from holdfast.roots import check_own
 from holdfast.state.deepspeed import COUNTERS, is_engine, zero_of
+from holdfast.store import open_store
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.tidying import Keep
@@ -166,10 +168,6 @@ class Wanted(NamedTuple):
     scheduler: bool
     counters: bool
 
-    @property
-    def everything(self) -> bool:
-        return self.strict and self.optimizer and self.scheduler and self.counters
-
 
 class ClientState:
     """What the caller keeps in a checkpoint, as a value of the state; rank 0's, as DeepSpeed has it."""
@@ -184,9 +182,9 @@ class ClientState:
         self.restored: dict[str, Any] = {}
         self.counters: dict[str, int] = {}
 
-    def give(self, values: dict[str, Any], *, tag: str, latest: bool) -> None:
+    def give(self, values: dict[str, Any], *, latest: bool) -> None:
         """Keep `values` with the save that begins next."""
-        self._given = {"values": values, "tag": tag, "latest": latest}
+        self._given = {"values": values, "latest": latest}
 
     def clear(self) -> None:
         """Let the next save be one of the engine's own."""
@@ -196,7 +194,7 @@ class ClientState:
         given = self._given
         if given is None:
             values = {} if self._ask is None else dict(self._ask())
-            given = {"values": values, "tag": None, "latest": True}
+            given = {"values": values, "latest": True}
         return {**given, "counters": {name: getattr(self._engine, name) for name in COUNTERS}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -226,8 +224,7 @@ class Attached:
     def __post_init__(self) -> None:
         own = type(self.engine).load_checkpoint
         self._by_deepspeed: Callable[..., Loaded] = own.__get__(self.engine)
-        if hasattr(self.ckpt, "on_commit"):
-            self.ckpt.on_commit(lambda step: self._point())
+        self.ckpt.on_commit(lambda step: self._point())
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -257,13 +254,13 @@ class Attached:
         label = is_root and name != f"global_step{step}"
         if label:
             _check_label(name, step)
-        self.client.give(client_state, tag=name, latest=latest)
+        self.client.give(client_state, latest=latest)
         try:
             save = self.ckpt.save(step)
         finally:
             self.client.clear()
         if label:
-            self.ckpt.pin(step, name)  # type: ignore[attr-defined]
+            self.ckpt.pin(step, name)
         if not is_root:
             self.pending.append(Pending(save, os.fspath(folder), name, latest))
         self._point()
@@ -364,9 +361,9 @@ class Attached:
         number = TAG.fullmatch(tag)
         if number is not None:
             return int(number[1])
-        for step, extras in self._saved():
-            if extras.get(CLIENT, {}).get("tag") == tag:
-                return step
+        labelled = read_notes(open_store(self.root)).live_labels
+        if tag in labelled:
+            return labelled[tag]
         raise NotRecoverable(
             f"{self.root} has no step with the tag {tag!r}", hint=f"holdfast ls {self.root}"
         )

@@ -23,9 +23,9 @@ from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.errors import FormatError, LayoutError
+from holdfast.format.checking import MAX_DIMS
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.manifest import (
-    MAX_DIMS,
     VERSION,
     FileEntry,
     FragmentEntry,
@@ -161,7 +161,7 @@ def foreign(
     manifest, sections = _listed(tensors, step, software, extras, aliases or {})
     files = Sections(store, sections, tuple(archives))
     found = Checkpoint(files, manifest, verify=False)
-    found.files = Files(files, "", manifest, verify=False)
+    found.images = Files(files, "", manifest, verify=False)
     copies: list[list[Foreign]] = [
         [] for _ in range(max((len(t.copies) for t in tensors), default=0))
     ]

@@ -62,6 +62,7 @@ class Storing:
         self.handed_over.set()
         try:
             with span("persist", step=op.step, bytes=file.bytes if file else 0):
+                tier.durable.write_attached(op)  # before any agent could commit late
                 if file is not None and op.error is None:
                     client.ask(self._order(op, file))
         except Exception as failed:

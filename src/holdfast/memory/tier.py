@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -39,6 +40,9 @@ from holdfast.state.live import Live, State
 from holdfast.state.snapshot import Beside, PrivateBuffer
 from holdfast.threads import Worker
 from holdfast.wire import WireError, rank_errors
+
+if TYPE_CHECKING:
+    from holdfast.saving.attaching import Attached
 
 LEAVE_S = 5.0
 """Seconds that a process that ends early stays for a snapshot to be complete, or a save to reach
@@ -124,6 +128,7 @@ class MemoryTier:
         durable: bool,
         must: bool = False,
         live: bool = False,
+        attached: Attached | None = None,
     ) -> Save:
         """Start a snapshot, which with `durable` goes on to storage.  Blocks as `Saver.begin`.
 
@@ -133,9 +138,8 @@ class MemoryTier:
         step_prefix(step)
         is_waiting = self._turns.num_pending > 0 or not self._storing.handed_over.is_set()
         busy = not must and (self.durable.steps.is_saving if durable else is_waiting)
-        op = self.saver.operation(
-            self, Request(step, busy=busy, durable=durable), companion=self, on_end=self._ended
-        )
+        request = Request(step, busy=busy, durable=durable, attached=attached)
+        op = self.saver.operation(self, request, companion=self, on_end=self._ended)
         self._turns.line_up()
         if durable:
             self.durable.steps.watch_over(op)
@@ -439,6 +443,7 @@ class MemoryTier:
                 run=self.durable.run,
                 attempt=self.attempt(op),
                 notes=notes,
+                attached=op.request.attached,
             )
             return decided(filled, encode(manifest))
         except Exception as error:

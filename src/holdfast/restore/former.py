@@ -169,7 +169,7 @@ class _Renamed(Checkpoint):
     """A checkpoint under other names.  Its data lie where they did."""
 
     def __init__(self, checkpoint: Checkpoint, names: _Names) -> None:
-        self.store, self.files = checkpoint.store, checkpoint.files
+        self.store, self.images = checkpoint.store, checkpoint.images
         self.format, self.others = checkpoint.format, checkpoint.others
         self.refused = checkpoint.refused
         self._names = names

@@ -268,7 +268,7 @@ def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
             dtype = checkpoint.info(name).dtype
             values[number] = torch.empty((), dtype=torch_dtype(dtype))
             wants.append(Want(number, Box((), ()), target_of(values[number], dtype)))
-    read_alone(checkpoint.files, wants)
+    read_alone(checkpoint.images, wants)
     for change in changes:
         for state, names in change.numbers.items():
             found = [values[index[name]] for name in names]

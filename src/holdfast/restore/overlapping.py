@@ -115,7 +115,7 @@ def set_aside(checkpoint: Checkpoint, live: Live) -> dict[int, Aside]:
                 wants.append(Want(checkpoint.index(name), part.box, target))
     if wants:
         with suppress(FormatError, StoreError):  # met again, by all ranks together
-            read_alone(checkpoint.files, wants)
+            read_alone(checkpoint.images, wants)
             for aside in asides.values():
                 aside.check()
     return asides

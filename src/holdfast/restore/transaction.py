@@ -69,7 +69,7 @@ def _restore(checkpoint: Checkpoint, state: State, group: Group, options: Restor
     prepared = _prepare(checkpoint, state, group, options)
     try:
         with span("restore.read", step=checkpoint.step):
-            read_together(checkpoint.files, prepared.wants, group if group.size > 1 else None)
+            read_together(checkpoint.images, prepared.wants, group if group.size > 1 else None)
         with alike(group, checkpoint.step):
             for aside in prepared.asides.values():
                 aside.put()

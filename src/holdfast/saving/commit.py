@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -14,6 +14,9 @@ from holdfast.saving.messages import Written, merge_extras
 from holdfast.saving.operation import Draft, SaveOperation
 from holdfast.version import __version__
 from holdfast.wire import WireError
+
+if TYPE_CHECKING:
+    from holdfast.saving.attaching import Attached
 
 
 def written(op: SaveOperation, draft: Draft, file: FileEntry | None) -> bytes:
@@ -32,6 +35,7 @@ def manifest_of(
     run: int,
     attempt: str,
     notes: dict[str, str] | None = None,
+    attached: Attached | None = None,
 ) -> Manifest:
     """On rank 0: the manifest of what all ranks have handed in.  `notes`: what else it says of how it was
     made."""
@@ -59,4 +63,5 @@ def manifest_of(
         files=tuple(w.file for w in answers if w.file is not None),
         extras=extras,
         per_rank=verdict.per_rank,  # type: ignore[arg-type]
+        **({} if attached is None else attached.in_manifest(attempt)),
     )

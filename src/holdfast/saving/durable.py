@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,6 +33,9 @@ from holdfast.state.snapshot import Buffer, PrivateBuffer, touch
 from holdfast.store import Store
 from holdfast.threads import Worker
 from holdfast.wire import rank_errors
+
+if TYPE_CHECKING:
+    from holdfast.saving.attaching import Attached
 
 LATE_S = 1.0
 """Seconds that a save may wait for the one before; longer slows training, and the user is told once."""
@@ -61,7 +65,7 @@ class Durable:
         self.steps = RootSteps(store, self.group.rank, claim, keep or Keep())
         self.run = run
         self.worker = Worker("holdfast-persist")
-        self.news: list[str] = []
+        self.news = self.steps.news
         """Messages that the user is to be told."""
         self._attempt = attempt
         self._buffer = PrivateBuffer()
@@ -78,7 +82,13 @@ class Durable:
     # -- training thread --------------------------------------------------------------------------
 
     def begin(
-        self, describe_live: Callable[[], Live], step: int, *, must: bool, yields: bool = False
+        self,
+        describe_live: Callable[[], Live],
+        step: int,
+        *,
+        must: bool,
+        yields: bool = False,
+        attached: Attached | None = None,
     ) -> Save:
         """Start a save of the live state.  `must`: wait for the one in flight, do not skip.  `yields`: skip
         all the same if that one waits for storage which does not answer.
@@ -87,7 +97,7 @@ class Durable:
         """
         step_prefix(step)
         busy = self.steps.is_saving and (not must or (yields and self._is_stuck(step)))
-        request = Request(step, busy=busy, yields=yields)
+        request = Request(step, busy=busy, yields=yields, attached=attached)
         op = self.saver.operation(self, request, on_end=lambda op, _: self.steps.let_go(op))
         self.steps.watch_over(op)
         return self.saver.begin(op, describe_live)
@@ -194,6 +204,7 @@ class Durable:
         file = None
         try:
             with span("persist", step=op.step, bytes=draft.image.total_bytes if draft.image else 0):
+                self.write_attached(op)
                 file = self._write(op, draft, attempt)
         except Exception as failed:
             op.error = failed
@@ -213,6 +224,11 @@ class Durable:
             raise rank_errors(f"save of step {op.step}", outcome.errors, op.step) from op.error
         op.end()
         self.steps.tidy(op)
+
+    def write_attached(self, op: SaveOperation) -> None:
+        """Write what a save adds to the step besides the state; on rank 0, before the manifest names it."""
+        if op.request.attached is not None:
+            op.request.attached.put(self.store, op.step, self.attempt_of(op))
 
     def attempt_of(self, op: SaveOperation) -> str:
         """Name of the folder that an operation's files are in."""
@@ -234,8 +250,12 @@ class Durable:
         given = [msgspec.msgpack.decode(a, type=Written) for a in answers]
         errors = {r: w.error for r, w in enumerate(given) if w.error is not None}
         if not errors:
+            added = op.request.attached
             errors = self.steps.commit(
-                op, lambda: manifest_of(draft, given, step=op.step, run=self.run, attempt=attempt)
+                op,
+                lambda: manifest_of(
+                    draft, given, step=op.step, run=self.run, attempt=attempt, attached=added
+                ),
             )
         return msgspec.msgpack.encode(SaveOutcome(errors))
 

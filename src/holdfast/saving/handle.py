@@ -29,8 +29,10 @@ class Save:
         """True if the save is committed, failed or skipped."""
         return self._future.done()
 
-    def _on_end(self, call: Callable[[Save], object]) -> None:
-        """Call `call` when it has ended, on the thread that ends it, or now."""
+    def add_done_callback(self, call: Callable[[Save], object]) -> None:
+        """Call `call(save)` when it has ended in any way: on a thread of holdfast's, which waits for it, or
+        at once if it has ended already.  What it raises is logged, and changes nothing.
+        """
         self._future.add_done_callback(lambda _: call(self))
 
     def wait(self, timeout: float | None = None) -> None:

@@ -45,6 +45,7 @@ from holdfast.threads import Worker
 from holdfast.wire import WireError, rank_errors
 
 if TYPE_CHECKING:
+    from holdfast.saving.attaching import Attached
     from holdfast.saving.saver import Saver
 
 
@@ -62,6 +63,8 @@ class Request:
     """True for a snapshot that goes on to storage."""
     is_rehearsal: bool = False
     """True if nothing is to be saved: the plan is made, and the memory made real, for the first save."""
+    attached: Attached | None = None
+    """On rank 0: what a durable save adds to the step besides the state."""
     made: float = field(default_factory=time.perf_counter)
     """When it was asked for, in seconds of `time.perf_counter`."""
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.names import AND_LOG, Known, RootKeys, Saved
-from holdfast.checkpoint.tidying import Keep, discard, prune, sweep
-from holdfast.errors import Deadline, HoldfastError, Unavailable
+from holdfast.checkpoint.tidying import Keep, discard, sweep
+from holdfast.errors import Deadline, FormatError, HoldfastError, Unavailable
 from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
 from holdfast.saving.operation import SaveOperation
@@ -40,7 +40,11 @@ class RootSteps:
         self._watched: dict[int, int] = {}
         """RootSteps of the operations that have begun and not ended, on this rank, by their number."""
         self._lock = threading.Lock()
-        self._committing = threading.Lock()
+        self.committing = threading.Lock()
+        """Held while a step is committed, deleted or pinned."""
+        self.news: list[str] = []
+        """Messages that the user is to be told."""
+        self._is_blind = False
 
     @property
     def is_saving(self) -> bool:
@@ -64,7 +68,7 @@ class RootSteps:
         """
         try:
             manifest = make()
-            with self._committing:
+            with self.committing:
                 self.known.begin(op.step)
                 op.outcome.replaced = commit(self.store, manifest, self.claim)
                 self.known.add(manifest)
@@ -107,10 +111,23 @@ class RootSteps:
                     return
                 with self._keys() as keys:
                     discard(self.store, step, replaced, keys)
-                    spare, lock = tuple(watched.values()), self._committing
-                    gone = prune(self.store, self._keep, spare=spare, lock=lock, keys=keys)
+                    gone = self._prune(keys, tuple(watched.values()))
                     sweep(self.store, self.claim, min([number, *(n - 1 for n in watched)]), keys)
                     if self.also_tidy is not None:
                         self.also_tidy(keys, [s for s in keys.saved if s.step not in gone])
         except Exception as error:
             emit("tidy.failed", error=str(error))
+
+    def _prune(self, keys: RootKeys, spare: tuple[int, ...]) -> list[int]:
+        """Delete what `keep` lets go.  Nothing while it cannot be known what is pinned: told once."""
+        if self._keep.keeps_all:
+            return []
+        from holdfast.checkpoint.pruning import prune
+
+        try:
+            return prune(self.store, self._keep, spare=spare, lock=self.committing, keys=keys)
+        except FormatError as error:
+            if not self._is_blind:
+                self.news.append(f"no step is deleted: {error}")
+            self._is_blind = True
+            return []

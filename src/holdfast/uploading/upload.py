@@ -53,7 +53,8 @@ from holdfast.checkpoint.names import (
     step_prefix,
     verified_attempt,
 )
-from holdfast.checkpoint.tidying import Keep, discard, prune, sweep
+from holdfast.checkpoint.pruning import prune
+from holdfast.checkpoint.tidying import Keep, discard, sweep
 from holdfast.checkpoint.transfer import PART_BYTES, transfer_files
 from holdfast.errors import FormatError, HoldfastError, NotFound, UsageError
 from holdfast.events import emit, span
@@ -157,7 +158,7 @@ class Upload:
     def watch(self, save: Save) -> None:
         """Upload the step of a save when it is committed, unless a newer one is by then."""
         self._saves += 1
-        save._on_end(partial(self._done, self._saves))
+        save.add_done_callback(partial(self._done, self._saves))
 
     def keep_records(
         self, steps: RootSteps, options: Delta, flush: Callable[[float], None]
@@ -336,7 +337,7 @@ class Upload:
 
     def _copy(self, manifest: Manifest) -> int:
         """Copy the files that are this rank's; of those of a run on more ranks, its share."""
-        wanted = [f for f in manifest.files if f.rank % self.group.size == self.group.rank]
+        wanted = [f for f in manifest.objects if f.rank % self.group.size == self.group.rank]
         files = Files(self.root, step_prefix(manifest.step), manifest, verify=True)
         # of a step of this run nothing has arrived before the first attempt
         look = manifest.run != self.claim.run or self._failed_since is not None

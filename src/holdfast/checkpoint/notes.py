@@ -1,0 +1,298 @@
+"""What is noted of a root's steps after they were committed: labels that keep steps, and metrics.
+
+    steps/notes.json    {"holdfast":1,"labels":{"best":100},"metrics":{"100":{"run":1,"values":...}},...}
+
+A manifest is never changed, so what is learned of a step later lies here, in one object for the root.  It
+is replaced only while it is the one that was read (`Store.put(replacing=)`): of two writers one reads anew
+and writes once more, so neither loses the other's labels.  It lies below `steps/` for the listing of steps
+to show it: where nothing is noted, it costs no request.
+
+* *must*: a step that a label names is not deleted, and nothing is deleted while the notes cannot be read;
+* *must*: metrics are noted with the run of the step: another run's step of that number has not got them.
+
+A label that was taken away stays as null, so that it goes in the home behind the root, too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import msgspec
+
+from holdfast.arguments import number_of, shown, text_of, unfit
+from holdfast.checkpoint.names import (
+    RootKeys,
+    describe,
+    manifest_key,
+    read_head,
+    step_numbers,
+)
+from holdfast.codec.digest import hexdigest
+from holdfast.errors import Corrupt, Exists, FormatError, NotFound, Unavailable
+from holdfast.store import Store
+
+NOTES_KEY = "steps/notes.json"
+MOST_CHARS = 100
+"""Most characters of a label, and of the name of a metric."""
+MAX_BYTES = 64 << 20
+TRIES = 100
+"""Writers that come first, one after the other, before one gives up."""
+SECOND_LOOK_S = 1.0
+HINT = (
+    f"nothing is deleted until then: put it back, or delete {NOTES_KEY}, and label the steps anew"
+)
+
+Values = dict[str, float | None]
+"""Metrics by name; None is not a number."""
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metrics that were noted of a step of one run."""
+
+    run: int
+    values: Values
+
+
+class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The notes of a root."""
+
+    holdfast: int = 1
+    labels: dict[str, int | None] = {}
+    metrics: dict[int, Measured] = {}
+
+    @property
+    def live_labels(self) -> dict[str, int]:
+        """The steps that labels name."""
+        return {label: step for label, step in self.labels.items() if step is not None}
+
+    @property
+    def pinned(self) -> dict[int, list[str]]:
+        """The labels of each step that has any."""
+        found: dict[int, list[str]] = {}
+        for label, step in sorted(self.live_labels.items()):
+            found.setdefault(step, []).append(label)
+        return found
+
+    def values(self, run: int, step: int) -> Values:
+        """The metrics that were noted of that run's step."""
+        noted = self.metrics.get(step)
+        return noted.values if noted is not None and noted.run == run else {}
+
+
+# -- reading and writing --------------------------------------------------------------------------
+
+_SEAL = re.compile(rb',"digest":"([0-9a-f]{16})"\}\s*\Z')
+
+
+def read_notes(store: Store) -> Notes:
+    """The notes of a root; none if there are none.  Corrupt or FormatError if they are damaged."""
+    data = _present(store)
+    return Notes() if data is None else decode(data)
+
+
+def notes_among(keys: RootKeys) -> Notes:
+    """The notes of a root whose keys were listed."""
+    is_there = NOTES_KEY in keys.keys or keys.known.has_notes
+    return read_notes(keys.store) if is_there else Notes()
+
+
+def encode(notes: Notes) -> bytes:
+    body = msgspec.json.encode(notes)[:-1]
+    return body + f',"digest":"{hexdigest(body)}"}}'.encode()
+
+
+def decode(data: bytes) -> Notes:
+    """Parse notes.  Corrupt or FormatError if they are not what was written."""
+    seal = _SEAL.search(data, max(len(data) - 64, 0))
+    body = data[: seal.start()] if seal else b""
+    if len(data) > MAX_BYTES or not seal or hexdigest(body) != seal[1].decode():
+        raise Corrupt("the notes of steps are damaged", key=NOTES_KEY, hint=HINT)
+    try:
+        notes = msgspec.json.decode(body + b"}", type=Notes)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"the notes of steps: {error}", key=NOTES_KEY, hint=HINT) from None
+    if notes.holdfast != 1:
+        raise FormatError(f"notes of version {notes.holdfast}", key=NOTES_KEY, hint=HINT)
+    return notes
+
+
+def _present(store: Store) -> bytes | None:
+    try:
+        return store.get(NOTES_KEY)
+    except NotFound:
+        return None
+
+
+def change(store: Store, edit: Callable[[Notes], Notes]) -> None:
+    """Write the notes as `edit` makes them of those that are there.  Blocks; it may be called again, of
+    notes that another process has written meanwhile."""
+    for _ in range(TRIES):
+        seen = _present(store)
+        old = Notes() if seen is None else decode(seen)
+        new = edit(old)
+        if new == old:
+            return
+        try:
+            if seen is None:
+                store.put(NOTES_KEY, encode(new), if_absent=True)
+            else:
+                store.put(NOTES_KEY, encode(new), replacing=seen)
+            return
+        except (Exists, NotFound):
+            continue
+    raise Unavailable(f"other processes wrote {NOTES_KEY} {TRIES} times in a row", key=NOTES_KEY)
+
+
+# -- labels ---------------------------------------------------------------------------------------
+
+
+def label_of(value: Any, call: str) -> str:
+    """A label: a short text in one line."""
+    return _short_text(value, call, "label", "a label such as 'best'")
+
+
+def _short_text(value: Any, call: str, name: str, what: str) -> str:
+    text = text_of(value, call, name, what)
+    if len(text) > MOST_CHARS or not text.isprintable() or not text.strip():
+        raise unfit(
+            call, name, value, f"{what}: one line of at most {MOST_CHARS} characters", typed=False
+        )
+    return text
+
+
+def pin(
+    store: Store,
+    step: int,
+    label: str,
+    *,
+    coming: Collection[int] = (),
+    lock: AbstractContextManager[Any] | None = None,
+    second_look_s: float = 0.0,
+) -> None:
+    """Let `label` name a step, and no other one.  NotFound if there is no such step, and it is not
+    `coming`.
+
+    `lock`: held by whoever deletes steps in this process.  `second_look_s`: of other processes nobody
+    knows what they are deleting, so look once more after that time.
+    """
+    with lock or nullcontext():
+        if step not in coming:
+            check_there(store, step)
+        change(store, lambda notes: with_labels(notes, {label: step}))
+    if step in coming:
+        return
+    if second_look_s:
+        time.sleep(second_look_s)
+    try:
+        check_there(store, step)
+    except NotFound:
+        change(store, lambda n: with_labels(n, {label: None}) if n.labels.get(label) == step else n)
+        raise
+
+
+def unpin(store: Store, label: str) -> bool:
+    """Take a label away; False if there was none of that name."""
+    there: list[bool] = []
+
+    def edit(notes: Notes) -> Notes:
+        there[:] = [notes.labels.get(label) is not None]
+        return with_labels(notes, {label: None}) if there[0] else notes
+
+    change(store, edit)
+    return there[0]
+
+
+def with_labels(notes: Notes, labels: Mapping[str, int | None]) -> Notes:
+    return msgspec.structs.replace(notes, labels={**notes.labels, **labels})
+
+
+def check_there(store: Store, step: int) -> None:
+    """NotFound, with the steps that there are, unless a step is committed."""
+    key = manifest_key(step)
+    try:
+        store.size(key)
+    except NotFound:
+        hint = f"steps there: {describe(step_numbers(store))}"
+        raise NotFound(f"no step {step} in {store.url}", step=step, key=key, hint=hint) from None
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+def values_of(given: Any, call: str, name: str = "metrics") -> Values:
+    """Metrics as they are stored: numbers by name.  What is not finite is None, and never the best."""
+    what = "a dict of numbers by name, such as {'loss': 0.3}"
+    if not isinstance(given, Mapping):
+        raise unfit(call, name, given, what)
+    if not given:
+        raise unfit(call, name, given, f"{what}, and not empty", typed=False)
+    found: Values = {}
+    for key, value in given.items():
+        named = _short_text(key, call, name, "names of metrics as text")
+        found[named] = _number(value, call, f"{name}[{shown(named)}]")
+    return found
+
+
+def _number(value: Any, call: str, name: str) -> float | None:
+    if _is_nan(value):
+        return None
+    number = float(number_of(value, call, name, "a number", lambda _: True))
+    return number if math.isfinite(number) else None
+
+
+def _is_nan(value: Any) -> bool:
+    try:
+        return getattr(value, "ndim", 0) == 0 and math.isnan(value)
+    except Exception:
+        return False
+
+
+def measure(store: Store, step: int, values: Values, *, coming: Mapping[int, int]) -> None:
+    """Note metrics of a step, beside those that it has.  NotFound if there is no such step, and it is not
+    `coming`, which gives the run by step.  What is noted of steps that are gone is dropped."""
+    there = set(RootKeys(store).manifests) | set(coming)
+    run = coming.get(step)
+    if run is None:
+        check_there(store, step)
+        saved = read_head(store, step, manifest_key(step))
+        run = -1 if saved is None else saved.run
+
+    def edit(notes: Notes) -> Notes:
+        kept = {s: m for s, m in notes.metrics.items() if s in there}
+        kept[step] = Measured(run, {**notes.values(run, step), **values})
+        return msgspec.structs.replace(notes, metrics=kept)
+
+    change(store, edit)
+
+
+# -- other roots ----------------------------------------------------------------------------------
+
+
+def carry(
+    source: Notes, target: Store, steps: Collection[int], *, replace: bool
+) -> tuple[list[str], list[str]]:
+    """Note in another root what was noted of `steps`, which are there now.  Return the labels that name
+    one of them there, and those that name another step there, which they still do unless `replace`.
+
+    With `replace` labels that were taken away go there as well: it is the same run's other home.
+    """
+    wanted = {label: step for label, step in source.labels.items() if step in steps}
+    gone = {label for label, step in source.labels.items() if step is None} if replace else set()
+    measured = {step: m for step, m in source.metrics.items() if step in steps}
+    left: list[str] = []
+
+    def edit(notes: Notes) -> Notes:
+        held = {k for k, s in notes.labels.items() if s is not None}
+        left[:] = [k for k, s in wanted.items() if k in held and notes.labels[k] != s]
+        set_here = {k: s for k, s in wanted.items() if replace or k not in left}
+        labels = {**notes.labels, **set_here, **dict.fromkeys(gone & held, None)}
+        return msgspec.structs.replace(notes, labels=labels, metrics={**notes.metrics, **measured})
+
+    if wanted or gone or measured:
+        change(target, edit)
+    return sorted(set(wanted) - set(left) if not replace else wanted), sorted(left)

@@ -1,0 +1,284 @@
+"""Labels and metrics of a root: who writes at once, what is damaged, and what stays because of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.checkpoint import notes
+from holdfast.checkpoint.pruning import delete_step, prunable, prune
+from holdfast.cli.main import run
+from holdfast.errors import Corrupt, HoldfastError, NotFound, UsageError
+from holdfast.store import LocalStore, MemoryStore, Store, open_store
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path) -> Store:
+    if request.param == "local":
+        return open_store(str(tmp_path / "run"))
+    return open_store(f"memory://{uuid.uuid4().hex}")
+
+
+def saved(store: Store, steps: range | list[int]) -> None:
+    with holdfast.Checkpointer(store.url, {"x": torch.ones(3)}) as ckpt:
+        for step in steps:
+            ckpt.save(step).wait(60)
+
+
+def losses(store: Store, values: dict[int, float]) -> None:
+    for step, loss in values.items():
+        notes.measure(store, step, notes.values_of({"loss": loss}, "test"), coming={})
+
+
+# -- labels ---------------------------------------------------------------------------------------
+
+
+def test_a_pinned_step_stays(root: Store) -> None:
+    saved(root, range(1, 6))
+    with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(last=1)) as ckpt:
+        ckpt.pin(2, "best")
+        ckpt.save(6).wait(60)
+        ckpt._tiers.durable.settle(60)
+        assert holdfast.steps(root.url) == [2, 6]
+        ckpt.pin(6, "best")
+        ckpt.save(7).wait(60)
+        ckpt._tiers.durable.settle(60)
+        assert holdfast.steps(root.url) == [6, 7]
+        ckpt.unpin("best")
+        ckpt.unpin("never was")
+        ckpt.save(8)
+    assert holdfast.steps(root.url) == [8]
+
+
+def test_a_save_in_flight_is_pinned(tmp_path) -> None:
+    url = str(tmp_path)
+    with holdfast.Checkpointer(url, {"x": torch.ones(1 << 20)}, keep=holdfast.Keep(last=1)) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step)
+            if step == 2:
+                ckpt.pin(step, "best")
+    assert holdfast.steps(url) == [2, 5]
+
+
+def test_what_is_not_there_is_not_pinned(root: Store) -> None:
+    with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}) as ckpt:
+        ckpt.save(3).wait(60)
+        with pytest.raises(NotFound, match=r"(?s)no step 4 .*steps there: 3"):
+            ckpt.pin(4, "best")
+        with pytest.raises(NotFound, match="no step 4"):
+            ckpt.metrics(4, loss=1.0)
+        for label in ("", "a\nb", "x" * 101, " ", 3, None):
+            with pytest.raises(UsageError, match="label"):
+                ckpt.pin(3, label)  # type: ignore[arg-type]
+    assert notes.read_notes(root).pinned == {}
+
+
+def test_two_writers_lose_no_label(root: Store) -> None:
+    saved(root, range(1, 9))
+
+    def write(step: int) -> None:
+        for number in range(5):
+            notes.pin(open_store(root.url), step, f"{step}-{number}")
+
+    writers = [threading.Thread(target=write, args=(step,)) for step in range(1, 9)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    found = notes.read_notes(root)
+    assert found.pinned == {s: [f"{s}-{n}" for n in range(5)] for s in range(1, 9)}
+
+
+def test_damaged_notes_delete_nothing(root: Store) -> None:
+    saved(root, [1, 2, 3])
+    notes.pin(root, 1, "best")
+    whole = root.get(notes.NOTES_KEY)
+    changed = whole.replace(b'"best":1', b'"best":9')
+    unknown = notes.encode(notes.Notes()).replace(b'"labels"', b'"lables"')
+    for data in (b"", whole[:-5], changed, unknown, whole + b"x", b"\xff" * 100):
+        root.put(notes.NOTES_KEY, data)
+        with pytest.raises(HoldfastError, match="notes"):
+            prunable(root, holdfast.Keep(last=1))
+        with pytest.raises(HoldfastError, match="notes"):
+            prune(root, holdfast.Keep(last=1))
+        with pytest.raises(HoldfastError, match="notes"):
+            delete_step(root, 2)
+        with pytest.raises(HoldfastError, match="notes"):
+            notes.pin(root, 1, "best")
+        assert run(["prune", root.url, "--keep-last", "1"]) == 1
+        assert run(["ls", root.url]) == 1
+    root.put(notes.NOTES_KEY, changed)
+    ckpt = holdfast.Checkpointer(root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(last=1))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in (4, 5, 6):
+            ckpt.save(step).wait(60)
+            ckpt._tiers.durable.settle(60)
+        ckpt.close()
+    assert [str(one.message).partition(":")[0] for one in told] == ["no step is deleted"]
+    assert holdfast.steps(root.url) == [1, 2, 3, 4, 5, 6]
+    root.delete(notes.NOTES_KEY)
+    assert prune(root, holdfast.Keep(last=1)) == [1, 2, 3, 4, 5]
+
+
+def test_pinned_between_the_list_and_the_deletion(root: Store) -> None:
+    """Whoever deletes asks once more, if there was anything to ask for."""
+    saved(root, [1, 2, 3])
+    notes.pin(root, 3, "last")
+    due = prunable(root, holdfast.Keep(last=1))
+    notes.pin(root, 1, "best")
+    assert [delete_step(root, step) for step in due] == [False, True]
+    assert holdfast.steps(root.url) == [1, 3]
+
+
+# -- the best, and the newer ----------------------------------------------------------------------
+
+
+def test_the_best_stay(root: Store) -> None:
+    saved(root, range(1, 8))
+    losses(root, {1: 0.5, 2: 0.1, 3: 0.5, 4: float("nan"), 5: 0.3})
+    keep = holdfast.Keep
+    assert prunable(root, keep(last=1, best=("loss", 1))) == [1, 3, 4, 5, 6]
+    assert prunable(root, keep(last=1, best=("loss", 2, "min"))) == [1, 3, 4, 6]
+    assert prunable(root, keep(last=1, best=["loss", 1, "max"])) == [1, 2, 4, 5, 6]  # 3: newer
+    assert prunable(root, keep(best=("loss", 1))) == [1, 3, 4, 5]  # 6 has none, 7 is the newest
+    assert prunable(root, keep(best=("loss", 1), every=6)) == [1, 3, 4, 5]
+    assert prunable(root, keep(best=("accuracy", 1))) == []
+    assert prunable(root, keep(last=2, best=("accuracy", 1))) == [1, 2, 3, 4, 5]
+
+
+def test_metrics_of_another_runs_step_do_not_count(root: Store) -> None:
+    saved(root, [1, 2])
+    losses(root, {1: 0.1, 2: 0.2})
+    saved(root, [1])  # anew: step 1 is the newest now, and nobody has evaluated it
+    assert prunable(root, holdfast.Keep(best=("loss", 1))) == []
+    with holdfast.open(root.url, step=1) as one, holdfast.open(root.url, step=2) as two:
+        assert one.metrics == {} and two.metrics == {"loss": 0.2}
+
+
+def test_metrics_given_with_a_save_last(root: Store) -> None:
+    with holdfast.Checkpointer(
+        root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(best=("loss", 1))
+    ) as ckpt:
+        ckpt.save(1, metrics={"loss": torch.tensor(0.5), "accuracy": np.float32(0.25)})
+        ckpt.save(2, metrics={"loss": 0.1})
+        ckpt.metrics(2, accuracy=1)
+        ckpt.save(3, metrics={"loss": float("nan")}).wait(60)
+    assert holdfast.steps(root.url) == [2, 3]
+    with holdfast.open(root.url, step=2) as found:
+        assert found.metrics == {"loss": 0.1, "accuracy": 1.0}
+    with holdfast.Checkpointer(
+        root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(best=("loss", 1))
+    ) as ckpt:
+        ckpt.metrics(2, loss=0.9)
+        ckpt.save(4, metrics={"loss": 0.3}).wait(60)
+    assert holdfast.steps(root.url) == [4]
+    assert np.isnan(list(holdfast.open(root.url).metrics.values())).sum() == 0
+
+
+def test_what_is_newer_stays(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    for step, days in ((1, 5), (2, 3), (3, 1), (4, 0)):
+        at = time.gmtime(now - days * 86400)
+        with monkeypatch.context() as patch:
+            patch.setattr("time.gmtime", lambda at=at: at)
+            saved(root, [step])
+    assert prunable(root, holdfast.Keep(newer="2d")) == [1, 2]
+    assert prunable(root, holdfast.Keep(newer="96h")) == [1]
+    assert prunable(root, holdfast.Keep(newer="1.5m", last=2)) == [1, 2]
+    assert prunable(root, holdfast.Keep(newer="1s", every=2)) == [1, 3]
+
+
+def test_a_step_that_a_rule_cannot_read_stays(root: Store) -> None:
+    saved(root, [1, 2, 3])
+    key = "steps/0000000001/manifest.json"
+    data = bytearray(root.get(key))
+    data[-60] ^= 1
+    root.put(key, bytes(data))
+    assert prunable(root, holdfast.Keep(newer="1s", last=1)) in ([], [2])
+    assert 1 not in prunable(root, holdfast.Keep(best=("loss", 1), last=1))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"best": "loss"}, {"best": ("loss",)}, {"best": ("loss", 0)}, {"best": ("loss", True)},
+        {"best": ("", 1)}, {"best": ("loss", 1, "low")}, {"best": ("loss", 1, "min", 2)},
+        {"newer": "2"}, {"newer": "2 days"}, {"newer": ""}, {"newer": 2}, {"newer": "-1d"},
+        {"newer": "2w"}, {"best": 3},
+    ],
+)  # fmt: skip
+def test_rules_that_cannot_be(rule) -> None:
+    with pytest.raises(UsageError, match="Keep"):
+        holdfast.Keep(**rule)
+
+
+@pytest.mark.parametrize("given", [{}, {"loss": "low"}, {1: 2.0}, {"": 1.0}, [1], {"a": None}, 3])
+def test_metrics_that_cannot_be(given, tmp_path) -> None:
+    ckpt = holdfast.Checkpointer(str(tmp_path), {"x": torch.ones(3)})
+    with pytest.raises(UsageError, match="metrics"):
+        ckpt.save(1, metrics=given)
+    ckpt.close()
+    assert holdfast.steps(str(tmp_path)) == []
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+def test_commands(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = str(tmp_path / "run")
+    saved(LocalStore(url), range(1, 5))
+    assert run(["pin", url, "2", "best"]) == 0
+    assert run(["pin", url, "9", "best"]) == 1
+    assert run(["pin", url, "best"]) == 2
+    losses(LocalStore(url), {1: 0.25, 2: 0.5})
+    capsys.readouterr()
+    assert run(["ls", url, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["steps"]
+    assert [row["labels"] for row in rows] == [[], ["best"], [], []]
+    assert [row["metrics"] for row in rows] == [{"loss": 0.25}, {"loss": 0.5}, {}, {}]
+    assert run(["ls", url]) == 0
+    shown = capsys.readouterr().out
+    assert "best" in shown and "loss 0.5" in shown
+    assert run(["prune", url, "--keep-last", "1", "--keep-best", "loss:1"]) == 0
+    assert holdfast.steps(url) == [1, 2, 4]
+    assert run(["pin", url, "--remove", "best"]) == 0
+    assert run(["pin", url, "--remove", "best"]) == 1
+    assert run(["prune", url, "--keep-newer", "1h"]) == 0
+    assert holdfast.steps(url) == [1, 2, 4]
+    assert run(["prune", url, "--keep-best", "loss:1:max"]) == 0
+    assert holdfast.steps(url) == [2, 4]
+    assert run(["prune", url, "--keep-best", "loss"]) == 2
+    assert run(["prune", url, "--keep-best", "loss:x"]) == 2
+
+
+def test_a_copy_takes_notes_along(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    url, into = str(tmp_path / "run"), str(tmp_path / "copy")
+    saved(LocalStore(url), [1, 2, 3])
+    notes.pin(LocalStore(url), 2, "best")
+    notes.pin(LocalStore(url), 1, "first")
+    losses(LocalStore(url), {2: 0.5, 3: 0.75})
+    assert run(["copy", f"{url}@2", into]) == 0
+    assert notes.read_notes(LocalStore(into)).labels == {"best": 2}
+    assert holdfast.open(into).metrics == {"loss": 0.5}
+    notes.pin(LocalStore(url), 3, "best")
+    capsys.readouterr()
+    assert run(["copy", url, into, "--all"]) == 0
+    assert "best" in capsys.readouterr().out  # stays where it is there, and that is said
+    assert notes.read_notes(LocalStore(into)).labels == {"best": 2, "first": 1}
+
+
+def test_notes_damaged_on_the_way_are_not_taken_for_none(root: Store) -> None:
+    saved(root, [1])
+    root.put(notes.NOTES_KEY, b"{}")
+    with pytest.raises(Corrupt, match="notes"):
+        _ = holdfast.open(root.url).metrics
+    assert isinstance(root, (LocalStore, MemoryStore))
