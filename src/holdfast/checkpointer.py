@@ -31,7 +31,7 @@ from holdfast.arguments import (
     unfit,
 )
 from holdfast.checkpoint.tidying import Keep
-from holdfast.ending import Ending, SigtermStop, check_thread
+from holdfast.ending import Ending
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from holdfast.restore.result import Found, Restored
     from holdfast.saving.attaching import Attached, AttachedFiles, FileSource
     from holdfast.saving.noting import Noting
+    from holdfast.sigterm import SigtermStop
     from holdfast.steering import Steering
 
 NO_RECORDS = (
@@ -129,6 +130,8 @@ class Checkpointer:
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
         if sigterm_s is not None:
             sigterm_s = seconds_of(sigterm_s, call, "sigterm_s")
+            from holdfast.sigterm import check_thread
+
             check_thread()
         named = _named_mesh(mesh)
         self._files = _attached_files(files) if files is not None else None
@@ -164,7 +167,7 @@ class Checkpointer:
         self._steering = _steering(every, self._tiers)
         if self._steering is not None:
             self.every = self._steering.every
-        self._stop = SigtermStop(self._group, sigterm_s) if sigterm_s is not None else None
+        self._stop = None if sigterm_s is None else _stop_at_sigterm(self._group, sigterm_s)
         uploads = list if self._tiers.upload is None else self._tiers.upload.unheard
         self._ending = Ending(self._group, self._saves, WeakMethod(self._unheard), uploads)
 
@@ -699,6 +702,12 @@ def _attached_files(given: Any) -> AttachedFiles:
     from holdfast.saving.attaching import AttachedFiles
 
     return AttachedFiles(given, "Checkpointer")
+
+
+def _stop_at_sigterm(group: Group, sigterm_s: float) -> SigtermStop:
+    from holdfast.sigterm import SigtermStop
+
+    return SigtermStop(group, sigterm_s)
 
 
 def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:

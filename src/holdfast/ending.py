@@ -1,6 +1,4 @@
-"""The ends that a run may come to before `close()`: SIGTERM, and the end of Python.
-
-At SIGTERM, on any rank, all ranks save at one step, and stop.
+"""The end of Python before `close()`.
 
 A script that simply ends has saves under way in threads of its own.  They get `threads.EXIT_S` seconds;
 then this says what was dropped, and which saves have failed since anybody asked.  A process that is killed,
@@ -9,71 +7,16 @@ or calls `os._exit`, has no end of this kind.
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 from weakref import WeakMethod
 
-from holdfast.errors import HoldfastError, HoldfastWarning, UsageError, warn_user
+from holdfast.errors import HoldfastError, HoldfastWarning, warn_user
 from holdfast.group import Group
 from holdfast.patience import slowest
 from holdfast.saving import Save
 from holdfast.threads import at_exit, idle
-
-# -- SIGTERM -----------------------------------------------------------------------------------------
-
-
-def check_thread() -> None:
-    """UsageError where no signal can be waited for: Python lets the main thread alone do it."""
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            "Checkpointer(sigterm_s=...): only the main thread can wait for SIGTERM",
-            hint="make the Checkpointer there, or leave sigterm_s out",
-        )
-
-
-class SigtermStop:
-    """SIGTERM on any rank becomes one step at which all ranks save and stop.
-
-    The rank that was told posts the next step's number; every rank that completes that step has by
-    then exchanged gradients with the poster, so it finds the post and stops at the same step.
-    """
-
-    def __init__(self, group: Group, grace_s: float) -> None:
-        self._group = group
-        self._grace_s = grace_s
-        self._told_at: float | None = None
-        self._posted = False
-        self._old = signal.signal(signal.SIGTERM, self._told)
-
-    def _told(self, *_: Any) -> None:
-        self._told_at = self._told_at or time.monotonic()
-
-    def now(self, step: int) -> bool:
-        """True if this is the step to stop at."""
-        found = self._group.peek("stop")
-        if found is None and self._told_at is not None and not self._posted:
-            self._posted = True
-            at = step if self._group.size == 1 else step + 1
-            self._group.post("stop", str(at).encode())
-            found = str(at).encode()
-        return found is not None and step >= int(found)
-
-    def left(self) -> float:
-        """Seconds of grace that are left."""
-        since = time.monotonic() - self._told_at if self._told_at else 0.0
-        return max(self._grace_s - since, 1.0)
-
-    def close(self) -> None:
-        signal.signal(signal.SIGTERM, self._old)
-
-
-# -- the end of Python -------------------------------------------------------------------------------
-
 
 LINGER_S = 3.0
 """Seconds that ranks wait for each other, so that all hear what became of the last save."""

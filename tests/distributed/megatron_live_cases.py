@@ -225,6 +225,22 @@ def another_model_is_refused(root: Path) -> None:
         holdfast.load(source, {"optim": run.optimizer})
 
 
+def what_needs_cuda_is_refused_by_name(root: Path) -> None:
+    """Neither can be made here: Megatron-FSDP has streams, precision-aware optimizers are Transformer
+    Engine's.  The classes and the configuration are Megatron's own."""
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    run = Run(replace(BF16, distributed=True), seed=5)
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    torch.nn.Module.__init__(wrapper)
+    wrapper.module = run.gpt
+    with pytest.raises(UsageError, match=r"Megatron-FSDP \(FullyShardedDataParallel\)"):
+        holdfast.save(root / "ours", {"model": wrapper}, step=1)
+    run.optimizer.config.use_precision_aware_optimizer = True
+    with pytest.raises(UsageError, match="with a precision-aware optimizer cannot be live state"):
+        holdfast.save(root / "ours", state_of(run), step=1)
+
+
 def what_modules_say_besides_is_refused(root: Path) -> None:
     """Their own entries of state_dict() are in no sharded_state_dict(): nothing is left out unsaid."""
     run = Run(BF16, seed=5)
@@ -324,6 +340,7 @@ CASES = [
     training_goes_on_beside_a_save,
     another_padding,
     another_model_is_refused,
+    what_needs_cuda_is_refused_by_name,
     what_modules_say_besides_is_refused,
     into_plain_modules,
     from_a_plain_optimizer_of_ones_own,

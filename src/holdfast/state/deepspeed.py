@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import LayoutError, UsageError
 from holdfast.sources import Framework, Group, Master, Source, flat_cut
+from holdfast.state.deepspeed_parts import expert_names, tied_copies
 from holdfast.state.placed import parts_in
 
 FORM = "{'model': engine, 'optim': engine.optimizer}"
@@ -167,6 +168,9 @@ class DeepSpeed(Framework):
     def inside(self, module: nn.Module) -> nn.Module | None:
         return module.module if is_engine(module) else None
 
+    def names(self, module: nn.Module) -> dict[str, list[str]]:
+        return expert_names(module)
+
     def sources(
         self, modules: Mapping[str, Sequence[nn.Module]], state: Mapping[str, Any]
     ) -> dict[int, Source]:
@@ -256,9 +260,10 @@ def _refuse(engine: Any) -> None:
     """UsageError for what `zero_of` would not find, or what ranks differ in under one name."""
     wrapper = engine.optimizer
     shapes = {
-        "experts that differ between ranks (MoE)": engine.has_moe_layers,
-        "tensor parallelism": max(engine.mp_world_size, engine.autotp_size()) > 1,
-        "pipeline parallelism": engine.pipeline_parallelism,
+        "experts that DeepSpeed fuses (AutoEP)": getattr(
+            engine._config.expert_parallel_config, "enabled", False
+        ),
+        "tensor parallelism": _tensor_parallel(engine) > 1,
         "ZenFlow": getattr(wrapper, "zenflow", False),
         "Muon at this stage": _kind(wrapper)
         == "DeepSpeedZeroOptimizer"  # whole matrices, overlapping
@@ -276,6 +281,13 @@ def _refuse(engine: Any) -> None:
         raise UsageError(
             "the engine's states are offloaded", hint="call engine.reload_states() before"
         )
+
+
+def _tensor_parallel(engine: Any) -> int:
+    """Number of ranks that a weight is cut over; of a pipeline, its grid's `model` axis alone."""
+    grid = engine.module._grid if engine.pipeline_parallelism else None
+    size = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
+    return max(int(size), engine.autotp_size())
 
 
 # -- finding --------------------------------------------------------------------------------------
@@ -372,10 +384,16 @@ def _zero(
     """
     plain_numbers = type(inner).__module__.split(".", 1)[0] == "deepspeed"
     masters = dict(flats or {})
+    copies = tied_copies(engine.module)
     for group, params in groups:
         # DeepSpeed's Muon writes its momentum before the optimizer's step begins
         steady = not group.get("use_muon")
         for p in params:
             master = masters.get(id(p)) or Master((whole or {}).get(id(p), p), inner)
-            masters[id(p)] = replace(master, steady_states=steady, plain_numbers=plain_numbers)
+            masters[id(p)] = replace(
+                master,
+                steady_states=steady,
+                plain_numbers=plain_numbers,
+                is_copy=id(p) in copies,
+            )
     return Zero(engine, inner, groups, masters)

@@ -168,6 +168,7 @@ class MegatronCore(Framework):
             )
         shards: dict[int, TensorShard] = {}
         for model in models:
+            _refuse_model(model)
             shards |= shards_of(unwrap(model))
         found = Megatron(shards)
         for optimizer in optimizers:
@@ -208,6 +209,22 @@ def _with(known: Megatron, optimizer: Any) -> Megatron:
         known.updated | updated,
         known.distributed | flat,
     )
+
+
+FSDP = ("megatron.core.distributed.fsdp", "megatron.core.distributed.torch_fully_sharded")
+"""Beginnings of the modules of wrappers that cut weights over the data-parallel ranks."""
+
+
+def _refuse_model(model: nn.Module) -> None:
+    """UsageError for a model that is cut once more, which its `sharded_state_dict` does not say."""
+    inside: nn.Module | None = model
+    while inside is not None:
+        if type(inside).__module__.startswith(FSDP):
+            raise UsageError(
+                f"Megatron-Core with Megatron-FSDP ({type(inside).__name__}) cannot be live state yet",
+                hint="use the distributed optimizer (use_distributed_optimizer), which is",
+            )
+        inside = inside.module if is_wrapped(inside) else None
 
 
 def _refuse(optimizer: Any) -> None:

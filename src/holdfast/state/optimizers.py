@@ -108,7 +108,9 @@ NO_HYPER = ("params", "param_names", "is_expert_parallel")
 
 
 def hyper(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in NO_HYPER}
+    # DeepSpeed's groups of experts bear the name of the ranks that have them
+    left_out = (*NO_HYPER, "moe", "name") if group.get("moe") is True else NO_HYPER
+    return {k: v for k, v in group.items() if k not in left_out}
 
 
 def add_optimizer(

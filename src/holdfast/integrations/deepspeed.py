@@ -1,0 +1,451 @@
+"""DeepSpeed: an engine whose `save_checkpoint` and `load_checkpoint` are holdfast's.
+
+    engine, *_ = deepspeed.initialize(...)
+    with attach(engine, "runs/gpt", every=100) as ckpt:
+        path, client_state = engine.load_checkpoint("runs/gpt")
+        ...; engine.backward(loss); engine.step()                       # saves each 100 steps
+        engine.save_checkpoint("runs/gpt", client_state={"epoch": 3})   # and when it is told to
+
+DeepSpeed has two ways to a checkpoint: methods of the engine, which every trainer above it calls, and
+`CheckpointEngine`, which is handed one file after another of what was gathered.  Only the first knows the
+engine, so only there can each rank write what it has, and another layout load it.  So the methods are
+replaced on the one instance; DeepSpeed itself stays as it is.
+
+A step of the root is an optimizer step of the engine (`global_steps`).  In a folder that is not the root,
+`save_checkpoint` leaves what trainers look for: `latest`, and a folder with the name of the tag, in which
+`holdfast.json` names the root and the step.  It is written once the step is committed.  Folders that
+DeepSpeed itself has filled are read by DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import holdfast.checkpointer as core
+from holdfast import looking, once
+from holdfast.arguments import path_of, unfit
+from holdfast.checkpoint.notes import read_notes
+from holdfast.errors import NotRecoverable, UsageError, warn_user
+from holdfast.roots import check_own
+from holdfast.state.deepspeed import COUNTERS, is_engine, zero_of
+from holdfast.store import open_store
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.tidying import Keep
+    from holdfast.checkpointer import Checkpointer
+    from holdfast.delta.options import Delta
+    from holdfast.memory.options import Memory
+    from holdfast.policy.tuning import Auto
+    from holdfast.restore.result import Found
+    from holdfast.saving import Save
+    from holdfast.schedule import Every
+
+__all__ = ["attach"]
+
+POINTER = "holdfast.json"
+"""File in the folder of a tag, in a folder that is not the root."""
+LATEST = "latest"
+"""File that names the newest tag of a folder, as DeepSpeed has it."""
+CLIENT = "client_state"
+"""Key of what the caller keeps in a checkpoint."""
+TAG = re.compile(r"global_step(\d+)")
+
+Loaded = tuple[str | None, dict[str, Any] | None]
+
+
+def attach(
+    engine: Any,
+    root: str | os.PathLike[str],
+    *,
+    every: Every | Auto | int | None = None,
+    memory: Memory | None = None,
+    delta: Delta | None = None,
+    keep: Keep | None = None,
+    client_state: Callable[[], dict[str, Any]] | None = None,
+    **options: Any,
+) -> Checkpointer:
+    """Let `engine.save_checkpoint` and `engine.load_checkpoint` keep their checkpoints in `root`; return
+    the Checkpointer that does it.  Collective: call it on every rank, after `deepspeed.initialize`.
+
+    `every`, `memory`, `delta`, `keep` and `options` are those of `holdfast.Checkpointer`; with `every`, the
+    engine saves at the end of its own `step()` (of a pipeline, `train_batch()`).  `client_state`: called at
+    such a save, for what `load_checkpoint` shall give back.  Close the Checkpointer at the end.
+
+    `save_checkpoint` returns once buffers and plain values are copied; the rest is written in the
+    background.  UsageError for an engine of which holdfast cannot save everything.
+    """
+    if not is_engine(engine):
+        raise unfit(
+            "integrations.deepspeed.attach", "engine", engine, "an engine of deepspeed.initialize()"
+        )
+    if "save_checkpoint" in vars(engine):
+        raise UsageError(
+            "this engine is attached already", hint="attach an engine once, and keep what it gives"
+        )
+    if client_state is not None and not callable(client_state):
+        raise unfit("integrations.deepspeed.attach", "client_state", client_state, "a function")
+    root = path_of(root, "integrations.deepspeed.attach", "root")
+    check_own(root)
+    zero_of(engine)  # refuses what cannot be saved, now and not at the first save
+    client = ClientState(engine, client_state)
+    state: dict[str, Any] = {"model": engine, CLIENT: client}
+    if engine.optimizer is not None:
+        state["optim"] = engine.optimizer
+    if engine.lr_scheduler is not None:
+        state["sched"] = engine.lr_scheduler
+    ckpt = core.Checkpointer(
+        root, state, every=every, memory=memory, delta=delta, keep=keep, **options
+    )
+    _replace_methods(Attached(engine, root, ckpt, client, has_every=every is not None))
+    return ckpt
+
+
+def _replace_methods(attached: Attached) -> None:
+    """Put `attached` in the place of the engine's own methods, with their signatures, on this instance."""
+    engine = attached.engine
+    stepping = "train_batch" if engine.pipeline_parallelism else "step"
+    step = getattr(engine, stepping)
+
+    @wraps(step)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        before = engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps != before:
+            attached.stepped()
+        return result
+
+    @wraps(engine.save_checkpoint)
+    def save_checkpoint(
+        save_dir: str,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        return attached.save(
+            save_dir,
+            tag,
+            dict(client_state or {}),
+            latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+
+    @wraps(engine.load_checkpoint)
+    def load_checkpoint(
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Loaded:
+        wanted = Wanted(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counters=not load_module_only,
+        )
+        return attached.load(load_dir, tag, wanted, custom_load_fn)
+
+    setattr(engine, stepping, stepped)
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+class Wanted(NamedTuple):
+    """What of a checkpoint a call of `load_checkpoint` asks for, beside the weights."""
+
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    counters: bool
+
+
+class ClientState:
+    """What the caller keeps in a checkpoint, as a value of the state; rank 0's, as DeepSpeed has it."""
+
+    on_resize = "rank0"
+
+    def __init__(self, engine: Any, ask: Callable[[], dict[str, Any]] | None) -> None:
+        self._engine = engine
+        self._ask = ask
+        self._given: dict[str, Any] | None = None
+        """What is kept by a save that was asked for; None if the engine saves by itself."""
+        self.restored: dict[str, Any] = {}
+        self.counters: dict[str, int] = {}
+
+    def give(self, values: dict[str, Any], *, latest: bool) -> None:
+        """Keep `values` with the save that begins next."""
+        self._given = {"values": values, "latest": latest}
+
+    def clear(self) -> None:
+        """Let the next save be one of the engine's own."""
+        self._given = None
+
+    def state_dict(self) -> dict[str, Any]:
+        given = self._given
+        if given is None:
+            values = {} if self._ask is None else dict(self._ask())
+            given = {"values": values, "latest": True}
+        return {**given, "counters": {name: getattr(self._engine, name) for name in COUNTERS}}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.restored, self.counters = dict(saved["values"]), dict(saved["counters"])
+
+
+class Pending(NamedTuple):
+    """A save whose pointer is written once it is committed."""
+
+    save: Save
+    folder: str
+    tag: str
+    latest: bool
+
+
+@dataclass
+class Attached:
+    """An engine, and the Checkpointer that keeps its checkpoints."""
+
+    engine: Any
+    root: str
+    ckpt: Checkpointer
+    client: ClientState
+    has_every: bool
+    pending: list[Pending] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        own = type(self.engine).load_checkpoint
+        self._by_deepspeed: Callable[..., Loaded] = own.__get__(self.engine)
+        self.ckpt.on_commit(lambda step: self._point())
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """An optimizer step was made."""
+        if self.has_every:
+            self.ckpt.step(self.engine.global_steps)
+        self._point()
+
+    def save(
+        self,
+        folder: str,
+        tag: Any,
+        client_state: dict[str, Any],
+        *,
+        latest: bool,
+        exclude_frozen: bool,
+    ) -> bool:
+        """What `save_checkpoint` does."""
+        if not folder:
+            raise ValueError(f"save_dir must be a non-empty string, got {folder!r}")
+        if exclude_frozen:
+            _leave_out_frozen(self.engine.module)
+        step = self.engine.global_steps
+        name = f"global_step{step}" if tag is None else str(tag)
+        is_root = self._is_root(folder)
+        label = is_root and name != f"global_step{step}"
+        if label:
+            _check_label(name, step)
+        self.client.give(client_state, latest=latest)
+        try:
+            save = self.ckpt.save(step)
+        finally:
+            self.client.clear()
+        if label:
+            self.ckpt.pin(step, name)
+        if not is_root:
+            self.pending.append(Pending(save, os.fspath(folder), name, latest))
+        self._point()
+        return True
+
+    def _point(self) -> None:
+        """Write the pointers to steps that have been committed; rank 0's work."""
+        done = [one for one in self.pending if one.save.done()]
+        self.pending = [one for one in self.pending if not one.save.done()]
+        for one in done:
+            if one.save.error is None and self.engine.global_rank == 0:
+                _write_pointer(one, self.root)
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def load(self, folder: str, tag: Any, wanted: Wanted, custom_load_fn: Any) -> Loaded:
+        """What `load_checkpoint` does."""
+        self.ckpt.wait()
+        self._point()
+        is_root, tag = self._is_root(folder), None if tag is None else str(tag)
+        found = self.ckpt.find() if is_root else None
+        if tag is None and found is None:
+            tag = _latest_of(folder)
+        if self.engine.load_universal_checkpoint() or _is_deepspeeds(folder, tag):
+            return self._load_by_deepspeed(folder, tag, wanted, custom_load_fn)
+        if custom_load_fn is not None:
+            raise UsageError(
+                "custom_load_fn= puts values into a model by hand; holdfast puts each where it belongs",
+                hint="leave it out, or load by holdfast.load(root, {'model': engine}, only=...)",
+            )
+        if not is_root:
+            restored = self._load_pointed(folder, tag, wanted)
+        elif tag is None:
+            restored = self._load_newest(found, wanted)
+        else:
+            restored = self._load_own(self._step_of(tag), wanted)
+        if restored is None:
+            return None, None
+        path = os.path.join(folder, tag or f"global_step{restored}")
+        return path, dict(self.client.restored)
+
+    def _load_newest(self, found: Found | None, wanted: Wanted) -> int | None:
+        """Restore the newest step, but for those that were saved with `save_latest=False`."""
+        if found is None:
+            return None
+        if wanted.optimizer and _is_latest(found.extras):
+            return self._load_own(None, wanted)  # restore() passes over what is damaged
+        newest = next((s for s, extras in self._saved() if _is_latest(extras)), None)
+        return None if newest is None else self._load_own(newest, wanted)
+
+    def _load_own(self, step: int | None, wanted: Wanted) -> int:
+        """Restore a step of the root, from any tier if the optimizer is wanted, too; None is the newest."""
+        if not wanted.optimizer:
+            return self._load_some(self.root, step, wanted)
+        scheduler = self.engine.lr_scheduler
+        before = None if wanted.scheduler or scheduler is None else deepcopy(scheduler.state_dict())
+        restored = int(self.ckpt.restore(step, strict=wanted.strict))
+        if before is not None:
+            scheduler.load_state_dict(before)
+        self.engine.global_steps = restored  # other trainers' checkpoints have no counters
+        return restored
+
+    def _load_some(self, root: str, step: int | None, wanted: Wanted) -> int:
+        """Load what is wanted from storage."""
+        state = dict(self.ckpt.state)
+        if not wanted.optimizer:
+            state.pop("optim", None)
+        if not wanted.scheduler:
+            state.pop("sched", None)
+        found = once.load(root, state, step=step, strict=wanted.strict)
+        if wanted.counters:
+            for name, value in self.client.counters.items():
+                setattr(self.engine, name, value)
+        return found
+
+    def _load_pointed(self, folder: str, tag: str | None, wanted: Wanted) -> int | None:
+        """Load the step to which the folder of a tag points."""
+        if tag is None:
+            newest = looking.steps(self.root)[-1:]
+            beside = f"; {self.root} has step {newest[0]}: load from there" if newest else ""
+            warn_user(f"{folder} has no file `{LATEST}`, so nothing is loaded{beside}")
+            return None
+        try:
+            pointer = json.loads(Path(folder, tag, POINTER).read_bytes())
+            root, step = str(pointer["root"]), int(pointer["step"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NotRecoverable(
+                f"{Path(folder, tag)} points to no step: it was not committed, or is no checkpoint "
+                f"({type(error).__name__})",
+                hint=f"load_checkpoint({self.root!r}) goes on from the newest step of the root",
+            ) from None
+        if _same(root, self.root):
+            return self._load_own(step, wanted)
+        return self._load_some(root, step, wanted)
+
+    def _step_of(self, tag: str) -> int:
+        """The step of the root that a tag names."""
+        number = TAG.fullmatch(tag)
+        if number is not None:
+            return int(number[1])
+        labelled = read_notes(open_store(self.root)).live_labels
+        if tag in labelled:
+            return labelled[tag]
+        raise NotRecoverable(
+            f"{self.root} has no step with the tag {tag!r}", hint=f"holdfast ls {self.root}"
+        )
+
+    def _saved(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The durable steps of the root, newest first, with their plain values."""
+        for step in reversed(looking.steps(self.root)):
+            yield step, looking.open(self.root, step=step).extras
+
+    def _load_by_deepspeed(
+        self, folder: str, tag: str | None, wanted: Wanted, custom_load_fn: Any
+    ) -> Loaded:
+        return self._by_deepspeed(
+            folder,
+            tag,
+            load_module_strict=wanted.strict,
+            load_optimizer_states=wanted.optimizer,
+            load_lr_scheduler_states=wanted.scheduler,
+            load_module_only=not wanted.counters,
+            custom_load_fn=custom_load_fn,
+        )
+
+    def _is_root(self, folder: str) -> bool:
+        return _same(os.fspath(folder), self.root)
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+def _same(one: str, other: str) -> bool:
+    """True if two paths or URLs name one place."""
+    return _absolute(one) == _absolute(other)
+
+
+def _absolute(path: str) -> str:
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
+
+
+def _check_label(tag: str, step: int) -> None:
+    """UsageError for a tag that names another step."""
+    if TAG.fullmatch(tag):
+        raise UsageError(
+            f"tag {tag!r} names another step than {step}, at which the engine is",
+            hint="leave the tag out, or give it another name",
+        )
+
+
+def _is_latest(extras: dict[str, Any]) -> bool:
+    """True unless a step was saved with `save_latest=False`."""
+    return bool(extras.get(CLIENT, {}).get("latest", True))
+
+
+def _latest_of(folder: str) -> str | None:
+    """The tag that a folder's `latest` names; None if it has no such file."""
+    try:
+        return Path(folder, LATEST).read_text().strip()
+    except OSError:
+        return None
+
+
+def _is_deepspeeds(folder: str, tag: str | None) -> bool:
+    """True if DeepSpeed itself has saved something under this tag."""
+    return tag is not None and any(Path(folder, tag).glob("*_states.pt"))
+
+
+def _write_pointer(one: Pending, root: str) -> None:
+    place = Path(one.folder, one.tag)
+    place.mkdir(parents=True, exist_ok=True)
+    pointer = {"root": _absolute(root), "step": one.save.step}
+    _replace(place / POINTER, json.dumps(pointer))
+    if one.latest:
+        _replace(Path(one.folder, LATEST), one.tag)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a small file such that there is the old one or the new one, and nothing between."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def _leave_out_frozen(module: Any) -> None:
+    from holdfast.state.trainable import trainable_only
+
+    trainable_only(module)

@@ -1,0 +1,136 @@
+"""An attached DeepSpeed engine that is killed and killed again trains as one that DeepSpeed runs alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
+pytest.importorskip("deepspeed")
+
+from .forked import Ranks
+from .options import Run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.soak, pytest.mark.timeout(3600)]
+
+KILLS = 10
+STEPS = 40
+DEADLINE_S = 900
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    folder = tmp_path_factory.mktemp("ranks")
+    memory = str(folder / "node")
+    with Ranks("trainers.train_deepspeed", folder / "log", HOLDFAST_MEMORY_DIR=memory) as found:
+        yield found
+
+
+def killed(ranks: Ranks, run: Run, num: int, chance: random.Random) -> None:
+    """Run until some losses are known, and a moment longer; then kill the ranks, one after the other."""
+    lines, more = len(lines_of(run)), chance.randrange(8)
+    pids = ranks.start(asdict(run), num)
+    until = time.monotonic() + DEADLINE_S
+    while len(lines_of(run)) <= lines + more and None in (codes := ranks.codes(pids)):
+        assert not any(codes), ranks.errors()
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    time.sleep(chance.random() / 20)
+    ranks.kill(chance.sample(pids, len(pids)))
+
+
+def lines_of(run: Run) -> list[str]:
+    texts = [path.read_text() for path in Path(run.out).glob("losses-*")]
+    return [line for text in texts for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+
+
+def losses_of(run: Run) -> dict[tuple[int, int], set[str]]:
+    """By step and half of the batch, all values that the loss had, at the first try and at every other."""
+    found: dict[tuple[int, int], set[str]] = {}
+    for line in lines_of(run):
+        step, half, loss = line.split()
+        found.setdefault((int(step), int(half)), set()).add(loss)
+    return found
+
+
+def same(run: Run, alone: Run) -> None:
+    expected = losses_of(alone)
+    assert len(expected) == 2 * STEPS and all(len(values) == 1 for values in expected.values())
+    assert losses_of(run) == expected
+    assert Path(run.out, "final").read_text() == Path(alone.out, "final").read_text()
+
+
+def run_of(folder: Path, **given: Any) -> Run:
+    folder.mkdir()
+    return Run(steps=STEPS, out=str(folder), **given)
+
+
+@pytest.mark.parametrize(
+    ("num", "stage", "dtype", "memory"),
+    [
+        (1, 1, "fp16", False),
+        (2, 1, "bf16", False),
+        (2, 2, "bf16", True),
+        (2, 3, "bf16", False),
+        (2, 0, "fp32", False),
+    ],
+)
+def test_killed_at_ten_moments(
+    ranks: Ranks, tmp_path: Path, num: int, stage: int, dtype: str, memory: bool
+) -> None:
+    alone = run_of(tmp_path / "alone", stage=stage, dtype=dtype)
+    ranks.finish(asdict(alone), num)
+    root = str(tmp_path / "root")
+    run = run_of(tmp_path / "run", stage=stage, dtype=dtype, root=root, memory=memory)
+    chance = random.Random(f"{num} {stage} {dtype}")
+    for _ in range(KILLS):
+        killed(ranks, run, num, chance)
+    ranks.finish(asdict(run), num)
+    same(run, alone)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_killed_on_two_ranks_and_on_one(
+    ranks: Ranks, tmp_path: Path, stage: int, dtype: str
+) -> None:
+    """One rank takes the halves of a batch in two micro-steps: the same gradients, and no dropout."""
+    alone = run_of(tmp_path / "alone", stage=stage, dtype=dtype, dropout=0.0)
+    ranks.finish(asdict(alone), 2)
+    root = str(tmp_path / "root")
+    run = run_of(tmp_path / "run", stage=stage, dtype=dtype, root=root, dropout=0.0)
+    chance = random.Random(stage)
+    for number in range(KILLS):
+        killed(ranks, run, 2 if number < KILLS // 2 else 1, chance)
+    ranks.finish(asdict(run), 1)
+    same(run, alone)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_goes_on_from_a_conversion(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    alone = run_of(tmp_path / "alone", stage=stage, dtype="bf16", dropout=0.0)
+    ranks.finish(asdict(alone), 2)
+    root = str(tmp_path / "root")
+    run = run_of(tmp_path / "run", stage=stage, dtype="bf16", dropout=0.0, root=root)
+    ranks.finish(asdict(run), 2)
+    same(run, alone)
+    holdfast.convert(f"{root}@{STEPS // 2}", tmp_path / "universal", to="deepspeed")
+    after = run_of(
+        tmp_path / "after",
+        stage=stage,
+        dtype="bf16",
+        dropout=0.0,
+        universal=str(tmp_path / "universal"),
+    )
+    ranks.finish(asdict(after), 2)
+    expected = {at: loss for at, loss in losses_of(alone).items() if at[0] > STEPS // 2}
+    assert losses_of(after) == expected
+    assert Path(after.out, "final").read_text() == Path(alone.out, "final").read_text()
