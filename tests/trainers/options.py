@@ -17,5 +17,7 @@ class Run:
     """Root of an attached engine; None for DeepSpeed alone."""
     memory: bool = False
     dropout: float = 0.1
+    pause_s: float = 0.02
+    """How long a step takes at least, so that a kill finds some left."""
     universal: str | None = None
     """Folder in DeepSpeed's universal format, to be loaded by DeepSpeed itself first."""

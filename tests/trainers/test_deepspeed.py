@@ -23,7 +23,7 @@ from .options import Run
 pytestmark = [pytest.mark.distributed, pytest.mark.soak, pytest.mark.timeout(3600)]
 
 KILLS = 10
-STEPS = 40
+STEPS = 120
 DEADLINE_S = 900
 
 
@@ -36,7 +36,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def killed(ranks: Ranks, run: Run, num: int, chance: random.Random) -> None:
-    """Run until some losses are known, and a moment longer; then kill the ranks, one after the other."""
+    """Run until some losses are known, and a moment longer; then kill the ranks, one after the other.  Some
+    must run still."""
     lines, more = len(lines_of(run)), chance.randrange(8)
     pids = ranks.start(asdict(run), num)
     until = time.monotonic() + DEADLINE_S
@@ -46,6 +47,7 @@ def killed(ranks: Ranks, run: Run, num: int, chance: random.Random) -> None:
         time.sleep(0.005)
     time.sleep(chance.random() / 20)
     ranks.kill(chance.sample(pids, len(pids)))
+    assert -9 in ranks.codes(pids)
 
 
 def lines_of(run: Run) -> list[str]:
@@ -122,7 +124,7 @@ def test_deepspeed_goes_on_from_a_conversion(ranks: Ranks, tmp_path: Path, stage
     run = run_of(tmp_path / "run", stage=stage, dtype="bf16", dropout=0.0, root=root)
     ranks.finish(asdict(run), 2)
     same(run, alone)
-    holdfast.convert(f"{root}@{STEPS // 2}", tmp_path / "universal", to="deepspeed")
+    holdfast.convert(root, tmp_path / "universal", to="deepspeed", step=STEPS // 2)
     after = run_of(
         tmp_path / "after",
         stage=stage,

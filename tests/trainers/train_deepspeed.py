@@ -13,6 +13,7 @@ from deepspeed_on_cpu import deepspeed
 
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def train(engine: Any, run: Run, losses: Any) -> None:
             engine.backward(loss)
             print(step + 1, half, loss.item().hex(), file=losses, flush=True)
             engine.step()
+        time.sleep(run.pause_s)
 
 
 def digest(engine: Any) -> str:

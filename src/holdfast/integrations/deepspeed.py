@@ -36,6 +36,7 @@ from holdfast.checkpoint.notes import read_notes
 from holdfast.errors import NotRecoverable, UsageError, warn_user
 from holdfast.roots import check_own
 from holdfast.state.deepspeed import COUNTERS, is_engine, zero_of
+from holdfast.state.trainable import trainable_only
 from holdfast.store import open_store
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ class ClientState:
         self._ask = ask
         self._given: dict[str, Any] | None = None
         """What is kept by a save that was asked for; None if the engine saves by itself."""
+        self.leaves_out = False
+        """True if frozen weights are not saved."""
         self.restored: dict[str, Any] = {}
         self.counters: dict[str, int] = {}
 
@@ -195,7 +198,8 @@ class ClientState:
         if given is None:
             values = {} if self._ask is None else dict(self._ask())
             given = {"values": values, "latest": True}
-        return {**given, "counters": {name: getattr(self._engine, name) for name in COUNTERS}}
+        counters = {name: getattr(self._engine, name) for name in COUNTERS}
+        return {**given, "trainable_only": self.leaves_out, "counters": counters}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.restored, self.counters = dict(saved["values"]), dict(saved["counters"])
@@ -220,6 +224,7 @@ class Attached:
     client: ClientState
     has_every: bool
     pending: list[Pending] = field(default_factory=list)
+    told_of_frozen: bool = False
 
     def __post_init__(self) -> None:
         own = type(self.engine).load_checkpoint
@@ -247,7 +252,7 @@ class Attached:
         if not folder:
             raise ValueError(f"save_dir must be a non-empty string, got {folder!r}")
         if exclude_frozen:
-            _leave_out_frozen(self.engine.module)
+            self._leave_out_frozen()
         step = self.engine.global_steps
         name = f"global_step{step}" if tag is None else str(tag)
         is_root = self._is_root(folder)
@@ -265,6 +270,17 @@ class Attached:
             self.pending.append(Pending(save, os.fspath(folder), name, latest))
         self._point()
         return True
+
+    def _leave_out_frozen(self) -> None:
+        """Write, and expect, no frozen weights from now on; told where they are written all the same."""
+        if self.client.leaves_out or self.told_of_frozen:
+            return
+        if self.engine.zero_optimization_partition_weights():
+            self.told_of_frozen = True
+            warn_user("exclude_frozen_parameters: at stage 3 frozen weights are saved all the same")
+            return
+        trainable_only(self.engine.module)
+        self.client.leaves_out = True
 
     def _point(self) -> None:
         """Write the pointers to steps that have been committed; rank 0's work."""
@@ -317,6 +333,7 @@ class Attached:
             return self._load_some(self.root, step, wanted)
         scheduler = self.engine.lr_scheduler
         before = None if wanted.scheduler or scheduler is None else deepcopy(scheduler.state_dict())
+        self._expect(self.root, step)
         restored = int(self.ckpt.restore(step, strict=wanted.strict))
         if before is not None:
             scheduler.load_state_dict(before)
@@ -330,11 +347,19 @@ class Attached:
             state.pop("optim", None)
         if not wanted.scheduler:
             state.pop("sched", None)
+        self._expect(root, step)
         found = once.load(root, state, step=step, strict=wanted.strict)
         if wanted.counters:
             for name, value in self.client.counters.items():
                 setattr(self.engine, name, value)
         return found
+
+    def _expect(self, root: str, step: int | None) -> None:
+        """Expect no frozen weights in a step that has none."""
+        found = self.ckpt.find() if step is None else None
+        extras = looking.open(root, step=step).extras if found is None else found.extras
+        if extras.get(CLIENT, {}).get("trainable_only"):
+            self._leave_out_frozen()
 
     def _load_pointed(self, folder: str, tag: str | None, wanted: Wanted) -> int | None:
         """Load the step to which the folder of a tag points."""
@@ -443,9 +468,3 @@ def _replace(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)
     os.replace(beside, path)
-
-
-def _leave_out_frozen(module: Any) -> None:
-    from holdfast.state.trainable import trainable_only
-
-    trainable_only(module)

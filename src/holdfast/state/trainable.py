@@ -57,13 +57,13 @@ def leave_out(live: Live, key: str, module: nn.Module, source: Source) -> set[in
     """Note in `live` which parameters are left out; return their ids."""
     if not is_marked(module):
         return set()
-    if not source.saves_rest:
+    frozen = frozen_in(module)
+    if any(source.master(p) is not None for p in frozen.values()):
         raise UsageError(
             f"{key!r}: trainable_only() cannot leave out parameters of a {type(module).__name__}, which a "
-            "framework keeps",
+            "framework keeps elsewhere",
             hint="save it whole",
         )
-    frozen = frozen_in(module)
     listed = {name: [_dtype(p), [*p.shape]] for name, p in frozen.items()}
     live.extras.setdefault(f"{key}.{FROZEN}", {}).update(listed)
     live.rules[f"{key}.{FROZEN}"] = "merge"

@@ -1,0 +1,202 @@
+"""What the replaced methods of an engine take and return, on one rank."""
+
+from __future__ import annotations
+
+from deepspeed_on_cpu import deepspeed
+
+# isort: split
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import set_log_level_from_string
+from torch import nn
+
+import holdfast
+from holdfast.errors import NotRecoverable, UsageError
+from holdfast.integrations.deepspeed import attach
+
+
+def engine_of(seed: int = 0, frozen: bool = False, stage: int = 2) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
+    model[0].requires_grad_(not frozen)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    adam = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+    config = {
+        "train_batch_size": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    sched = torch.optim.lr_scheduler.StepLR(adam, 2, gamma=0.5)
+    return deepspeed.initialize(model=model, optimizer=adam, lr_scheduler=sched, config=config)[0]
+
+
+def train(engine: Any, steps: int) -> None:
+    for _ in range(steps):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(engine.global_steps))
+        engine.backward(engine(x.bfloat16()).float().square().mean())
+        engine.step()
+
+
+def weights(engine: Any) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two))
+
+
+def tags(root: str) -> None:
+    """Steps by number, labels, `save_latest=False`, and steps that are not there."""
+    engine = engine_of()
+    found = {}
+    with attach(engine, root, keep=holdfast.Keep(last=2)) as ckpt:
+        assert engine.load_checkpoint(root) == (None, None)
+        for step in (1, 2, 3, 4, 5):
+            train(engine, 1)
+            found[step] = weights(engine)
+            tag = {1: "best", 5: "trial"}.get(step)
+            assert engine.save_checkpoint(
+                root, tag, client_state={"at": step}, save_latest=step != 5
+            )
+        with pytest.raises(UsageError, match="names another step than 5"):
+            engine.save_checkpoint(root, "global_step3")
+        with pytest.raises(ValueError, match="save_dir"):
+            engine.save_checkpoint("")
+        ckpt.wait()
+        assert holdfast.steps(root)[0] == 1  # a label keeps its step
+    engine = engine_of(1)
+    with attach(engine, root, keep=holdfast.Keep(last=2)):
+        for tag, step in ((None, 4), ("best", 1), ("global_step4", 4), ("trial", 5)):
+            path, client = engine.load_checkpoint(root, tag)
+            assert (path, client) == (f"{root}/{tag or 'global_step4'}", {"at": step})
+            assert engine.global_steps == step and same(weights(engine), found[step])
+        with pytest.raises(NotRecoverable, match="no step with the tag 'worst'"):
+            engine.load_checkpoint(root, "worst")
+        with pytest.raises(UsageError, match="custom_load_fn"):
+            engine.load_checkpoint(root, custom_load_fn=print)
+
+
+def parts(root: str) -> None:
+    """Weights alone, without the optimizer, without the scheduler."""
+    engine = engine_of()
+    with attach(engine, root):
+        train(engine, 3)
+        engine.save_checkpoint(root, client_state={"epoch": 1})
+        saved = weights(engine)
+        rate = engine.optimizer.param_groups[0]["lr"]
+    for given, optimizer, scheduler, steps in (
+        ({"load_module_only": True}, False, False, 0),
+        ({"load_optimizer_states": False}, False, True, 3),
+        ({"load_lr_scheduler_states": False}, True, False, 3),
+        ({}, True, True, 3),
+    ):
+        engine = engine_of(1)
+        with attach(engine, root):
+            path, client = engine.load_checkpoint(root, **given)
+        assert (path, client) == (f"{root}/global_step3", {"epoch": 1})
+        assert same(weights(engine), saved) and engine.global_steps == steps
+        inner = engine.optimizer.optimizer.state
+        assert any("exp_avg" in of for of in inner.values()) == optimizer
+        assert (engine.lr_scheduler.last_epoch == 3) == scheduler
+        assert not optimizer or engine.optimizer.param_groups[0]["lr"] == rate
+
+
+def elsewhere(root: str) -> None:
+    """A folder that is not the root points to the step, once that is committed."""
+    folder = Path(root).parent / "checkpoint-2"
+    engine = engine_of()
+    with attach(engine, root, every=1):
+        train(engine, 2)
+        engine.save_checkpoint(str(folder), client_state={"epoch": 1})
+        saved = weights(engine)
+        train(engine, 2)
+    assert (folder / "latest").read_text() == "global_step2"
+    assert json.loads((folder / "global_step2/holdfast.json").read_text())["step"] == 2
+    engine = engine_of(1)
+    with attach(engine, root):
+        assert engine.load_checkpoint(str(folder))[0] == f"{folder}/global_step2"
+        assert same(weights(engine), saved) and engine.global_steps == 2
+        engine.load_checkpoint(root)
+        assert engine.global_steps == 4
+        with pytest.raises(NotRecoverable, match="points to no step"):
+            engine.load_checkpoint(str(folder), "pytorch_model")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert engine.load_checkpoint(str(folder.parent)) == (None, None)
+        assert any("has step 4: load from there" in str(w.message) for w in told)
+    other = engine_of(2)
+    with attach(other, f"{root}-2"):  # a run that begins with another one's step
+        other.load_checkpoint(str(folder))
+        assert same(weights(other), saved)
+
+
+def deepspeeds_own(root: str) -> None:
+    """What DeepSpeed has written, also where the root is now, is read by DeepSpeed."""
+    engine = engine_of()
+    train(engine, 2)
+    saved = weights(engine)
+    engine.save_checkpoint(root, client_state={"epoch": 5})
+    engine = engine_of(1)
+    with attach(engine, root):
+        path, client = engine.load_checkpoint(root)
+        assert "mp_rank_00" in path and client["epoch"] == 5
+        assert same(weights(engine), saved) and engine.global_steps == 2
+        train(engine, 1)
+        engine.save_checkpoint(root)
+        after = weights(engine)
+    engine = engine_of(2)
+    with attach(engine, root):
+        assert engine.load_checkpoint(root)[0] == f"{root}/global_step3"
+        assert same(weights(engine), after)
+
+
+def frozen(root: str) -> None:
+    """Frozen weights are not written, and not expected by a run that has not saved yet."""
+    engine = engine_of(frozen=True)
+    with attach(engine, root):
+        train(engine, 2)
+        engine.save_checkpoint(root, exclude_frozen_parameters=True)
+        saved = weights(engine)
+    names = holdfast.open(root).names()
+    assert "model.2.weight" in names and "model.0.weight" not in names
+    engine = engine_of(1, frozen=True)
+    kept = weights(engine)
+    with attach(engine, root):
+        engine.load_checkpoint(root)
+    assert same(weights(engine)[2:], saved[2:]) and same(weights(engine)[:2], kept[:2])
+    engine = engine_of(frozen=True, stage=3)
+    with attach(engine, f"{root}-3"):
+        train(engine, 1)
+        with pytest.warns(holdfast.HoldfastWarning, match="at stage 3"):
+            engine.save_checkpoint(f"{root}-3", exclude_frozen_parameters=True)
+    assert "model.0.weight" in holdfast.open(f"{root}-3").names()
+
+
+def refused(root: str) -> None:
+    with pytest.raises(UsageError, match=r"an engine of deepspeed\.initialize"):
+        attach(nn.Linear(2, 2), root)
+    engine = engine_of()
+    with pytest.raises(UsageError, match="client_state"):
+        attach(engine, root, client_state={"epoch": 1})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="does not know the gradients"):
+        attach(engine, root, delta=holdfast.Delta())
+    with attach(engine, root), pytest.raises(UsageError, match="attached already"):
+        attach(engine, root)
+
+
+CASES = {one.__name__: one for one in (tags, parts, elsewhere, deepspeeds_own, frozen, refused)}
+
+
+def main(options: dict[str, Any]) -> None:
+    set_log_level_from_string("error")
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    CASES[options["case"]](options["root"])
+    torch.distributed.destroy_process_group()
