@@ -234,10 +234,12 @@ def what_needs_cuda_is_refused_by_name(root: Path) -> None:
     wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     torch.nn.Module.__init__(wrapper)
     wrapper.module = run.gpt
-    with pytest.raises(UsageError, match=r"Megatron-FSDP \(FullyShardedDataParallel\)"):
+    with pytest.raises(holdfast.HoldfastError, match=r"Megatron-FSDP \(FullyShardedDataParallel\)"):
         holdfast.save(root / "ours", {"model": wrapper}, step=1)
     run.optimizer.config.use_precision_aware_optimizer = True
-    with pytest.raises(UsageError, match="with a precision-aware optimizer cannot be live state"):
+    with pytest.raises(
+        holdfast.HoldfastError, match="with a precision-aware optimizer cannot be live state"
+    ):
         holdfast.save(root / "ours", state_of(run), step=1)
 
 
