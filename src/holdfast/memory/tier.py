@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 
@@ -107,7 +106,7 @@ class MemoryTier:
         self.agent = OwnAgent(durable, options, job=job, host=host)
         self.slots = Slots(self.agent.client.root / "jobs" / job, saver.planner.forget)
         self._protector = Protector(self, options.redundancy, shadow)
-        threading._register_atexit(partial(_at_exit, weakref.ref(self), os.getpid()))  # type: ignore[attr-defined]
+        _tiers.add(self)
 
     @property
     def _followers(self) -> list[Shadow | Feed]:
@@ -490,9 +489,17 @@ def _refusal(draft: Draft) -> WireError | None:
     return None if refusal is None else WireError.of(refusal)
 
 
-def _at_exit(tier: weakref.ref[MemoryTier], pid: int) -> None:
+_tiers: weakref.WeakSet[MemoryTier] = weakref.WeakSet()
+"""The tiers of this process."""
+
+
+def _at_exit() -> None:
     """The main thread has ended, perhaps by an error: Python waits for the other threads now, and they
-    would wait for ranks that are dead.  A forked child that ends leaves its parent's calls alone."""
-    one = tier()
-    if one is not None and os.getpid() == pid:
+    would wait for ranks that are dead."""
+    for one in tuple(_tiers):
         one.leave_unclosed()
+
+
+os.register_at_fork(after_in_child=_tiers.clear)  # a child that ends leaves its parent's calls alone
+with suppress(RuntimeError):  # imported when Python is ending already
+    threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
