@@ -123,6 +123,15 @@ def test_a_close_that_gave_up_leaves_the_rest_to_the_agents(root: Path) -> None:
     await_(lambda: holdfast.steps(str(root)))
 
 
+def test_calls_at_the_end_of_python_do_not_pile_up(root: Path) -> None:
+    """A process that recovers in place makes a Checkpointer in each attempt."""
+    before = len(threading._threading_atexits)  # type: ignore[attr-defined]
+    for _ in range(2):
+        with holdfast.Checkpointer(root, {"n": 1}, memory=holdfast.Memory()):
+            pass
+    assert len(threading._threading_atexits) == before  # type: ignore[attr-defined]
+
+
 def test_a_script_that_ends_when_all_is_saved_hurries_nobody(root: Path) -> None:
     """Before ranks have told each other what became of the last save: that comes after this."""
     ckpt, save = saving(root)
