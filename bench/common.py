@@ -166,7 +166,9 @@ def report(
         "what": doc.strip().splitlines()[0],
         "machine": machine(args.root or HERE.parent.parent),
         "arguments": {
-            k: v for k, v in vars(args).items() if k not in ("root", "out", "worker", "phase")
+            k: v
+            for k, v in vars(args).items()
+            if k not in ("root", "out", "peers", "worker", "phase")
         },
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),

@@ -89,11 +89,21 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop_writer(seconds: float) -> None:
-    """The writer of this process stands still, as on storage that does not answer."""
+def stop_writer(reached: Callable[[], int], step: int, still_s: float) -> None:
+    """The writer of this process stands still, as on storage that does not answer, until training has
+    `reached` a step or has itself made no step for so long."""
     pid = the_writer()
     os.kill(pid, signal.SIGSTOP)
-    threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+
+    def go_on() -> None:
+        last, since = reached(), time.monotonic()
+        while last < step and time.monotonic() - since < still_s:
+            time.sleep(0.02)
+            if reached() > last:
+                last, since = reached(), time.monotonic()
+        os.kill(pid, signal.SIGCONT)
+
+    threading.Thread(target=go_on, daemon=True).start()
 
 
 def delay_writer(seconds: float) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -115,6 +116,17 @@ def test_meshes_and_groups_are_let_go() -> None:
     leftovers.forget_groups()
     gc.collect()
     assert [one() for one in seen] == [None] * 4
+
+
+def test_answers_about_tensors_without_values_do_not_pile_up() -> None:
+    """DTensor asks for shapes with such tensors; torch would keep some answers of every attempt."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    held = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    (held @ held).sum()
+    assert FakeTensorMode.cache
+    leftovers.forget_groups()
+    assert not FakeTensorMode.cache
 
 
 def test_compiled_code_does_not_keep_a_rank() -> None:

@@ -214,6 +214,7 @@ class Life:
         self.rank = rank
         self.script = script
         self.out = out.open("w", buffering=1)
+        self.reached = 0
         self.events: Counter[str] = Counter()
 
     def write(self, **fields: Any) -> None:
@@ -316,18 +317,21 @@ class Life:
             if s.get("grow_at") == step and self.rank in s["grow"]:
                 state["told"]["long"] = "x" * 300_000
             if s.get("writer_stops", ())[:2] == [self.rank, step]:
-                deaths.stop_writer(s["writer_stops"][2])
+                deaths.stop_writer(lambda: self.reached, *s["writer_stops"][2:])
             if s.get("slow", ())[:1] == [step]:
                 slow_down(s["slow"][1])
             ckpt.step(step)
+            self.reached = step
             if s.get("helper", ())[:1] == [step]:
                 self.write(helper=deaths.helper(s["helper"][1]))
             if s.get("rebatch", ())[:1] == [step]:
                 ckpt._tiers.delta.rebatch(s["rebatch"][1])
             if step == s.get("settle_at") or (
-                s.get("settle", True) and step < s.get("hurry_from", step + 1)
+                s.get("settle", True) and step not in range(*s.get("hurry", [0]))
             ):
                 self._settle(ckpt)
+            if step in range(*s.get("flush", [0])):
+                ckpt._tiers.delta._capture.way.flush(60)
             took, began = time.monotonic() - began, time.monotonic()
             seen = {"events": dict(self.events), "planned": dict(planned)}
             self.write(step=step, digest=digest(model, optim), took=took, **seen)

@@ -6,7 +6,6 @@ import os
 import shutil
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,18 +123,27 @@ def test_a_close_that_gave_up_leaves_the_rest_to_the_agents(root: Path) -> None:
     await_(lambda: holdfast.steps(str(root)))
 
 
+def test_calls_at_the_end_of_python_do_not_pile_up(root: Path) -> None:
+    """A process that recovers in place makes a Checkpointer in each attempt."""
+    before = len(threading._threading_atexits)  # type: ignore[attr-defined]
+    for _ in range(2):
+        with holdfast.Checkpointer(root, {"n": 1}, memory=holdfast.Memory()):
+            pass
+    assert len(threading._threading_atexits) == before  # type: ignore[attr-defined]
+
+
 def test_a_script_that_ends_when_all_is_saved_hurries_nobody(root: Path) -> None:
     """Before ranks have told each other what became of the last save: that comes after this."""
     ckpt, save = saving(root)
     save.wait(120)
-    tier._at_exit(weakref.ref(ckpt._tiers.memory), os.getpid())
+    tier._at_exit()
     assert not ckpt._group._leaving
     ckpt.close()
 
 
 def test_a_script_that_ends_in_the_middle_of_a_save_leaves_it_to_the_agents(root: Path) -> None:
     ckpt, save = saving(root)
-    tier._at_exit(weakref.ref(ckpt._tiers.memory), os.getpid())
+    tier._at_exit()
     with pytest.raises(HoldfastError, match="came to its end"):
         save.wait(120)
     with pytest.warns(HoldfastWarning, match="the last save failed"):

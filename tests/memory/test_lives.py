@@ -143,7 +143,7 @@ def test_a_snapshot_and_its_guard_spread_over_steps(
     redundancy = "copy" if source == "replica" else "recompute"
     options = {"redundancy": redundancy, "carry": carry}
     script = {"layout": layout, "memory": 4, "options": options}
-    slow = {"hurry_from": 12, "slow": [12, 0.15]}
+    slow = {"hurry": [12, 99], "slow": [12, 0.15]}
     told = lives.live(nodes=[0, 1], until=15, die=True, **slow, **script)
     for one in told:
         assert one.status == KILLED, lives.errors()

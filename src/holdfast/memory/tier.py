@@ -511,8 +511,7 @@ def _at_exit() -> None:
         one.leave_unclosed()
 
 
-os.register_at_fork(
-    after_in_child=_tiers.clear
-)  # a child that ends leaves its parent's calls alone
+# a child that ends leaves its parent's calls alone
+os.register_at_fork(after_in_child=_tiers.clear)
 with suppress(RuntimeError):  # imported when Python is ending already
     threading._register_atexit(_at_exit)  # type: ignore[attr-defined]

@@ -49,7 +49,7 @@ _ZERO = "deepspeed.runtime.zero"
 _CALLED = (
     ("torch", "clear_autocast_cache"),
     ("torch._dynamo", "reset"),  # compiled code has the rank and the size of the world in it
-    ("torch._subclasses.fake_tensor", "FakeTensorMode.cache_clear"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode.cache_clear"),  # DTensor's; else it grows
     ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
     ("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
     ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
