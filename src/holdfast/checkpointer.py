@@ -43,7 +43,6 @@ from holdfast.state.collecting import RunState
 from holdfast.state.live import RULES, Live, State, check_keys
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
-from holdfast.store import open_store
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -568,20 +567,12 @@ def _check_tiers(**options: object) -> None:
 
 def _check_homes(root: str, upload: str | None, upload_keep: Keep | None) -> None:
     """UsageError unless `upload` is another place than the root."""
-    if upload is None:
-        if upload_keep is not None:
-            raise UsageError(
-                "upload_keep= says which steps stay behind the root: give upload=, too"
-            )
-        return
-    check_own(upload)
-    (one, _, at), (other, _, other_at) = (open_store(p).url.partition("?") for p in (root, upload))
-    one, other = (f"{url.rstrip('/')}/" for url in (one, other))
-    if at == other_at and (one.startswith(other) or other.startswith(one)):
-        raise UsageError(
-            f"upload={upload} lies in the root {root}, or that in it: the home behind must be apart",
-            hint="give upload= a place of its own, as a bucket, or a folder on another disk",
-        )
+    if upload is not None:
+        from holdfast.uploading.claims import check_apart
+
+        check_apart(root, upload)
+    elif upload_keep is not None:
+        raise UsageError("upload_keep= says which steps stay behind the root: give upload=, too")
 
 
 def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:

@@ -13,7 +13,20 @@ from holdfast.checkpoint.names import WHOLE, RootKeys
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import UsageError
 from holdfast.group import Group
-from holdfast.store import Store
+from holdfast.roots import check_own
+from holdfast.store import Store, open_store
+
+
+def check_apart(root: str, upload: str) -> None:
+    """UsageError unless `upload` is another place than the root."""
+    check_own(upload)
+    (one, _, at), (other, _, other_at) = (open_store(p).url.partition("?") for p in (root, upload))
+    one, other = (f"{url.rstrip('/')}/" for url in (one, other))
+    if at == other_at and (one.startswith(other) or other.startswith(one)):
+        raise UsageError(
+            f"upload={upload} lies in the root {root}, or that in it: the home behind must be apart",
+            hint="give upload= a place of its own, as a bucket, or a folder on another disk",
+        )
 
 
 def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
