@@ -104,7 +104,8 @@ def run_programs(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     namespace: dict[str, Any] = {"__name__": "__page__"}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=holdfast.HoldfastWarning)
-        warnings.filterwarnings("default", "the save of step", holdfast.HoldfastWarning)
+        for expected in ("the save of step", r"'model': trainable_only\(\) leaves out"):
+            warnings.filterwarnings("default", expected, holdfast.HoldfastWarning)
         with serving(page, tmp_path, monkeypatch):
             for block in [b for b in blocks(page, "python") if b.options in ("", "bucket")]:
                 padded = "\n" * block.line + block.text  # tracebacks show the page's line
