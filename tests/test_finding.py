@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast import Checkpointer, Delta, Every, Found, HoldfastWarning
+from holdfast import Checkpointer, Delta, Every, Found, HoldfastWarning, Memory
 from holdfast.errors import NotFound, NotRecoverable, UsageError
+from memory.zygote import Lives
 
 RECORDS = {"every": Every(durable=4, delta=1), "delta": Delta(batch=1)}
 
@@ -216,3 +219,84 @@ def test_of_another_root(tmp_path: Path) -> None:
         pytest.raises(UsageError, match="was found in"),
     ):
         ckpt.restore(found)
+
+
+def test_in_the_home_behind(tmp_path: Path) -> None:
+    run(tmp_path / "root", 2, upload=tmp_path / "behind")
+    for kept in (tmp_path / "root" / "steps").glob("*"):
+        shutil.rmtree(kept)
+    with Checkpointer(tmp_path / "root", state(4), upload=tmp_path / "behind") as ckpt:
+        found = ckpt.find()
+        assert found is not None and (found.step, found.tier) == (2, "upload")
+        assert found.extras["trainer"] == {"at": (2, "b")}
+        restored = ckpt.restore(found)
+        assert restored == 2 and restored.tier == "upload"
+
+
+@pytest.mark.slow
+def test_in_memory(tmp_path: Path, lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer snapshot than what is in storage; its files are looked at where they lie."""
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(lives.node(0)))
+    options = {
+        "every": Every(memory=1, durable=2),
+        "memory": Memory(redundancy="none", budget="64MiB"),
+    }
+    live = state()
+    with suppress(ZeroDivisionError), Checkpointer(tmp_path / "root", live, **options) as ckpt:
+        for step in (1, 2, 3):
+            train(live, step)
+            ckpt.step(step)
+            ckpt.wait()
+        raise ZeroDivisionError
+    with Checkpointer(tmp_path / "root", **options) as ckpt:
+        found, older = ckpt.find(), ckpt.find(2)
+        assert found is not None and (found.step, found.tier) == (3, "memory")
+        assert found.extras["trainer"] == {"at": (3, "b")}
+        assert older is not None and (older.step, older.tier) == (2, "memory")
+        ckpt.state.update(state(4))
+        restored = ckpt.restore(found)
+        assert restored == 3 and restored.tier == "memory"
+        assert torch.equal(ckpt.state["model"].weight, live["model"].weight)
+        with pytest.raises(UsageError, match='feed="gradient"'):
+            Checkpointer(tmp_path / "b", memory=Memory(feed="gradient"))
+
+
+def listed() -> dict[str, Any]:
+    """Two optimizers of one model as one value."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    adam = torch.optim.AdamW(model[0].parameters())
+    return {"model": model, "optim": [adam, torch.optim.SGD(model[1].parameters(), 0.1, 0.9)]}
+
+
+def step_all(live: dict[str, Any]) -> None:
+    live["model"](torch.ones(1, 3)).sum().backward()
+    for optimizer in live["optim"]:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_list_of_optimizers(tmp_path: Path) -> None:
+    live = listed()
+    with Checkpointer(tmp_path, live, every=1) as ckpt:
+        for step in range(1, 7):
+            step_all(live)
+            ckpt.step(step)
+    new = listed()
+    with Checkpointer(tmp_path) as ckpt:
+        found = ckpt.find()
+        assert found is not None and found.step == 6 and {*found.extras} == {"rng"}
+        ckpt.state.update(new)
+        assert ckpt.restore(found) == 6
+    for one in (live, new):
+        step_all(one)
+    for a, b in zip(live["model"].parameters(), new["model"].parameters()):
+        assert torch.equal(a, b)
+
+
+def test_records_refuse_a_list_of_optimizers_that_comes_later_too(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, **RECORDS) as ckpt:
+        ckpt.state.update(listed())
+        for call in (ckpt.restore, lambda: ckpt.step(1)):
+            with pytest.raises(UsageError, match="'optim' is 2 of them in a list"):
+                call()

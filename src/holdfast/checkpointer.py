@@ -671,9 +671,10 @@ class Checkpointer:
         """Check that there is something to save, and to restore into."""
         self._check_open()
         if not self._state.is_complete:
-            self._state.complete()
+            self._state.check()
             if self._tiers.delta is not None:
                 self._tiers.delta.complete()
+            self._state.is_complete = True
 
 
 def _check_choices(call: str, when_busy: object, on_error: object, replicas: object) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from holdfast import events
-from holdfast.errors import Corrupt, NotRecoverable, RuleError, StateMismatch
+from holdfast.errors import Corrupt, NotRecoverable, RuleError, StateMismatch, UsageError
 from state.test_customised_modules import Book, Packed
 from state.test_optimizers import Counted
 
@@ -325,8 +325,14 @@ def per_rank_state(root: Path) -> None:
     batches = iter(mine)
     for _ in range(4):
         next(batches)
-    with holdfast.Checkpointer(root, {"sampler": sampler, "loader": mine}, deadline_s=120) as ckpt:
+    own = {"sampler": sampler, "loader": mine}
+    with holdfast.Checkpointer(root, own, deadline_s=120) as ckpt:
         ckpt.save(4).wait(120)
+        found = ckpt.find()
+        assert found is not None and found.extras["sampler"] == {"places": sampler.places}
+        assert found.extras["rng"].keys() >= {"python", "torch"} and not found.undecided
+        with pytest.raises(UsageError, match="nothing was restored"):
+            ckpt.restore_rng()
     rest = [b.tolist() for b in batches]
     (root / f"rest-{rank}.txt").write_text(str(rest))
     other, fresh = Sampler(), loader(99)

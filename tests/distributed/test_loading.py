@@ -10,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast import events
-from holdfast.errors import RuleError
+from holdfast.errors import RuleError, UsageError
 from state.test_customised_modules import Book, Packed
 from state.test_optimizers import Counted
 
@@ -130,6 +130,24 @@ def test_an_object_may_deal_its_state_out_itself(root: Path) -> None:
     sampler = Sampler()
     assert resized(root, {"sampler": sampler}) == {"sampler": "redistribute"}
     assert sampler.places == [0, 1, 10, 11, 20, 21]
+
+
+def test_what_another_number_of_ranks_would_get(root: Path) -> None:
+    """By `find`: what the rules give, and the names of what only live objects could say."""
+    with holdfast.Checkpointer(root) as ckpt:
+        found = ckpt.find()
+    assert found is not None and found.extras == {}  # generators are fresh
+    assert "no rule for that: on_resize={'loader': ...}" in found.undecided["loader"]
+    assert "redistribute() of the live object" in found.undecided["sampler"]
+    rules = {"loader": "fresh", "sampler": "rank0"}
+    with holdfast.Checkpointer(root, on_resize=rules) as ckpt:
+        found = ckpt.find()
+        assert found is not None and not found.undecided
+        assert found.extras == {"sampler": {"places": [0, 1]}}
+        ckpt.state["sampler"], ckpt.state["loader"] = Sampler(), loader(99)
+        assert ckpt.restore(found) == 4 and ckpt.state["sampler"].places == [0, 1]
+        with pytest.raises(UsageError, match="generators are fresh: step 4"):
+            ckpt.restore_rng()
 
 
 def test_redistribute_needs_the_method(root: Path) -> None:

@@ -116,7 +116,8 @@ def run_programs(page: Path, tmp_path: Path, monkeypatch: Any, *, trainers: bool
     namespace: dict[str, Any] = {"__name__": "__page__"}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=holdfast.HoldfastWarning)
-        warnings.filterwarnings("default", "the save of step", holdfast.HoldfastWarning)
+        for expected in ("the save of step", r"'model': trainable_only\(\) leaves out"):
+            warnings.filterwarnings("default", expected, holdfast.HoldfastWarning)
         with serving(page, tmp_path, monkeypatch):
             wanted = ("", "bucket", "trainer") if trainers else ("", "bucket")
             for block in [b for b in blocks(page, "python") if b.options in wanted]:

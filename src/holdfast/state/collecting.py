@@ -69,13 +69,12 @@ class RunState:
         rng = self.given.get("rng", self._rng)
         return rng if isinstance(rng, Rng) else None
 
-    def complete(self) -> None:
+    def check(self) -> None:
         """Check the state, some of which may have come late."""
         check_keys(
             self.given, "Checkpointer.state is still empty: add what is to be saved to it first"
         )
         rules_of(self.on_resize, RULES, (*self.given, "rng"), "Checkpointer", "on_resize")
-        self.is_complete = True
 
     def collect(self) -> Live:
         """Name and place everything; see `collect`."""
