@@ -525,14 +525,29 @@ def what_megatron_has_cut_is_refused_outside_its_models(root: Path) -> None:
     for state, name in (({"m": module}, "m.weight"), ({"o": optimizer}, "o.group0.0.value")):
         with pytest.raises(RankErrors, match=f"LayoutError: '{name}': .*\n  hint: hand over"):
             holdfast.save(root / "run", state, step=1)
-    spots = [f"rank:{rank}/cpu" for rank in range(3)]
-    sharded = sharded_tensor.ones(ChunkShardingSpec(0, spots), 6, 2)
-    with pytest.raises(
-        RankErrors, match=r"UsageError: 'd\.x': a .*ShardedTensor, .*\n  hint: make"
-    ):
-        holdfast.save(root / "run", {"d": {"x": sharded}}, step=1)
     dist.barrier()
     assert holdfast.steps(str(root / "run")) == []
+
+
+def a_sharded_tensor_is_saved_as_its_shards(root: Path) -> None:
+    """Torch's own, as TorchRec has it, cut among ranks in another order; loaded whole, and as shards."""
+
+    def sharded(order: list[int]) -> Any:
+        spots = [f"rank:{rank}/cpu" for rank in order]
+        return sharded_tensor.zeros(ChunkShardingSpec(0, spots), 7, 2)
+
+    def rows(shard: Any) -> torch.Tensor:
+        first = shard.metadata.shard_offsets[0]
+        return torch.arange(14.0).view(7, 2)[first : first + shard.tensor.shape[0]]
+
+    saved, other, whole = sharded([2, 0, 1]), sharded([0, 1, 2]), torch.zeros(7, 2)
+    for shard in saved.local_shards():
+        shard.tensor.copy_(rows(shard))
+    holdfast.save(root / "run", {"d": {"x": saved}}, step=1)
+    holdfast.load(root / "run", {"d": {"x": whole}})
+    assert torch.equal(whole, torch.arange(14.0).view(7, 2))
+    holdfast.load(root / "run", {"d": {"x": other}})
+    assert all(torch.equal(shard.tensor, rows(shard)) for shard in other.local_shards())
 
 
 # -- what is taken for replicated -----------------------------------------------------------------
@@ -678,6 +693,7 @@ CASES = [
     fsdp1_is_refused_in_every_form,
     fsdp1_is_saved_by_whole_tensors,
     what_megatron_has_cut_is_refused_outside_its_models,
+    a_sharded_tensor_is_saved_as_its_shards,
     replicas_that_differ_are_refused_at_the_first_save,
     replicas_are_proved_once,
     buffers_are_those_of_rank_0,

@@ -58,9 +58,8 @@ class TorchCheckpointing:
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         items = {name: ItemSpec(resharder=DefaultResharder()) for name in ("model", "optim")}
-        buffered = LocalFileSystemStorageConfig(
-            use_direct_io=False
-        )  # else small files fail on ext4
+        # direct I/O, its default, fails on ext4 for files as small as these
+        buffered = LocalFileSystemStorageConfig(use_direct_io=False)
         config = CheckpointManager.Config(
             items=items, save=SyncCheckpointSaverConfig(), storage_config=buffered
         )

@@ -96,7 +96,9 @@ def differences(a: Any, b: Any, at: str = "") -> Iterator[str]:
 
 
 def _tensors(a: torch.Tensor, b: torch.Tensor, at: str) -> Iterator[str]:
-    if a.is_nested and b.is_nested and a.layout == b.layout:  # whose shapes are names, or unknown
+    if a.is_nested and b.is_nested:  # its shape is a symbol, which each has of its own
+        if a.layout != b.layout:
+            yield f"{at}: {a.layout} and {b.layout}"
         yield from differences(list(a.unbind()), list(b.unbind()), at)
     elif a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
         yield f"{at}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"

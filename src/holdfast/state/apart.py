@@ -68,7 +68,10 @@ def add_apart(live: Live, name: str, state: str, tensor: torch.Tensor, *, steady
 
     parts = chunks_of(tensor, name)
     if parts is not None:
-        live.add_parts(name, state, parts, tensor, steady=steady)
+        source = (
+            parts[0].local if parts else tensor
+        )  # the class may not say how often it was written
+        live.add_parts(name, state, parts, source, steady=steady and len(parts) == 1)
         return True
     if memory_of(tensor).layout not in (torch.strided, torch.jagged):
         from holdfast.state.sparse import add_sparse
