@@ -58,6 +58,19 @@ SECONDS: Values = (*LENGTHS, 0, 0.0)
 LENGTHS_OR_NONE = tuple(v for v in LENGTHS if v is not None)
 SECONDS_OR_NONE = tuple(v for v in SECONDS if v is not None)
 SHARES: Values = (*SECONDS, 1.5, 2)
+IDS: Values = (
+    "",
+    "x",
+    "-1",
+    "1.5",
+    "elsewhere/10",
+    "99999999999",
+    True,
+    1.5,
+    b"x",
+    [],
+    object,
+)
 FLAGS: Values = (*OTHERS, None, "false", "", 0, 1, 2.0, np.array([True]), torch.ones(2) > 0)
 WORDS: Values = (Odd(), [], {}, None, True, 3, b"skip", "", "skpi", HUGE_TEXT)
 PATHS: Values = (Odd(), [], {}, None, True, 3, 1.5, b"runs", "", "a\0b", "a\ud800b", HUGE_TEXT,
@@ -368,6 +381,22 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         ),
         {"parameters": PARAMETERS, "to": (*OBJECTS, None, torch.float32, "bfloat16", np.float16)},
     ),
+    "dcp.Reader": (
+        lambda m: lambda **a: holdfast.dcp.Reader(**{"root": m.folder, **a}),
+        {"root": (*PATHS, *BUCKETS), "verify": FLAGS},
+    ),
+    "dcp.Reader.reset": (
+        lambda m: holdfast.dcp.Reader(m.folder).reset,
+        {"checkpoint_id": IDS},
+    ),
+    "dcp.Writer": (
+        lambda m: lambda **a: holdfast.dcp.Writer(**{"root": m.folder, **a}),
+        {"root": (*PATHS, *BUCKETS), "keep": OBJECTS},
+    ),
+    "dcp.Writer.reset": (
+        lambda m: holdfast.dcp.Writer(m.folder).reset,
+        {"checkpoint_id": IDS},
+    ),
     "events.subscribe": (
         lambda m: holdfast.events.subscribe,
         {"sink": (*FUNCTIONS, None, print_nothing)},
@@ -517,6 +546,18 @@ ELSEWHERE = {
     "Rng": "takes nothing",
     "compression.TopK.rows_of_rank": "by test_topk_checks_what_it_is_given",
     "compression.TopK.load_state_dict": "by test_topk_checks_what_it_is_given",
+    "dcp.Reader.prepare_global_plan": "called by torch.distributed.checkpoint",
+    "dcp.Reader.prepare_local_plan": "called by torch.distributed.checkpoint",
+    "dcp.Reader.read_data": "called by torch.distributed.checkpoint",
+    "dcp.Reader.read_metadata": "called by torch.distributed.checkpoint",
+    "dcp.Reader.set_up_storage_reader": "called by torch.distributed.checkpoint",
+    "dcp.Writer.finish": "called by torch.distributed.checkpoint",
+    "dcp.Writer.prepare": "called by torch.distributed.checkpoint",
+    "dcp.Writer.prepare_global_plan": "called by torch.distributed.checkpoint",
+    "dcp.Writer.prepare_local_plan": "called by torch.distributed.checkpoint",
+    "dcp.Writer.set_up_storage_writer": "called by torch.distributed.checkpoint",
+    "dcp.Writer.storage_meta": "called by torch.distributed.checkpoint",
+    "dcp.Writer.write_data": "called by torch.distributed.checkpoint",
     "events.count": "called by the library",
     "events.emit": "called by the library",
     "events.span": "called by the library",

@@ -21,7 +21,7 @@ def open(
 
     `verify=False` leaves digests unchecked.  NotFound or NotRecoverable if there is no such step.
     Foreign checkpoints are opened where they lie, found by what is there or named by a prefix (`dcp:PATH`,
-    `deepspeed:PATH`, `megatron:PATH`, `huggingface:PATH`, `torch:PATH`).
+    `deepspeed:PATH`, `megatron:PATH`, `huggingface:PATH`, `torch_checkpointing:PATH`, `torch:PATH`).
     """
     url, step = path_of(path, "open", "path"), None if step is None else step_of(step, "open")
     flag_of(verify, "open", "verify")

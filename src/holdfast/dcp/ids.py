@@ -6,7 +6,6 @@ import os
 import re
 
 from holdfast.arguments import shown
-from holdfast.checkpoint.names import step_prefix
 from holdfast.errors import UsageError
 
 _STEP = re.compile(r"(?:[A-Za-z]+[-_]?)?(\d{1,18})")
@@ -23,10 +22,10 @@ def step_of_id(checkpoint_id: CheckpointId, root: str) -> int | None:
         return None
     folder, _, name = os.fspath(str(checkpoint_id)).rstrip("/").rpartition("/")
     match = None if isinstance(checkpoint_id, bool) else _STEP.fullmatch(name)
-    if match is None or (folder and folder.rstrip("/") != root.rstrip("/")):
+    elsewhere = bool(folder) and folder.rstrip("/") != root.rstrip("/")
+    if match is None or int(match[1]) >= 10**10 or elsewhere:
         raise UsageError(
             f"checkpoint_id={shown(checkpoint_id)} names no step of {root}",
             hint='checkpoint_id is the number of the step: "10"',
         )
-    step_prefix(int(match[1]))
     return int(match[1])

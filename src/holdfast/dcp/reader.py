@@ -29,6 +29,7 @@ from holdfast.errors import HoldfastError
 from holdfast.layout import Box
 from holdfast.looking import open as open_step
 from holdfast.restore.targets import target_of
+from holdfast.store import open_store, split_prefix
 
 
 class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
@@ -42,6 +43,10 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
 
     def __init__(self, root: str | os.PathLike[str], *, verify: bool = True) -> None:
         self.root = path_of(root, "Reader", "root")
+        if split_prefix(self.root) is None:
+            open_store(
+                self.root
+            )  # which touches nothing: an address that cannot be is told at once
         self.verify = flag_of(verify, "Reader", "verify")
         self._wanted: int | None = None
         self._saved: Checkpoint | None = None
