@@ -16,6 +16,7 @@ from typing import Any
 
 import holdfast
 import holdfast.compression
+import holdfast.dcp
 import holdfast.store
 import holdfast.testing
 from holdfast.checkpoint import opened
@@ -56,6 +57,7 @@ SECTIONS = (
         "holdfast.store",
         ("open_store", "LocalStore", "MemoryStore", "Store", "Bulk", "Entry", "Reader", "Writer"),
     ),
+    ("dcp", "DCP", "holdfast.dcp", tuple(holdfast.dcp.__all__)),
     ("frameworks", "Frameworks", "holdfast.sources", tuple(holdfast.sources.__all__)),
     ("testing", "Testing", "holdfast.testing", tuple(holdfast.testing.__all__)),
     ("errors", "Errors", "holdfast.errors", ()),

@@ -332,6 +332,7 @@ def test_public_names_are_pinned() -> None:
         "errors",
         "events",
         "ignore",
+        "integrations",
         "kept",
         "load",
         "open",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast import compression, dcp, errors, events, sources, store, testing
+    from holdfast import compression, dcp, errors, events, integrations, sources, store, testing
     from holdfast.checkpoint.opened import Checkpoint
     from holdfast.checkpoint.tidying import Keep
     from holdfast.checkpointer import Checkpointer
@@ -61,6 +61,7 @@ _HOME = {
     "errors": "holdfast",
     "events": "holdfast",
     "ignore": "holdfast.state.ignoring",
+    "integrations": "holdfast",
     "kept": "holdfast.run.recovery",
     "load": "holdfast.once",
     "open": "holdfast.looking",
@@ -96,6 +97,7 @@ __all__ = [
     "errors",
     "events",
     "ignore",
+    "integrations",
     "kept",
     "load",
     "open",

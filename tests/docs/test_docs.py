@@ -190,7 +190,7 @@ def run_commands(page: Path, monkeypatch: Any, capfd: Any, *, soak: bool = False
 def test_blocks_have_known_options() -> None:
     for page in PAGES:
         for block in blocks(page, "python"):
-            known = block.options in ("", "torchrun", "bucket")
+            known = block.options in ("", "torchrun", "bucket", "trainer")
             assert known, f"{name_of(page)}:{block.line}: {block.options}"
 
 
@@ -233,7 +233,8 @@ def test_links_lead_somewhere(page: Path, site: Path) -> None:
 def test_the_reference_has_every_public_name(site: Path) -> None:
     pages = [p.read_text() for p in (site / "reference" / "api").glob("*.md")]
     headings = {h for p in pages for h in re.findall(r"^## `(\S+)`$", p, re.MULTILINE)}
-    parts = {"__version__", "compression", "errors", "events", "sources", "store", "testing"}
+    parts = {"__version__", "compression", "dcp", "errors", "events", "integrations"}
+    parts |= {"sources", "store", "testing"}
     assert {f"holdfast.{name}" for name in holdfast.__all__} - headings == {
         f"holdfast.{name}" for name in {*parts, "HoldfastError"}
     }
