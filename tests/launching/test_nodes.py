@@ -98,6 +98,14 @@ def test_an_exception_of_the_script_is_the_same_on_any_rank_and_a_kill_is_not() 
     assert raised.are_same and not killed.are_same
 
 
+@pytest.mark.parametrize(("after_s", "ends"), [(1.0, True), (3600.0, False)])
+def test_kills_of_a_rank_that_tells_no_step(after_s: float, ends: bool) -> None:
+    seen = Failures()
+    for _ in range(SAME):
+        seen.note(RankFailure(2, 1, 0, "it was killed by SIGKILL", True), "a", 2, after_s)
+    assert seen.are_same is ends
+
+
 def test_a_door_tells_that_its_launcher_has_ended() -> None:
     mine, door = Door(), Door()
     here = Introduction("a", 1, ["10.0.0.1"], mine.port)

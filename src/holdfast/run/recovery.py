@@ -62,6 +62,8 @@ DROP_S = 10.0
 BEAT_S = 0.25
 MOVES_S = 1.0
 """Seconds between words of a rank that does no step, and moves."""
+M_ARENA_MAX = -8
+"""glibc's name for the number of heaps that threads share."""
 INTERRUPT = signal.SIGRTMAX - 4
 """The signal with which a worker's own thread interrupts its main thread."""
 
@@ -157,6 +159,7 @@ class _Launched:
         from holdfast.run.leftovers import Leftovers
 
         refuse_a_group()
+        share_heaps()
         self.is_inside = True
         os.environ.setdefault(*NO_WATCHDOG)
         self._before = before = Leftovers()
@@ -351,6 +354,15 @@ def _next_of_script(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     return trace
+
+
+def share_heaps() -> None:
+    """Have new threads share two heaps of glibc, unless the user has set a number: each attempt starts
+    dozens of threads, and in the heap of each one something small would stay and keep its page."""
+    if "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    with suppress(AttributeError):  # not of glibc
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
 def forget(error: BaseException) -> None:
