@@ -487,7 +487,11 @@ class Task(nn.Module):
 
 
 def trainer() -> None:
-    """The loop is the Trainer's; a callback restores at its begin, and saves after each step."""
+    """The loop is the Trainer's; a callback restores at its begin, and saves after each step.
+
+    The Trainer then begins to iterate over its loader, which draws from torch's generator: what that was is
+    put back before the first step.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Saving(TrainerCallback):
@@ -501,11 +505,14 @@ def trainer() -> None:
             self.ckpt = holdfast.Checkpointer(
                 root, self.state, every=every, when_busy="queue", deadline_s=DEADLINE_S
             )
-            state.global_step = int(self.ckpt.restore())
+            state.global_step = self.first = int(self.ckpt.restore())
+            self.generator = torch.get_rng_state()
             tell(begins=state.global_step)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             Now.step = state.global_step + 1
+            if state.global_step == self.first:
+                torch.set_rng_state(self.generator)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.ckpt.step(state.global_step)

@@ -92,6 +92,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
         told.add(2)
         told.lose(nodes[1], nodes[4])
         told.lose(nodes[2])
+        told.commits(1)
         told.story.end(told.here)
         check_nothing_left(told.story, told.here)
         yield told
