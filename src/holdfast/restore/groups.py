@@ -82,3 +82,12 @@ def plain_states(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, Any]] 
         return None
     states: dict[str, dict[str, Any]] | None = tree["$optimizer"].get("state")
     return states
+
+
+def beside_plain(checkpoint: Checkpoint, key: str) -> dict[str, list[str]] | None:
+    """States whose lists had plain tensors beside a DTensor, by parameter name; None if not known."""
+    tree = checkpoint.manifest.extras.get(key)
+    if not isinstance(tree, dict) or "$optimizer" not in tree:
+        return None
+    states: dict[str, list[str]] | None = tree["$optimizer"].get("plain")
+    return states
