@@ -158,7 +158,7 @@ def stripes_are_refused_by_name(root: Path) -> None:
     with pytest.raises(holdfast.HoldfastError) as caught:
         holdfast.save(root, given(model, optimizer), step=1)
     assert "'optim.2.weight.start': _StridedShard(dim=0" in str(caught.value), caught.value
-    assert "gives each of them stripes of dim 0" in str(caught.value)
+    assert "gives each of them stripes of dim 0 in place of one part" in str(caught.value)
 
 
 def lbfgs_goes_to_other_layouts(root: Path) -> None:

@@ -159,7 +159,8 @@ def shard_order(placements: Any, sizes: Any) -> list[tuple[int, int]]:
             at += 1
         if factor != 1 and sizes[mesh_dim] > 1:
             raise LayoutError(
-                f"{p!r} over {sizes[mesh_dim]} ranks gives each of them stripes of dim {p.dim}, no part",
+                f"{p!r} over {sizes[mesh_dim]} ranks gives each of them stripes of dim {p.dim} in place of "
+                "one part",
                 hint="redistribute it to Shard() or Replicate(); optimizers that flatten a parameter of "
                 "tensor parallelism make such states",
             )
