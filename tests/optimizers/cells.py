@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import traceback
 import warnings
@@ -20,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -187,7 +189,9 @@ def step(run: Trained, number: int) -> None:
         out = run.model(x)
         return (out - (y if out.shape == y.shape else x)).square().mean()
 
-    torch.manual_seed(100 + number)
+    # Kron draws from numpy's generator, differently on each rank where nobody seeds it
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(100 + number)
     run.step(loss)
 
 

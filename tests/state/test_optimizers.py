@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
-from holdfast.errors import UsageError
+from holdfast.errors import StateMismatch, UsageError
 from holdfast.group import Group
 from holdfast.restore.extras import put_common
 from holdfast.restore.targets import RestoreOptions
@@ -192,6 +192,37 @@ def test_lbfgs_goes_on_bit_by_bit(tmp_path: Path) -> None:
     holdfast.load(tmp_path, {"net": other, "optim": fresh})
     steps(other, fresh, 2)
     assert same(other.state_dict(), net.state_dict()) == []
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0,), (0, 1, 2)])
+def test_vectors_of_all_parameters_are_for_the_same_parameters(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """An LBFGS over others, or in another order, would go on with a wrong direction, or fail in a step."""
+
+    def new(which: tuple[int, ...]) -> dict[str, Any]:
+        net = nn.ParameterDict({f"p{i}": torch.full((3,), float(i + 1)) for i in range(3)})
+        params = [net[f"p{i}"] for i in which]
+        return {"net": net, "optim": torch.optim.LBFGS(params, lr=0.1, max_iter=3)}
+
+    state = new((0, 1))
+    net, optimizer = state["net"], state["optim"]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (net["p0"] * net["p1"] - 3).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    holdfast.save(tmp_path, state, step=1)
+    assert holdfast.load(tmp_path, new((0, 1))) == 1
+    other = new(order)
+    with pytest.raises(
+        StateMismatch, match="an LBFGS keeps one vector of all its parameters together"
+    ):
+        holdfast.load(tmp_path, other)
+    assert not other["optim"].state and torch.equal(other["net"]["p0"], torch.ones(3))
 
 
 def test_flags_of_each_group_come_back(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.delta.log import Log, RecordedStep
 from holdfast.errors import NotFound
-from holdfast.saving.messages import ReadyToSave, merge_extras, sort_extras
+from holdfast.saving.merging import merge_extras
+from holdfast.saving.messages import ReadyToSave, sort_extras
 from holdfast.store.views import JoinedStore
 
 

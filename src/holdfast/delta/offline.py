@@ -229,6 +229,8 @@ def _optimizer(
     served = [segment.header.modules.get(key) for segment in step.segments]
     modules = list(state) if None in served else [m for one in served for m in one or ()]
     keys = dict.fromkeys([key, *modules])
+    if not applied and key in checkpoint.manifest.per_rank:
+        raise NotRecoverable(f"{key!r} has other values on each rank", hint=IN_THE_SCRIPT)
     tree = merged_groups(step, key) if applied else checkpoint.manifest.extras[key]
     groups = tree["$optimizer"]["groups"]
     _check_ties(checkpoint.manifest.extras.get(key), groups, params, keys)

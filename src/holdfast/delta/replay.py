@@ -56,7 +56,7 @@ from holdfast.restore.compare import Problems, judge_together
 from holdfast.restore.extras import Extras, put_groups
 from holdfast.restore.former import are_former
 from holdfast.restore.targets import RestoreOptions, is_known, only_tensors, target_of
-from holdfast.saving.messages import merge_extras
+from holdfast.saving.merging import merge_extras
 from holdfast.state.agreed import Agreement
 from holdfast.state.blockwise import Blockwise, steps_by_itself
 from holdfast.state.live import Live, State, named_parameters, outline_tensor, stages
@@ -402,10 +402,11 @@ class Replay:
             for name, p in one.params:
                 grad = grads.of[grad_name(one.key, name)] if name in given else None
                 p.grad = grad.clone() if keeps and grad is not None else grad
-            merged = merged_groups(step, one.key)
+            rank, first = next(iter(ranks.items()))  # this rank's own, on the same layout
+            own = _tree(step.groups(one.key, rank), first.hyper)
+            saved = merged_groups(step, one.key) if is_resized else own
             groups = [(g, g["params"]) for g in one.optimizer.param_groups]
-            put_groups(one.key, groups, merged, one.groups, _decode)
-            first = next(iter(ranks.values()))  # this rank's own, on the same layout
+            put_groups(one.key, groups, saved, one.groups, _decode)
             amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
             with amp, without_hooks_before(one.optimizer):
                 _make_step(one.optimizer, self._blockwise[one.key])

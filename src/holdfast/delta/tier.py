@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
-from holdfast.codec.digest import hexdigest
 from holdfast.delta.bases import Bases, Unrecorded
 from holdfast.delta.capture import RecordCapture, WayToStorage
 from holdfast.delta.clock import Clock, Spent
@@ -42,6 +40,7 @@ from holdfast.group import Group
 from holdfast.layout import Box, Mesh
 from holdfast.restore.targets import RestoreOptions
 from holdfast.saving import Save
+from holdfast.saving.messages import digests
 from holdfast.state.customised import asked_once
 from holdfast.state.live import Live, State
 from holdfast.state.observer import StepCall
@@ -468,7 +467,7 @@ class DeltaTier:
         unchanged = tuple(sorted(self._watch.changing - changed))
         late = None if record.early is None else self._watch.written_since(record.early, state)
         self.parent = self._capture.hand_over(
-            record, step, parent, unchanged=unchanged, notes=_notes(rest), late=late
+            record, step, parent, unchanged=unchanged, notes=digests(rest), late=late
         )
         self._unrecorded.forget()
         self._edits = 0
@@ -518,14 +517,3 @@ class DeltaTier:
 def _parts_of(rest: Live, names: Iterable[str]) -> Parts:
     placed = {name: rest.tensors[name].placed for name in names}
     return {name: (p.shape, p.box, p.dtype) for name, p in placed.items()}
-
-
-def _notes(rest: Live) -> dict[str, tuple[str, str]]:
-    """Digest and rule of each of a step's extras, by key."""
-    return {
-        key: (
-            hexdigest(msgspec.json.encode([value, rest.contents.get(key, [])])),
-            rest.rules.get(key, ""),
-        )
-        for key, value in rest.extras.items()
-    }

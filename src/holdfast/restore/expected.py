@@ -83,6 +83,9 @@ class Fitting:
     """Saved states that are no tensors, by parameter."""
     is_partial: bool
     """True if states that are not loaded stay."""
+    checkpoint: Checkpoint
+    pairs: Pairs
+    """Names and parameters of each group."""
     _of_kind: dict[tuple[Any, ...], Expected | None] = field(default_factory=dict)
     _misfits: dict[str, list[str]] = field(default_factory=dict)
     """Parameters whose saved states do not fit, by what is wrong."""
@@ -95,7 +98,8 @@ class Fitting:
     ) -> Fitting | None:
         """For the optimizer of a key; None if the checkpoint has no groups that could be its own."""
         if options.only is not None:
-            return Fitting(key, [without_params(group) for group, _ in groups], {}, is_partial=True)
+            now = [without_params(group) for group, _ in groups]
+            return Fitting(key, now, {}, True, checkpoint, pairs)
         tree, plain = checkpoint.manifest.extras.get(key), plain_states(checkpoint, key)
         if plain is None:
             return None
@@ -103,7 +107,7 @@ class Fitting:
             hypers = hypers_after(key, tree, groups, pairs)
         except StateMismatch:  # told where groups are put back
             return None
-        return Fitting(key, hypers, plain, is_partial=False)
+        return Fitting(key, hypers, plain, False, checkpoint, pairs)
 
     def fits(
         self,
@@ -120,6 +124,12 @@ class Fitting:
         new = frozenset(saved).union(s for s, v in others.items() if v is not None)
         old = frozenset(s for s, v in live.items() if v is not None)
         kind = type(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            from holdfast.restore.together import misfit
+
+            if why := misfit(self.checkpoint, self.key, self.pairs[number]):
+                self._misfits.setdefault(why, []).append(name)
+            return not why
         if is_asked(kind):
             expected = self._expected(kind, self.hypers[number], p.ndim)
             if expected is None:

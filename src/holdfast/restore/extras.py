@@ -24,7 +24,7 @@ from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.near import near
 from holdfast.restore.compare import Problems
-from holdfast.restore.groups import HOW, match_groups
+from holdfast.restore.groups import HOW, beside_plain, match_groups
 from holdfast.restore.nested import (
     LIVE,
     OBJECT,
@@ -84,6 +84,8 @@ class Extras:
         self.group = group
         self.options = options
         self.resized = False
+        self._moved: set[str] = set()
+        """Optimizers of which each rank has its own values, on as many ranks with other parts of them."""
         self.is_whole = True
         """True if optimizers' states are in the checkpoint; in a record they are not."""
         self.problems = Problems()
@@ -213,13 +215,33 @@ class Extras:
                     box = Box((first, *box.start[1:]), (last, *box.stop[1:]))
                 tensor = torch.empty(box.shape, dtype=torch_dtype(info.dtype))
                 p = self._param_of(name)
-                if isinstance(p, DTensor) and tuple(p.shape) == info.shape:  # cut as it is
-                    tensor = torch.empty_like(p, dtype=tensor.dtype, requires_grad=False)
-                    box = place(tensor, name).box
+                if isinstance(p, DTensor):
+                    tensor = self._beside(name, p, tensor)
+                    box = place(tensor, name).box if isinstance(tensor, DTensor) else box
                 self._loaded[name] = tensor
                 index = self.checkpoint.index(name)
                 if box.size:
                     self.wants.append(Want(index, box, target_of(local_of(tensor), info.dtype)))
+
+    def _beside(self, name: str, p: DTensor, plain: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor in a list that is a state of a parameter; `plain` if it is to be whole."""
+        if tuple(p.shape) == tuple(plain.shape):  # cut as it is
+            return torch.empty_like(p, dtype=plain.dtype, requires_grad=False)
+        key, _, rest = name.partition(".")
+        known = beside_plain(self.checkpoint, key)
+        if (
+            known is None
+            or not plain.ndim
+            or any(
+                rest.startswith(f"{param}.{state}.")
+                for param, some in known.items()
+                for state in some
+            )
+        ):
+            return plain
+        from holdfast.restore.beside import empty_beside
+
+        return empty_beside(self.checkpoint, name, p, plain.dtype)
 
     def _tensors_of_modules(self) -> Iterator[str]:
         """Names of tensors in what modules of the state have besides their own tensors."""
@@ -260,7 +282,8 @@ class Extras:
 
     def check_rules(self) -> None:
         """RuleError, on every rank alike, for an extra that has no rule for the new mesh."""
-        if not self.resized or self.options.only is not None:
+        self._find_moved()
+        if not (self.resized or self._moved) or self.options.only is not None:
             return
         known = {*self.state, *map(common_name, self.state)}
         for key, value in self.state.items():
@@ -269,23 +292,45 @@ class Extras:
         lost = [
             key
             for key in self.checkpoint.manifest.per_rank
-            if key in known and self._rule(key) is None
+            if key in known and self._rule(key) is None and (self.resized or key in self._moved)
         ]
         if lost:
             saved, here = self.checkpoint.manifest.layout, self.group.size
+            named = [f"{key!r}{self._differing(key)}" for key in lost]
             raise RuleError(
-                f"{', '.join(map(repr, lost))}: saved by each rank of [{saved}] for itself; "
+                f"{', '.join(named)}: saved by each rank of [{saved}] for itself; "
                 f"what becomes of it on {here} rank(s) arranged differently is not declared",
                 step=self.checkpoint.step,
                 hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {_RULES}",
             )
         for key in self.checkpoint.manifest.per_rank:
-            if key in known and self._rule(key) == "redistribute":
+            is_elsewhere = self.resized or key in self._moved
+            if key in known and is_elsewhere and self._rule(key) == "redistribute":
                 if not callable(getattr(self.state.get(key), "redistribute", None)):
                     raise RuleError(
                         f"{key!r} has no method redistribute(states, rank, world_size)",
                         hint=f"write one, or choose another rule of {_RULES}",
                     )
+
+    def _find_moved(self) -> None:
+        """Find optimizers of which ranks have their own values, and other parts.  Collective."""
+        own = [k for k in self.checkpoint.manifest.per_rank if is_optimizer(self.state.get(k))]
+        if own and not self.resized:
+            from holdfast.restore.ranks import lies_otherwise
+
+            for key in own:
+                params = {id(p) for pairs in self._named_groups(self.state[key]) for _, p in pairs}
+                mine = [t for t in self._live.tensors.values() if id(t.source) in params]
+                if self.group.any(lies_otherwise(self.checkpoint, mine, self.group.rank)):
+                    self._moved.add(key)
+
+    def _differing(self, key: str) -> str:
+        """Words for the values of an optimizer that ranks differ in; empty for what is no optimizer."""
+        if not is_optimizer(self.state.get(key)):
+            return ""
+        from holdfast.restore.ranks import differing
+
+        return differing(self.checkpoint, key)
 
     def _rule(self, key: str) -> str | None:
         own = getattr(self.state.get(key), "on_resize", None)
@@ -316,10 +361,10 @@ class Extras:
             if self.is_whole and (common in manifest.extras or common in manifest.per_rank):
                 if self._has_common(value):
                     put_common(value, self._common(common, own))
-            if key in manifest.extras:
-                self._put_one(key, value, manifest.extras[key])
-            elif key in manifest.per_rank:
+            if key in manifest.per_rank:
                 self._put_own(key, value, own)
+            elif key in manifest.extras:
+                self._put_one(key, value, manifest.extras[key])
 
     def _module_states(self, key: str, value: Any) -> list[tuple[str, nn.Module]]:
         return [
@@ -385,13 +430,17 @@ class Extras:
         return self.checkpoint.rank_extras(self.group.rank)
 
     def _put_own(self, key: str, value: Any, own: dict[str, Any]) -> None:
-        if not self.resized:
+        if not self.resized and key not in self._moved:
             if key in own:
                 self._put_one(key, value, own[key])
             return
         rule = self._rule(key)
         emit("extras.resized", key=key, rule=rule)
-        if rule in ("rank0", "same"):
+        if rule in ("rank0", "same") and is_optimizer(value):
+            from holdfast.restore.ranks import of_first
+
+            self._put_one(key, value, of_first(self.checkpoint, key))
+        elif rule in ("rank0", "same"):
             first = next(iter(self._of_all(key)), None)
             if first is not None:
                 self._put_one(key, value, first)
@@ -563,5 +612,12 @@ def put_plain_states(
             inner, tensor = holder_of(optimizer, p, source.master(p))
             if inner is None:
                 continue
-            for state, value in tree["$optimizer"]["state"].get(name, {}).items():
-                inner.state[tensor][state] = decode(value)
+            body = tree["$optimizer"]
+            plain = body["plain"].get(name, ()) if "plain" in body else None
+            for state, value in body["state"].get(name, {}).items():
+                found = decode(value)
+                if isinstance(p, DTensor) and plain is not None and state not in plain:
+                    from holdfast.restore.beside import on_mesh_of
+
+                    found = on_mesh_of(p, found)
+                inner.state[tensor][state] = found

@@ -232,6 +232,7 @@ def _optimizer(tree: Any, names: dict[str, str]) -> Any:
     ]
     states = {names.get(n, n): value for n, value in body["state"].items()}
     found = {**body, "groups": groups, "state": states}
-    if "order" in body:
-        found["order"] = {names.get(n, n): value for n, value in body["order"].items()}
+    for what in ("order", "plain"):
+        if what in body:
+            found[what] = {names.get(n, n): value for n, value in body[what].items()}
     return {"$optimizer": found}

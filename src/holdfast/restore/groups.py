@@ -34,9 +34,13 @@ def match_groups(key: str, tree: Any, pairs: Pairs) -> list[int | None]:
         found = sorted({group_of[name] for name, _ in params if name in group_of})
         hypers = {msgspec.json.encode(groups[i]["hyper"]): i for i in found}
         if len(hypers) > 1:
+            some = [groups[i]["hyper"] for i in hypers.values()]
+            unlike = sorted(
+                {k for h in some for other in some for k in h if h[k] != other.get(k, h)}
+            )
             raise StateMismatch(
                 f"parameters of group {number} of {key!r} were in groups {found} "
-                "with different hyper-parameters",
+                f"with different hyper-parameters ({', '.join(unlike)})",
                 hint="build the optimizer with the parameter groups that it was saved with",
             )
         empty = number if not params and number < len(groups) else None
@@ -81,4 +85,13 @@ def plain_states(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, Any]] 
     if not isinstance(tree, dict) or "$optimizer" not in tree:
         return None
     states: dict[str, dict[str, Any]] | None = tree["$optimizer"].get("state")
+    return states
+
+
+def beside_plain(checkpoint: Checkpoint, key: str) -> dict[str, list[str]] | None:
+    """States whose lists had plain tensors beside a DTensor, by parameter name; None if not known."""
+    tree = checkpoint.manifest.extras.get(key)
+    if not isinstance(tree, dict) or "$optimizer" not in tree:
+        return None
+    states: dict[str, list[str]] | None = tree["$optimizer"].get("plain")
     return states

@@ -47,12 +47,14 @@ def plain_values(
         mine = checkpoint.rank_extras(group.rank)
         trees |= {key: mine[key] for key in own if key in mine and _is_plain(key, mine[key])}
         own = []
-    for key in own:
+    ranks = sorted(manifest.file_of)
+    head = checkpoint.rank_extras(ranks[0]) if own and ranks else {}
+    for key in (key for key in own if _is_plain(key, head.get(key))):
         live = getattr(state.get(key), "on_resize", None)
         rule = on_resize.get(key) or live or manifest.per_rank[key]
         if rule in ("rank0", "same"):
-            ranks = map(checkpoint.rank_extras, sorted(manifest.file_of))
-            first = next((theirs[key] for theirs in ranks if key in theirs), None)
+            every = map(checkpoint.rank_extras, ranks)
+            first = next((theirs[key] for theirs in every if key in theirs), None)
             if first is not None:
                 trees[key] = first
         elif rule != "fresh":

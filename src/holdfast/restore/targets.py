@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
@@ -410,8 +410,11 @@ def _new_state(
     was: str | None,
     order: list[int] | None,
 ) -> torch.Tensor:
-    """Memory for a saved state: cut like its parameter if it has its shape, else on every rank.  It gets
-    the parameter's dtype if it was saved in the saved parameter's (`was`); its dims lie in that `order`."""
+    """Memory for a saved state: cut like its parameter if it has its shape, else as `empty_beside` says.
+
+    It gets the parameter's dtype if it was saved in the saved parameter's (`was`); its dims lie in that
+    `order`.
+    """
     info = checkpoint.info(name)
     dtype = torch_dtype(info.dtype)
     if info.dtype == was and info.shape == tuple(p.shape) != ():
@@ -426,9 +429,9 @@ def _new_state(
             device = place(p, name).local.device if on_device else torch.device("cpu")
             return torch.empty((), dtype=dtype, device=device)
         if isinstance(p, DTensor):
-            local = torch.empty(info.shape, dtype=dtype, device=p.to_local().device)
-            whole = [Replicate()] * p.device_mesh.ndim
-            return DTensor.from_local(local, p.device_mesh, whole, run_check=False)
+            from holdfast.restore.beside import empty_beside
+
+            return empty_beside(checkpoint, name, p, dtype)
         return torch.empty(info.shape, dtype=dtype, device=p.device)
 
 

@@ -30,7 +30,15 @@ from holdfast.restore.extras import Extras
 from holdfast.restore.overlapping import Aside, set_aside
 from holdfast.restore.targets import RestoreOptions, materialise, target_of, targets
 from holdfast.state.kinds import writing
-from holdfast.state.live import Live, State, check_keys, in_order, is_of_framework, stages
+from holdfast.state.live import (
+    Live,
+    State,
+    check_keys,
+    in_order,
+    is_of_framework,
+    is_optimizer,
+    stages,
+)
 from holdfast.state.placed import Placed
 from holdfast.state.several import as_seen
 from holdfast.state.window import wait_for_copies
@@ -136,7 +144,7 @@ def _prepare(
             for module in stages(value) or ():
                 materialise(module)
         with uncollected():
-            checkpoint = _under_live_names(checkpoint, state)
+            checkpoint = _with_own(_under_live_names(checkpoint, state), state, group)
             live, changes = targets(checkpoint, state, options)
             masters = _master_changes(checkpoint, state, live, options)
             problems = compare(checkpoint, live, state, options)
@@ -199,6 +207,16 @@ def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
     from holdfast.restore.former import under_live_names
 
     return under_live_names(checkpoint, state, of_fabric)
+
+
+def _with_own(checkpoint: Checkpoint, state: State, group: Group) -> Checkpoint:
+    """The checkpoint with this rank's values of optimizers, if each rank has saved its own."""
+    saved = checkpoint.manifest.per_rank
+    if not any(is_optimizer(value) for key, value in state.items() if key in saved):
+        return checkpoint
+    from holdfast.restore.ranks import with_own
+
+    return with_own(checkpoint, state, group)
 
 
 def _master_changes(

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.format.manifest import VERSION, FileEntry, Manifest
-from holdfast.saving.messages import Written, merge_extras
+from holdfast.saving.messages import Written
 from holdfast.saving.operation import Draft, SaveOperation
 from holdfast.version import __version__
 from holdfast.wire import WireError
@@ -43,6 +43,8 @@ def manifest_of(
     extras: dict[str, Any] = {
         k: v for k, v in draft.live.extras.items() if k not in verdict.per_rank
     }
+    if verdict.send:
+        from holdfast.saving.merging import merge_extras
     for key, ranks in verdict.send.items():
         versions = [extras[key]] if key in extras else []
         versions += [answers[r].extras[key] for r in ranks if r != 0]

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from holdfast.codec.digest import hexdigest
 from holdfast.errors import RuleError, UsageError
 from holdfast.format.manifest import FileEntry
-from holdfast.state.live import PER_RANK
+from holdfast.state.live import PER_RANK, Live
 from holdfast.wire import WireError
 
 
@@ -76,10 +77,33 @@ def check_kinds(ready: list[ReadyToSave]) -> None:
                 )
 
 
+def digests(live: Live) -> dict[str, tuple[str, str]]:
+    """What a rank says of its extras: (digest, rule) by key.
+
+    Of an optimizer, five digests in one text: the names of the parameters in its groups, the values of
+    these, the names of parameters with states that are no tensors, these states, and the rest.
+    """
+    found = {}
+    for key, tree in live.extras.items():
+        rule, parts = live.rules.get(key, ""), [[tree, live.contents.get(key, [])]]
+        if rule == "merge":
+            from holdfast.saving.merging import parts_of
+
+            parts = parts_of(*parts[0])
+        one = [hexdigest(msgspec.json.encode(part, order="sorted")) for part in parts]
+        found[key] = "/".join(one), rule
+    return found
+
+
 def sort_extras(
     ready: list[ReadyToSave],
 ) -> tuple[dict[str, str | None], dict[str, list[int]]]:
-    """Return which extras each rank keeps for itself (with the rule), and who sends common ones."""
+    """Return which extras each rank keeps for itself (with the rule), and who sends common ones.
+
+    An optimizer's are merged over ranks that have different parameters (pipeline stages), and kept by each
+    rank where some differ in the values of the same ones: an optimizer that computes a value from its own
+    part of sharded gradients alone has another on each rank.
+    """
     per_rank: dict[str, str | None] = {}
     send: dict[str, list[int]] = {}
     for key in dict.fromkeys(k for r in ready for k in r.extras):
@@ -98,37 +122,16 @@ def sort_extras(
             per_rank[key] = None if rule == "ask" else rule
         elif rule == "rank0" or len(first) == 1:
             send[key] = [] if holders[0] == 0 else holders[:1]
-        elif key in ready[0].extras and _optimizer_like(key, ready):
+        elif _may_merge(key, ready, first):
             send[key] = sorted(first.values())
         else:
             per_rank[key] = None
     return per_rank, {k: v for k, v in send.items() if v}
 
 
-def _optimizer_like(key: str, ready: list[ReadyToSave]) -> bool:
-    return ready[0].extras[key][1] == "merge"
+def _may_merge(key: str, ready: list[ReadyToSave], versions: dict[str, int]) -> bool:
+    if ready[0].extras.get(key, ("", ""))[1] != "merge":
+        return False
+    from holdfast.saving.merging import differ
 
-
-def merge_extras(key: str, versions_: list[Any]) -> Any:
-    """Merge several ranks' versions of an extra: parameter groups and states of pipeline stages, or what
-    these leave out."""
-    if len(versions_) == 1:
-        return versions_[0]
-    if "$optimizer" not in versions_[0]:
-        return {name: one for version in versions_ for name, one in version.items()}
-    groups: list[Any] = []
-    states: dict[str, Any] = {}
-    orders: dict[str, Any] = {}
-    for one in versions_:
-        body = one["$optimizer"]
-        states |= body["state"]
-        orders |= body.get("order", {})
-        for number, group in enumerate(body["groups"]):
-            same = [g for g in groups if (g["number"], g["hyper"]) == (number, group["hyper"])]
-            if same:
-                known = set(same[0]["params"])
-                same[0]["params"] += [p for p in group["params"] if p not in known]
-            else:
-                groups.append({"number": number, **group, "params": list(group["params"])})
-    found = {"groups": groups, "state": states}
-    return {"$optimizer": {**found, "order": orders} if orders else found}
+    return not differ(versions)

@@ -5,22 +5,21 @@ A plan is made once and holds for the saves that follow, until some rank's descr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
-from holdfast.errors import HoldfastError, RuleError, UsageError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.image import ALIGN, Image, plan_image
 from holdfast.format.manifest import VERSION, Manifest
 from holdfast.garbage import uncollected
 from holdfast.group import Group
 from holdfast.layout import Mesh, Placement
-from holdfast.saving.messages import ReadyToSave, Verdict, check_kinds, sort_extras
+from holdfast.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
 from holdfast.state.agreed import Agreement, merge
-from holdfast.state.live import INLINE_BYTES, Live
+from holdfast.state.live import Live
 from holdfast.state.snapshot import Copies, Kept, fingerprint
 from holdfast.wire import WireError
 
@@ -67,19 +66,15 @@ class Planner:
         self.deadline_s = deadline_s
         self.plan: SavePlan | None = None
         self._proposed: list[str] = []
+        self._told: set[str] = set()
+        """Optimizers that were told to have other values on each rank."""
         self._kinds: list[str] | None = None
         """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
 
     def agree(self, op: SaveOperation, description: bytes) -> Verdict:
         """Return rank 0's answer to what all ranks say of the save that they are about to make."""
         live = op.live
-        extras = {
-            k: (
-                hexdigest(msgspec.json.encode([v, live.contents.get(k, [])], order="sorted")),
-                live.rules.get(k, ""),
-            )
-            for k, v in live.extras.items()
-        }
+        extras = digests(live)
         held = self.plan.digest if self.plan else ""
         error = None if op.error is None else WireError.of(op.error)
         large = [k for k in extras if k in live.contents]
@@ -113,7 +108,10 @@ class Planner:
             describing = [kinds.index(k) for k in dict.fromkeys(kinds)]
             self._kinds, self._proposed = None, kinds  # the plan holds when all ranks have it
         per_rank, send = sort_extras(ready)
-        _check_large(ready, per_rank)
+        if per_rank:
+            from holdfast.saving.merging import check_own
+
+            check_own(ready, per_rank, self._told)
         return msgspec.msgpack.encode(Verdict(True, describing, per_rank, send))
 
     def plan_for(self, op: SaveOperation, description: bytes, verdict: Verdict) -> SavePlan:
@@ -177,14 +175,3 @@ class Planner:
             plan.copies[id(view)] = view, copies
         view[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
         return image, plan.copies[id(view)][1]
-
-
-def _check_large(ready: list[ReadyToSave], per_rank: Iterable[str]) -> None:
-    """RuleError for extras that each rank keeps for itself and that refer to tensors, which it does not."""
-    large = {key for r in ready for key in r.large}
-    for key in (k for k in per_rank if k in large):
-        raise RuleError(
-            f"{key!r} differs between ranks and holds tensors of more than {INLINE_BYTES} bytes",
-            hint=f"Checkpointer(on_resize={{{key!r}: 'fresh'}}) keeps each rank's (and none where ranks "
-            "are arranged otherwise); or save such tensors under names per rank",
-        )

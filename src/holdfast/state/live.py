@@ -500,7 +500,7 @@ def is_cut(tensor: torch.Tensor) -> bool:
 
 def content_digest(tensor: torch.Tensor) -> str:
     """Digest of a tensor's own elements on this rank."""
-    plain = _plain(tensor).reshape(-1)
+    plain = _plain(memory_of(tensor)).reshape(-1)
     return hexdigest(plain.view(torch.uint8).numpy().data)
 
 

@@ -42,7 +42,8 @@ def made(
     alike = [one for one in others if one and one["class"] == kind]
     why = f"which {type(optimizer).__name__} does not make of this parameter"
     if alike:
-        why = differing(said, alike[-1])
+        like = [one for one in alike if one["context"] == said.get("context")]
+        why = differing(said, (like or alike)[0])
     elif None in others and not kinds:
         why = f"here {type(optimizer).__name__} keeps it as a plain tensor"
     raise StateMismatch(

@@ -120,6 +120,8 @@ def add_optimizer(
     saved: list[Any] = []
     others: dict[str, Any] = {}
     orders: dict[str, dict[str, list[int]]] = {}
+    beside: dict[str, list[str]] = {}
+    has_inside = False
     names = {i: found[0] for i, found in all_names.items()}
     groups = source.groups(optimizer)
     for (group, _), pairs in zip(groups, named_groups(groups, names)):
@@ -145,10 +147,17 @@ def add_optimizer(
                         orders.setdefault(name, {})[str(state)] = order
                 else:
                     plain[str(state)] = encode(live, f"{key}.{name}.{state}", value, inline=True)
+                    if found := [t for _, t in tensors_in(value)]:
+                        has_inside = True
+                        if any(lies_as_its_parameter(p, t) for t in found):
+                            beside.setdefault(name, []).append(str(state))
             if plain:
                 others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
     body: dict[str, Any] = {"groups": saved, "state": others}
-    live.extras[key] = {"$optimizer": {**body, "order": orders} if orders else body}
+    body |= {"order": orders} if orders else {}
+    # tensors in lists are what their parameters are, DTensors or not, but for those of these states
+    body |= {"plain": beside} if has_inside else {}
+    live.extras[key] = {"$optimizer": body}
     live.rules[key] = "merge"
 
 

@@ -113,7 +113,10 @@ def box_of(tensor: DTensor, name: str) -> tuple[Box, tuple[AxisCut, ...] | None]
             f"{name!r}: placement {placements} is a pending reduction",
             hint="redistribute it to Replicate() or Shard() before saving",
         )
-    box, cuts = cut_by(mesh, tuple(coordinate), tuple(placements), shape)
+    try:
+        box, cuts = cut_by(mesh, tuple(coordinate), tuple(placements), shape)
+    except LayoutError as error:
+        raise LayoutError(f"{name!r}: {error.message}", hint=error.hint) from None
     if box.shape != tuple(local.shape):
         raise LayoutError(
             f"{name!r}: {placements} over {mesh} should leave {box.shape} here, "
@@ -141,7 +144,8 @@ def shard_order(placements: Any, sizes: Any) -> list[tuple[int, int]]:
     """(mesh dim, tensor dim) of every cut, in the order in which they apply.
 
     Mesh dims apply from first to last, but a strided one waits until later cuts of its dim have
-    made `split_factor` parts.
+    made `split_factor` parts.  LayoutError if they do not: then a rank has stripes of the dim, as of a
+    matrix that is cut by columns and then flattened.
     """
     order: list[tuple[int, int]] = []
     for mesh_dim in reversed(range(len(placements))):
@@ -151,8 +155,15 @@ def shard_order(placements: Any, sizes: Any) -> list[tuple[int, int]]:
         factor, at = getattr(p, "split_factor", 1), 0
         while factor > 1 and at < len(order):
             if order[at][1] == p.dim:
-                factor //= sizes[order[at][0]]
+                factor /= sizes[order[at][0]]
             at += 1
+        if factor != 1 and sizes[mesh_dim] > 1:
+            raise LayoutError(
+                f"{p!r} over {sizes[mesh_dim]} ranks gives each of them stripes of dim {p.dim} in place of "
+                "one part",
+                hint="redistribute it to Shard() or Replicate(); optimizers that flatten a parameter of "
+                "tensor parallelism make such states",
+            )
         order.insert(at, (mesh_dim, p.dim))
     return order
 

@@ -1,0 +1,193 @@
+"""Worker, 2 ranks: optimizers with other values on each rank, or states of other shapes than parameters."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import holdfast
+
+from .cases import run_all
+
+
+class Estimating(torch.optim.SGD):
+    """Estimates a step size from this rank's gradients alone, and keeps flat copies, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                local = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
+                group["seen"] = group.get("seen", 0.0) + local.abs().sum().item()
+                state = self.state[p]
+                state.setdefault("start", p.detach().flatten().clone())
+                state.setdefault("past", []).append(p.detach().flatten().clone())
+                state["count"] = state.get("count", 0) + 1
+        super().step(closure)
+
+
+def built(
+    layout: str, seed: int, kind: Any = Estimating
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    if layout == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    elif layout == "tp":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        cuts = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model = parallelize_module(model, mesh, cuts)  # type: ignore[arg-type]
+    options = {"max_iter": 2} if kind is torch.optim.LBFGS else {"momentum": 0.9}
+    return model, kind(model.parameters(), lr=0.1, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
+    for number in range(steps):
+        torch.manual_seed(seed + number)
+        x = torch.randn(5, 8)
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [whole(one) for one in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.full_tensor().tolist() if isinstance(value, DTensor) else value.tolist()
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that this rank has, with tensors whole."""
+    found: dict[str, Any] = {}
+    for name, p in model.named_parameters():
+        found[name] = whole(p)
+        found |= {f"{name}.{k}": whole(v) for k, v in optimizer.state.get(p, {}).items()}
+    for group in optimizer.param_groups:
+        found["group"] = {k: v for k, v in group.items() if k != "params"}
+    return found
+
+
+def given(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model, "optim": optimizer}
+
+
+def each_rank_gets_its_own_values_back(root: Path) -> None:
+    """The values of its group, and states cut as they were, so that the next steps are the same."""
+    model, optimizer = built("fsdp", 0)
+    train(model, optimizer, 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        holdfast.save(root, given(model, optimizer), step=1)
+    words = [str(one.message) for one in told if "'optim' has other values" in str(one.message)]
+    counts: list[int | None] = [None, None]
+    dist.all_gather_object(counts, len(words))
+    assert counts == [1, 0]
+    before = contents(model, optimizer)
+    again = built("fsdp", 1)
+    holdfast.load(root, given(*again))
+    assert contents(*again) == before
+    start = next(iter(again[1].state.values()))
+    assert str(start["start"].placements) == str(start["past"][0].placements) == "(Shard(dim=0),)"
+    train(model, optimizer, 2, seed=5)
+    train(*again, 2, seed=5)
+    assert contents(*again) == contents(model, optimizer)
+
+
+def values_of_ranks_are_refused_on_another_layout(root: Path) -> None:
+    """On as many ranks, too; a rule of the user's decides."""
+    model, optimizer = built("fsdp", 0)
+    train(model, optimizer, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        holdfast.save(root, given(model, optimizer), step=1)
+    before = contents(model, optimizer)
+    for layout in ("tp", "whole"):
+        other = built(layout, 1)
+        untouched = contents(*other)
+        with pytest.raises(holdfast.HoldfastError) as caught:
+            holdfast.load(root, given(*other))
+        assert "'optim' (seen of the same parameters): saved by each rank" in str(caught.value)
+        assert "on_resize={'optim': RULE}" in str(caught.value)
+        assert contents(*other) == untouched
+    other = built("whole", 1)
+    holdfast.load(root, given(*other), on_resize={"optim": "rank0"})
+    found, seen = contents(*other), [None, None]
+    dist.all_gather_object(seen, before["group"]["seen"])
+    assert found.pop("group")["seen"] == seen[0] != seen[1]
+    del before["group"]
+    assert found == before
+
+
+def values_of_one_parameter_on_differing_ranks_are_refused(root: Path) -> None:
+    """Ranks with other parameters besides cannot each keep their own: what they share must agree."""
+    torch.manual_seed(0)
+    shared, own = nn.Linear(2, 2), nn.Linear(2, 2)
+    rank = dist.get_rank()
+    model = nn.ModuleDict({"shared": shared, f"own{rank}": own})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
+    with pytest.raises(
+        holdfast.HoldfastError, match=r"group of shared.* has different values of lr"
+    ):
+        holdfast.save(root, given(model, optimizer), step=1)
+    optimizer.param_groups[0]["lr"] = 0.1
+    holdfast.save(root, given(model, optimizer), step=2)
+
+
+def stripes_are_refused_by_name(root: Path) -> None:
+    """A matrix that tensor parallelism cuts by columns has no single part once it is flat."""
+    model, optimizer = built("tp", 0)
+    train(model, optimizer, 1)
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        holdfast.save(root, given(model, optimizer), step=1)
+    assert "'optim.2.weight.start': _StridedShard(dim=0" in str(caught.value), caught.value
+    assert "gives each of them stripes of dim 0 in place of one part" in str(caught.value)
+
+
+def lbfgs_goes_to_other_layouts(root: Path) -> None:
+    """Its vectors are of all parameters together, so that no layout makes a difference."""
+    kind = torch.optim.LBFGS
+    for source in ("fsdp", "tp", "whole"):
+        model, optimizer = built(source, 0, kind)
+        train(model, optimizer, 2)
+        holdfast.save(root / source, given(model, optimizer), step=1)
+        before = contents(model, optimizer)
+        for target in ("fsdp", "tp", "whole"):
+            again = built(target, 1, kind)
+            holdfast.load(root / source, given(*again))
+            assert contents(*again) == before, (source, target)
+            train(*again, 1, seed=5)
+            if target == source:
+                train(model, optimizer, 1, seed=5)
+                assert contents(*again) == contents(model, optimizer)
+
+
+CASES = [
+    each_rank_gets_its_own_values_back,
+    values_of_ranks_are_refused_on_another_layout,
+    values_of_one_parameter_on_differing_ranks_are_refused,
+    stripes_are_refused_by_name,
+    lbfgs_goes_to_other_layouts,
+]
+
+if __name__ == "__main__":
+    run_all(CASES)
