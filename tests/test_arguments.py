@@ -572,6 +572,8 @@ def public_calls() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in holdfast.__all__:
         value = getattr(holdfast, name)
+        if name == "integrations":  # modules for trainers, which need not be installed here
+            continue
         if inspect.ismodule(value):
             own = getattr(value, "__all__", None) or [
                 n
