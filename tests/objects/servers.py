@@ -192,7 +192,7 @@ class Moto(Server):
     """moto's server: all in memory, gone when it is killed."""
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        return [sys.executable, str(Path(__file__).with_name("moto_server.py")), str(self.port)]
 
 
 @final
