@@ -33,14 +33,14 @@ def slow(lives: Lives, when_full: str, until: int, *, stops_until: int, queue: i
     return told
 
 
-def longest(told: Any) -> float:
-    return max(line["took"] for line in told.lines if "took" in line)
+def longest(told: Any, until: int) -> float:
+    return max(line["took"] for line in told.lines if "took" in line and line["step"] < until)
 
 
 def test_training_waits(lives: Lives) -> None:
     """For as long as storage takes nothing; no record is missing."""
     told = slow(lives, "wait", 16, stops_until=16, queue=6)
-    assert longest(told[1]) > STILL_S / 2
+    assert longest(told[1], 16) > STILL_S / 2
     assert not any(t.events("delta.broken") for t in told)
     assert told[1].events("delta.wait")
 
@@ -51,6 +51,9 @@ def test_training_goes_on(lives: Lives) -> None:
     Rank 0's writer may be 2 s behind on a busy machine; rank 1's stops for more steps than the queue holds.
     """
     told = slow(lives, "drop", 40, stops_until=30, queue=20)
+    assert (
+        max(longest(one, 30) for one in told) < 0.8 * STILL_S
+    )  # a busy machine takes its time, too
     assert not told[0].events("delta.broken")
     assert [e["why"] for e in told[1].events("delta.broken")] == ["storage is too slow"]
     assert not told[1].events("delta.wait")

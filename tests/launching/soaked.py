@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -59,21 +58,14 @@ class Soaked:
                 stderr=log,
                 start_new_session=True,
             )
-        self.wounded = -1
-        """The rank that was killed last."""
+        self.wounded: list[int] = []
+        """The ranks that were killed, one after the other."""
         self._read = 0
         self.told: list[dict[str, Any]] = []
 
     @property
     def printed(self) -> str:
         return self.log.read_text()
-
-    @property
-    def replaced(self) -> set[int]:
-        """Return the processes that the launcher says to have replaced: they hung in torch, in a group that
-        a rank left as it was made, for longer than it waits."""
-        found = re.findall(r"killed, since they did not leave within .* s: ([\d, ]+)", self.printed)
-        return {int(pid) for pids in found for pid in pids.split(",")}
 
     def look(self) -> list[dict[str, Any]]:
         """Return all that was told so far."""

@@ -34,14 +34,14 @@ EVENTS = {
 def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
     """Kill something of a run at a random moment; return what.
 
-    Never the same rank again, for three deaths of one at the same step end the run, and a busy machine may
-    do no more than a step between two kills.
+    Never the same rank three times in a row: three deaths of one at the same step end the run, and a busy
+    machine may do no more than a step between two kills.
     """
     ranks = run.stepping()
     kind = chance.choices(["any", "event", "again"], [4, 4, 3])[0]
     time.sleep(chance.uniform(0, 0.4))
-    rank = chance.choice([r for r in range(RANKS) if r != run.wounded])
-    run.wounded = rank
+    rank = chance.choice([r for r in range(RANKS) if run.wounded[-2:] != [r, r]])
+    run.wounded.append(rank)
     if kind == "event":
         event = chance.choice(events)
         order = Path(f"{run.root}.order")
@@ -89,7 +89,7 @@ def growth(run: Soaked) -> list[str]:
     for pid, held in entries.items():
         for name in ("fds", "sockets", "threads", "maps", "groups"):
             numbers = [h[name] for h in held[2:]]
-            if len(numbers) > 5 and min(numbers[-2:]) > numbers[0] + 2:
+            if len(numbers) > 2 and min(numbers[-2:]) > max(numbers[:1]):
                 found.append(f"process {pid}: {name} {numbers}")
     return found
 
@@ -110,8 +110,7 @@ def test_kills_at_random_moments(tiers: str, tmp_path: Path) -> None:
         assert run.finish() == 0, run.printed[-6000:]
         run.nothing_is_left()
     check(run, trajectory(tmp_path / "whole", run.last_step))
-    lost = run.killed | run.replaced
-    assert {t["pid"] for t in run.told} - lost == set(last.values())  # nobody else was lost
+    assert {t["pid"] for t in run.told} - run.killed == set(last.values())  # nobody else was lost
     assert not [lost for lost in lost_steps(run) if lost[1] - lost[2] > 2]
     assert not growth(run)
 
@@ -135,14 +134,14 @@ def check(run: Soaked, expected: dict[tuple[int, int], str]) -> None:
     assert len({t["state"] for t in states}) == run.last_step
 
 
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("tiers", ["", "memory", "memory,records,durable"])
 def test_survivors_do_not_grow(tiers: str, tmp_path: Path) -> None:
     """The same processes recover a hundred times, from an exception of one rank."""
     each = 3 if tiers else 1  # without tiers every attempt begins with the first step
     words = (f"--tiers={tiers}", f"--raise-each={each}", f"--steps={each * KILLS}", "--size=256")
     with soaked(tmp_path / "root", *words) as run:
-        run.finishes(limit_s=2200)
+        run.finishes(limit_s=1200)
         run.nothing_is_left()
     entries: dict[int, list[dict[str, int]]] = {}
     for t in run.told:

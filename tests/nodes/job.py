@@ -80,7 +80,7 @@ class Job:
         self.agents[node] = node.run([*self._torchrun, *own, *self._command], self._env)
         return self.agents[node]
 
-    def await_(self, condition: Callable[[], object], what: str, timeout_s: float = 400) -> None:
+    def await_(self, condition: Callable[[], object], what: str, timeout_s: float = 180) -> None:
         """Wait until a condition holds; AssertionError if it takes too long, or if a torchrun fails."""
         until = time.monotonic() + timeout_s
         while not condition():
