@@ -26,7 +26,7 @@ RUN = (
 )
 """Calls `main()` of the module that is the first argument, and finds none in the working directory."""
 OF_THE_LAUNCHER = ("TORCHELASTIC", "NCCL_")
-"""How variables begin that a launcher sets for the training process alone."""
+"""The beginnings of variables that a launcher sets for the training process alone."""
 
 
 def spawn(

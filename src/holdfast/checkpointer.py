@@ -120,23 +120,14 @@ class Checkpointer:
             check_keys(state)
         _check_choices(call, when_busy, on_error, replicas)
         _check_tiers(memory=memory, delta=delta, keep=keep, upload_keep=upload_keep)
-        if behind is not None or upload_keep is not None:
-            from holdfast.uploading.homes import check_homes
-
-            check_homes(root, behind, upload_keep)
+        _check_homes(root, behind, upload_keep)
         known = (*state, "rng") if state else None
         on_resize = rules_of(on_resize, RULES, known, call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
-        if sigterm_s is not None:
-            sigterm_s = seconds_of(sigterm_s, call, "sigterm_s")
-            from holdfast.sigterm import check_thread
-
-            check_thread()
+        sigterm_s = _checked_sigterm(sigterm_s, call)
         named = _named_mesh(mesh)
         self._files = _attached_files(files) if files is not None else None
-        self.every = every if isinstance(every, Every) else Every()
-        """The frequencies in force now."""
         self.when_busy = when_busy
         self._root = root
         self._state = RunState(state, on_resize)
@@ -160,13 +151,10 @@ class Checkpointer:
             upload=None if behind is None else open_shared(behind, self._group),
             upload_keep=upload_keep,
         )
-        if memory is not None:
-            self._tiers.keep_in_memory(memory)
-        if delta is not None:
-            self._tiers.keep_records(delta, on_resize)
+        self._tiers.keep(memory, delta, on_resize)
         self._steering = _steering(every, self._tiers)
-        if self._steering is not None:
-            self.every = self._steering.every
+        self.every = _in_force(every, self._steering)
+        """The frequencies in force now."""
         self._stop = None if sigterm_s is None else _stop_at_sigterm(self._group, sigterm_s)
         uploads = list if self._tiers.upload is None else self._tiers.upload.unheard
         self._ending = Ending(self._group, self._saves, WeakMethod(self._unheard), uploads)
@@ -304,7 +292,7 @@ class Checkpointer:
         return self._begin(step, must=True, added=added)
 
     def _attached(self, metrics: Any = None, files: Any = None) -> Attached | None:
-        """What a durable save that begins now adds to its step."""
+        """Return what a durable save that begins now adds to its step."""
         if not self._files and metrics is None and files is None:
             return None
         from holdfast.saving.attaching import attached
@@ -699,6 +687,21 @@ def _check_tiers(**options: object) -> None:
             instance_of(given, cls, "Checkpointer", name, expected)
 
 
+def _check_homes(root: str, behind: str | None, upload_keep: Keep | None) -> None:
+    if behind is not None or upload_keep is not None:
+        from holdfast.uploading.homes import check_homes
+
+        check_homes(root, behind, upload_keep)
+
+
+def _checked_sigterm(given: Any, call: str) -> float | None:
+    if given is None:
+        return None
+    from holdfast.sigterm import checked_grace
+
+    return checked_grace(given, call)
+
+
 def _attached_files(given: Any) -> AttachedFiles:
     from holdfast.saving.attaching import AttachedFiles
 
@@ -718,6 +721,11 @@ def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:
     from holdfast.steering import steering_of
 
     return steering_of(every, tiers)
+
+
+def _in_force(every: Every | Auto | None, steering: Steering | None) -> Every:
+    given = every if isinstance(every, Every) else Every()
+    return given if steering is None else steering.every
 
 
 def _named_mesh(mesh: Any) -> Mesh | None:

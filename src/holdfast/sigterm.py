@@ -7,17 +7,21 @@ import threading
 import time
 from typing import Any
 
+from holdfast.arguments import seconds_of
 from holdfast.errors import UsageError
 from holdfast.group import Group
 
 
-def check_thread() -> None:
-    """UsageError where no signal can be waited for: Python lets the main thread alone do it."""
+def checked_grace(given: Any, call: str) -> float:
+    """Return `sigterm_s` in seconds.  UsageError where no signal can be waited for: Python lets the main
+    thread alone do it."""
+    grace_s = seconds_of(given, call, "sigterm_s")
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
             "Checkpointer(sigterm_s=...): only the main thread can wait for SIGTERM",
             hint="make the Checkpointer there, or leave sigterm_s out",
         )
+    return grace_s
 
 
 class SigtermStop:

@@ -91,14 +91,16 @@ class Tiers:
     def run(self) -> int:
         return self.claim.run
 
-    def keep_in_memory(self, options: Memory) -> None:
-        """Keep snapshots in host memory.  Collective."""
-        from holdfast.memory.starting import start
+    def keep(self, memory: Memory | None, delta: Delta | None, on_resize: dict[str, str]) -> None:
+        """Begin to keep snapshots in host memory, and a record of every step.  Collective."""
+        if memory is not None:
+            from holdfast.memory.starting import start
 
-        self.memory = start(options, self.saver, self.durable, self.state)
+            self.memory = start(memory, self.saver, self.durable, self.state)
+        if delta is not None:
+            self._keep_records(delta, on_resize)
 
-    def keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
-        """Keep a record of every step.  Collective."""
+    def _keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
         from holdfast.checkpoint.peers import alike
         from holdfast.delta.log import mark_log
         from holdfast.delta.tier import DeltaTier

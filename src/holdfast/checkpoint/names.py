@@ -41,9 +41,9 @@ from holdfast.store import Store, at_a_time, delete_many, keys_below
 from holdfast.threads import in_threads
 
 AND_LOG = ("log/", "steps/")
-"""What a restart looks at, and a run with records that tidies up."""
+"""The parts that a restart looks at, and a run with records that tidies up."""
 WHOLE = ("claims/", *AND_LOG)
-"""What a claim looks at."""
+"""The parts that a claim looks at."""
 FOLDERS = ("steps", "claims", "log")
 """Folders that a root consists of, in which nobody else's files belong."""
 _MANIFEST = re.compile(r"steps/(\d{10})(?:/manifest\.json)?")
@@ -133,7 +133,7 @@ class Known:
                 self._saved.setdefault(one.step, one)
 
     def among(self, steps: Iterable[int]) -> dict[int, Saved]:
-        """Those of some steps that are known; others are forgotten: somebody has deleted them."""
+        """Return those of some steps that are known; others are forgotten: somebody has deleted them."""
         there, known = set(steps), dict(self._saved)
         for step in known.keys() - there:
             self._saved.pop(step, None)
@@ -212,7 +212,7 @@ def step_numbers(store: Store) -> list[int]:
 
 
 def read_head(store: Store, step: int, key: str) -> Saved | None:
-    """What the beginning of a manifest says of its step; None if the manifest was deleted meanwhile."""
+    """Return what a manifest's beginning says of its step; None if the manifest was deleted meanwhile."""
     data = bytearray(HEAD_BYTES)
     try:
         store.read(key, 0, memoryview(data))

@@ -1,4 +1,4 @@
-"""What is noted of a root's steps after they were committed: labels that keep steps, and metrics.
+"""The notes on a root's steps, made after they were committed: labels that keep steps, and metrics.
 
     steps/notes.json    {"holdfast":1,"labels":{"best":100},"metrics":{"100":{"run":1,"values":...}},...}
 

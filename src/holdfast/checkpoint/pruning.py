@@ -137,14 +137,14 @@ def _kept_as_newer(keys: RootKeys, keep: Keep, doubtful: list[Saved]) -> set[int
 
 
 class Stated(msgspec.Struct, frozen=True):
-    """What a manifest states of its step that rules ask for."""
+    """The statements of a manifest on its step that rules ask for."""
 
     created: str
     metrics: Values = {}
 
 
 def _all_stated(keys: RootKeys, saved: list[Saved]) -> dict[int, Stated | None]:
-    """What each step states; None if that cannot be read.  Each manifest is read once by a process."""
+    """Return what each step states; None if that cannot be read.  A process reads each manifest once."""
     found: dict[int, Stated | None] = {}
 
     def look(one: Saved) -> None:

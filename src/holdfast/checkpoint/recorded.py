@@ -25,7 +25,7 @@ def segments(store: Store, since: int = 0) -> list[str]:
 
 
 def segments_in(keys: Iterable[str], since: int = 0) -> list[str]:
-    """Those of some keys that are of segments with records after step `since`."""
+    """Return those of some keys that are of segments with records after step `since`."""
     parsed = ((key, parse_segment(key)) for key in keys)
     return [key for key, segment in parsed if segment is not None and segment[2] > since]
 

@@ -24,7 +24,7 @@ Destination = Annotated[str, Argument("DST", "Root to copy into; made if need be
 
 @dataclass
 class CopiedStep:
-    """What became of one step."""
+    """The outcome of one step."""
 
     step: int
     outcome: str
@@ -37,7 +37,7 @@ class CopiedStep:
 
 @dataclass
 class Copied:
-    """What became of all that was to be copied."""
+    """The outcome of all that was to be copied."""
 
     source: str
     target: str

@@ -1,9 +1,9 @@
 """Names: what DCP calls `optim.state.<parameter>.exp_avg`, holdfast calls `optim.<parameter>.exp_avg`.
 
 DCP flattens a nested dict and remembers the path of each flat name.  By these paths a rank names its own
-tensors (`Names.of`), and the coordinator makes extras of all other values (`Names.extras`): groups and
-states of optimizers, nested dicts that refer to the tensors in them.  `listing` goes the other way, for any
-checkpoint: it puts the nested dict together and lets DCP flatten it.
+tensors (`StateDictNames.of`), and the coordinator makes extras of all other values
+(`StateDictNames.extras`): groups and states of optimizers, nested dicts that refer to the tensors in them.
+`listing` goes the other way, for any checkpoint: it puts the nested dict together and lets DCP flatten it.
 
 What was saved in another form than `listing` would give it (a dict in a dict, flattened optimizers, names
 of a planner of one's own) is listed besides, in the extra `dcp.names`, so that `dcp.load` finds every name
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from holdfast.dcp.values import Named, decode, encode, named
+from holdfast.dcp.values import StandIn, decode, encode, named
 from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.format.manifest import TensorEntry
@@ -37,7 +37,7 @@ TABLE = "dcp.names"
 """Extra that lists what `listing` would call otherwise."""
 
 Listing = dict[str, tuple[Path, Any]]
-"""By flat name: the path, and the value, or a stand-in for a tensor."""
+"""The path and the value of each flat name, or a stand-in for a tensor."""
 
 
 def paths_of(planner_data: Any) -> dict[str, Path]:
@@ -50,7 +50,7 @@ def paths_of(planner_data: Any) -> dict[str, Path]:
     return dict(found) if sound else {}
 
 
-class Names:
+class StateDictNames:
     """The names of what is in one state dict."""
 
     def __init__(self, planner_data: Any) -> None:
@@ -190,7 +190,7 @@ def listing(
 
 
 def _nested(
-    stand_ins: dict[str, Named],
+    stand_ins: dict[str, StandIn],
     states: dict[str, str],
     aliases: Mapping[str, str],
     trees: Mapping[str, Any],
@@ -233,7 +233,7 @@ def _number(param: str) -> Any:
     return int(number) if number != param and number.isdecimal() else param
 
 
-def _optimizer(body: Any, stand_ins: dict[str, Named]) -> dict[str, Any]:
+def _optimizer(body: Any, stand_ins: dict[str, StandIn]) -> dict[str, Any]:
     groups = [
         {**decode(g["hyper"], stand_ins), "params": [_number(p) for p in g["params"]]}
         for g in body["groups"]
@@ -245,7 +245,7 @@ def _optimizer(body: Any, stand_ins: dict[str, Named]) -> dict[str, Any]:
 def table_for(
     expected: Listing, tensors: Iterable[TensorEntry], trees: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """What `TABLE` has to say so that `listing` gives what was saved; None if it does so without.
+    """Return what `TABLE` has to say so that `listing` gives what was saved; None if it does so without.
 
     `expected`: the path of each flat name, and the stand-in of a tensor, or the tree of a value.
     """
@@ -258,7 +258,7 @@ def table_for(
         return {"paths": paths} if paths else None
     tables: dict[str, Any] = {"tensors": {}, "values": {}}
     for flat, (path, value) in expected.items():
-        if isinstance(value, Named):
+        if isinstance(value, StandIn):
             tables["tensors"][flat] = [list(path), value.saved_name]
         else:
             tables["values"][flat] = [list(path), value]
@@ -266,9 +266,9 @@ def table_for(
 
 
 def _alike(expected: Any, got: Any, flat: str) -> bool:
-    if isinstance(expected, Named):
-        return isinstance(got, Named) and expected.saved_name == got.saved_name
-    if isinstance(got, Named):
+    if isinstance(expected, StandIn):
+        return isinstance(got, StandIn) and expected.saved_name == got.saved_name
+    if isinstance(got, StandIn):
         return False
     try:
         return bool(encode(got, flat) == expected)

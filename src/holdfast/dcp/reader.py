@@ -24,7 +24,7 @@ from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
 from holdfast.dcp.ids import CheckpointId, step_of_id
 from holdfast.dcp.names import Listing, listing
-from holdfast.dcp.values import Named, pickled
+from holdfast.dcp.values import StandIn, pickled
 from holdfast.errors import HoldfastError
 from holdfast.layout import Box
 from holdfast.looking import open as open_step
@@ -65,23 +65,20 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
     @property
     def checkpoint(self) -> Checkpoint:
         """The step that is being loaded."""
-        if self._saved is None:
-            self._open(self._wanted)
-        assert self._saved is not None
-        return self._saved
+        return self._open(self._wanted) if self._saved is None else self._saved
 
-    def _open(self, step: int | None) -> None:
-        self._saved = open_step(self.root, step=step, verify=self.verify)
-        manifest = self._saved.manifest
-        trees, _ = keep_extras(self._saved)
-        self._listing = listing(manifest.tensors, manifest.aliases, trees)
+    def _open(self, step: int | None) -> Checkpoint:
+        self._saved = saved = open_step(self.root, step=step, verify=self.verify)
+        trees, _ = keep_extras(saved)
+        self._listing = listing(saved.manifest.tensors, saved.manifest.aliases, trees)
+        return saved
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """What there is to load.  Each tensor is said to be one chunk: any part of it can be read."""
+        """Return what there is to load.  Each tensor is said to be one chunk: any part can be read."""
         step = self.checkpoint.step
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for flat, (_, value) in self._listing.items():
-            if isinstance(value, Named):
+            if isinstance(value, StandIn):
                 whole = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
                 properties = TensorProperties(dtype=value.dtype)
                 entries[flat] = TensorStorageMetadata(properties, value.shape, [whole])
@@ -142,4 +139,4 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
 
 
 def _kind(value: Any) -> Any:
-    return (value.saved_name, value.dtype, value.shape) if isinstance(value, Named) else None
+    return (value.saved_name, value.dtype, value.shape) if isinstance(value, StandIn) else None

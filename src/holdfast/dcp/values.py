@@ -61,21 +61,21 @@ def encode(value: Any, name: str) -> Any:
         raise error.within(name) from None
 
 
-class Named(torch.Tensor):  # type: ignore[misc]  # torch gives no types
+class StandIn(torch.Tensor):  # type: ignore[misc]  # torch gives no types
     """A stand-in for a tensor of the checkpoint, by its name: it has its shape and dtype, and no memory."""
 
     saved_name: str
 
 
-def named(name: str, dtype: str, shape: tuple[int, ...]) -> Named:
+def named(name: str, dtype: str, shape: tuple[int, ...]) -> StandIn:
     """A stand-in for a tensor."""
     empty = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
-    found: Named = empty.as_subclass(Named)
+    found: StandIn = empty.as_subclass(StandIn)
     found.saved_name = name
     return found
 
 
-def decode(tree: Any, tensors: dict[str, Named]) -> Any:
+def decode(tree: Any, tensors: dict[str, StandIn]) -> Any:
     """A value of extras; tensors of the checkpoint that it refers to are their stand-ins."""
 
     def on_other(tag: str, body: Any) -> Any:

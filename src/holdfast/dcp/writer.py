@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import Metadata, StorageWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -27,7 +33,7 @@ from holdfast.checkpoint.tidying import Keep, discard
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
 from holdfast.dcp.gathered import Gathered
 from holdfast.dcp.ids import CheckpointId, step_of_id
-from holdfast.dcp.names import TABLE, Listing, Names, table_for
+from holdfast.dcp.names import TABLE, Listing, StateDictNames, table_for
 from holdfast.dcp.values import encoded, named
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
@@ -52,7 +58,7 @@ from holdfast.store import Store, open_store
 from holdfast.version import __version__
 
 
-class Attempt(msgspec.Struct, frozen=True, array_like=True):
+class SaveAttempt(msgspec.Struct, frozen=True, array_like=True):
     """One try of one save, as the coordinator gives it out."""
 
     step: int
@@ -61,8 +67,8 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
     """Name of the folder that its files are in."""
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank saves of a tensor."""
+class TensorShare(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a tensor that a rank saves."""
 
     flat: str
     name: str
@@ -74,12 +80,12 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankWritten(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has written: the one result of its `write_data`."""
+    """The parts that a rank has written: the one result of its `write_data`."""
 
     rank: int
-    attempt: Attempt
+    attempt: SaveAttempt
     file: FileEntry | None
-    shares: list[Share]
+    shares: list[TensorShare]
     values: dict[str, Any]
     """Values that are no tensors, as JSON trees, by flat name."""
 
@@ -99,12 +105,12 @@ _Row = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 @dataclass
 class Prepared:
-    """What a rank has to write.  It can be pickled, if its tensors can."""
+    """The parts that a rank has to write.  It can be pickled, if its tensors can."""
 
     rank: int
-    attempt: Attempt
+    attempt: SaveAttempt
     values: dict[str, Any]
-    shares: list[Share]
+    shares: list[TensorShare]
     entries: tuple[TensorEntry, ...]
     pieces: Pieces
     tensors: list[torch.Tensor]
@@ -136,7 +142,7 @@ class _Turn(threading.local):
     """The step that was asked for; None for the one after the newest."""
     rank = 0
     is_coordinator = False
-    attempt: Attempt | None = None
+    attempt: SaveAttempt | None = None
 
 
 class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
@@ -156,7 +162,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
             raise unfit("Writer", "keep", keep, "a Keep", typed=True)
         self.keep = keep
         self._turn = _Turn()
-        self._open: list[tuple[threading.Thread, Attempt]] = []
+        self._open: list[tuple[threading.Thread, SaveAttempt]] = []
         """On the coordinator: attempts that have not come to `finish`, and the thread of each."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,7 +193,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         self._turn.is_coordinator = is_coordinator
 
     def storage_meta(self) -> StorageMeta:
-        """Where the step goes."""
+        """The store that the step goes to."""
         return StorageMeta(checkpoint_id=self.root, save_id=str(self._turn.wanted or ""))
 
     # -- planning ---------------------------------------------------------------------------------
@@ -207,7 +213,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         step = self._turn.wanted
         if step is None:
             step = max(step_numbers(store), default=-1) + 1
-        attempt = Attempt(step, *begin_once(store, step))
+        attempt = SaveAttempt(step, *begin_once(store, step))
         self._turn.attempt = attempt
         self._open.append((threading.current_thread(), attempt))
         hand(self._key(), msgspec.msgpack.encode(attempt))
@@ -225,9 +231,11 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         step = "next" if self._turn.wanted is None else self._turn.wanted
         return f"dcp/{hexdigest(self.root.encode())}/{step}"
 
-    def _attempt(self) -> Attempt:
+    def _attempt(self) -> SaveAttempt:
         given = None if self._turn.is_coordinator else handed(self._key())
-        found = self._turn.attempt if given is None else msgspec.msgpack.decode(given, type=Attempt)
+        found = (
+            self._turn.attempt if given is None else msgspec.msgpack.decode(given, type=SaveAttempt)
+        )
         if found is None:
             raise UsageError("the coordinator has not planned this save")
         return found
@@ -241,7 +249,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         return done
 
     def prepare(self, plan: SavePlan, planner: SavePlanner) -> Prepared:
-        """What this rank has to write, laid out; its tensors are the planner's own."""
+        """Lay out what this rank has to write; its tensors are the planner's own."""
         values: dict[str, Any] = {}
         parts: _Parts = {}
         for item in plan.items:
@@ -249,10 +257,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
             if item.type == WriteItemType.BYTE_IO:
                 values[flat] = encoded(data, flat)
             else:
-                assert item.tensor_data is not None
-                start = tuple(item.tensor_data.chunk.offsets)
+                start = tuple(_tensor_data(item).chunk.offsets)
                 parts[flat, start] = item, _local(item, data)
-        laid_out = _laid_out(parts, Names(plan.planner_data))
+        laid_out = _laid_out(parts, StateDictNames(plan.planner_data))
         return Prepared(self._turn.rank, self._attempt(), values, *laid_out)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -261,7 +268,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         attempt, store, began = written[0].attempt, open_store(self.root), time.perf_counter()
         if any(w.attempt != attempt for w in written):
             raise HoldfastError("ranks have written parts of different saves", step=attempt.step)
-        manifest = _manifest(attempt, written, Names(metadata.planner_data), len(results))
+        manifest = _manifest(attempt, written, StateDictNames(metadata.planner_data), len(results))
         replaced = commit(store, manifest)
         self._open = [one for one in self._open if one[1] != attempt]
         metadata.storage_meta = StorageMeta(checkpoint_id=self.root, save_id=str(attempt.step))
@@ -275,10 +282,19 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
             emit("tidy.failed", error=str(error))
 
 
+def _tensor_data(item: WriteItem) -> TensorWriteData:
+    """Return the place of an item's tensor in the whole; UsageError if the planner has said none."""
+    if item.tensor_data is None:
+        raise UsageError(
+            f"{item.index.fqn}: the planner's item is of a tensor, and has no tensor_data",
+            hint="a planner of your own gives it, as DefaultSavePlanner does",
+        )
+    return item.tensor_data
+
+
 def _local(item: WriteItem, data: Any) -> torch.Tensor:
     """The tensor that an item of a plan saves; UsageError if it is none that can be written."""
-    assert item.tensor_data is not None
-    flat, sizes = item.index.fqn, tuple(item.tensor_data.chunk.sizes)
+    flat, sizes = item.index.fqn, tuple(_tensor_data(item).chunk.sizes)
     tensor = data.detach()
     check_kind(tensor, flat)
     if tuple(tensor.shape) != sizes:
@@ -289,31 +305,29 @@ def _local(item: WriteItem, data: Any) -> torch.Tensor:
 
 
 def _laid_out(
-    parts: _Parts, names: Names
-) -> tuple[list[Share], tuple[TensorEntry, ...], Pieces, list[torch.Tensor]]:
-    """What a rank saves, and where it lies in its image: by width of elements, name and start.
+    parts: _Parts, names: StateDictNames
+) -> tuple[list[TensorShare], tuple[TensorEntry, ...], Pieces, list[torch.Tensor]]:
+    """Return what a rank saves, and where it lies in its image: by width of elements, name and start.
 
     This is the order of the format for tensors that are sorted by name and have a sharding each.
     """
     by_flat: dict[str, list[tuple[WriteItem, torch.Tensor]]] = {}
     for (flat, _), part in sorted(parts.items()):
         by_flat.setdefault(flat, []).append(part)
-    shares: list[Share] = []
+    shares: list[TensorShare] = []
     entries: list[TensorEntry] = []
     rows: list[_Row] = []
     for flat, (name, state) in sorted(((f, names.of(f)) for f in by_flat), key=lambda one: one[1]):
         item, first = by_flat[flat][0]
-        assert item.tensor_data is not None
-        shape, dtype = tuple(item.tensor_data.size), dtype_name(first.dtype)
+        shape, dtype = tuple(_tensor_data(item).size), dtype_name(first.dtype)
         boxes = []
         for item, tensor in by_flat[flat]:
-            assert item.tensor_data is not None
-            start = tuple(item.tensor_data.chunk.offsets)
+            start = tuple(_tensor_data(item).chunk.offsets)
             stop = tuple(a + n for a, n in zip(start, tensor.shape))
             if prod(tensor.shape):
                 boxes.append((start, stop))
                 rows.append((-first.element_size(), len(entries), start, stop, tensor))
-        shares.append(Share(flat, name, state, dtype, shape, tuple(boxes)))
+        shares.append(TensorShare(flat, name, state, dtype, shape, tuple(boxes)))
         entries.append(TensorEntry(name, dtype, shape, len(entries), state))
     rows.sort(key=lambda row: row[:3])
     return shares, tuple(entries), _pieces(rows), [row[4] for row in rows]
@@ -330,7 +344,7 @@ def _pieces(rows: list[_Row]) -> Pieces:
 
 
 def _manifest(
-    attempt: Attempt, written: Iterable[RankWritten], names: Names, world: int
+    attempt: SaveAttempt, written: Iterable[RankWritten], names: StateDictNames, world: int
 ) -> Manifest:
     """The manifest of what all ranks have written; it is known from that alone."""
     written = list(written)
@@ -361,10 +375,10 @@ def _manifest(
 
 
 def _merged(
-    written: list[RankWritten], names: Names
+    written: list[RankWritten], names: StateDictNames
 ) -> tuple[tuple[TensorEntry, ...], tuple[ShardingEntry, ...], Listing]:
     """All tensors, sorted by name, the sharding of each, and what DCP called them."""
-    known: dict[str, Share] = {}
+    known: dict[str, TensorShare] = {}
     held: dict[str, list[FragmentEntry]] = {}
     for w in written:
         for share in w.shares:

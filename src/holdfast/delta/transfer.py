@@ -39,7 +39,7 @@ class TransferredLog:
     bytes: int = 0
     """Bytes of these."""
     problems: dict[str, str] = field(default_factory=dict)
-    """What is wrong with segments that were not copied, by key."""
+    """The faults of segments that were not copied, by key."""
 
 
 def transfer_log(

@@ -22,7 +22,7 @@ from holdfast.errors import FormatError, UsageError
 
 MAX_DEPTH = 100
 FROZEN = "_frozen"
-"""What the extra of a key is called that lists the parameters which were left out: `model._frozen`."""
+"""Return the name of a key's extra that lists the parameters which were left out: `model._frozen`."""
 NUMBERS = "biufc"
 """Kinds of numpy's dtypes of which arrays are saved."""
 SCALARS = NUMBERS + "SUmM"

@@ -79,7 +79,7 @@ class _Attached:
         self.last_step = 0
         self.is_told = False
         self.draws = LoaderDraws(accelerator)
-        self.own_state = {"accelerate": _Progress(accelerator), "draws": self.draws}
+        self.own_state = {"accelerate": _Counters(accelerator), "draws": self.draws}
         self.checkpointer = Checkpointer(root, **options)
         self.load_native = accelerator.load_state
         accelerator.holdfast = self.checkpointer
@@ -196,7 +196,7 @@ def _number_in(folder: Any, call: str) -> int:
     return step_of(folder, f"accelerator.{call}")
 
 
-class _Progress:
+class _Counters:
     """The accelerator's own counters, the same on all ranks."""
 
     on_resize = "rank0"
@@ -228,7 +228,7 @@ class _Pass:
 
 
 class LoaderDraws:
-    """What the loaders of an Accelerator have drawn from generators; each rank's own.
+    """The draws of an Accelerator's loaders from generators; each rank's own.
 
     Accelerate tells its GradientState of every pass that begins and ends: there this looks on.  The
     accelerator's `holdfast` is the Checkpointer that has this in its state.

@@ -105,11 +105,11 @@ def attach(
     ckpt = core.Checkpointer(
         root, state, every=every, memory=memory, delta=delta, keep=keep, **options
     )
-    _replace_methods(Attached(engine, root, ckpt, client, has_every=every is not None))
+    _replace_methods(AttachedEngine(engine, root, ckpt, client, has_every=every is not None))
     return ckpt
 
 
-def _replace_methods(attached: Attached) -> None:
+def _replace_methods(attached: AttachedEngine) -> None:
     """Put `attached` in the place of the engine's own methods, with their signatures, on this instance."""
     engine = attached.engine
     stepping = "train_batch" if engine.pipeline_parallelism else "step"
@@ -162,7 +162,7 @@ def _replace_methods(attached: Attached) -> None:
 
 
 class Wanted(NamedTuple):
-    """What of a checkpoint a call of `load_checkpoint` asks for, beside the weights."""
+    """The parts of a checkpoint that a call of `load_checkpoint` asks for, beside the weights."""
 
     strict: bool
     optimizer: bool
@@ -171,7 +171,7 @@ class Wanted(NamedTuple):
 
 
 class ClientState:
-    """What the caller keeps in a checkpoint, as a value of the state; rank 0's, as DeepSpeed has it."""
+    """The values of the caller in a checkpoint, as a value of the state; rank 0's, as DeepSpeed has it."""
 
     on_resize = "rank0"
 
@@ -179,7 +179,7 @@ class ClientState:
         self._engine = engine
         self._ask = ask
         self._given: dict[str, Any] | None = None
-        """What is kept by a save that was asked for; None if the engine saves by itself."""
+        """Return what is kept by a save that was asked for; None if the engine saves by itself."""
         self.leaves_out = False
         """True if frozen weights are not saved."""
         self.restored: dict[str, Any] = {}
@@ -215,7 +215,7 @@ class Pending(NamedTuple):
 
 
 @dataclass
-class Attached:
+class AttachedEngine:
     """An engine, and the Checkpointer that keeps its checkpoints."""
 
     engine: Any
@@ -248,7 +248,7 @@ class Attached:
         latest: bool,
         exclude_frozen: bool,
     ) -> bool:
-        """What `save_checkpoint` does."""
+        """Do what `save_checkpoint` does."""
         if not folder:
             raise ValueError(f"save_dir must be a non-empty string, got {folder!r}")
         if exclude_frozen:
@@ -293,7 +293,7 @@ class Attached:
     # -- loading ----------------------------------------------------------------------------------
 
     def load(self, folder: str, tag: Any, wanted: Wanted, custom_load_fn: Any) -> Loaded:
-        """What `load_checkpoint` does."""
+        """Do what `load_checkpoint` does."""
         self.ckpt.wait()
         self._point()
         is_root, tag = self._is_root(folder), None if tag is None else str(tag)

@@ -68,7 +68,7 @@ __all__ = ["strategy"]
 NEWEST = "newest"
 """The `ckpt_path` of the newest step in any tier; where there is none, training begins afresh."""
 NEVER = Every(durable=1_000_000_000)
-"""How often a Checkpointer saves of its own accord, where Lightning alone says when."""
+"""The frequencies at which a Checkpointer saves of its own accord, where Lightning alone says when."""
 _MAGIC = b'{"holdfast":'
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {
     "path",
@@ -120,7 +120,7 @@ def _named(name: str) -> Any:
 
 
 class _Saving:
-    """What becomes part of a strategy."""
+    """The methods that become part of a strategy."""
 
     _root: str
     _options: dict[str, Any]
@@ -384,7 +384,7 @@ class _Nothing(dict[str, Any]):
 
 
 class _Rest:
-    """What a checkpoint of Lightning's has besides weights and states of optimizers."""
+    """The parts of a checkpoint of Lightning's besides weights and states of optimizers."""
 
     on_resize = "rank0"
 

@@ -128,7 +128,7 @@ def write_for_later(root: str, prepared: Prepared, note: str) -> None:
 
 
 def _take_note(note: str, rank: int) -> RankWritten:
-    """What was noted down, once.  The error if there was one; HoldfastError if there is no note."""
+    """Return what was noted down, once.  The error if there was one; HoldfastError if there is no note."""
     with open(note, "rb") as file:
         text = file.read()
     for path in (note, f"{note}.new"):

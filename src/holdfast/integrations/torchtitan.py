@@ -51,7 +51,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         """Number of steps between snapshots in the memory of the hosts; 0 for none."""
 
         record_every_step: bool = False
-        """Whether every step is recorded, so that a restart loses none."""
+        """True if every step is recorded, so that a restart loses none."""
 
     save_future: Future[None] | None
     ckpt: Checkpointer | None = None

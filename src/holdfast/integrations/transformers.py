@@ -129,7 +129,7 @@ class _Holdfast(_Mixin):
         if self.args.save_total_limit:
             self._options.setdefault("keep", Keep(last=self.args.save_total_limit))
         self._losses, self._draws = _Losses(self), LoaderDraws(self.accelerator)
-        state = {"trainer": _Progress(self), "losses": self._losses, "draws": self._draws}
+        state = {"trainer": _TrainerProgress(self), "losses": self._losses, "draws": self._draws}
         with Checkpointer(self._root, **self._options) as checkpointer:
             checkpointer.state.update(state)
             self._checkpointer = self.accelerator.holdfast = checkpointer
@@ -207,7 +207,7 @@ class _Holdfast(_Mixin):
         return parts if scaler is None else {**parts, "scaler": scaler}
 
     def _side_files(self) -> dict[str, bytes]:
-        """What `from_pretrained` needs beside weights: configurations, and the tokenizer's files."""
+        """The files that `from_pretrained` needs beside weights: configurations, and the tokenizer's."""
         model = self.accelerator.unwrap_model(self.model)
         peft = getattr(model, "peft_config", {}).values() if _is_peft_model(model) else ()
         collator = getattr(self.data_collator, "tokenizer", None)
@@ -308,7 +308,7 @@ def _step_in(resume: Any) -> int:
 # -- what is saved beside the model ------------------------------------------------------------------
 
 
-class _Progress:
+class _TrainerProgress:
     """The TrainerState, which the first rank's is for all: times that ranks have measured differ."""
 
     on_resize = "rank0"

@@ -124,7 +124,7 @@ def _of_ranks(
 
 
 def _groups(paths: Any) -> dict[tuple[Any, ...], dict[int, Any]]:
-    """What is said of the tensor at each path, by rank."""
+    """Return what is said of the tensor at each path, by rank."""
     try:
         return {
             tuple(json.loads(path)): {
@@ -171,7 +171,7 @@ def _shards(local: TensorRef, kind: str, said: Mapping[str, Any], rank: int) -> 
 
 
 def _box(shape: tuple[int, ...], mesh: Mapping[str, Any], placements: Any, rank: int) -> Box:
-    """What a rank holds of a DTensor."""
+    """Return what a rank holds of a DTensor."""
     sizes, at = ints(mesh["mesh_shape"]), list(mesh["mesh_data"]).index(rank)
     coordinate = [at // prod(sizes[i + 1 :]) % sizes[i] for i in range(len(sizes))]
     spec = UnknownInstance("DTensorSpec")

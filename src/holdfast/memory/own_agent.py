@@ -42,7 +42,7 @@ class OwnAgent:
         self._untold: w.Commit | None = None
         """The commit that the others know of and this node's agent does not yet; None if there is none."""
         self.card: w.Card
-        """How the agent is reached."""
+        """The way in which the agent is reached."""
         self.hello()
 
     @property

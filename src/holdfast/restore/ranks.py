@@ -92,7 +92,7 @@ def differing(checkpoint: Checkpoint, key: str) -> str:
 
 
 def _bodies(checkpoint: Checkpoint, key: str) -> list[dict[str, Any]]:
-    """What each rank has saved of an optimizer, in rank order."""
+    """The extras that each rank has saved of an optimizer, in rank order."""
     ranks = sorted(checkpoint.manifest.file_of)
     trees = [checkpoint.rank_extras(rank).get(key) for rank in ranks]
     return [tree["$optimizer"] for tree in trees if isinstance(tree, dict) and "$optimizer" in tree]

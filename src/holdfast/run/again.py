@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from holdfast.run.nodes import RankFailure
 
 SAME = 3
-"""How often a failure comes before something else is done than to restart."""
+"""The number of times that a failure comes before something else is done than to restart."""
 QUICK_S = 60.0
 """A failure within so many seconds of the beginning counts as one at once."""
 

@@ -52,7 +52,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         self._launch = launch
         handler = self._rdzv_handler
         self._nodes = handler if isinstance(handler, Rendezvous) else None
-        """Where this node meets others; None if it is the only one."""
+        """The place where this node meets others; None if it is the only one."""
         self._again, self._causes = Failures(), frozenset[str]()
         self._failed_at: float | None = None
         self._waits_since: tuple[float, int] | None = None

@@ -1,4 +1,4 @@
-"""What a save adds to a step besides the state: small files, which rank 0 reads, and metrics.
+"""The additions of a save to a step besides the state: small files, which rank 0 reads, and metrics.
 
     ckpt.files["config.json"] = path                   # or its bytes, or a function that returns them
     ckpt.save(100, metrics={"loss": 0.3}, files={"note.txt": b"the good one"})
@@ -122,7 +122,7 @@ def attached(
     *,
     reads: bool,
 ) -> Attached | None:
-    """What a save adds, of files that were declared and of `more`; None where there is nothing.
+    """Return what a save adds, of files that were declared and of `more`; None where there is nothing.
 
     UsageError for arguments that cannot be meant.  `reads`: on rank 0 alone; `complain` is called with the
     error of each file that cannot be read.

@@ -16,7 +16,7 @@ from holdfast.state.live import INLINE_BYTES
 
 
 def parts_of(tree: Any, large: list[str]) -> list[Any]:
-    """What `digests` digests of an optimizer's extras."""
+    """The parts that `digests` digests of an optimizer's extras."""
     if "$optimizer" not in tree:
         return [[tree, large]]
     body = tree["$optimizer"]

@@ -78,7 +78,7 @@ def check_kinds(ready: list[ReadyToSave]) -> None:
 
 
 def digests(live: Live) -> dict[str, tuple[str, str]]:
-    """What a rank says of its extras: (digest, rule) by key.
+    """Return what a rank says of its extras: (digest, rule) by key.
 
     Of an optimizer, five digests in one text: the names of the parameters in its groups, the values of
     these, the names of parameters with states that are no tensors, these states, and the rest.

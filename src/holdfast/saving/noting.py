@@ -1,4 +1,4 @@
-"""What a run notes of its steps: labels that keep them, and metrics.  Rank 0 writes for all."""
+"""The notes of a run on its steps: labels that keep them, and metrics.  Rank 0 writes for all."""
 
 from __future__ import annotations
 

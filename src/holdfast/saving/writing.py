@@ -35,7 +35,7 @@ class Blocks(Protocol):
 
 
 @dataclass(frozen=True)
-class Filled:
+class ImageToFill:
     """An image in memory that is being filled."""
 
     memory: memoryview
@@ -73,7 +73,7 @@ def write_image(
     image is of no use any more.
     """
     while True:
-        blocks = Filled(view, image, filling, filling.turn, check)
+        blocks = ImageToFill(view, image, filling, filling.turn, check)
         try:
             return write_blocks(store, step, path, rank, image, blocks)
         except Refilled:

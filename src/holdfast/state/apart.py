@@ -42,23 +42,23 @@ MAX_DEPTH = 8
 
 @dataclass(frozen=True)
 class Apart:
-    """What a tensor is made of."""
+    """The parts that a tensor is made of."""
 
     kind: str
     context: str
-    """What it is besides its inner tensors, as text."""
+    """The rest of it besides its inner tensors, as text."""
     inner: dict[str, torch.Tensor]
     outer: Outer | None = None
-    """How the inner tensors lie; None if each is a whole of its own, or tells itself."""
+    """The places of the inner tensors; None if each is a whole of its own, or tells itself."""
 
     def lies(self) -> dict[str, str]:
-        """How each inner tensor lies in the whole, in words."""
+        """Say how each inner tensor lies in the whole."""
         if self.outer is None:
             return dict.fromkeys(self.inner, "")
         return {n: lie_of(self.kind, n, t, self.outer).words for n, t in self.inner.items()}
 
     def said(self) -> dict[str, Any]:
-        """What is saved of it beside the inner tensors."""
+        """Return what is saved of it beside the inner tensors."""
         return {"class": self.kind, "context": self.context, "parts": self.lies()}
 
 
@@ -111,7 +111,7 @@ def add_inner(
 
 
 def taken_apart(tensor: torch.Tensor, name: str) -> Apart | None:
-    """What a tensor is made of; None if it cannot be taken apart."""
+    """Return what a tensor is made of; None if it cannot be taken apart."""
     memory = memory_of(tensor)
     kind = type(memory)
     if any(base.__name__ in NOT_WHOLE for base in kind.__mro__):
@@ -138,7 +138,7 @@ def taken_apart(tensor: torch.Tensor, name: str) -> Apart | None:
 
 
 def outer_of(tensor: torch.Tensor, name: str) -> Outer:
-    """Where a tensor lies whose memory is made of others."""
+    """Return where a tensor lies whose memory is made of others."""
     memory = memory_of(tensor)
     if isinstance(tensor, DTensor):
         box, cuts = box_of(tensor, name)
@@ -150,7 +150,7 @@ def outer_of(tensor: torch.Tensor, name: str) -> Outer:
 
 
 def in_words(context: Any, tensor: torch.Tensor) -> str:
-    """What `__tensor_flatten__` says of a tensor, as text that is equal where tensors are alike."""
+    """Return what `__tensor_flatten__` says of a tensor, as text that is equal where tensors are alike."""
     shape = () if tensor.is_nested else tuple(tensor.shape)
     strides = () if tensor.is_nested else tuple(tensor.stride())
     text = _word(context, {shape: "shape", strides: "strides"} if shape else {}, 0)

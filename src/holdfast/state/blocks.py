@@ -42,7 +42,7 @@ NOWHERE = Box((), ())
 
 @dataclass(frozen=True)
 class Outer:
-    """Where a tensor lies that is made of others."""
+    """Return where a tensor lies that is made of others."""
 
     shape: tuple[int, ...]
     box: Box
@@ -72,7 +72,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Lie:
-    """How an inner tensor lies in the whole: its box, after a view, of a tensor of `shape`."""
+    """Return how an inner tensor lies in the whole: its box, after a view, of a tensor of `shape`."""
 
     words: str
     shape: tuple[int, ...] | None = None
@@ -82,7 +82,7 @@ class Lie:
 
 
 def lie_of(kind: str, attribute: str, inner: torch.Tensor, outer: Outer) -> Lie:
-    """How an inner tensor of a tensor of class `kind` lies."""
+    """Return how an inner tensor of a tensor of class `kind` lies."""
     module, _, name = kind.rpartition(".")
     shape = tuple(inner.shape)
     if module.startswith("torchao."):

@@ -47,7 +47,7 @@ from holdfast.state.wrappers import check_names
 
 
 class RunState:
-    """What a run keeps: what the script has handed over, and the generators of random numbers."""
+    """The things that a run keeps: what the script handed over, and the generators of random numbers."""
 
     def __init__(self, given: State, on_resize: dict[str, str]) -> None:
         self.given = given

@@ -54,7 +54,7 @@ def made(
 
 
 def says(tensor: torch.Tensor, name: str) -> dict[str, Any] | None:
-    """What is saved of a tensor beside its values; None for one in one memory."""
+    """Return what is saved of a tensor beside its values; None for one in one memory."""
     if not is_apart(tensor):
         return None
     if tensor.layout in (torch.sparse_coo, *COMPRESSED):
@@ -64,7 +64,7 @@ def says(tensor: torch.Tensor, name: str) -> dict[str, Any] | None:
 
 
 def differing(said: dict[str, Any], here: dict[str, Any]) -> str:
-    """How what was said of a tensor differs from what is said here."""
+    """Say how what was said of a tensor differs from what is said here."""
     if said.get("context") != here["context"]:
         return f"with {said.get('context')}, here {here['context']}"
     for name, lie in here["parts"].items():
@@ -77,7 +77,7 @@ def differing(said: dict[str, Any], here: dict[str, Any]) -> str:
 def _candidates(
     optimizer: Optimizer, p: torch.Tensor, kind: Any, values: Any
 ) -> Iterator[torch.Tensor]:
-    """What the optimizer may make of a parameter."""
+    """Return what the optimizer may make of a parameter."""
     new = getattr(optimizer, "_new_buffer", None)
     if callable(new) and any(
         c.__module__.startswith("torchao.optim") for c in type(optimizer).__mro__

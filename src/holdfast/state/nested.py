@@ -14,7 +14,7 @@ JAGGED = ("_offsets", "_lengths")
 
 
 def nested_apart(tensor: torch.Tensor, name: str) -> Apart | None:
-    """What a nested tensor is made of; None for one of another layout or class."""
+    """Return what a nested tensor is made of; None for one of another layout or class."""
     kind = type(tensor)
     if tensor.layout is torch.strided and kind in (torch.Tensor, torch.nn.Parameter):
         plain = tensor.detach()

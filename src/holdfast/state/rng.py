@@ -20,7 +20,7 @@ class Rng:
 
     on_resize = "fresh"
     restored: dict[str, Any] | None = None
-    """What was put back last."""
+    """The states that were put back last."""
 
     def state_dict(self) -> dict[str, Any]:
         kind, keys, *rest = np.random.get_state()

@@ -59,7 +59,7 @@ def dense_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def said_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a sparse tensor is besides indices and values, as `apart` has it."""
+    """Return what a sparse tensor is besides indices and values, as `apart` has it."""
     dims = f", {tensor.sparse_dim()} sparse dims" if tensor.layout is torch.sparse_coo else ""
     context = f"{tuple(tensor.shape)}, {tensor.dtype}{dims}"
     parts = dict.fromkeys(dense_parts(tensor), "")

@@ -17,7 +17,7 @@ from holdfast.store import Store
 
 
 def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
-    """As `roots.claim_together`, of two homes.  Collective.
+    """Claim two homes, as `roots.claim_together` one.  Collective.
 
     UsageError if either is in use: two runs must not upload to one place, whatever their roots.  What a
     dead run has begun to upload stays until this run has uploaded a step: it may be completed.
