@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import suppress
 
 import pytest
-from single import contents, each_death, leftovers, life, memory
+import torch.distributed.checkpoint as dcp
+from single import contents, each_death, leftovers, life, memory, state_of
+from torch.distributed.checkpoint.api import CheckpointException
 
+import holdfast.dcp.writer
+import holdfast.roots
 from holdfast import Keep
 from holdfast.checkpoint import notes
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.store import LocalStore, Store
+from holdfast.testing import Stopped
 
 
 def recovers(monkeypatch, store: Store, before: dict[int, float], **options) -> None:
@@ -132,3 +138,32 @@ def test_a_pin_and_a_prune(monkeypatch) -> None:
         life(monkeypatch, store, [(9, 9.0)], keep=keep)
         assert contents(store) == {1: 1.0, 9: 9.0}
         assert leftovers(store) == [notes.NOTES_KEY]
+
+
+def dcp_life(monkeypatch, store: Store, step: int, value: float, **options) -> None:
+    """A process that saves by DCP's own call, until its store is dead."""
+    monkeypatch.setattr(holdfast.dcp.writer, "open_store", lambda url: store)
+    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
+    with suppress(Stopped, CheckpointException):
+        writer = holdfast.dcp.Writer(store.url, **options)
+        dcp.save(state_of(value), storage_writer=writer, checkpoint_id=str(step), no_dist=True)
+
+
+@pytest.mark.parametrize("step", [2, 3], ids=["again", "new"])
+def test_a_save_by_dcp(monkeypatch, step: int) -> None:
+    """The step is what it was, or the new one whole, and the next save is as ever.
+
+    What the dead one wrote stays here: it is swept when its process is gone, and here that lives on.
+    """
+    base, before = memory(), {1: 1.0, 2: 2.0}
+    for number, value in before.items():
+        dcp_life(monkeypatch, base, number, value)
+    assert contents(base) == before
+    outcomes = set()
+    for when, store in each_death(base, lambda s: dcp_life(monkeypatch, s, step, 20.0), least=5):
+        found = contents(store)
+        assert found in (before, {**before, step: 20.0}), when
+        outcomes.add(found.get(step))
+        dcp_life(monkeypatch, store, 9, 9.0, keep=Keep(last=1))
+        assert contents(store) == {9: 9.0}, when
+    assert outcomes == {before.get(step), 20.0}
