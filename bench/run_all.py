@@ -1,6 +1,6 @@
 """Run every benchmark, one after the other, and print one Markdown table of all results.
 
-Three to four hours on a quiet machine with 2 cores.  Each script runs by itself too (`--help`).
+Four to five hours on a quiet machine with 2 cores.  Each script runs by itself too (`--help`).
 `--table` only prints the table from the JSON files of an earlier run.
 """
 
@@ -18,7 +18,7 @@ from common import HERE, RESULTS, table
 SCRIPTS = (
     "plan_scale", "many", "save_durable", "stall", "interference", "load", "load_resharded", "memory",
     "convert", "restart", "export", "erasure", "snapshot", "replica", "restart_memory", "failure",
-    "recover", "goodput", "delta", "trained",
+    "recover", "goodput", "delta", "trained", "dcp", "trainers",
 )  # fmt: skip
 
 

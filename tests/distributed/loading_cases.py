@@ -123,6 +123,42 @@ def state_that_belongs_to_no_parameter(root: Path) -> None:
         assert after == before and after["k"] == "tensor([2])" and ("rank" in after) == own
 
 
+def records_have_the_learning_rate_of_each_rank(root: Path) -> None:
+    """Ranks train the same parameters with rates of their own: replayed records use each rank's."""
+    rank = dist.get_rank()
+
+    def checkpointer(seed: int) -> tuple[Net, torch.optim.Optimizer, holdfast.Checkpointer]:
+        net = sharded(seed)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=9.0, foreach=False)
+        every = holdfast.Every(durable=2, delta=1)
+        state = {"model": net, "optim": optimizer}
+        return (
+            net,
+            optimizer,
+            holdfast.Checkpointer(root, state, every=every, delta=holdfast.Delta()),
+        )
+
+    net, optimizer, ckpt = checkpointer(0)
+    with warnings.catch_warnings(record=True) as told, ckpt:
+        warnings.simplefilter("always")
+        for step in range(1, 6):
+            optimizer.param_groups[0]["lr"] = 0.01 * (1 + rank) / step
+            optimizer.zero_grad()
+            net(torch.arange(64) * (step + rank) % 1001).backward()
+            optimizer.step()
+            ckpt.step(step)
+    other, fresh, ckpt = checkpointer(1)
+    with ckpt:
+        restored = ckpt.restore()
+    assert restored == 5 and restored.replayed == 1 and restored.exactness == "bit-exact"
+    assert fresh.param_groups[0]["lr"] == 0.01 * (1 + rank) / 5
+    for p, q in zip(net.parameters(), other.parameters()):
+        assert torch.equal(whole(p), whole(q))
+    heard = everyone([str(w.message) for w in told])
+    texts = [text for of_rank in heard for text in of_rank]
+    assert sum("each rank's are saved, for a restore on the same layout" in t for t in texts) == 1
+
+
 def modules_keep_their_own_state(root: Path) -> None:
     """What modules have besides tensors may differ between ranks; FSDP2's hooks are not asked."""
     rank = dist.get_rank()
@@ -410,6 +446,7 @@ CASES = [
     meta_models_become_real_and_stay_tied,
     state_goes_on_under_fsdp,
     state_that_belongs_to_no_parameter,
+    records_have_the_learning_rate_of_each_rank,
     modules_keep_their_own_state,
     large_values_that_differ_between_ranks,
     a_mismatch_is_the_same_on_every_rank,

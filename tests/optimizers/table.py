@@ -1,4 +1,4 @@
-"""The section of docs/strangers.md on optimizers and layouts, from what `bench/optimizers.py` has found."""
+"""Optimizers and layouts in docs/strangers.md, from the record of `bench/optimizer_matrix.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[2] / "bench/results/optimizers.json"
+RECORD = Path(__file__).parents[2] / "bench/results/optimizer_matrix.json"
 SAVERS = {
     "holdfast": "holdfast",
     "dcp": "`dcp.save`, `dcp.load` with `get_state_dict`",
@@ -26,7 +26,7 @@ def section() -> str:
         "Trained for two steps on one process, DDP, FSDP2, tensor parallelism, both, and pipeline stages; "
         "saved, and loaded by fresh objects on three layouts each. *Equal*: all that was gathered is the "
         "same bit for bit, on the same layout two steps later, too. Cells that the optimizer itself cannot "
-        "train are left out (`bench/optimizers.py`)."
+        "train are left out (`bench/optimizer_matrix.py`)."
     )
     rows = ["| | equal | refused | wrong | crash |", "|---|---|---|---|---|"]
     for saver, words in SAVERS.items():

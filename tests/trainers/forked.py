@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
@@ -32,27 +34,35 @@ DEADLINE_S = 900
 
 
 class Ranks:
-    """A process that has imported a module, and forks ranks, each of which calls its `main`."""
+    """A process that has imported a module, and forks ranks, each of which calls its `main`.
 
-    def __init__(self, module: str, log: Path, **env: str) -> None:
-        self.log = log
-        known = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), **env}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainers.forked", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("ab"),
-            env=known | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            text=True,
-        )
+    `is_group_of_one`: a rank that is alone has torchrun's variables, too, and can make a process group.
+    """
+
+    def __init__(
+        self, module: str, log: Path, *, is_group_of_one: bool = False, **env: str
+    ) -> None:
+        self.log, self._is_group_of_one, self._num_printing = log, is_group_of_one, 0
+        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+        known = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path.rstrip(os.pathsep), **env}
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trainers.forked", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=known | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                text=True,
+            )
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(DEADLINE_S)
+        self._process.stdout.close()
 
     def _ask(self, what: str, *given: Any) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -61,9 +71,14 @@ class Ranks:
         assert answer, self.errors()
         return json.loads(answer)
 
-    def start(self, options: dict[str, Any], ranks: int) -> list[int]:
-        """Fork the ranks; return their processes."""
-        found: list[int] = self._ask("start", options, ranks, free_port())
+    def start(self, options: Any, num: int = 1, out: Path | None = None) -> list[int]:
+        """Fork so many ranks; return their processes.  What they print is in `out`, or in the log."""
+        env = {}
+        if num > 1 or self._is_group_of_one:
+            env = {"WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num), "GROUP_RANK": "0"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            env |= {"TORCHELASTIC_RUN_ID": "trainers"}
+        found: list[int] = self._ask("start", options, num, env, str(out or ""))
         return found
 
     def codes(self, pids: list[int]) -> list[int | None]:
@@ -71,28 +86,73 @@ class Ranks:
         found: list[int | None] = self._ask("codes", pids)
         return found
 
-    def finish(self, options: dict[str, Any], ranks: int) -> None:
-        """Run to the end, which must be a good one."""
-        pids = self.start(options, ranks)
+    def wait(self, pids: list[int]) -> list[int]:
+        """Wait until all have ended; return their exit codes.  Once one failed, the others are killed."""
         until = time.monotonic() + DEADLINE_S
         while None in (codes := self.codes(pids)):
             if any(codes) or time.monotonic() > until:
-                break
-            time.sleep(0.05)
-        if any(code != 0 for code in codes):
-            self.kill(pids)
-            raise AssertionError(f"ranks ended with {codes}:\n{self.errors()}")
+                self.kill(pids)
+            time.sleep(0.02)
+        return [code for code in codes if code is not None]
+
+    def run(self, options: Any, num: int = 1) -> list[int]:
+        """Run to any end; return the exit codes."""
+        return self.wait(self.start(options, num))
+
+    def finish(self, options: Any, num: int) -> None:
+        """Run to the end, which must be a good one."""
+        codes = self.run(options, num)
+        assert not any(codes), f"ranks ended with {codes}:\n{self.errors()}"
 
     def kill(self, pids: list[int]) -> None:
         """SIGKILL those that run, in this order."""
         for pid, code in zip(pids, self.codes(pids)):
             if code is None:
-                os.kill(pid, 9)
+                os.kill(pid, signal.SIGKILL)
         while None in self.codes(pids):
             time.sleep(0.01)
 
     def errors(self) -> str:
         return self.log.read_text()[-6000:]
+
+    def printed(self, options: Any, num: int = 1, losses: int = 0, seed: int = 0) -> list[str]:
+        """Return the lines that a run prints.  With `losses`, all its ranks are killed, one after the
+        other, some moments after it has printed so many, unless it has ended before."""
+        self._num_printing += 1
+        out = self.log.with_name(f"printed-{self._num_printing}")
+        out.touch()
+        pids = self.start(options, num, out)
+        must_die = losses > 0 and self._has_printed(out, losses, pids)
+        if must_die:
+            draw = random.Random(seed)
+            for pid in draw.sample(pids, num):
+                time.sleep(draw.random() * 0.03)
+                if self.codes([pid]) == [None]:
+                    os.kill(pid, signal.SIGKILL)
+        codes, text = self.wait(pids), out.read_text()
+        assert must_die or not any(codes), f"{codes}\n{text[-6000:]}"
+        return text.splitlines()
+
+    def _has_printed(self, out: Path, losses: int, pids: list[int]) -> bool:
+        """Wait until a run has printed so many losses; False if it ends before."""
+        until = time.monotonic() + DEADLINE_S
+        while out.read_text().count("\nL ") < losses:
+            if None not in self.codes(pids):
+                return False
+            assert time.monotonic() < until, out.read_text()[-6000:]
+            time.sleep(0.005)
+        return True
+
+
+def losses(found: list[str]) -> dict[str, str]:
+    """The losses that were printed, by what they are of: step and number of the batch."""
+    parts = [line.split() for line in found if line.startswith("L ")]
+    return {" ".join(key): value for _, *key, value in parts}
+
+
+def value(found: list[str], mark: str) -> str:
+    """The last line that begins so."""
+    return [line for line in found if line.startswith(f"{mark} ")][-1]
 
 
 def serve(name: str) -> None:
@@ -105,8 +165,8 @@ def serve(name: str) -> None:
     for line in sys.stdin:
         what, *given = json.loads(line)
         if what == "start":
-            options, ranks, port = given
-            answer: list[Any] = [_fork(module, options, rank, ranks, port) for rank in range(ranks)]
+            options, num, env, out = given
+            answer: list[Any] = [_fork(module, options, rank, env, out) for rank in range(num)]
         else:
             for pid in given[0]:
                 if pid not in ended and (status := os.waitpid(pid, os.WNOHANG))[0]:
@@ -115,21 +175,29 @@ def serve(name: str) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _fork(module: Any, options: dict[str, Any], rank: int, ranks: int, port: int) -> int:
+def _fork(module: Any, options: Any, rank: int, env: dict[str, str], out: str) -> int:
     pid = os.fork()
     if pid:
         return pid
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = 1
     try:
+        if env:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **env}
+        if out:
+            file = os.open(out, os.O_WRONLY | os.O_APPEND)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
         module.main(options)
         code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 import holdfast
-from trainers.launching import Launcher
-from trainers.tiny import Journal
+from trainers.forked import Ranks
+from trainers.tiny import KILLED, OFFLINE, Journal, run_of
 
-KILLED = -9
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},
     "data drawn anew": {"noisy": True},
@@ -41,11 +40,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pytest.importorskip("accelerate")
-    started = Launcher("trainers.train_accelerate", tmp_path_factory.mktemp("log") / "log")
-    yield started
-    started.close()
+    log = tmp_path_factory.mktemp("ranks") / "log"
+    with Ranks("trainers.train_accelerate", log, **OFFLINE) as found:
+        yield found
 
 
 def rows_of(journal: Journal) -> dict[int, dict[str, Any]]:
@@ -57,55 +56,50 @@ def rows_of(journal: Journal) -> dict[int, dict[str, Any]]:
     return found
 
 
-def run_of(folder: Path, name: str, **options: Any) -> tuple[dict[str, Any], Journal]:
-    journal = Journal(folder / f"{name}.jsonl")
-    return {"folder": str(folder / name), "journal": str(journal.path), **options}, journal
-
-
-def compare(launcher: Launcher, folder: Path, ranks: int, given: dict[str, Any], die: int) -> None:
+def compare(ranks: Ranks, folder: Path, num: int, given: dict[str, Any], die: int) -> None:
     options, own = run_of(folder, "own", **{**given, "use": "own"})
-    assert launcher.run(options, ranks) == [0] * ranks
+    assert ranks.run(options, num) == [0] * num
     options, journal = run_of(folder, "killed", **given)
-    assert launcher.run({**options, "die": die}, ranks) == [KILLED] * ranks
-    assert launcher.run(options, ranks) == [0] * ranks
+    assert ranks.run({**options, "die": die}, num) == [KILLED] * num
+    assert ranks.run(options, num) == [0] * num
     assert rows_of(journal) == rows_of(own)
     assert journal.read()[-1] == own.read()[-1]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ALONE)
-def test_killed_alone(name: str, launcher: Launcher, tmp_path: Path) -> None:
-    compare(launcher, tmp_path, 1, ALONE[name], 40)
+def test_killed_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    compare(ranks, tmp_path, 1, ALONE[name], 40)
 
 
 @pytest.mark.soak
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_killed_at_ten_random_moments(layout: str, launcher: Launcher, tmp_path: Path) -> None:
-    ranks, given = LAYOUTS[layout]
+def test_killed_at_ten_random_moments(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    num, given = LAYOUTS[layout]
     draw = random.Random(layout)
     for number in range(10):
         (folder := tmp_path / str(number)).mkdir()
-        compare(launcher, folder, ranks, given, draw.randint(1, 78))
+        compare(ranks, folder, num, given, draw.randint(1, 78))
 
 
 @pytest.mark.soak
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_two_ranks_and_then_one(layout: str, launcher: Launcher, tmp_path: Path) -> None:
+def test_two_ranks_and_then_one(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     """The same samples in the same order, without dropout; sums are added in another order.
 
     Accelerate steps a scheduler once for each rank, so one on fewer ranks is a slower one: it is left out.
     """
-    ranks, given = LAYOUTS[layout]
+    num, given = LAYOUTS[layout]
     given = {**given, "drop": 0.0, "noisy": False, "noise": False, "size": 48}
     given["period"] = 10**6
     given["loader"] = {"use_seedable_sampler": True, "data_seed": 5}
     options, own = run_of(tmp_path, "own", **{**given, "use": "own"})
-    assert launcher.run(options, ranks) == [0] * ranks
+    assert ranks.run(options, num) == [0] * num
     options, journal = run_of(tmp_path, "killed", **given)
-    assert launcher.run({**options, "die": 40}, ranks) == [KILLED] * ranks
-    assert launcher.run({**options, "fsdp": False, "batch": 4}) == [0]
+    assert ranks.run({**options, "die": 40}, num) == [KILLED] * num
+    assert ranks.run({**options, "fsdp": False, "batch": 4}) == [0]
     expected = {step: row["loss"] for step, row in rows_of(own).items()}
     for row in journal.read():
         if "step" in row:

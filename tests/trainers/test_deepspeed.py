@@ -31,7 +31,8 @@ DEADLINE_S = 900
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     folder = tmp_path_factory.mktemp("ranks")
     memory = str(folder / "node")
-    with Ranks("trainers.train_deepspeed", folder / "log", HOLDFAST_MEMORY_DIR=memory) as found:
+    log, env = folder / "log", {"HOLDFAST_MEMORY_DIR": memory}
+    with Ranks("trainers.train_deepspeed", log, is_group_of_one=True, **env) as found:
         yield found
 
 

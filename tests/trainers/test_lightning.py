@@ -25,7 +25,7 @@ import holdfast
 from holdfast.errors import UsageError
 from holdfast.integrations import lightning as integration
 from trainers import lit
-from trainers.killing import Launcher, losses, value
+from trainers.forked import Ranks, losses, value
 
 pytestmark = [pytest.mark.soak, pytest.mark.distributed]
 
@@ -38,11 +38,10 @@ def settings(tmp_path: Path, kind: str = "single", **more: Any) -> lit.Settings:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    """Made before a test of this module begins threads."""
-    made = Launcher("trainers.lit", tmp_path_factory.mktemp("runs"))
-    yield made
-    made.close()
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    log = tmp_path_factory.mktemp("ranks") / "log"
+    with Ranks("trainers.lit", log) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)
@@ -66,32 +65,32 @@ def fitted(s: lit.Settings, *callbacks: Any, module: Any = None, **more: Any) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_ten_times_it_is_the_uninterrupted_run(
-    kind: str, tmp_path: Path, launcher: Launcher
+    kind: str, tmp_path: Path, ranks: Ranks
 ) -> None:
     """Every loss and the final weights are those of Lightning's own, uninterrupted run."""
-    ranks, draw = KINDS[kind], random.Random(kind)
-    own = launcher.run(settings(tmp_path, kind, root="", paths=f"{tmp_path}/own").text(), ranks)
+    num, draw = KINDS[kind], random.Random(kind)
+    own = ranks.printed(settings(tmp_path, kind, root="", paths=f"{tmp_path}/own").text(), num)
     seen: list[str] = []
     for attempt in range(10):
         path = ("newest", "last")[attempt % 2]
         every = {"memory": 1, "durable": 1_000_000} if attempt % 2 == 0 and kind == "single" else {}
         run = settings(tmp_path, kind, ckpt_path=path, every=every)
-        seen += launcher.run(run.text(), ranks, draw.randint(4, 9), seed=attempt)
+        seen += ranks.printed(run.text(), num, draw.randint(4, 9), seed=attempt)
     last = settings(tmp_path, kind, ckpt_path="newest")
-    seen += launcher.run(last.text(), ranks)
+    seen += ranks.printed(last.text(), num)
     assert losses(seen) == losses(own)
     assert value(seen, "END") == value(own, "END")
 
 
-def test_two_ranks_of_fsdp2_go_on_as_one(tmp_path: Path, launcher: Launcher) -> None:
+def test_two_ranks_of_fsdp2_go_on_as_one(tmp_path: Path, ranks: Ranks) -> None:
     """Every bit of the weights is back; what follows is as on one rank, with other sums."""
     run = settings(tmp_path, "fsdp2")
-    launcher.run(run.text(), 2, 20)
+    ranks.printed(run.text(), 2, 20)
     module = lit.Net()
     step = holdfast.load(run.root, {"model": module})
     saved = lit.digest(module)
     run.kind, run.ckpt_path = "single", "newest"
-    found = launcher.run(run.text())
+    found = ranks.printed(run.text())
     assert value(found, "BEGIN").split()[1] == str(step)
     assert value(found, "BEGIN").split()[2] == saved
     assert value(found, "END").split()[1] == "60"
@@ -253,11 +252,11 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
 # -- Fabric
 
 
-def test_fabric_is_handed_over_as_it_is(tmp_path: Path, launcher: Launcher) -> None:
+def test_fabric_is_handed_over_as_it_is(tmp_path: Path, ranks: Ranks) -> None:
     """One device, DDP, FSDP2, then plain torch: names do not depend on Fabric, nor losses on the layout."""
     seen: list[str] = []
-    for kind, ranks in KINDS.items():
-        seen += launcher.run(settings(tmp_path, kind, fabric=True).text(), ranks)
+    for kind, num in KINDS.items():
+        seen += ranks.printed(settings(tmp_path, kind, fabric=True).text(), num)
     loaded, own = lit.plain(), lit.plain()
     optimizer = torch.optim.AdamW(loaded.parameters())
     root = str(tmp_path / "root")

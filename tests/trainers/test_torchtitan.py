@@ -16,7 +16,7 @@ import holdfast
 from holdfast.errors import UsageError
 from holdfast.integrations.torchtitan import HoldfastCheckpointManager
 from trainers import titan
-from trainers.killing import Launcher, losses, value
+from trainers.forked import Ranks, losses, value
 
 pytestmark = [pytest.mark.soak, pytest.mark.distributed]
 
@@ -32,63 +32,61 @@ def settings(tmp_path: Path, kind: str = "single", **options: Any) -> titan.Sett
 
 
 @pytest.fixture(scope="module", autouse=True)
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    made = Launcher("trainers.titan", tmp_path_factory.mktemp("runs"))
-    yield made
-    made.close()
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    log = tmp_path_factory.mktemp("ranks") / "log"
+    with Ranks("trainers.titan", log) as found:
+        yield found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_ten_times_it_is_the_uninterrupted_run(
-    kind: str, tmp_path: Path, launcher: Launcher
+    kind: str, tmp_path: Path, ranks: Ranks
 ) -> None:
     """Every loss, which dropout and the loader's position are in, and the final weights."""
-    ranks, draw = KINDS[kind], random.Random(kind)
+    num, draw = KINDS[kind], random.Random(kind)
     theirs = settings(tmp_path, kind, folder=str(tmp_path / "own"), theirs=True, steps=40)
-    own = launcher.run(theirs.text(), ranks)
+    own = ranks.printed(theirs.text(), num)
     seen: list[str] = []
     for attempt in range(10):
         made = settings(tmp_path, kind, steps=40)
-        seen += launcher.run(made.text(), ranks, draw.randint(5, 8), seed=attempt)
-    seen += launcher.run(settings(tmp_path, kind, steps=40).text(), ranks)
+        seen += ranks.printed(made.text(), num, draw.randint(5, 8), seed=attempt)
+    seen += ranks.printed(settings(tmp_path, kind, steps=40).text(), num)
     assert losses(seen) == losses(own)
     assert value(seen, "END") == value(own, "END")
 
 
-def test_memory_and_records_lose_no_step(tmp_path: Path, launcher: Launcher) -> None:
+def test_memory_and_records_lose_no_step(tmp_path: Path, ranks: Ranks) -> None:
     for name, options in (("memory", {"memory_every": 1}), ("delta", {"record_every_step": True})):
         options |= {"interval": 1000, "last_save_model_only": False}
         made = settings(tmp_path / name, single=True, **options)
-        launcher.run(made.text(), 1, 10)
-        step = int(value(launcher.run(made.text()), "BEGIN").split()[1])
+        ranks.printed(made.text(), 1, 10)
+        step = int(value(ranks.printed(made.text()), "BEGIN").split()[1])
         assert step >= 5, name
 
 
-def test_records_of_several_optimizers_are_refused_by_name(
-    tmp_path: Path, launcher: Launcher
-) -> None:
+def test_records_of_several_optimizers_are_refused_by_name(tmp_path: Path, ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match="delta= follows each optimizer by itself"):
-        launcher.run(settings(tmp_path, record_every_step=True).text())
+        ranks.printed(settings(tmp_path, record_every_step=True).text())
 
 
-def test_two_ranks_go_on_as_one(tmp_path: Path, launcher: Launcher) -> None:
+def test_two_ranks_go_on_as_one(tmp_path: Path, ranks: Ranks) -> None:
     """The loader's position cannot be divided anew, as with torchtitan's own: that key is excluded."""
     made = settings(tmp_path, "fsdp2", steps=8, last_save_model_only=False)
-    digests = value(launcher.run(made.text(), 2), "END").split()[3:]
+    digests = value(ranks.printed(made.text(), 2), "END").split()[3:]
     made.kind, made.steps = "single", 12
     made.config["exclude_from_loading"] = ["dataloader"]
-    found = launcher.run(made.text())
+    found = ranks.printed(made.text())
     assert value(found, "BEGIN").split() == ["BEGIN", "8", "True", *digests]
     assert value(found, "END").split()[1] == "12"
 
 
-def test_each_option(tmp_path: Path, launcher: Launcher) -> None:
+def test_each_option(tmp_path: Path, ranks: Ranks) -> None:
     """One run for each option that changes what is saved or loaded."""
     made = settings(
         tmp_path, steps=9, keep_latest_k=2, enable_first_step_checkpoint=True, async_mode="disabled"
     )
     made.config["export_dtype"] = "bfloat16"
-    launcher.run(made.text())
+    ranks.printed(made.text())
     root = made.config["folder"]
     assert holdfast.steps(root) == [
         4,
@@ -99,35 +97,35 @@ def test_each_option(tmp_path: Path, launcher: Launcher) -> None:
         assert {export.info(name).dtype for name in export.names()} == {"bfloat16"}
     assert (
         value(
-            launcher.run(settings(tmp_path, load_step=4, load_only=True, steps=9).text()), "BEGIN"
+            ranks.printed(settings(tmp_path, load_step=4, load_only=True, steps=9).text()), "BEGIN"
         )[:7]
         == "BEGIN 4"
     )
     assert holdfast.steps(root) == [4, 8]  # load_only saved nothing
     excluded = settings(tmp_path, load_only=True, exclude_from_loading=["optimizer", "train_state"])
-    assert value(launcher.run(excluded.text()), "BEGIN").split()[1:3] == ["0", "True"]
+    assert value(ranks.printed(excluded.text()), "BEGIN").split()[1:3] == ["0", "True"]
 
     other = settings(tmp_path / "other", initial_load_path=root, steps=1)
-    first = value(launcher.run(other.text()), "BEGIN").split()
+    first = value(ranks.printed(other.text()), "BEGIN").split()
     assert first[1:3] == ["0", "True"]
     again = settings(tmp_path / "again", initial_load_path=root, initial_load_model_only=False)
     again.steps = 8
-    assert value(launcher.run(again.text()), "BEGIN").split()[1] == "8"
-    assert value(launcher.run(again.text()), "BEGIN").split()[3:] == first[3:]
+    assert value(ranks.printed(again.text()), "BEGIN").split()[1] == "8"
+    assert value(ranks.printed(again.text()), "BEGIN").split()[3:] == first[3:]
 
 
-def test_a_seed_is_weights_alone_at_step_0(tmp_path: Path, launcher: Launcher) -> None:
+def test_a_seed_is_weights_alone_at_step_0(tmp_path: Path, ranks: Ranks) -> None:
     made = settings(tmp_path, seed=True)
-    launcher.run(made.text())
+    ranks.printed(made.text())
     assert holdfast.steps(made.config["folder"]) == [0]
-    found = launcher.run(settings(tmp_path, "fsdp2", steps=2).text(), 2)
+    found = ranks.printed(settings(tmp_path, "fsdp2", steps=2).text(), 2)
     assert value(found, "BEGIN").split()[1:3] == ["0", "True"]
 
 
-def test_steps_of_torchtitans_own_are_gone_on_from(tmp_path: Path, launcher: Launcher) -> None:
+def test_steps_of_torchtitans_own_are_gone_on_from(tmp_path: Path, ranks: Ranks) -> None:
     theirs = settings(tmp_path, theirs=True, steps=8, last_save_model_only=False)
-    ends = value(launcher.run(theirs.text()), "END").split()
-    found = launcher.run(settings(tmp_path, steps=10).text())
+    ends = value(ranks.printed(theirs.text()), "END").split()
+    found = ranks.printed(settings(tmp_path, steps=10).text())
     assert value(found, "BEGIN").split() == ["BEGIN", "8", "True", *ends[3:]]
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 import holdfast
-from trainers.launching import Launcher
-from trainers.tiny import Journal
+from trainers.forked import Ranks
+from trainers.tiny import KILLED, OFFLINE, run_of
 
-KILLED = -9
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 3,
@@ -44,33 +43,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    started = Launcher("trainers.train_transformers", tmp_path_factory.mktemp("log") / "log")
-    yield started
-    started.close()
+    log = tmp_path_factory.mktemp("ranks") / "log"
+    with Ranks("trainers.train_transformers", log, **OFFLINE) as found:
+        yield found
 
 
 def losses(rows: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
     return {tuple(sorted(row.items())) for row in rows if "end" not in row}
 
 
-def run_of(folder: Path, name: str, **options: Any) -> tuple[dict[str, Any], Journal]:
-    journal = Journal(folder / f"{name}.jsonl")
-    return {"folder": str(folder / name), "journal": str(journal.path), **options}, journal
-
-
-def compare(
-    launcher: Launcher, folder: Path, ranks: int, given: dict[str, Any], *dies: int
-) -> None:
+def compare(ranks: Ranks, folder: Path, num: int, given: dict[str, Any], *dies: int) -> None:
     """Kill a run at each of the moments, one after another, and let it end."""
     options, own = run_of(folder, "own", own=True, **given)
-    assert launcher.run(options, ranks) == [0] * ranks
+    assert ranks.run(options, num) == [0] * num
     options, journal = run_of(folder, "killed", **given)
     for die in dies:
-        assert launcher.run({**options, "die": die}, ranks) == [KILLED] * ranks
-    assert launcher.run(options, ranks) == [0] * ranks
+        assert ranks.run({**options, "die": die}, num) == [KILLED] * num
+    assert ranks.run(options, num) == [0] * num
     expected, seen = own.read(), journal.read()
     assert losses(seen) == losses(expected)
     assert seen[-1] == expected[-1]
@@ -78,34 +70,34 @@ def compare(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ALONE)
-def test_killed_alone(name: str, launcher: Launcher, tmp_path: Path) -> None:
-    compare(launcher, tmp_path, 1, ALONE[name], 40)
+def test_killed_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    compare(ranks, tmp_path, 1, ALONE[name], 40)
 
 
 @pytest.mark.soak
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_killed_at_ten_random_moments(layout: str, launcher: Launcher, tmp_path: Path) -> None:
-    ranks, given = LAYOUTS[layout]
+def test_killed_at_ten_random_moments(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    num, given = LAYOUTS[layout]
     draw = random.Random(layout)
     for number in range(10):
         (folder := tmp_path / str(number)).mkdir()
-        compare(launcher, folder, ranks, given, draw.randint(1, 60))
+        compare(ranks, folder, num, given, draw.randint(1, 60))
 
 
 @pytest.mark.soak
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_two_ranks_and_then_one(layout: str, launcher: Launcher, tmp_path: Path) -> None:
+def test_two_ranks_and_then_one(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     """The same samples in the same order; sums are added in another one."""
-    ranks, given = LAYOUTS[layout]
+    num, given = LAYOUTS[layout]
     given = {**given, "drop": 0.0, "size": 48}
     options, own = run_of(tmp_path, "own", own=True, **given)
-    assert launcher.run(options, ranks) == [0] * ranks
+    assert ranks.run(options, num) == [0] * num
     options, journal = run_of(tmp_path, "killed", **given)
-    assert launcher.run({**options, "die": 40}, ranks) == [KILLED] * ranks
+    assert ranks.run({**options, "die": 40}, num) == [KILLED] * num
     alone = {**options, "fsdp": False, "args": {"per_device_train_batch_size": 4}}
-    assert launcher.run(alone) == [0]
+    assert ranks.run(alone) == [0]
     expected = {row["step"]: row["loss"] for row in own.read() if "end" not in row}
     for row in journal.read():
         if "end" not in row:
@@ -115,28 +107,26 @@ def test_two_ranks_and_then_one(layout: str, launcher: Launcher, tmp_path: Path)
 @pytest.mark.soak
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sigterm(layout: str, launcher: Launcher, tmp_path: Path) -> None:
+def test_sigterm(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     """With the Trainer's own switch for it, all ranks save one step, whenever each of them is told."""
-    ranks, given = LAYOUTS[layout]
+    num, given = LAYOUTS[layout]
     options, own = run_of(tmp_path, "own", own=True, **given)
-    assert launcher.run(options, ranks) == [0] * ranks
+    assert ranks.run(options, num) == [0] * num
     given = {**given, "args": {**given.get("args", {}), "enable_jit_checkpoint": True}}
     given["args"]["save_steps"] = 1000
     options, journal = run_of(tmp_path, "stopped", **given)
-    ended = launcher.run({**options, "die": 16, "by": signal.SIGTERM}, ranks)
+    ended = ranks.run({**options, "die": 16, "by": signal.SIGTERM}, num)
     assert set(ended) <= {128 + signal.SIGTERM, KILLED} and 128 + signal.SIGTERM in ended
     assert holdfast.steps(tmp_path / "stopped" / "holdfast")[0] in (8, 9, 10)
-    assert launcher.run(options, ranks) == [0] * ranks
+    assert ranks.run(options, num) == [0] * num
     assert losses(journal.read()) == losses(own.read())
     assert journal.read()[-1] == own.read()[-1]
 
 
 @pytest.mark.soak
-def test_only_an_adapter_is_kept_and_its_config_beside_it(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_only_an_adapter_is_kept_and_its_config_beside_it(ranks: Ranks, tmp_path: Path) -> None:
     options, _ = run_of(tmp_path, "run", lora=True)
-    assert launcher.run(options) == [0]
+    assert ranks.run(options) == [0]
     with holdfast.open(tmp_path / "run" / "holdfast") as saved:
         weights = [name for name in saved.names() if name.startswith("model.")]
         assert weights and all("lora_" in name for name in weights)
@@ -144,9 +134,9 @@ def test_only_an_adapter_is_kept_and_its_config_beside_it(
 
 
 @pytest.mark.soak
-def test_a_damaged_step_is_passed_over(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_damaged_step_is_passed_over(ranks: Ranks, tmp_path: Path) -> None:
     options, journal = run_of(tmp_path, "killed")
-    assert launcher.run({**options, "die": 40}) == [KILLED]
+    assert ranks.run({**options, "die": 40}) == [KILLED]
     first = journal.read()
     root = tmp_path / "killed" / "holdfast"
     newest = holdfast.steps(root)[-1]
@@ -154,7 +144,7 @@ def test_a_damaged_step_is_passed_over(launcher: Launcher, tmp_path: Path) -> No
     content = bytearray(image.read_bytes())
     content[len(content) // 3] ^= 1
     image.write_bytes(content)
-    assert launcher.run(options) == [0]
+    assert ranks.run(options) == [0]
     again = journal.read()[len(first) :]
     assert again[0]["step"] == holdfast.steps(root)[0] + 1 or again[0]["step"] <= newest
     assert losses(first) & losses(again) == {
@@ -163,19 +153,19 @@ def test_a_damaged_step_is_passed_over(launcher: Launcher, tmp_path: Path) -> No
 
 
 @pytest.mark.soak
-def test_a_run_that_had_ended_takes_no_step_more(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_run_that_had_ended_takes_no_step_more(ranks: Ranks, tmp_path: Path) -> None:
     options, journal = run_of(tmp_path, "run")
-    assert launcher.run(options) == [0]
+    assert ranks.run(options) == [0]
     before = journal.read()
-    assert launcher.run(options) == [0]
+    assert ranks.run(options) == [0]
     assert losses(journal.read()) == losses(before)
     assert journal.read()[-1] == before[-1]
 
 
 @pytest.mark.soak
-def test_the_best_step_stays(launcher: Launcher, tmp_path: Path) -> None:
+def test_the_best_step_stays(ranks: Ranks, tmp_path: Path) -> None:
     options, _ = run_of(tmp_path, "run", args={**BEST, "save_total_limit": 1}, early=True)
-    assert launcher.run(options) == [0]
+    assert ranks.run(options) == [0]
     assert len(holdfast.steps(tmp_path / "run" / "holdfast")) <= 2
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 WIDTH, CLASSES = 16, 8
+KILLED = -9
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -98,3 +100,9 @@ def die_at(moment: int, now: int, by: int = signal.SIGKILL) -> None:
     """Send this process a signal at that moment; 0 is never."""
     if moment and moment == now:
         os.kill(os.getpid(), by)
+
+
+def run_of(folder: Path, name: str, **options: Any) -> tuple[dict[str, Any], Journal]:
+    """Options of a run in a folder of its own, and its journal."""
+    journal = Journal(folder / f"{name}.jsonl")
+    return {"folder": str(folder / name), "journal": str(journal.path), **options}, journal

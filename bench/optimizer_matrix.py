@@ -44,7 +44,7 @@ def main() -> None:
     )
     lines = matrix(Path(root), SAVERS, names, limit_s=7200)
     args.begun = None
-    report("optimizers", __doc__ or "", args, {"lines": lines}, rows(lines), started)
+    report("optimizer_matrix", __doc__ or "", args, {"lines": lines}, rows(lines), started)
     shutil.rmtree(root)
 
 
