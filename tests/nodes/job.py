@@ -25,6 +25,8 @@ QUICK = {
     "read_timeout": 40,
 }
 """Settings of the rendezvous; docs/how-to/elastic.md tells what each does."""
+TOGETHER = {"last_call_timeout": 5}
+"""For nodes that are to be in the first round all, though some begin later on a busy machine."""
 
 
 class Job:

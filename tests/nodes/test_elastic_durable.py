@@ -14,6 +14,7 @@ import holdfast
 
 from .cluster import Cluster, Node
 from .elastic_train import EVERY
+from .job import TOGETHER
 from .story import Life, Story
 
 pytestmark = [
@@ -29,8 +30,7 @@ class Run(Story):
     """The job, and the newest committed step before each failure."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
-        begun_together = {"last_call_timeout": 5}  # on a busy machine, where some begin later
-        super().__init__(cluster, folder, nnodes="1:4", conf=begun_together)
+        super().__init__(cluster, folder, nnodes="1:4", conf=TOGETHER)
         self.committed: list[int] = []
 
     def seen(self, nodes: list[Node], num_lives: int) -> None:

@@ -18,6 +18,7 @@ import holdfast
 
 from .cluster import Cluster, Node
 from .elastic_train import Options
+from .job import TOGETHER
 from .story import Story
 from .told import ON, Told, check, check_nothing_left
 
@@ -85,7 +86,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
     folder = tmp_path_factory.mktemp("four")
     with Cluster(4, folder / "nodes", head=True) as cluster:
         nodes = cluster.nodes
-        told = Four(cluster, Story(cluster, folder, SEVERAL, nnodes="1:5"))
+        told = Four(cluster, Story(cluster, folder, SEVERAL, nnodes="1:5", conf=TOGETHER))
         told.links_fail()
         told.agents_die()
         told.kill_agent_in_rebuild(nodes[1], of=told.lose, lost=nodes[0])

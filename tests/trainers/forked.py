@@ -30,6 +30,8 @@ PRELOAD = (
     "holdfast.looking",
 )
 """What a rank would import when it makes an optimizer, or restores: seconds each time."""
+TORCHRUNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a trainer leaves behind in the process of a test, and that no rank may inherit."""
 DEADLINE_S = 900
 
 
@@ -44,7 +46,8 @@ class Ranks:
     ) -> None:
         self.log, self._is_group_of_one, self._num_printing = log, is_group_of_one, 0
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-        known = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path.rstrip(os.pathsep), **env}
+        inherited = {k: v for k, v in os.environ.items() if k not in TORCHRUNS}
+        known = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path.rstrip(os.pathsep), **env}
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "trainers.forked", module],
