@@ -47,16 +47,22 @@ def test_what_runs_elsewhere_is_run_there() -> None:
         assert "commands_of(" in (TESTS / test).read_text(), "of the page, not of a copy"
 
 
-def test_what_is_not_run_is_this_very_suite() -> None:
-    """`make test` runs all tests but those marked `soak`, and so this one."""
-    assert set(NOT_RUN) == {"make test"}
-    planned = ["make", "--dry-run", "--directory", str(ROOT), "test"]
+def collected(target: str, *paths: str) -> str:
+    """The tests among these files that a target of the Makefile runs."""
+    planned = ["make", "--dry-run", "--directory", str(ROOT), target]
     done = subprocess.run(planned, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (first, *_) = re.findall(r"-m pytest .*-m \"(.*?)\"", done.stdout)
-    told = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", first, __file__]
-    done = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "::test_what_is_not_run_is_this_very_suite" in done.stdout, done.stdout
+    (marked, *_) = re.findall(r"-m pytest .*-m (?:\"(.*?)\"|(\w+))", done.stdout)
+    told = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "".join(marked), *paths]
+    return subprocess.run(told, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def test_what_is_not_run_is_run_anyway() -> None:
+    """`make test` runs all tests but those marked `soak`, and so this one; `make soak` the others."""
+    assert set(NOT_RUN) == {"make test", "pytest tests/distributed/test_ucp.py"}
+    assert "::test_what_is_not_run_is_run_anyway" in collected("test", __file__)
+    ucp = collected("soak", "tests/distributed/test_ucp.py")
+    assert "::test_two_ranks" in ucp and "deselected" not in ucp
 
 
 def test_commands_are_in_console_blocks_alone() -> None:

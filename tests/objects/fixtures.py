@@ -28,9 +28,9 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    """For tests that leave it alive."""
+    """For tests that leave it alive.  It ends with its file: a tenth of a core goes to one that idles."""
     with SeaweedFS(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
 
