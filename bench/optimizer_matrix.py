@@ -3,8 +3,9 @@
 Each optimizer is trained for two steps in each of six layouts and saved by each contestant; fresh objects
 load that on three layouts, what they have is gathered by torch and compared bit for bit, and on the same
 layout once more after two further steps.  *refused*: an error of the contestant's own kind that says what
-cannot be; *wrong*: loaded without an error, and not the same; *crash*: any other error; *untrained*: the
-optimizer cannot train in one of the layouts, without any checkpoint.  Cells: `tests/optimizers`.
+cannot be; *wrong*: loaded without an error, and not the same; *crash*: any other error; *needs CUDA*: it
+asks for a GPU, which this machine has not; *untrained*: the optimizer cannot train in one of the layouts,
+without any checkpoint.  Cells: `tests/optimizers`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def main() -> None:
         time.time(),
     )
     lines = matrix(Path(root), SAVERS, names, limit_s=7200)
+    for line in lines:  # a record names no folder of a machine
+        line["why"] = line["why"].replace(root, "ROOT").replace(f"{HERE.parent}/", "")
     args.begun = None
     report("optimizer_matrix", __doc__ or "", args, {"lines": lines}, rows(lines), started)
     shutil.rmtree(root)

@@ -33,6 +33,8 @@ from .savers import SAVERS
 from .zoo import ZOO, Trained
 
 EQUAL, REFUSED, WRONG, CRASH, UNTRAINED = "equal", "refused", "wrong", "crash", "untrained"
+NO_CUDA = "needs CUDA"
+WORSE = EQUAL, UNTRAINED, REFUSED, NO_CUDA, WRONG, CRASH
 AGAIN = 17
 WAIT_S = 240
 """What a collective operation may take, in seconds, before a rank is thought lost."""
@@ -149,13 +151,14 @@ class Cells:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error}"[:600]
-            mine = (UNTRAINED if untrained else CRASH, f"{text} ({Path(place.filename).name})")
+            verdict = NO_CUDA if "not compiled with CUDA" in text else CRASH
+            mine = (UNTRAINED if untrained else verdict, f"{text} ({Path(place.filename).name})")
         if self.size == 1:
             return mine
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self.side)
-        worst = max(found, key=lambda one: (EQUAL, UNTRAINED, REFUSED, WRONG, CRASH).index(one[0]))
-        failed = [verdict in (CRASH, UNTRAINED) for verdict, _ in found]
+        worst = max(found, key=lambda one: WORSE.index(one[0]))
+        failed = [verdict in (CRASH, NO_CUDA, UNTRAINED) for verdict, _ in found]
         self.lost |= any(failed) and (not all(failed) or "imed out" in str(found))
         return worst[0], worst[1]
 

@@ -16,7 +16,7 @@ from typing import Any
 from distributed.launch import TESTS, launch
 
 PHASES = (("save", 1), ("save", 2), ("load", 2), ("load", 1))
-VERDICTS = ("equal", "refused", "wrong", "crash", "untrained")
+VERDICTS = ("equal", "refused", "wrong", "crash", "needs CUDA", "untrained")
 Line = dict[str, Any]
 """`cell` (optimizer, source, target, saver), `verdict`, `why`."""
 

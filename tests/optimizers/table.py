@@ -13,7 +13,7 @@ SAVERS = {
     "dcp": "`dcp.save`, `dcp.load` with `get_state_dict`",
     "torch_checkpointing": "torch_checkpointing 0.1.1 with `get_state_dict`",
 }
-VERDICTS = ("equal", "refused", "wrong", "crash")
+VERDICTS = ("equal", "refused", "wrong", "crash", "needs CUDA")
 
 
 def section() -> str:
@@ -28,7 +28,7 @@ def section() -> str:
         "same bit for bit, on the same layout two steps later, too. Cells that the optimizer itself cannot "
         "train are left out (`bench/optimizer_matrix.py`)."
     )
-    rows = ["| | equal | refused | wrong | crash |", "|---|---|---|---|---|"]
+    rows = ["| | equal | refused | wrong | crash | needs CUDA |", "|---|---|---|---|---|---|"]
     for saver, words in SAVERS.items():
         found = counted(lines, saver)
         rows.append(f"| {words} | {' | '.join(str(found[v]) for v in VERDICTS)} |")

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from kernels import compiled
+from optimizers.table import section
 from strangers.trial import EQUAL, MARK, REFUSED
 
 PAGE = Path(__file__).parents[2] / "docs/strangers.md"
@@ -105,6 +106,7 @@ def main() -> None:
             if line["verdict"] not in (EQUAL, REFUSED):
                 print(f"{package}: {name}: {line['verdict']}: {line['why'][-600:]}", flush=True)
     sections = [written(package, outcomes) for package, outcomes in everything.items()]
+    sections.append(section())
     PAGE.write_text("\n".join([HEAD, counted(everything), "", "\n\n".join(sections), ""]))
     print(counted(everything))
 
