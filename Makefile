@@ -61,7 +61,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)
+bench: $(READY) $(STRANGERS)
 	$(BIN)/python bench/run_all.py
 
 clean:

@@ -83,7 +83,7 @@ def work(job: Job) -> dict[str, Any]:
     for what, act in (("save", save), ("async call", save_async), ("load", load)):
         for name in ("holdfast", "dcp"):
             act(name, 1)  # the first one imports, plans and allocates
-        whole["holdfast"].clear(), whole["dcp"].clear()
+            whole[name].clear()
         turns = {name: partial(act, name) for name in ("holdfast", "dcp")}
         samples[what] = take_turns(turns, job.args.rounds)
         if what == "async call":

@@ -285,7 +285,7 @@ class Life:
         memory = holdfast.Memory(**s.get("options", {})) if often else None
         delta = None if records is None else holdfast.Delta(**records)
         ckpt = holdfast.Checkpointer(
-            s["root"], state, every=every, memory=memory, delta=delta, deadline_s=60,
+            s["root"], state, every=every, memory=memory, delta=delta, deadline_s=20,
             keep=holdfast.Keep(**s["keep"]) if "keep" in s else None,
         )  # fmt: skip
         for name, value in s.get("patience", {}).items():

@@ -93,7 +93,10 @@ class Ranks:
         """Wait until all have ended; return their exit codes.  Once one failed, the others are killed."""
         until = time.monotonic() + DEADLINE_S
         while None in (codes := self.codes(pids)):
-            if any(codes) or time.monotonic() > until:
+            if time.monotonic() > until:
+                self.kill(pids)
+                raise AssertionError(f"{codes} after {DEADLINE_S} s:\n{self.errors()}")
+            if any(codes):
                 self.kill(pids)
             time.sleep(0.02)
         return [code for code in codes if code is not None]
@@ -125,15 +128,16 @@ class Ranks:
         out = self.log.with_name(f"printed-{self._num_printing}")
         out.touch()
         pids = self.start(options, num, out)
-        must_die = losses > 0 and self._has_printed(out, losses, pids)
-        if must_die:
+        is_killed = False
+        if losses and self._has_printed(out, losses, pids):
             draw = random.Random(seed)
             for pid in draw.sample(pids, num):
                 time.sleep(draw.random() * 0.03)
                 if self.codes([pid]) == [None]:
                     os.kill(pid, signal.SIGKILL)
+                    is_killed = True
         codes, text = self.wait(pids), out.read_text()
-        assert must_die or not any(codes), f"{codes}\n{text[-6000:]}"
+        assert is_killed or not any(codes), f"{codes}\n{text[-6000:]}"
         return text.splitlines()
 
     def _has_printed(self, out: Path, losses: int, pids: list[int]) -> bool:
