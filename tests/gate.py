@@ -124,6 +124,12 @@ KEPT: dict[str, tuple[str, ...]] = {
 FIRST = (
     "state/test_many_tensors.py",  # these two while there is little in memory: the collector, forks
     "memory/test_every_write.py",
+    "launching/test_kills.py",  # these six in the soak alone: a quarter of an hour each
+    "objects/test_faults.py",
+    "docs/test_docs.py",
+    "trainers/test_deepspeed.py",
+    "trainers/test_accelerate.py",
+    "trainers/test_transformers.py",
     "strangers/test_strangers.py",
     "crash/test_mixed_overwrite.py",
     "delta/test_kills.py",

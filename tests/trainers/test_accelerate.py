@@ -56,9 +56,17 @@ def rows_of(journal: Journal) -> dict[int, dict[str, Any]]:
     return found
 
 
-def compare(ranks: Ranks, folder: Path, num: int, given: dict[str, Any], die: int) -> None:
+def uninterrupted(ranks: Ranks, folder: Path, num: int, given: dict[str, Any]) -> Journal:
+    """Accelerate's own run."""
     options, own = run_of(folder, "own", **{**given, "use": "own"})
     assert ranks.run(options, num) == [0] * num
+    return own
+
+
+def compare(
+    ranks: Ranks, folder: Path, own: Journal, num: int, given: dict[str, Any], die: int
+) -> None:
+    """Kill a run, let it end, and hold it against one that was not."""
     options, journal = run_of(folder, "killed", **given)
     assert ranks.run({**options, "die": die}, num) == [KILLED] * num
     assert ranks.run(options, num) == [0] * num
@@ -69,7 +77,8 @@ def compare(ranks: Ranks, folder: Path, num: int, given: dict[str, Any], die: in
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ALONE)
 def test_killed_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    compare(ranks, tmp_path, 1, ALONE[name], 40)
+    own = uninterrupted(ranks, tmp_path, 1, ALONE[name])
+    compare(ranks, tmp_path, own, 1, ALONE[name], 40)
 
 
 @pytest.mark.soak
@@ -78,9 +87,10 @@ def test_killed_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
 def test_killed_at_ten_random_moments(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     num, given = LAYOUTS[layout]
     draw = random.Random(layout)
+    own = uninterrupted(ranks, tmp_path, num, given)
     for number in range(10):
         (folder := tmp_path / str(number)).mkdir()
-        compare(ranks, folder, num, given, draw.randint(1, 78))
+        compare(ranks, folder, own, num, given, draw.randint(1, 78))
 
 
 @pytest.mark.soak
@@ -95,8 +105,7 @@ def test_two_ranks_and_then_one(layout: str, ranks: Ranks, tmp_path: Path) -> No
     given = {**given, "drop": 0.0, "noisy": False, "noise": False, "size": 48}
     given["period"] = 10**6
     given["loader"] = {"use_seedable_sampler": True, "data_seed": 5}
-    options, own = run_of(tmp_path, "own", **{**given, "use": "own"})
-    assert ranks.run(options, num) == [0] * num
+    own = uninterrupted(ranks, tmp_path, num, given)
     options, journal = run_of(tmp_path, "killed", **given)
     assert ranks.run({**options, "die": 40}, num) == [KILLED] * num
     assert ranks.run({**options, "fsdp": False, "batch": 4}) == [0]

@@ -16,7 +16,7 @@ import pytest
 
 import holdfast
 from trainers.forked import Ranks
-from trainers.tiny import KILLED, OFFLINE, run_of
+from trainers.tiny import KILLED, OFFLINE, Journal, run_of
 
 BEST = {
     "eval_strategy": "steps",
@@ -55,13 +55,19 @@ def losses(rows: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
     return {tuple(sorted(row.items())) for row in rows if "end" not in row}
 
 
-def compare(ranks: Ranks, folder: Path, num: int, given: dict[str, Any], *dies: int) -> None:
-    """Kill a run at each of the moments, one after another, and let it end."""
+def uninterrupted(ranks: Ranks, folder: Path, num: int, given: dict[str, Any]) -> Journal:
+    """The Trainer's own run."""
     options, own = run_of(folder, "own", own=True, **given)
     assert ranks.run(options, num) == [0] * num
+    return own
+
+
+def compare(
+    ranks: Ranks, folder: Path, own: Journal, num: int, given: dict[str, Any], die: int
+) -> None:
+    """Kill a run, let it end, and hold it against one that was not."""
     options, journal = run_of(folder, "killed", **given)
-    for die in dies:
-        assert ranks.run({**options, "die": die}, num) == [KILLED] * num
+    assert ranks.run({**options, "die": die}, num) == [KILLED] * num
     assert ranks.run(options, num) == [0] * num
     expected, seen = own.read(), journal.read()
     assert losses(seen) == losses(expected)
@@ -71,7 +77,8 @@ def compare(ranks: Ranks, folder: Path, num: int, given: dict[str, Any], *dies: 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ALONE)
 def test_killed_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    compare(ranks, tmp_path, 1, ALONE[name], 40)
+    own = uninterrupted(ranks, tmp_path, 1, ALONE[name])
+    compare(ranks, tmp_path, own, 1, ALONE[name], 40)
 
 
 @pytest.mark.soak
@@ -80,9 +87,10 @@ def test_killed_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
 def test_killed_at_ten_random_moments(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     num, given = LAYOUTS[layout]
     draw = random.Random(layout)
+    own = uninterrupted(ranks, tmp_path, num, given)
     for number in range(10):
         (folder := tmp_path / str(number)).mkdir()
-        compare(ranks, folder, num, given, draw.randint(1, 60))
+        compare(ranks, folder, own, num, given, draw.randint(1, 60))
 
 
 @pytest.mark.soak
@@ -92,8 +100,7 @@ def test_two_ranks_and_then_one(layout: str, ranks: Ranks, tmp_path: Path) -> No
     """The same samples in the same order; sums are added in another one."""
     num, given = LAYOUTS[layout]
     given = {**given, "drop": 0.0, "size": 48}
-    options, own = run_of(tmp_path, "own", own=True, **given)
-    assert ranks.run(options, num) == [0] * num
+    own = uninterrupted(ranks, tmp_path, num, given)
     options, journal = run_of(tmp_path, "killed", **given)
     assert ranks.run({**options, "die": 40}, num) == [KILLED] * num
     alone = {**options, "fsdp": False, "args": {"per_device_train_batch_size": 4}}
@@ -110,8 +117,7 @@ def test_two_ranks_and_then_one(layout: str, ranks: Ranks, tmp_path: Path) -> No
 def test_sigterm(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     """With the Trainer's own switch for it, all ranks save one step, whenever each of them is told."""
     num, given = LAYOUTS[layout]
-    options, own = run_of(tmp_path, "own", own=True, **given)
-    assert ranks.run(options, num) == [0] * num
+    own = uninterrupted(ranks, tmp_path, num, given)
     given = {**given, "args": {**given.get("args", {}), "enable_jit_checkpoint": True}}
     given["args"]["save_steps"] = 1000
     options, journal = run_of(tmp_path, "stopped", **given)
