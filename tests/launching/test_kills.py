@@ -138,7 +138,7 @@ def check(run: Soaked, expected: dict[tuple[int, int], str]) -> None:
 @pytest.mark.parametrize("tiers", ["", "memory", "memory,records,durable"])
 def test_survivors_do_not_grow(tiers: str, tmp_path: Path) -> None:
     """The same processes recover a hundred times, from an exception of one rank."""
-    each = 3 if tiers else 1  # without tiers every attempt begins with the first step
+    each = 3 if tiers else 1  # without tiers every attempt does two steps again
     words = (f"--tiers={tiers}", f"--raise-each={each}", f"--steps={each * KILLS}", "--size=256")
     with soaked(tmp_path / "root", *words) as run:
         run.finishes(limit_s=1200)

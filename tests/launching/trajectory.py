@@ -56,9 +56,8 @@ tiers = set(filter(None, given.tiers.split(",")))
 def tell(**about: Any) -> None:
     about |= {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "at": time.time()}
     about["attempt"] = int(os.environ.get("HOLDFAST_ATTEMPT", "1"))
-    fd = os.open(f"{given.root}.told", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(fd, json.dumps(about).encode() + b"\n")
-    os.close(fd)
+    with open(f"{given.root}.told", "ab", buffering=0) as file:
+        file.write(json.dumps(about).encode() + b"\n")
 
 
 def obey(event: holdfast.events.Event) -> None:
@@ -190,7 +189,7 @@ def main() -> None:
     try:
         with checkpointer({"model": model, "optim": optimizer}) as ckpt:
             times["checkpointer"] = time.time()
-            restored = ckpt.restore() if ckpt is not None else 0
+            restored = ckpt.restore() if ckpt is not None else first_step()
             times["restored"] = time.time()
             step = int(restored)
             about = {"tier": restored.tier, "replayed": restored.replayed} if ckpt else {}
@@ -206,6 +205,12 @@ def main() -> None:
     dist.destroy_process_group()
     if given.linger and os.environ["RANK"] == "1" and once("lingered"):
         threading.Event().wait()
+
+
+def first_step() -> int:
+    """Where nothing is restored: two steps before the one that fails, so that not all are done again."""
+    attempt = int(os.environ.get("HOLDFAST_ATTEMPT", "1"))
+    return max(given.raise_each * attempt - 3, 0)
 
 
 def train(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ckpt: Any) -> None:

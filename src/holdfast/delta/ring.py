@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 from contextlib import suppress
+from io import FileIO
 
 import numpy as np
 
@@ -29,9 +30,15 @@ class Ring:
             except BaseException:
                 os.close(fd)
                 raise
-        self.fd = fd
+        self._file = FileIO(fd, "r+")
+        """It is closed with the object where `close` was interrupted, as by the loss of another rank."""
         self._map = mmap.mmap(fd, size)
         self.view = memoryview(self._map)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, which can be sent to another process."""
+        return self._file.fileno()
 
     def populate(self) -> None:
         """Have the kernel make all pages now, and not one by one when they are first written to, which
@@ -54,7 +61,7 @@ class Ring:
 
     def close(self) -> None:
         """Give the memory up; what somebody still looks at goes with the last look."""
-        os.close(self.fd)
+        self._file.close()
         try:
             self.view.release()
             self._map.close()
