@@ -147,6 +147,7 @@ def dcp_life(monkeypatch, store: Store, step: int, value: float, **options) -> N
     with suppress(Stopped, CheckpointException):
         writer = holdfast.dcp.Writer(store.url, **options)
         dcp.save(state_of(value), storage_writer=writer, checkpoint_id=str(step), no_dist=True)
+        writer.wait()
 
 
 @pytest.mark.parametrize("step", [2, 3], ids=["again", "new"])

@@ -287,6 +287,8 @@ def on_object_storage(out: Path) -> None:
     writer = Writer(url, keep=holdfast.Keep(last=1))
     for step in ("1", "2"):
         dcp.save(state_of(pair), storage_writer=writer, checkpoint_id=step)
+    writer.wait()
+    dist.barrier()
     good(url, 2)
     assert holdfast.steps(url) == [2]
     assert same(loaded("tp", url, None)[0], values(pair))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -55,6 +56,7 @@ from holdfast.saving.writing import write_blocks
 from holdfast.state.kinds import check_kind
 from holdfast.state.placed import dtype_name
 from holdfast.store import Store, open_store
+from holdfast.threads import Worker
 from holdfast.version import __version__
 
 
@@ -150,9 +152,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
 
     `checkpoint_id` is the number of the step (`"10"`); without it, the step is the one after the newest.
     A step is there whole, with its digests, once `dcp.save` returns, and not at all if any rank failed.
-    `keep`: which steps stay; the others are deleted after each save.  UsageError for
-    `use_collectives=False`, and for values that are no plain data.  What else a `Checkpointer` does
-    (snapshots, records, generators, a claim on the root) DCP does not ask for.
+    `keep`: which steps stay; the others are deleted behind each save (`wait`).
+    UsageError for `use_collectives=False`, and for values that are no plain data.  What else a
+    `Checkpointer` does (snapshots, records, generators, a claim on the root) DCP does not ask for.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, keep: Keep | None = None) -> None:
@@ -164,6 +166,8 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         self._turn = _Turn()
         self._open: list[tuple[threading.Thread, SaveAttempt]] = []
         """On the coordinator: attempts that have not come to `finish`, and the thread of each."""
+        self._is_behind = False
+        """True in the process of `async_save`: training does not wait for what is done here."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process of `async_save`: no thread has anything under way there."""
@@ -171,11 +175,16 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["root"], keep=state["keep"])  # type: ignore[misc]
+        self._is_behind = True
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """False: DCP is to make no `Writer` by itself of an id, for that says no root."""
         return False
+
+    def wait(self) -> None:
+        """Block until all is deleted that saves of this process have replaced, or `keep` let go."""
+        _deletions(os.getpid()).settle(None)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Begin another save, of the step `checkpoint_id`."""
@@ -207,6 +216,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
 
         Not by their plans: with plan caching a rank goes by the one that it had before.
         """
+        self.wait()  # a step that is being deleted may be the one to save
         store = open_store(self.root)
         sweep_host(store)
         self._discard_failed(store)
@@ -274,12 +284,29 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         metadata.storage_meta = StorageMeta(checkpoint_id=self.root, save_id=str(attempt.step))
         take_away(self._key())
         emit("save.committed", step=attempt.step, seconds=round(time.perf_counter() - began, 3))
+        if replaced is None and self.keep is None:
+            return
+        due = store, attempt.step, replaced, [one.step for _, one in self._open]
+        if self._is_behind or threading.current_thread() is not threading.main_thread():
+            self._tidy(*due)
+        else:
+            _deletions(os.getpid()).submit(self._tidy, *due)
+
+    def _tidy(self, store: Store, step: int, replaced: str | None, spare: list[int]) -> None:
+        """Delete what a commit has replaced, and what `keep` lets go."""
         try:
-            discard(store, attempt.step, replaced)
-            if self.keep is not None:
-                prune(store, self.keep, spare=[one.step for _, one in self._open])
-        except HoldfastError as error:
+            with span("tidy", step=step):
+                discard(store, step, replaced)
+                if self.keep is not None:
+                    prune(store, self.keep, spare=spare)
+        except Exception as error:
             emit("tidy.failed", error=str(error))
+
+
+@cache
+def _deletions(pid: int) -> Worker:
+    """The one thread of a process that deletes steps: the next save, by any `Writer`, waits for it."""
+    return Worker("holdfast-tidy")
 
 
 def _tensor_data(item: WriteItem) -> TensorWriteData:
