@@ -105,6 +105,11 @@ class Ranks:
         """Run to any end; return the exit codes."""
         return self.wait(self.start(options, num))
 
+    def die(self, options: Any, num: int = 1) -> None:
+        """Run ranks that kill themselves.  One may end by an error, if it saw another's end."""
+        codes = self.run(options, num)
+        assert -signal.SIGKILL in codes and 0 not in codes, f"{codes}:\n{self.errors()}"
+
     def finish(self, options: Any, num: int) -> None:
         """Run to the end, which must be a good one."""
         codes = self.run(options, num)

@@ -14,7 +14,7 @@ import pytest
 
 import holdfast
 from trainers.forked import Ranks
-from trainers.tiny import KILLED, OFFLINE, Journal, run_of
+from trainers.tiny import OFFLINE, Journal, run_of
 
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -68,7 +68,7 @@ def compare(
 ) -> None:
     """Kill a run, let it end, and hold it against one that was not."""
     options, journal = run_of(folder, "killed", **given)
-    assert ranks.run({**options, "die": die}, num) == [KILLED] * num
+    ranks.die({**options, "die": die}, num)
     assert ranks.run(options, num) == [0] * num
     assert rows_of(journal) == rows_of(own)
     assert journal.read()[-1] == own.read()[-1]
@@ -107,7 +107,7 @@ def test_two_ranks_and_then_one(layout: str, ranks: Ranks, tmp_path: Path) -> No
     given["loader"] = {"use_seedable_sampler": True, "data_seed": 5}
     own = uninterrupted(ranks, tmp_path, num, given)
     options, journal = run_of(tmp_path, "killed", **given)
-    assert ranks.run({**options, "die": 40}, num) == [KILLED] * num
+    ranks.die({**options, "die": 40}, num)
     assert ranks.run({**options, "fsdp": False, "batch": 4}) == [0]
     expected = {step: row["loss"] for step, row in rows_of(own).items()}
     for row in journal.read():

@@ -11,5 +11,6 @@ def digest(module: nn.Module) -> str:
     found = hashlib.sha256()
     for name, p in sorted(module.named_parameters()):
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-        found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
+        # a copy: FSDP2 cannot free what numpy has looked at
+        found.update(name.encode() + whole.detach().clone().numpy().tobytes())
     return found.hexdigest()[:16]

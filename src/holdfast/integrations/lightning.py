@@ -161,6 +161,23 @@ class _Saving:
                 hint=f'fit(ckpt_path="{NEWEST}") goes on from them; or give the run a root of its own',
             )
 
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """With records the closure, which makes the gradients, is called before the step begins.
+
+        Lightning hands it to `optimizer.step`, which calls it first.  LBFGS, which calls it several times,
+        and what else is no such step are left to be refused.
+        """
+        plugin = self.precision_plugin  # type: ignore[attr-defined]
+        is_scaled = getattr(plugin, "scaler", None) is not None  # it is called before by the plugin
+        is_averaged = getattr(self, "_model_averager", None) is not None
+        is_other = is_scaled or is_averaged or isinstance(optimizer, torch.optim.LBFGS)
+        if is_other or "delta" not in self._options:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        with torch.enable_grad():
+            result = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
     def at_batch_end(self, step: int) -> None:
         for home in (self._homes or {}).values() if step != self._step else ():
             if (home.at and home.at[0]) != step or "delta" in self._options:
