@@ -210,3 +210,17 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--spares -1" in said("--spares", "-1", str(SCRIPT))
     assert "--hang-s 0" in said("--hang-s", "0", str(SCRIPT))
     assert "--preload no_such" in said("--preload", "no_such", str(SCRIPT))
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, True), ("0", False)])
+def test_tensors_lie_in_huge_pages_unless_told_otherwise(
+    told: str | None, expected: bool, tmp_path: Path
+) -> None:
+    """Where PyTorch asks for them, a tensor begins with a page."""
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nprint(torch.empty(1 << 22).data_ptr() % 4096 == 0)\n")
+    given = environment() | ({} if told is None else {"THP_MEM_ALLOC_ENABLE": told})
+    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=1", str(script)]
+    ran = subprocess.run(command, env=given, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.split() == [str(expected)]
