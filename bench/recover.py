@@ -5,6 +5,7 @@ moment chosen by chance, again and again.  Two sizes: GPT-2 small with AdamW, 1.
 Contestants take turns, each in a job of its own, and their failures are spread over `--rounds`:
 place      holdfast run, the function marked, a spare, a snapshot in memory of every step: the large one is
            waited for when the next is due, small ones are left out while another is being made
+pages      the same without huge pages for tensors (the large model)
 holdfast   the same script under torchrun
 dcp        torchrun, dcp.save of every K-th step (`--every`), dcp.load
 warm       the script of `dcp` under holdfast run: it is not marked, and all its ranks start again
@@ -60,10 +61,15 @@ from stamps import PARTS
 
 LARGE, SMALL, COST = "large", "small", "cost"
 NAMES = {
-    LARGE: ("place", "holdfast", "dcp", "shrink"),
+    LARGE: ("place", "pages", "holdfast", "dcp", "shrink"),
     SMALL: ("place", "holdfast", "dcp", "warm", "shrink", "nvrx", "torchft", "lm"),
 }
-WORDS = {"holdfast": "torchrun + holdfast", "dcp": "torchrun + dcp.load", "lm": "lm-resiliency"}
+WORDS = {
+    "holdfast": "torchrun + holdfast",
+    "dcp": "torchrun + dcp.load",
+    "lm": "lm-resiliency",
+    "pages": "without huge pages",
+}
 LONGEST_S = 120.0
 """What a recovery may take."""
 SHRINKS = 5

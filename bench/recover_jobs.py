@@ -68,8 +68,10 @@ class Contestant:
     is_peer: bool = False
 
 
-def under(*launcher: str) -> Callable[[Words, int], list[tuple[Words, dict[str, str]]]]:
-    return lambda script, kills: [([*launcher, *script], {})]
+def under(
+    *launcher: str, **environment: str
+) -> Callable[[Words, int], list[tuple[Words, dict[str, str]]]]:
+    return lambda script, kills: [([*launcher, *script], environment)]
 
 
 def bare(script: Words, kills: int) -> list[tuple[Words, dict[str, str]]]:
@@ -100,6 +102,12 @@ CONTESTANTS = {
     c.name: c
     for c in (
         Contestant("place", "place", under(*holdfast_run("--spares=1")), spares=1),
+        Contestant(
+            "pages",
+            "place",
+            under(*holdfast_run("--spares=1"), THP_MEM_ALLOC_ENABLE="0"),
+            spares=1,
+        ),
         Contestant("holdfast", "place", under(*torchrun())),
         Contestant("dcp", "dcp", under(*torchrun())),
         Contestant("warm", "dcp", under(*holdfast_run())),
