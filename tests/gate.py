@@ -124,7 +124,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 FIRST = (
     "state/test_many_tensors.py",  # these two while there is little in memory: the collector, forks
     "memory/test_every_write.py",
-    "launching/test_kills.py",  # these six in the soak alone: a quarter of an hour each
+    "launching/test_kills.py",  # these six for the soak: up to half an hour each
     "objects/test_faults.py",
     "docs/test_docs.py",
     "trainers/test_deepspeed.py",

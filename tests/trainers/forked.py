@@ -106,9 +106,9 @@ class Ranks:
         return self.wait(self.start(options, num))
 
     def die(self, options: Any, num: int = 1) -> None:
-        """Run ranks that kill themselves.  One may end by an error, if it saw another's end."""
+        """Run ranks that kill themselves; none may end in any other way."""
         codes = self.run(options, num)
-        assert -signal.SIGKILL in codes and 0 not in codes, f"{codes}:\n{self.errors()}"
+        assert codes == [-signal.SIGKILL] * num, f"{codes}:\n{self.errors()}"
 
     def finish(self, options: Any, num: int) -> None:
         """Run to the end, which must be a good one."""

@@ -164,11 +164,12 @@ class _Saving:
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """With records the closure, which makes the gradients, is called before the step begins.
 
-        Lightning hands it to `optimizer.step`, which calls it first.  LBFGS, which calls it several times,
-        and what else is no such step are left to be refused.
+        Lightning hands it to `optimizer.step`, which calls it first; where losses are scaled, its plugin
+        calls it before.  LBFGS, which calls it several times, and a step after which weights are averaged
+        over ranks are left to be refused.
         """
         plugin = self.precision_plugin  # type: ignore[attr-defined]
-        is_scaled = getattr(plugin, "scaler", None) is not None  # it is called before by the plugin
+        is_scaled = getattr(plugin, "scaler", None) is not None
         is_averaged = getattr(self, "_model_averager", None) is not None
         is_other = is_scaled or is_averaged or isinstance(optimizer, torch.optim.LBFGS)
         if is_other or "delta" not in self._options:

@@ -235,9 +235,7 @@ def _server(given: argparse.Namespace) -> ForkServer:
     if given.nproc_per_node != "1":  # as torchrun does, but before numpy is imported
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way spoils forks
-    os.environ.setdefault(
-        "THP_MEM_ALLOC_ENABLE", "1"
-    )  # torch reads it once: huge pages for tensors
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages; torch reads it once
     for name in (*PRELOAD, *given.preload):
         try:
             importlib.import_module(name)
