@@ -7,7 +7,11 @@ from deepspeed_on_cpu import deepspeed
 # isort: split
 
 import json
+import os
+import signal
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +196,52 @@ def refused(root: str) -> None:
         attach(engine, root)
 
 
-CASES = {one.__name__: one for one in (tags, parts, elsewhere, deepspeeds_own, frozen, refused)}
+def saves(root: str, dies: int = 0) -> None:
+    """Go on to step 4, each saved into a folder beside the root, which has the newest alone.
+
+    The process ends before the `dies`-th call that writes into the folder, once the root has let go of what
+    `latest` names.  `journal` has the step at which the run begins, those that are saved, and the weights.
+    """
+    folder, left = Path(root).parent / "folder", [dies]
+
+    def before(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
+            left[0] -= folder in (path := Path(path), *path.parents)
+            if left[0] == 0 and dies:
+                while len(holdfast.steps(root)) > 1:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(path, *args, **kwargs)
+
+        return counted
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        (Path(root).parent / "journal").open("a") as journal,
+    ):
+        for of, name in ((Path, "mkdir"), (Path, "write_text"), (os, "replace")):
+            patch.setattr(of, name, before(getattr(of, name)))
+        engine = engine_of()
+        with attach(engine, root, keep=holdfast.Keep(last=1)) as ckpt:
+            path, _ = engine.load_checkpoint(str(folder))
+            print(path and f"{folder}/global_step{engine.global_steps}" == path, file=journal)
+            print(engine.global_steps, file=journal, flush=True)
+            while engine.global_steps < 4:
+                train(engine, 1)
+                print(engine.global_steps, file=journal, flush=True)
+                engine.save_checkpoint(str(folder))
+                ckpt.wait()
+        print([w.tolist() for w in weights(engine)], file=journal)
+
+
+CASES = {
+    one.__name__: one for one in (tags, parts, elsewhere, deepspeeds_own, frozen, refused, saves)
+}
 
 
 def main(options: dict[str, Any]) -> None:
     set_log_level_from_string("error")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    CASES[options["case"]](options["root"])
+    case: Callable[..., None] = CASES[options.pop("case")]
+    case(**options)
     torch.distributed.destroy_process_group()

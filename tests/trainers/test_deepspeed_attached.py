@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,3 +29,30 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 )
 def test_attached(ranks: Ranks, tmp_path: Path, case: str) -> None:
     ranks.finish({"case": case, "root": str(tmp_path / "root")}, 1)
+
+
+def test_killed_before_each_write_beside_the_root(ranks: Ranks, tmp_path: Path) -> None:
+    """`load_checkpoint` of a folder gives the step that was saved there last, or the one before."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    ranks.finish({"case": "saves", "root": str(whole / "root")}, 1)
+    *_, expected = (whole / "journal").read_text().splitlines()
+    number, has_ended = 0, False
+    while not has_ended:
+        number += 1
+        assert number < 50
+        place = tmp_path / str(number)
+        place.mkdir()
+        options = {"case": "saves", "root": str(place / "root")}
+        code = ranks.run({**options, "dies": number}, 1)[0]
+        assert code in (0, -signal.SIGKILL), ranks.errors()
+        has_ended = code == 0
+        died = (place / "journal").read_text().splitlines()
+        if not has_ended:
+            ranks.finish(options, 1)
+            again = (place / "journal").read_text().splitlines()[len(died) :]
+            has_loaded, begins = again[0] == "True", int(again[1])
+            assert has_loaded or int(died[-1]) == 1, again
+            assert begins >= int(died[-1]) - 1, (number, died, begins)
+            assert again[-1] == expected, number
+    assert number > 4 * 4

@@ -185,9 +185,9 @@ class ClientState:
         self.restored: dict[str, Any] = {}
         self.counters: dict[str, int] = {}
 
-    def give(self, values: dict[str, Any], *, latest: bool) -> None:
-        """Keep `values` with the save that begins next."""
-        self._given = {"values": values, "latest": latest}
+    def give(self, values: dict[str, Any], *, latest: bool, **place: str) -> None:
+        """Keep `values` with the save that begins next, and the `folder` and `tag` that point to it."""
+        self._given = {"values": values, "latest": latest, **place}
 
     def clear(self) -> None:
         """Let the next save be one of the engine's own."""
@@ -203,6 +203,14 @@ class ClientState:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.restored, self.counters = dict(saved["values"]), dict(saved["counters"])
+
+
+class Pointed(NamedTuple):
+    """The step to which a tag in a folder points."""
+
+    root: str
+    step: int
+    tag: str
 
 
 class Pending(NamedTuple):
@@ -259,7 +267,8 @@ class AttachedEngine:
         label = is_root and name != f"global_step{step}"
         if label:
             _check_label(name, step)
-        self.client.give(client_state, latest=latest)
+        place = {} if is_root else {"folder": _absolute(os.fspath(folder)), "tag": name}
+        self.client.give(client_state, latest=latest, **place)
         try:
             save = self.ckpt.save(step)
         finally:
@@ -298,7 +307,8 @@ class AttachedEngine:
         self._point()
         is_root, tag = self._is_root(folder), None if tag is None else str(tag)
         found = self.ckpt.find() if is_root else None
-        if tag is None and found is None:
+        is_newest = tag is None
+        if is_newest and found is None:
             tag = _latest_of(folder)
         if self.engine.load_universal_checkpoint() or _is_deepspeeds(folder, tag):
             return self._load_by_deepspeed(folder, tag, wanted, custom_load_fn)
@@ -307,8 +317,14 @@ class AttachedEngine:
                 "custom_load_fn= puts values into a model by hand; holdfast puts each where it belongs",
                 hint="leave it out, or load by holdfast.load(root, {'model': engine}, only=...)",
             )
+        restored: int | None
         if not is_root:
-            restored = self._load_pointed(folder, tag, wanted)
+            pointed = self._pointed(folder, tag)
+            if pointed is None:
+                return None, None
+            if is_newest:
+                pointed = self._there(folder, pointed)
+            restored, tag = self._load_pointed(pointed, wanted), pointed.tag
         elif tag is None:
             restored = self._load_newest(found, wanted)
         else:
@@ -361,8 +377,8 @@ class AttachedEngine:
         if extras.get(CLIENT, {}).get("trainable_only"):
             self._leave_out_frozen()
 
-    def _load_pointed(self, folder: str, tag: str | None, wanted: Wanted) -> int | None:
-        """Load the step to which the folder of a tag points."""
+    def _pointed(self, folder: str, tag: str | None) -> Pointed | None:
+        """Read to what the folder of a tag points; None where there is no tag, which is told."""
         if tag is None:
             newest = looking.steps(self.root)[-1:]
             beside = f"; {self.root} has step {newest[0]}: load from there" if newest else ""
@@ -370,16 +386,35 @@ class AttachedEngine:
             return None
         try:
             pointer = json.loads(Path(folder, tag, POINTER).read_bytes())
-            root, step = str(pointer["root"]), int(pointer["step"])
+            return Pointed(str(pointer["root"]), int(pointer["step"]), tag)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise NotRecoverable(
                 f"{Path(folder, tag)} points to no step: it was not committed, or is no checkpoint "
                 f"({type(error).__name__})",
                 hint=f"load_checkpoint({self.root!r}) goes on from the newest step of the root",
             ) from None
-        if _same(root, self.root):
-            return self._load_own(step, wanted)
-        return self._load_some(root, step, wanted)
+
+    def _there(self, folder: str, pointed: Pointed) -> Pointed:
+        """What `latest` points to or, if that is deleted, the newest step that was saved there after it.
+
+        A run that is killed between a commit and the writing of `latest` leaves it naming a step that
+        `keep` may have let go.
+        """
+        if not _same(pointed.root, self.root) or pointed.step in looking.steps(self.root):
+            return pointed
+        for step, extras in self._saved():
+            client = extras.get(CLIENT, {})
+            is_here = client.get("folder") == _absolute(folder) and _is_latest(extras)
+            if is_here and step > pointed.step:
+                names = f"{Path(folder, LATEST)} names {pointed.tag}, whose step is deleted"
+                warn_user(f"{names}; loaded is step {step}, which was saved there after it")
+                return Pointed(self.root, step, client["tag"])
+        return pointed
+
+    def _load_pointed(self, pointed: Pointed, wanted: Wanted) -> int:
+        if _same(pointed.root, self.root):
+            return self._load_own(pointed.step, wanted)
+        return self._load_some(pointed.root, pointed.step, wanted)
 
     def _step_of(self, tag: str) -> int:
         """The step of the root that a tag names."""
