@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from holdfast.run import recovery
@@ -66,6 +67,17 @@ class Forked:
             select.select([self.end.fileno()], [], [], 0.1)
             self.said += self.end.heard()
         return found[0]
+
+    def leaves(self) -> bool:
+        """Wait until it has left its function; False if its process ended instead."""
+        until = time.monotonic() + LIMIT_S
+        while not any(isinstance(m, Left) for m in self.said):
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return False
+            assert time.monotonic() < until, (self.said, self.printed.read_text())
+            time.sleep(0.01)
+            self.said += self.end.heard()
+        return True
 
     def ends(self) -> int:
         """Wait until the process has ended; return its status."""
@@ -206,6 +218,72 @@ def test_who_waits_for_a_key_of_the_lost_rank(
     assert worker.hears(Left).attempt == 1
 
 
+def test_who_waits_for_what_does_not_come_is_replaced(
+    forked: Callable[..., Forked], tmp_path: Path
+) -> None:
+    """There is no connection that could be cut."""
+
+    def function() -> None:
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        recovery.events.last_step += 1
+        store.get("what the lost rank would have set")
+
+    worker = forked(function)
+    worker.end.say(Leave(1, [], []))
+    assert not worker.leaves() and worker.ends() == 1
+    printed = worker.printed.read_text()
+    assert f"process {worker.pid} ends: its main thread waits" in printed
+    assert "in function" in printed  # the stacks
+
+
+def test_who_works_is_not_replaced(forked: Callable[..., Forked]) -> None:
+    """A long call is deaf, too."""
+
+    def function() -> None:
+        rows = torch.ones(1000, 1000)
+        recovery.events.last_step += 1
+        signal.pthread_sigmask(signal.SIG_BLOCK, [recovery.INTERRUPT])
+        until = time.monotonic() + recovery.PATIENCE_S + 3 * (recovery.AGAIN_S + recovery.DEAF_S)
+        while time.monotonic() < until:
+            rows @ rows
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [recovery.INTERRUPT])
+        goes_on()
+
+    worker = forked(function)
+    worker.end.say(Leave(1, [], []))
+    assert worker.leaves()
+
+
+def test_a_connection_that_ends_within_a_message(
+    forked: Callable[..., Forked], tmp_path: Path
+) -> None:
+    """gloo has begun to read it, and wakes only those for whom it has not."""
+
+    def exchange(rank: int, name: str) -> None:
+        store = dist.FileStore(str(tmp_path / name), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        data = torch.ones(16 << 20)
+        while True:
+            if rank:
+                dist.send(data, 0)
+            else:
+                dist.recv(data, 1)
+                recovery.events.last_step = 1
+
+    for number in range(10):
+        peer = os.fork()
+        if peer == 0:
+            exchange(1, str(number))
+        worker = forked(lambda: exchange(0, str(number)))
+        os.kill(peer, signal.SIGKILL)
+        os.waitpid(peer, 0)
+        worker.end.say(Leave(1, [peer], []))
+        if not worker.leaves():
+            assert f"{worker.pid} ends: its main thread waits" in worker.printed.read_text()
+            return
+    pytest.skip("each connection ended between two messages")
+
+
 def test_who_cannot_drop_what_it_held_is_replaced(
     forked: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +300,7 @@ def test_who_cannot_drop_what_it_held_is_replaced(
     (tmp_path / "told").touch()
     assert worker.ends() == 1
     printed = worker.printed.read_text()
-    assert "was not dropped within 0.2 s; the process ends" in printed
+    assert f"process {worker.pid} ends: what the rank held was not dropped within 0.2 s" in printed
     assert "recovery.py" in printed  # the stacks
 
 

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 Address = tuple[str, int]
+LISTENS = "0A"
+"""The state of a socket that listens, as the kernel lists it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +135,14 @@ def sockets(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def connections() -> Iterator[Connection]:
-    """Yield every TCP connection in this network namespace."""
+    """Yield every TCP connection in this network namespace; sockets that listen are none."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError), open(f"/proc/self/net/{table}") as lines:
             next(lines)
             for line in lines:
                 fields = line.split()
-                yield Connection(_address(fields[1]), _address(fields[2]), int(fields[9]))
+                if fields[3] != LISTENS:
+                    yield Connection(_address(fields[1]), _address(fields[2]), int(fields[9]))
 
 
 def _address(text: str) -> Address:

@@ -55,6 +55,8 @@ DEAF_S = 0.3
 """Seconds after which an interrupt has not been heard: the main thread is in a call of torch."""
 AGAIN_S = 1.0
 """Seconds between further interrupts, where one was lost: in a destructor, or to a script's own handler."""
+IDLE = 0.1
+"""Share of a core below which a process does not work: its threads that beat and poll take a hundredth."""
 CLEANUP_S = 3.0
 """Seconds that a rank may handle an error of its own, before it is interrupted in that."""
 DROP_S = 10.0
@@ -253,17 +255,21 @@ class _Launched:
                 # A wait for an aborted collective returns as if all were well: it must be the last line.
                 signal.pthread_kill(main, INTERRUPT)
             cut(word.pids, word.hosts, store_port)
-        patience_s = PATIENCE_S
+        patience_s, work = PATIENCE_S, _Work()
         while not self._is_out.wait(patience_s):
             patience_s = AGAIN_S
             if self._runs != word.attempt:
                 continue  # it is about to enter, and will find that there is no use
             self._was_heard.clear()
             signal.pthread_kill(main, INTERRUPT)
-            if not self._was_heard.wait(DEAF_S):
-                with self._cutting:  # a connection may have come about meanwhile
-                    cut(word.pids, word.hosts, store_port)
-                cut_store(store_port)  # it may wait there for a key of the lost rank
+            if self._was_heard.wait(DEAF_S):
+                work = _Work()
+                continue
+            if work.has_stopped() and not self._is_out.is_set():
+                _end("its main thread waits, and does not hear that a rank is lost")
+            with self._cutting:  # a connection may have come about meanwhile
+                cut(word.pids, word.hosts, store_port)
+            cut_store(store_port)  # it may wait there for a key of the lost rank
 
     def _interrupt(self, *_: object) -> None:
         """Leave the function, unless the main thread, which this is, is on its way out already."""
@@ -307,6 +313,34 @@ class _Launched:
                 has_saved.wait(BEAT_S)
 
 
+def _end(why: str) -> None:
+    """End this process, so that another takes its rank; tell why, and where its threads are."""
+    print(f"holdfast: process {os.getpid()} ends: {why}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(1)
+
+
+class _Work:
+    """What this process does between one time that its main thread is deaf and the next."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def has_stopped(self) -> bool:
+        """True if it took no processor time since the last call: it waits for what does not come.
+
+        gloo forgets to wake who waits when a connection goes in the middle of a message, or before it came
+        about.  On devices kernels may still run, for which a thread waits in the same way.
+        """
+        import torch
+
+        now = time.monotonic(), time.process_time()
+        before, self._before = self._before, now
+        if before is None or torch.cuda.is_initialized():
+            return False
+        return now[1] - before[1] < IDLE * (now[0] - before[0])
+
+
 def _place() -> int:
     """Return a number that is another one when the main thread is elsewhere in its code, or work of
     holdfast, such as reading and writing, has gone on."""
@@ -322,15 +356,8 @@ def _place() -> int:
 def _ends_within(limit_s: float) -> Iterator[None]:
     """End this process, so that another takes its rank, if the block takes longer."""
 
-    def give_up() -> None:
-        text = (
-            f"holdfast: what the rank held was not dropped within {limit_s:g} s; the process ends"
-        )
-        print(text, file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(1)
-
-    watch = threading.Timer(limit_s, give_up)
+    text = f"what the rank held was not dropped within {limit_s:g} s"
+    watch = threading.Timer(limit_s, _end, (text,))
     watch.daemon = True
     watch.start()
     try:
