@@ -126,9 +126,12 @@ class Ranks:
     def errors(self) -> str:
         return self.log.read_text()[-6000:]
 
-    def printed(self, options: Any, num: int = 1, losses: int = 0, seed: int = 0) -> list[str]:
+    def printed(
+        self, options: Any, num: int = 1, losses: int = 0, seed: int = 0, *, dies: bool = False
+    ) -> list[str]:
         """Return the lines that a run prints.  With `losses`, all its ranks are killed, one after the
-        other, some moments after it has printed so many, unless it has ended before."""
+        other, some moments after it has printed so many, unless it has ended before.  With `dies`, they
+        may kill themselves."""
         self._num_printing += 1
         out = self.log.with_name(f"printed-{self._num_printing}")
         out.touch()
@@ -142,6 +145,7 @@ class Ranks:
                     os.kill(pid, signal.SIGKILL)
                     is_killed = True
         codes, text = self.wait(pids), out.read_text()
+        is_killed = is_killed or (dies and codes == [-signal.SIGKILL] * num)
         assert is_killed or not any(codes), f"{codes}\n{text[-6000:]}"
         return text.splitlines()
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -49,6 +51,8 @@ class Settings:
     save_last: bool | str = True
     width: int = 32
     accumulate: int = 1
+    dies: int = 0
+    """The write into `paths` before which, or if negative after which, the process is killed."""
     fabric: bool = False
     """Whether four steps are done with Fabric instead."""
 
@@ -206,11 +210,33 @@ def with_fabric(kind: str, root: str) -> None:
             ckpt.step(step)
 
 
+def die_at_write(settings: Settings) -> None:
+    """Have this process killed at a call that changes a file in the folder of paths."""
+    left = [abs(settings.dies)]
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def change(path: Any, *args: Any) -> Any:
+            left[0] -= os.path.dirname(os.fspath(path)) == settings.paths
+            is_it = left[0] == 0
+            if is_it and settings.dies > 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = call(path, *args)
+            if is_it:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return change
+
+    os.replace, os.remove = counted(os.replace), counted(os.remove)
+
+
 def main(text: str) -> None:
     warnings.filterwarnings("ignore", module="(?!holdfast)")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     settings = Settings(**json.loads(text))
+    if settings.dies:
+        die_at_write(settings)
     if settings.fabric:
         with_fabric(settings.kind, settings.root)
         return

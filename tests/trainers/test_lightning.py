@@ -22,8 +22,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 
 import holdfast
+from holdfast.checkpoint.notes import read_notes
 from holdfast.errors import UsageError
 from holdfast.integrations import lightning as integration
+from holdfast.store import open_store
 from trainers import lit
 from trainers.forked import Ranks, losses, value
 
@@ -80,6 +82,34 @@ def test_killed_ten_times_it_is_the_uninterrupted_run(
     seen += ranks.printed(last.text(), num)
     assert losses(seen) == losses(own)
     assert value(seen, "END") == value(own, "END")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sign", [1, -1], ids=["before", "after"])
+def test_killed_at_each_write_of_a_path(sign: int, tmp_path: Path, ranks: Ranks) -> None:
+    """The run goes on from `last.ckpt`.  At the end each path has its step, but for one that was being
+    removed, and no other step is kept."""
+    own = ranks.printed(settings(tmp_path, root="", paths=f"{tmp_path}/own", epochs=1).text())
+    number, has_ended = 0, False
+    while not has_ended:
+        number += 1
+        assert number < 50
+        place = tmp_path / str(number)
+        place.mkdir()
+        run = settings(place, epochs=1, ckpt_path="last", dies=sign * number)
+        seen = ranks.printed(run.text(), dies=True)
+        has_ended = any(line.startswith("END ") for line in seen)
+        run.dies = 0
+        seen += [] if has_ended else ranks.printed(run.text())
+        assert losses(seen) == losses(own), number
+        assert value(seen, "END") == value(own, "END"), number
+        pointers = {p.stem: json.loads(p.read_text()) for p in Path(run.paths).glob("*.ckpt")}
+        named = {pointer["step"] for pointer in pointers.values()}
+        kept = set(read_notes(open_store(run.root)).live_labels.values())
+        assert kept <= named and len(named - kept) <= 1, (number, named, kept)
+        assert pointers["last"]["step"] in kept
+        assert not any("is_coming" in pointer for pointer in pointers.values())
+    assert number > 10
 
 
 def test_two_ranks_of_fsdp2_go_on_as_one(tmp_path: Path, ranks: Ranks) -> None:

@@ -47,7 +47,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from holdfast.arguments import path_of
-from holdfast.checkpoint.notes import unpin
+from holdfast.checkpoint.notes import read_notes, unpin
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.codec.digest import hexdigest
@@ -451,7 +451,7 @@ class _Home:
                 self.rest.value = None
             self.at = step, self.strategy.writes()
         try:
-            self.ckpt.pin(step, _label(path, step))
+            self.ckpt.pin(step, f"{_label(path)}{step}")
         except NotFound:
             pass  # the save has failed already, which it says itself
         except HoldfastError as error:
@@ -476,20 +476,27 @@ class _Home:
                 self._is_good = save.error is None
                 self._point(path, pointer)
             while self._to_remove and self._is_good:
-                self._forget(self._to_remove[0], _remove(self._to_remove.pop(0)))
+                self._remove(self._to_remove.pop(0))
 
     def _point(self, path: str, pointer: Pointer) -> None:
-        before = _read(path) or {}
         if self._is_good:
             _write(path, pointer)
-            if before.get("step") != pointer["step"]:
-                self._forget(path, before)
-        elif before.get("is_coming"):
-            self._forget(path, _remove(path))
+            self._forget(path, but=pointer["step"])
+        elif (_read(path) or {}).get("is_coming"):
+            self._remove(path)
 
-    def _forget(self, path: str, pointer: Pointer | None) -> None:
-        if pointer and pointer["root"] == self.root:
-            unpin(open_store(self.root), _label(path, pointer["step"]))
+    def _remove(self, path: str) -> None:
+        self._forget(path)  # first: a step that no path names would be kept for ever
+        _remove(path)
+
+    def _forget(self, path: str, but: int | None = None) -> None:
+        """Unpin what a path named, also in a run that was killed before it could."""
+        coming = {
+            pointer["step"] for other, pointer, save in self._waiting if save and other == path
+        }
+        for label, step in read_notes(open_store(self.root)).live_labels.items():
+            if label.startswith(_label(path)) and step not in {but, *coming}:
+                unpin(open_store(self.root), label)
 
     def close(self, error: Any) -> None:
         try:
@@ -562,8 +569,9 @@ def _digest(path: str) -> str:
     return hexdigest(path.encode())[:8]
 
 
-def _label(path: str, step: int) -> str:
-    return f"{ascii(Path(path).stem)[1:-1][-50:]} {_digest(path)} {step}"
+def _label(path: str) -> str:
+    """The beginning of the labels of steps that a path names; the rest is the step."""
+    return f"{ascii(Path(path).stem)[1:-1][-50:]} {_digest(path)} "
 
 
 def _plain(callbacks: Any) -> Any:
