@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from .launch import launch
+from .launch import LIMIT_S, launch
 
 Case = Callable[[Path], None]
 MEET_S = 240.0
@@ -46,10 +46,15 @@ def run_all(cases: list[Case]) -> None:
 
 
 def run_module(
-    module: str, num_ranks: int, out: Path, *names: str, forked: bool = False
+    module: str,
+    num_ranks: int,
+    out: Path,
+    *names: str,
+    forked: bool = False,
+    timeout_s: float = LIMIT_S,
 ) -> dict[str, list[str]]:
     """Launch a worker module (its cases with these names); by case, what went wrong on which rank."""
-    ran = launch(module, num_ranks, out, *names, forked=forked)
+    ran = launch(module, num_ranks, out, *names, forked=forked, timeout_s=timeout_s)
     failed: dict[str, list[str]] = {}
     for rank in range(num_ranks):
         path = out / f"{rank}.json"

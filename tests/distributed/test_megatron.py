@@ -56,9 +56,10 @@ def live(
 ) -> dict[str, list[str]]:
     names = cases_of(request, "test_live", names_of(megatron_live_cases.CASES))
     out = tmp_path_factory.mktemp("live")
-    return run_module("megatron_live_cases", 4, out, *names, forked=True)
+    return run_module("megatron_live_cases", 4, out, *names, forked=True, timeout_s=1700)
 
 
+@pytest.mark.timeout(1800)  # all cases are one launch
 @pytest.mark.parametrize("case", megatron_live_cases.CASES, ids=lambda case: case.__name__)
 def test_live(live: dict[str, list[str]], case: Case) -> None:
     check(live, case.__name__)

@@ -84,11 +84,10 @@ def lost_steps(run: Soaked) -> list[tuple[int, int, int]]:
 
 
 def unwoken(run: Soaked) -> list[set[int]]:
-    """Return, for each attempt that had any, the processes that ended since gloo does not wake them: a rank
-    was killed before it had connected, or in the middle of a message (about one kill in 300)."""
-    attempts = run.printed.split("holdfast run: attempt ")
-    ended = (re.findall(r"process (\d+) ends: its main thread waits", text) for text in attempts)
-    return [set(map(int, pids)) for pids in ended if pids]
+    """Return, for each attempt that had any, the processes that were killed since gloo does not wake them:
+    a rank was killed before it had connected, or in the middle of a message (decision 166)."""
+    found = re.findall(r"a lost rank left, and are not woken: ([\d, ]+)", run.printed)
+    return [set(map(int, pids.split(","))) for pids in found]
 
 
 def growth(run: Soaked) -> list[str]:
@@ -124,8 +123,10 @@ def test_kills_at_random_moments(tiers: str, tmp_path: Path) -> None:
     check(run, trajectory(tmp_path / "whole", run.last_step))
     lost = {t["pid"] for t in run.told} - run.killed - set(last.values())
     attempts = unwoken(run)
-    assert lost == set().union(*attempts)  # nobody else was lost
-    assert len(attempts) <= 2
+    assert lost <= set().union(
+        *attempts
+    )  # nobody else was lost; who had just entered has told nothing
+    assert len(attempts) <= 2 + KILLS // 100
     assert not [lost for lost in lost_steps(run) if lost[1] - lost[2] > 2]
     assert not growth(run)
 

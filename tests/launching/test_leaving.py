@@ -27,6 +27,7 @@ from holdfast.run.channel import (
     Leave,
     Left,
     Moved,
+    Stuck,
     WorkerEnd,
 )
 
@@ -59,25 +60,14 @@ class Forked:
                 os._exit(status)
         self.end.other.close()
 
-    def hears(self, kind: type[Any]) -> Any:
-        """Wait for a message of a kind; return the first."""
+    def hears(self, kind: type[Any] | tuple[type[Any], ...]) -> Any:
+        """Wait for a message of a kind, or of several; return the first."""
         until = time.monotonic() + LIMIT_S
         while not (found := [m for m in self.said if isinstance(m, kind)]):
             assert time.monotonic() < until, (self.said, self.printed.read_text())
             select.select([self.end.fileno()], [], [], 0.1)
             self.said += self.end.heard()
         return found[0]
-
-    def leaves(self) -> bool:
-        """Wait until it has left its function; False if its process ended instead."""
-        until = time.monotonic() + LIMIT_S
-        while not any(isinstance(m, Left) for m in self.said):
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                return False
-            assert time.monotonic() < until, (self.said, self.printed.read_text())
-            time.sleep(0.01)
-            self.said += self.end.heard()
-        return True
 
     def ends(self) -> int:
         """Wait until the process has ended; return its status."""
@@ -218,40 +208,41 @@ def test_who_waits_for_a_key_of_the_lost_rank(
     assert worker.hears(Left).attempt == 1
 
 
-def test_who_waits_for_what_does_not_come_is_replaced(
+def test_who_waits_to_be_connected_to_says_so(
     forked: Callable[..., Forked], tmp_path: Path
 ) -> None:
-    """There is no connection that could be cut."""
+    """The other rank was killed before it could: there is no connection that could be cut."""
 
     def function() -> None:
         store = dist.FileStore(str(tmp_path / "store"), 2)
         recovery.events.last_step += 1
-        store.get("what the lost rank would have set")
+        dist.init_process_group("gloo", store=store, rank=0, world_size=2)
 
     worker = forked(function)
     worker.end.say(Leave(1, [], []))
-    assert not worker.leaves() and worker.ends() == 1
-    printed = worker.printed.read_text()
-    assert f"process {worker.pid} ends: its main thread waits" in printed
-    assert "in function" in printed  # the stacks
+    assert worker.hears(Stuck).attempt == 1
 
 
-def test_who_works_is_not_replaced(forked: Callable[..., Forked]) -> None:
-    """A long call is deaf, too."""
+@pytest.mark.parametrize("cleans", ["heard", "of its own"])
+def test_who_cleans_up_in_a_call_is_not_stuck(cleans: str, forked: Callable[..., Forked]) -> None:
+    """A write to slow storage is deaf and does not compute, too."""
+    seconds = recovery.PATIENCE_S + 2 * recovery.AGAIN_S + 4 * recovery.DEAF_S
 
     def function() -> None:
-        rows = torch.ones(1000, 1000)
-        recovery.events.last_step += 1
-        signal.pthread_sigmask(signal.SIG_BLOCK, [recovery.INTERRUPT])
-        until = time.monotonic() + recovery.PATIENCE_S + 3 * (recovery.AGAIN_S + recovery.DEAF_S)
-        while time.monotonic() < until:
-            rows @ rows
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [recovery.INTERRUPT])
-        goes_on()
+        try:
+            recovery.events.last_step += 1
+            time.sleep(recovery.PATIENCE_S / 2 if cleans == "of its own" else LIMIT_S)
+            raise RuntimeError("a connection was closed")
+        finally:
+            pid = os.posix_spawn("/bin/sleep", ["sleep", f"{seconds}"], {})
+            signal.pthread_sigmask(signal.SIG_BLOCK, [recovery.INTERRUPT])
+            os.waitpid(pid, 0)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [recovery.INTERRUPT])
 
     worker = forked(function)
     worker.end.say(Leave(1, [], []))
-    assert worker.leaves()
+    worker.hears(Left)
+    assert not any(isinstance(m, Stuck) for m in worker.said)
 
 
 def test_a_connection_that_ends_within_a_message(
@@ -273,15 +264,19 @@ def test_a_connection_that_ends_within_a_message(
     for number in range(10):
         peer = os.fork()
         if peer == 0:
-            exchange(1, str(number))
-        worker = forked(lambda: exchange(0, str(number)))
-        os.kill(peer, signal.SIGKILL)
-        os.waitpid(peer, 0)
+            try:
+                exchange(1, str(number))
+            finally:
+                os._exit(1)
+        try:
+            worker = forked(lambda: exchange(0, str(number)))
+        finally:
+            os.kill(peer, signal.SIGKILL)
+            os.waitpid(peer, 0)
         worker.end.say(Leave(1, [peer], []))
-        if not worker.leaves():
-            assert f"{worker.pid} ends: its main thread waits" in worker.printed.read_text()
+        if isinstance(worker.hears((Stuck, Left)), Stuck):
             return
-    pytest.skip("each connection ended between two messages")
+    pytest.skip("gloo has woken ten of ten, killed in the middle of a message: is 0166 still so?")
 
 
 def test_who_cannot_drop_what_it_held_is_replaced(
@@ -300,7 +295,7 @@ def test_who_cannot_drop_what_it_held_is_replaced(
     (tmp_path / "told").touch()
     assert worker.ends() == 1
     printed = worker.printed.read_text()
-    assert f"process {worker.pid} ends: what the rank held was not dropped within 0.2 s" in printed
+    assert "was not dropped within 0.2 s; the process ends" in printed
     assert "recovery.py" in printed  # the stacks
 
 

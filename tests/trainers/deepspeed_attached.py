@@ -224,7 +224,8 @@ def saves(root: str, dies: int = 0) -> None:
         engine = engine_of()
         with attach(engine, root, keep=holdfast.Keep(last=1)) as ckpt:
             path, _ = engine.load_checkpoint(str(folder))
-            print(path and f"{folder}/global_step{engine.global_steps}" == path, file=journal)
+            found = path is not None and json.loads(Path(path, "holdfast.json").read_text())["step"]
+            print(found is not False and found == engine.global_steps, file=journal)
             print(engine.global_steps, file=journal, flush=True)
             while engine.global_steps < 4:
                 train(engine, 1)

@@ -297,7 +297,7 @@ class AttachedEngine:
         self.pending = [one for one in self.pending if not one.save.done()]
         for one in done:
             if one.save.error is None and self.engine.global_rank == 0:
-                _write_pointer(one, self.root)
+                _write_pointer(Pointed(self.root, one.save.step, one.tag), one.folder, one.latest)
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -322,9 +322,10 @@ class AttachedEngine:
             pointed = self._pointed(folder, tag)
             if pointed is None:
                 return None, None
-            if is_newest:
-                pointed = self._there(folder, pointed)
-            restored, tag = self._load_pointed(pointed, wanted), pointed.tag
+            newest = self._newest_saved(folder, pointed) if is_newest else pointed
+            restored, tag = self._load_pointed(newest, wanted), newest.tag
+            if newest != pointed and self.engine.global_rank == 0:
+                _write_pointer(newest, folder, True)
         elif tag is None:
             restored = self._load_newest(found, wanted)
         else:
@@ -378,7 +379,7 @@ class AttachedEngine:
             self._leave_out_frozen()
 
     def _pointed(self, folder: str, tag: str | None) -> Pointed | None:
-        """Read to what the folder of a tag points; None where there is no tag, which is told."""
+        """Return the step to which the folder of a tag points; warn and return None without a tag."""
         if tag is None:
             newest = looking.steps(self.root)[-1:]
             beside = f"; {self.root} has step {newest[0]}: load from there" if newest else ""
@@ -394,8 +395,8 @@ class AttachedEngine:
                 hint=f"load_checkpoint({self.root!r}) goes on from the newest step of the root",
             ) from None
 
-    def _there(self, folder: str, pointed: Pointed) -> Pointed:
-        """What `latest` points to or, if that is deleted, the newest step that was saved there after it.
+    def _newest_saved(self, folder: str, pointed: Pointed) -> Pointed:
+        """Return what `latest` points to or, if that is deleted, the newest step saved there after it.
 
         A run that is killed between a commit and the writing of `latest` leaves it naming a step that
         `keep` may have let go.
@@ -489,13 +490,13 @@ def _is_deepspeeds(folder: str, tag: str | None) -> bool:
     return tag is not None and any(Path(folder, tag).glob("*_states.pt"))
 
 
-def _write_pointer(one: Pending, root: str) -> None:
-    place = Path(one.folder, one.tag)
+def _write_pointer(pointed: Pointed, folder: str, latest: bool) -> None:
+    place = Path(folder, pointed.tag)
     place.mkdir(parents=True, exist_ok=True)
-    pointer = {"root": _absolute(root), "step": one.save.step}
+    pointer = {"root": _absolute(pointed.root), "step": pointed.step}
     _replace(place / POINTER, json.dumps(pointer))
-    if one.latest:
-        _replace(Path(one.folder, LATEST), one.tag)
+    if latest:
+        _replace(Path(folder, LATEST), pointed.tag)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -14,7 +14,8 @@ Lightning says when to save and under which path; the root has the steps.  A pat
 
 At the end of an epoch it is waited for: callbacks may change weights in place there, before a copy is made.
 So what a path named before stays whole until there is something in its place.  A step stays while a path
-names it: it is pinned under that path's name.  Weights alone are steps of `<root>-weights`.
+names it: it is pinned under that path's name, until Lightning has the path removed.  Weights alone are
+steps of `<root>-weights`.
 
 A strategy, and not a CheckpointIO, is where this comes in: Lightning calls a CheckpointIO on rank 0 alone,
 with all tensors gathered, and for sharded models not at all.
@@ -494,9 +495,12 @@ class _Home:
         coming = {
             pointer["step"] for other, pointer, save in self._waiting if save and other == path
         }
-        for label, step in read_notes(open_store(self.root)).live_labels.items():
-            if label.startswith(_label(path)) and step not in {but, *coming}:
-                unpin(open_store(self.root), label)
+        try:
+            for label, step in read_notes(open_store(self.root)).live_labels.items():
+                if label.startswith(_label(path)) and step not in {but, *coming}:
+                    unpin(open_store(self.root), label)
+        except HoldfastError as error:
+            warn_user(f"{path}: what it named before stays pinned, so it is not deleted: {error}")
 
     def close(self, error: Any) -> None:
         try:

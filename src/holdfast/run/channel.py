@@ -6,6 +6,7 @@ launcher                          worker
    ◄── Beat(step, saved) ────────   it has done that step; that one is saved
    ◄── Moved ────────────────────   it has not, for a while, but is at something else than before
    ─── Leave(attempt, ranks) ────►  a peer is lost: it cuts its connections, and leaves the function
+   ◄── Stuck(attempt) ───────────   it cannot: it waits in a collective that nothing ends
    ◄── Left(attempt, error) ─────   it is out, by this error, and holds nothing any more
    ◄── Done(attempt) ────────────   the function has returned
    ─── End ──────────────────────►  all are done, or the run is given up
@@ -54,6 +55,10 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     hosts: list[str]
 
 
+class Stuck(msgspec.Struct, frozen=True, tag=True):
+    attempt: int
+
+
 class Left(msgspec.Struct, frozen=True, tag=True):
     """`error` is the traceback, `kind` its last line; `is_own`: it was not the launcher's word."""
 
@@ -74,7 +79,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     is_good: bool
 
 
-FromWorker = Marked | Beat | Moved | Left | Done
+FromWorker = Marked | Beat | Moved | Stuck | Left | Done
 FromLauncher = Enter | Leave | End
 _FROM_WORKER = msgspec.json.Decoder(FromWorker)
 _FROM_LAUNCHER = msgspec.json.Decoder(FromLauncher)

@@ -40,6 +40,7 @@ from holdfast.run.channel import (
     Left,
     Marked,
     Moved,
+    Stuck,
     WorkerEnd,
 )
 
@@ -56,7 +57,7 @@ DEAF_S = 0.3
 AGAIN_S = 1.0
 """Seconds between further interrupts, where one was lost: in a destructor, or to a script's own handler."""
 IDLE = 0.1
-"""Share of a core below which a process does not work: its threads that beat and poll take a hundredth."""
+"""Share of a core below which a process does not compute; its threads that beat and poll take little."""
 CLEANUP_S = 3.0
 """Seconds that a rank may handle an error of its own, before it is interrupted in that."""
 DROP_S = 10.0
@@ -148,6 +149,8 @@ class _Launched:
         self._told_to_leave = 0.0
         self._was_heard = threading.Event()
         """The main thread has heard the last interrupt."""
+        self._heard_any = False
+        """It has heard one since it was told to leave, so that it is on its way out."""
         self._cutting = threading.Lock()
         """Held while connections are cut and groups aborted: none is ended then."""
         self._before: Leftovers | None = None
@@ -247,6 +250,7 @@ class _Launched:
         from holdfast.run.cutting import cut, cut_store, on_devices
 
         self._over, self._told_to_leave = word.attempt, time.monotonic()
+        self._heard_any = False
         lose_all("the ranks have lost each other")
         store_port = int(os.environ.get("MASTER_PORT", "0"))
         main = threading.main_thread().ident or 0
@@ -255,7 +259,7 @@ class _Launched:
                 # A wait for an aborted collective returns as if all were well: it must be the last line.
                 signal.pthread_kill(main, INTERRUPT)
             cut(word.pids, word.hosts, store_port)
-        patience_s, work = PATIENCE_S, _Work()
+        patience_s, pulse = PATIENCE_S, _Pulse(main)
         while not self._is_out.wait(patience_s):
             patience_s = AGAIN_S
             if self._runs != word.attempt:
@@ -263,17 +267,17 @@ class _Launched:
             self._was_heard.clear()
             signal.pthread_kill(main, INTERRUPT)
             if self._was_heard.wait(DEAF_S):
-                work = _Work()
                 continue
-            if work.has_stopped() and not self._is_out.is_set():
-                _end("its main thread waits, and does not hear that a rank is lost")
             with self._cutting:  # a connection may have come about meanwhile
                 cut(word.pids, word.hosts, store_port)
             cut_store(store_port)  # it may wait there for a key of the lost rank
+            if pulse.has_stopped() and not self._is_out.wait(DEAF_S) and not self._heard_any:
+                self._end.say(Stuck(word.attempt))
 
     def _interrupt(self, *_: object) -> None:
         """Leave the function, unless the main thread, which this is, is on its way out already."""
         self._was_heard.set()
+        self._heard_any = True
         if self._runs and not self._is_leaving(sys.exc_info()[1]):
             raise PeerLost("another rank is lost")
 
@@ -313,32 +317,48 @@ class _Launched:
                 has_saved.wait(BEAT_S)
 
 
-def _end(why: str) -> None:
-    """End this process, so that another takes its rank; tell why, and where its threads are."""
-    print(f"holdfast: process {os.getpid()} ends: {why}", file=sys.stderr, flush=True)
-    faulthandler.dump_traceback(all_threads=True)
-    os._exit(1)
+class _Pulse:
+    """Whether a collective still does anything.
 
+    gloo does not wake who waits for the rest of a message, or to be connected to, when the other rank is
+    killed: no connection is left that could be cut, and nothing within the process ends the wait.
+    """
 
-class _Work:
-    """What this process does between one time that its main thread is deaf and the next."""
-
-    def __init__(self) -> None:
+    def __init__(self, main: int) -> None:
+        self._main = main
         self._before: tuple[float, float] | None = None
 
     def has_stopped(self) -> bool:
-        """True if it took no processor time since the last call: it waits for what does not come.
+        """True if the main thread is in a collective and this process has not computed since the last call.
 
-        gloo forgets to wake who waits when a connection goes in the middle of a message, or before it came
-        about.  On devices kernels may still run, for which a thread waits in the same way.
+        Never where there are devices: kernels may run for which a thread waits in the same way.
         """
         import torch
 
+        from holdfast.run.cutting import on_devices
+
         now = time.monotonic(), time.process_time()
         before, self._before = self._before, now
-        if before is None or torch.cuda.is_initialized():
+        if before is None or torch.cuda.is_initialized() or on_devices():
             return False
-        return now[1] - before[1] < IDLE * (now[0] - before[0])
+        is_idle = now[1] - before[1] < IDLE * (now[0] - before[0])
+        return is_idle and _is_in_collective(self._main)
+
+
+def _is_in_collective(thread: int) -> bool:
+    """True if a thread is in a call of torch.distributed, but for reading and writing checkpoints."""
+    import torch.distributed as dist
+
+    folder = os.path.dirname(dist.__file__)
+    frame = sys._current_frames().get(thread)
+    for _ in range(3):  # a call by way of torch.ops has a frame or two of torch's own below
+        if frame is None:
+            break
+        name = frame.f_code.co_filename
+        if name.startswith(folder):
+            return not name.startswith(os.path.join(folder, "checkpoint"))
+        frame = frame.f_back
+    return False
 
 
 def _place() -> int:
@@ -356,8 +376,15 @@ def _place() -> int:
 def _ends_within(limit_s: float) -> Iterator[None]:
     """End this process, so that another takes its rank, if the block takes longer."""
 
-    text = f"what the rank held was not dropped within {limit_s:g} s"
-    watch = threading.Timer(limit_s, _end, (text,))
+    def give_up() -> None:
+        text = (
+            f"holdfast: what the rank held was not dropped within {limit_s:g} s; the process ends"
+        )
+        print(text, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
+    watch = threading.Timer(limit_s, give_up)
     watch.daemon = True
     watch.start()
     try:

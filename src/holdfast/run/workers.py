@@ -33,6 +33,7 @@ from holdfast.run.channel import (
     Left,
     Marked,
     Moved,
+    Stuck,
 )
 from holdfast.run.forkserver import ForkServer, Start
 from holdfast.run.hangs import Progress, StepPace
@@ -81,7 +82,9 @@ class RankProcess:
     is_ending: bool = False
     """It was told that the run is over, and hears no more."""
     is_put_down: bool = False
-    """It was killed since it is not recoverable in place, and for no fault of its own."""
+    """It was killed for no fault of its own: it is not recoverable in place, or nothing wakes it."""
+    is_stuck: bool = False
+    """It was told to leave, and waits in a collective that nothing ends."""
     status: int | None = None
     """Its exit status; None while it runs."""
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
@@ -180,17 +183,21 @@ class Workers(PContext):  # type: ignore[misc]
                 worker.is_put_down = not worker.is_marked
                 self._kill(worker, signal.SIGKILL)
         self._until(
-            lambda: all(w.is_out or w.status is not None for w in inside), self.launch.leave_s
+            lambda: all(w.is_out or w.is_stuck or w.status is not None for w in inside),
+            self.launch.leave_s,
         )
-        stuck = [w for w in inside if not w.is_out and w.status is None]
-        if stuck:
-            named = ", ".join(str(w.pid) for w in stuck)
-            self.launch.say(
-                f"killed, since they did not leave within {self.launch.leave_s:g} s: {named}"
-            )
-            self._tell_stacks(stuck)
-        for worker in stuck:
-            self._kill(worker, signal.SIGKILL)
+        left = [w for w in inside if not w.is_out and w.status is None]
+        stuck, late = [w for w in left if w.is_stuck], [w for w in left if not w.is_stuck]
+        for those, why in (
+            (stuck, "wait in a collective that a lost rank left, and are not woken"),
+            (late, f"did not leave within {self.launch.leave_s:g} s"),
+        ):
+            if those:
+                self.launch.say(f"killed, since they {why}: {', '.join(str(w.pid) for w in those)}")
+                self._tell_stacks(those)
+            for worker in those:
+                worker.is_put_down = worker.is_stuck
+                self._kill(worker, signal.SIGKILL)
         self._until(lambda: all(w.is_out or w.status is not None for w in inside), 5.0)
 
     def failed(self) -> list[int]:
@@ -430,6 +437,8 @@ class Workers(PContext):  # type: ignore[misc]
             self.saved = max(self.saved, message.saved)
         elif isinstance(message, Moved):
             worker.progress.moved = now
+        elif isinstance(message, Stuck):
+            worker.is_stuck = message.attempt == self.attempt
         elif isinstance(message, Left) and message.attempt == self.attempt:
             worker.left, worker.left_at = message, now
             worker.progress.step = max(worker.step, message.step)

@@ -24,7 +24,9 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.segment import SOCKET, check_home, home
 from holdfast.wire import WireError
 
-START_S = 20.0
+START_S = (
+    60.0  # a process that lives is waited for: on a busy node it may take half a minute to begin
+)
 RESTART_S = 1.0
 """An agent that finds another one ends at once; if nobody answers after that time, so has the other."""
 HURRIED_S = 1.0
