@@ -44,7 +44,8 @@ unit: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow and not soak"
 
 soak: $(READY) $(STRANGERS)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 50 -m soak
+	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 50 \
+	  -m "soak or hypothesis" --hypothesis-profile anew
 
 check: $(READY)
 	$(BIN)/ruff check .

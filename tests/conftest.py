@@ -10,7 +10,9 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch: processes are forked, and compute alike
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process that crashes says where it was
-settings.register_profile("holdfast", deadline=None)  # a busy machine is no failure
+# A busy machine is no failure.  The soak draws other cases each time.
+settings.register_profile("holdfast", deadline=None, derandomize=True)
+settings.register_profile("anew", deadline=None)
 settings.load_profile("holdfast")
 
 from gate import in_order, leave_to_the_soak  # noqa: E402  after the environment is set

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from queue import SimpleQueue
-from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from holdfast.errors import Deadline, HoldfastError, waiting
@@ -115,7 +114,7 @@ class Patience:
         call: Callable[[], R],
         what: str,
         place: str,
-        undo: Callable[[R], object] | None = None,
+        undo: Callable[[Any], object] | None = None,
     ) -> R:
         """Do `call`.  Deadline if it has not returned after `limit_s`; it may return later, and `undo` is
         given what nobody takes then."""
@@ -128,10 +127,15 @@ class Patience:
             helper = _helper()
         except RuntimeError:  # no thread can be begun: when Python ends, or the host has no more
             return _do(operation, call, undo)
-        if not helper.do(partial(_do, operation, call, undo), limit_s):
-            if self._leave(operation):
-                raise operation.given_up()
-            helper.wait()
+        try:
+            if not helper.do(partial(_do, operation, call, undo), limit_s):
+                if self._leave(operation):
+                    raise operation.given_up()
+                helper.wait()
+        except BaseException:  # also of a signal, or of a rank that is told to leave
+            operation.is_left = True
+            helper.end()
+            raise
         result = helper.result()
         _idle.append(helper)
         if isinstance(result, BaseException):
@@ -182,7 +186,7 @@ class Patience:
             raise operation.given_up()
 
 
-def _do(operation: StorageCall, call: Callable[[], R], undo: Callable[[R], object] | None) -> R:
+def _do(operation: StorageCall, call: Callable[[], R], undo: Callable[[Any], object] | None) -> R:
     """Do `call`.  Whoever was left behind meanwhile does nothing with what it returns: its Deadline."""
     me = threading.get_ident()
     around = _under_way.get(me)
@@ -221,14 +225,13 @@ class Helper:
     """A thread that makes calls for another one, which may give up on it."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], threading.Lock, list[FrameType]]] = (
-            SimpleQueue()
-        )
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        """A call, the lock that is released when it has returned, and the frames that wait; None to end."""
         self._result: Any = None
         threading.Thread(target=self._work, name="holdfast-storage", daemon=True).start()
 
     def do(self, call: Callable[[], Any], limit_s: float) -> bool:
-        """Make the call; True if it returns in `limit_s`.  Else this helper is of no more use."""
+        """Make the call; True if it returns in `limit_s`.  Else `wait` for it, or `end` this helper."""
         self._done = done = threading.Lock()
         done.acquire()
         frames = [sys._getframe()]
@@ -242,6 +245,10 @@ class Helper:
         """Wait until it has returned, however long."""
         self._done.acquire()
 
+    def end(self) -> None:
+        """Have the thread end, when the call that it makes has returned."""
+        self._calls.put(None)
+
     def result(self) -> Any:
         """Return what the call returned, as a tuple of one; or its error."""
         result, self._result = self._result, None
@@ -249,13 +256,13 @@ class Helper:
 
     def _work(self) -> None:
         _thread.is_watched = True
-        while True:
-            call, done, waiting.frames = self._calls.get()
+        while (task := self._calls.get()) is not None:
+            call, done, waiting.frames = task
             try:
                 self._result = (call(),)
             except BaseException as error:
                 self._result = error
-            del call
+            del call, task
             done.release()
             del done
 
@@ -335,9 +342,9 @@ class ThreadWatch:
 def slowest(least_s: float = 1.0, of: Patience | None = None) -> str:
     """Name the operation under way for longest, for messages; empty if none has taken `least_s`.  `of`: of
     one store alone."""
-    found = [one for one in tuple(_under_way.values()) if of is None or one.patience is of]
-    since = sorted(found, key=lambda operation: operation.since)
-    return next((str(one) for one in since if one.took_s >= least_s), "")
+    asked = [one for one in tuple(_under_way.values()) if of is None or one.patience is of]
+    late = [one for one in asked if one.took_s >= least_s]
+    return str(min(late, key=lambda one: one.since)) if late else ""
 
 
 class Asks(Protocol):
@@ -356,7 +363,7 @@ S = TypeVar("S", bound=Asks)
 
 def patient(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Make a method an operation of storage; its first argument, if it is a text, is the key."""
-    return _patient(method, None)
+    return patient_or(None)(method)
 
 
 class Decorator(Protocol):
@@ -367,24 +374,18 @@ class Decorator(Protocol):
     ) -> Callable[Concatenate[S, P], R]: ...
 
 
-def patient_or(undo: Callable[[Any], object]) -> Decorator:
+def patient_or(undo: Callable[[Any], object] | None) -> Decorator:
     """`patient` for what returns something to close: `undo` closes what nobody takes any more."""
 
     def decorate(method: Callable[Concatenate[S, P], R], /) -> Callable[Concatenate[S, P], R]:
-        return _patient(method, undo)
+        name = method.__name__
+
+        @wraps(method)
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            key = args[0] if args else ""
+            place = self.place_of(key if isinstance(key, str) else "")
+            return self.patience.run(partial(method, self, *args, **kwargs), name, place, undo)
+
+        return call
 
     return decorate
-
-
-def _patient(
-    method: Callable[Concatenate[S, P], R], undo: Callable[[R], object] | None
-) -> Callable[Concatenate[S, P], R]:
-    name = method.__name__
-
-    @wraps(method)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        key = args[0] if args else ""
-        place = self.place_of(key if isinstance(key, str) else "")
-        return self.patience.run(partial(method, self, *args, **kwargs), name, place, undo)
-
-    return call

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from holdfast.codec.digest import CHUNK_BYTES, num_chunks
 from holdfast.delta import messages as w
+from holdfast.delta import queue as queues
 from holdfast.delta import writer
-from holdfast.delta.queue import Queue, WriterProcess
+from holdfast.delta.queue import Queue, WriterProcess, hang_up_former
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Record, SegmentHeader, read_header, segment_key
 from holdfast.store import LocalStore
@@ -56,6 +58,41 @@ def test_memory_goes_where_its_end_was_interrupted(
         assert time.monotonic() < until
         time.sleep(0.01)
         gc.collect()
+
+
+def test_its_end_is_interrupted_at_any_line(tmp_path: Path) -> None:
+    """Whatever line that is, its next restore has the writer end, and waits for it."""
+    at, was_interrupted = 0, True
+    ended_by_itself = 0
+    while was_interrupted:
+        queue, was_interrupted = Queue(LocalStore(tmp_path), 60.0), False
+        queue.open(SegmentHeader(5 + at, 0, 1, "plan", {}), Ring(2, 4096), 1)
+        process = queue._writer
+        assert process is not None
+        num_lines, at = 0, at + 1
+
+        def interrupt(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal num_lines, was_interrupted
+            if frame.f_code.co_filename != queues.__file__:
+                return None
+            num_lines += event == "line"
+            if num_lines == at and not was_interrupted:
+                was_interrupted = True
+                raise KeyboardInterrupt
+            return interrupt
+
+        former = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            queue.close(60.0)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(former)
+        ended_by_itself += queue._closing
+        hang_up_former({process.pid})
+        assert process.status(60.0) == 0
+    assert ended_by_itself < at > 10
 
 
 def orphan(store: LocalStore) -> tuple[writer.RecordWriter, socket.socket]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -398,3 +399,39 @@ def test_errors_and_results_come_through(tmp_path: Path) -> None:
         store.get("b")
     with patience.within(5.0):
         assert store.list() == ["a"]
+
+
+@pytest.mark.parametrize("how", ["given up", "interrupted"])
+def test_no_thread_stays_of_a_call_that_nobody_waits_for(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what it returned: a rank that is told of a lost one leaves wherever it is."""
+
+    def helpers() -> set[threading.Thread]:
+        return {one for one in threading.enumerate() if one.name == "holdfast-storage"}
+
+    def interrupt(*_: object) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    def answer() -> str:
+        while how == "interrupted" and not heard.wait(0.1):  # one before it waits is not heard
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        gate.wait()
+        return "an answer"
+
+    monkeypatch.setattr(patience, "_idle", [])
+    before, gate, heard = helpers(), threading.Event(), threading.Event()
+    undone: list[str] = []
+    asked = patience.Patience()
+    asked.limit_s = DEADLINE_S if how == "given up" else ENOUGH_S
+    former = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Deadline if how == "given up" else KeyboardInterrupt):
+            asked.run(answer, "ask", str(tmp_path), undone.append)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert len(helpers() - before) == 1
+    gate.set()
+    assert eventually(lambda: helpers() <= before)
+    assert undone == ["an answer"]

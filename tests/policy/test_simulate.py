@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
@@ -206,7 +206,7 @@ class Steps:
             if f.memory and self.step % f.memory == 0:
                 stall += c.memory_stall_s
                 self.memory.append((self.step, now + c.memory_s))
-                if self.there(now) > self.nodes:
+                if self.there(math.nextafter(now, 0.0)) > self.nodes:  # back before it began
                     join = min(join, now + c.memory_s)
             if f.batch and self.step % f.batch == 0:
                 self.written.append((self.step, now + c.batch_s + f.batch * c.record_s))
@@ -258,6 +258,12 @@ class Steps:
     st.lists(st.tuples(st.floats(1, 20_000), st.booleans()), max_size=12),
     st.sampled_from([(False, False), (True, False), (True, True)]),
     st.integers(0, 2),
+)
+@example(
+    Frequencies(durable=2000, memory=40),
+    [(1.0, True), (1.0, True), (772.0, False)],
+    (True, True),
+    0,
 )
 def test_step_by_step(
     f: Frequencies, told: list[tuple[float, bool]], how: tuple[bool, bool], standby: int

@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -336,13 +337,12 @@ class RecordCapture:
         return Queue(self.store, self._deadline_s)
 
     def close(self, limit_s: float) -> None:
-        self.drop()
         until = time.monotonic() + limit_s
-        try:
+        with ExitStack() as last:
+            last.callback(lambda: self._queue.close(max(until - time.monotonic(), LEAST_S)))
+            last.callback(self._copier.shutdown)
+            self.drop()
             self.handed_over(limit_s)
-        finally:
-            self._copier.shutdown()
-            self._queue.close(max(until - time.monotonic(), LEAST_S))
 
 
 def _applied(one: NamedOptimizer) -> Applied:

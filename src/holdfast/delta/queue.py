@@ -14,6 +14,8 @@ import os
 import socket
 import threading
 import time
+import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from subprocess import TimeoutExpired
 
@@ -70,6 +72,18 @@ class WriterProcess:
         return self._process.wait(limit_s)
 
 
+_queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+"""Those of this process.  One with a writer that it has not hung up lives as long as it listens to it."""
+
+
+def hang_up_former(pids: Iterable[int]) -> None:
+    """Have writers of this process end that it has left at work: a rank that is told of a lost one leaves
+    wherever it is, also in the middle of `Queue.close`."""
+    former = set(pids)
+    for one in [one for one in _queues if one.pid in former]:
+        one.hang_up()
+
+
 class Queue:
     """Records on their way to storage.  Thread-safe."""
 
@@ -88,6 +102,12 @@ class Queue:
         self._flushing = False
         self._restarts = 0
         self._closing = False
+        _queues.add(self)
+
+    @property
+    def pid(self) -> int:
+        """Process number of its writer; 0 if it has none."""
+        return 0 if self._writer is None else self._writer.pid
 
     def open(self, header: SegmentHeader, ring: Ring, batch: int) -> None:
         """Write records of this kind, which lie in `ring`, after what is on its way.
@@ -162,15 +182,19 @@ class Queue:
             if self.error is None:
                 self.flush(limit_s)
         finally:
-            with self._changed:  # no other writer is started meanwhile
-                self._closing = True
-                writer = self._writer
-                if writer is not None:
-                    writer.hang_up()
+            writer = self.hang_up()
             if writer is not None:
                 with suppress(TimeoutExpired):
                     writer.status(max(until - time.monotonic(), 1.0))
                 writer.ring.close()
+
+    def hang_up(self) -> WriterProcess | None:
+        """Have the writer write what it has, and end; return it.  No other one is started any more."""
+        with self._changed:
+            self._closing = True
+            if self._writer is not None:
+                self._writer.hang_up()
+            return self._writer
 
     # -- the writer -------------------------------------------------------------------------------
 

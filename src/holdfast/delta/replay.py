@@ -38,6 +38,7 @@ from holdfast.delta.log import Log, LogSegment, RecordedStep, read_headers
 from holdfast.delta.optimizers import GRAD, NamedOptimizer, grad_name, is_torchs, optimizers
 from holdfast.delta.packing import PACKED, PackedPart, entries, packed_name, parts_of
 from holdfast.delta.planning import ROUNDED, held
+from holdfast.delta.queue import hang_up_former
 from holdfast.delta.watching import buffers, untrained
 from holdfast.delta.writer_registry import WriterEntry, await_others, writers
 from holdfast.errors import (
@@ -80,6 +81,7 @@ def survey(store: Store, group: Group, since: int, run: int, keys: list[str]) ->
     kind = tuple[list[str], dict[str, WriterEntry]]
     keys, others = msgspec.json.decode(group.from_rank0(lambda: look(keys)), type=kind)
     if others:
+        hang_up_former(one.pid for one in others.values() if one.is_here())
         with alike(group, since):
             if left := await_others(others):
                 raise Deadline(
