@@ -29,6 +29,8 @@ DYING_S = 60.0
 """For ranks that are to die by themselves, where another has died before."""
 LIMIT_S = 300.0
 KILLED = -9
+END = "end\n"
+"""The last line that a zygote reads: processes that its tests have forked may hold its input open."""
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE}
 
 
@@ -117,6 +119,7 @@ class Lives:
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(END)
         self._process.stdin.close()
         self._process.wait(120)
         self._process.stdout.close()
@@ -210,7 +213,9 @@ def main() -> None:
     for name in (*PRELOAD, "memory.life"):
         importlib.import_module(name)
 
-    for line in sys.stdin:
+    for line in iter(sys.stdin.readline, END):
+        if not line:
+            return
         print(json.dumps(_live(json.loads(line))), flush=True)
 
 
