@@ -72,16 +72,16 @@ class WriterProcess:
         return self._process.wait(limit_s)
 
 
-_queues: weakref.WeakSet[Queue] = weakref.WeakSet()
-"""Those of this process.  One with a writer that it has not hung up lives as long as it listens to it."""
+_queues: weakref.WeakValueDictionary[int, Queue] = weakref.WeakValueDictionary()
+"""Those of this process, by number of their writer.  One that listens to a writer lives."""
 
 
 def hang_up_former(pids: Iterable[int]) -> None:
     """Have writers of this process end that it has left at work: a rank that is told of a lost one leaves
     wherever it is, also in the middle of `Queue.close`."""
-    former = set(pids)
-    for one in [one for one in _queues if one.pid in former]:
-        one.hang_up()
+    for pid in pids:
+        if (queue := _queues.get(pid)) is not None:
+            queue.hang_up()
 
 
 class Queue:
@@ -102,12 +102,6 @@ class Queue:
         self._flushing = False
         self._restarts = 0
         self._closing = False
-        _queues.add(self)
-
-    @property
-    def pid(self) -> int:
-        """Process number of its writer; 0 if it has none."""
-        return 0 if self._writer is None else self._writer.pid
 
     def open(self, header: SegmentHeader, ring: Ring, batch: int) -> None:
         """Write records of this kind, which lie in `ring`, after what is on its way.
@@ -201,6 +195,7 @@ class Queue:
     def _start(self, order: w.Open, ring: Ring) -> WriterProcess:
         """Start a writer, which is told nothing yet, and listen to it."""
         self._writer = writer = WriterProcess(order, ring)
+        _queues[writer.pid] = self
         threading.Thread(
             target=self._listen, args=(writer,), name="holdfast-log", daemon=True
         ).start()
