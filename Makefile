@@ -44,8 +44,7 @@ unit: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow and not soak"
 
 soak: $(READY) $(STRANGERS)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 50 \
-	  -m "soak or hypothesis" --hypothesis-profile anew
+	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 50 --hypothesis-profile anew -m "soak or hypothesis"
 
 check: $(READY)
 	$(BIN)/ruff check .
