@@ -14,11 +14,14 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
+import holdfast
 from holdfast.codec.digest import CHUNK_BYTES, num_chunks
 from holdfast.delta import messages as w
 from holdfast.delta import queue as queues
 from holdfast.delta import writer
+from holdfast.delta.capture import RecordCapture
 from holdfast.delta.queue import Queue, WriterProcess, hang_up_former
 from holdfast.delta.ring import Ring
 from holdfast.delta.segment import Record, SegmentHeader, read_header, segment_key
@@ -93,6 +96,50 @@ def test_its_end_is_interrupted_at_any_line(tmp_path: Path) -> None:
         hang_up_former({process.pid})
         assert process.status(60.0) == 0
     assert ended_by_itself < at > 10
+
+
+@pytest.mark.parametrize(
+    "where", ["RecordCapture.drop", "RecordCapture.handed_over", "Queue.close"]
+)
+def test_a_restore_after_a_close_that_was_interrupted(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same process, as of a survivor: it waits for no writer that nobody ends."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def begin() -> tuple[holdfast.Checkpointer, int]:
+        ckpt = holdfast.Checkpointer(
+            tmp_path, state, every=holdfast.Every(durable=2, delta=1), delta=holdfast.Delta()
+        )
+        return ckpt, int(ckpt.restore())
+
+    model = torch.nn.Linear(4, 4)
+    state = {"model": model, "optim": torch.optim.SGD(model.parameters())}
+    before = set(queues._queues)
+    ckpt, _ = begin()
+    for step in range(1, 4):
+        model(torch.ones(1, 4)).sum().backward()
+        state["optim"].step()
+        state["optim"].zero_grad()
+        ckpt.step(step)
+    ckpt.wait()
+    weights = model.weight.detach().clone()
+    (pid,) = set(queues._queues) - before
+    process = queues._queues[pid]._writer
+    assert process is not None
+    owner, name = where.split(".")
+    with monkeypatch.context() as patch:
+        patch.setattr({"Queue": Queue, "RecordCapture": RecordCapture}[owner], name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.close()
+    assert (process._process.poll() is None) == (where == "Queue.close")
+    torch.nn.init.zeros_(model.weight)
+    ckpt, restored = begin()
+    with ckpt:
+        assert restored == 3
+        assert torch.equal(model.weight, weights)
 
 
 def orphan(store: LocalStore) -> tuple[writer.RecordWriter, socket.socket]:

@@ -213,8 +213,8 @@ def main() -> None:
     for name in (*PRELOAD, "memory.life"):
         importlib.import_module(name)
 
-    for line in iter(sys.stdin.readline, END):
-        if not line:
+    for line in sys.stdin:
+        if line == END:
             return
         print(json.dumps(_live(json.loads(line))), flush=True)
 

@@ -128,7 +128,7 @@ def test_a_bucket_that_is_away(seaweed: SeaweedFS, proxy: Proxy, tmp_path: Path)
     back = life.step()
     life.until(lambda: recorded(direct) > back)
     life.end("end").check()
-    assert max(recorded(direct), *holdfast.steps(direct)) == life.step()
+    assert max([recorded(direct), *holdfast.steps(direct)]) == life.step()
     warned = [line["warned"] for lines in life.told("warned") for line in lines]
     assert len([text for text in warned if text.startswith("records were not uploaded")]) == 1, (
         warned

@@ -16,9 +16,11 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from memory.agents import kill
 from ports import free_port
 
 TESTS = Path(__file__).parent.parent
@@ -47,7 +49,12 @@ class Ranks:
         self.log, self._is_group_of_one, self._num_printing = log, is_group_of_one, 0
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         inherited = {k: v for k, v in os.environ.items() if k not in TORCHRUNS}
-        known = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path.rstrip(os.pathsep), **env}
+        own = {
+            "PYTHONPATH": path.rstrip(os.pathsep),
+            "HOLDFAST_MEMORY_DIR": str(log.parent / "node"),
+        }
+        known = inherited | {"OMP_NUM_THREADS": "1", **own, **env}
+        self._node = Path(known["HOLDFAST_MEMORY_DIR"])
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "trainers.forked", module],
@@ -66,6 +73,8 @@ class Ranks:
         self._process.stdin.close()
         self._process.wait(DEADLINE_S)
         self._process.stdout.close()
+        with suppress(FileNotFoundError, ProcessLookupError):
+            kill(self._node)  # it keeps the snapshots of a run that was killed for a day
 
     def _ask(self, what: str, *given: Any) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -29,10 +29,8 @@ DEADLINE_S = 900
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    folder = tmp_path_factory.mktemp("ranks")
-    memory = str(folder / "node")
-    log, env = folder / "log", {"HOLDFAST_MEMORY_DIR": memory}
-    with Ranks("trainers.train_deepspeed", log, is_group_of_one=True, **env) as found:
+    log = tmp_path_factory.mktemp("ranks") / "log"
+    with Ranks("trainers.train_deepspeed", log, is_group_of_one=True) as found:
         yield found
 
 

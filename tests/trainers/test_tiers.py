@@ -41,8 +41,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
         def of(module: str) -> Ranks:
             if module not in known:
-                env = {**OFFLINE, "HOLDFAST_MEMORY_DIR": str(folder / "node")}
-                ranks = Ranks(f"trainers.{module}", folder / f"{module}.log", **env)
+                ranks = Ranks(f"trainers.{module}", folder / f"{module}.log", **OFFLINE)
                 known[module] = stack.enter_context(ranks)
             return known[module]
 

@@ -85,7 +85,7 @@ def survey(store: Store, group: Group, since: int, run: int, keys: list[str]) ->
         with alike(group, since):
             if left := await_others(others):
                 raise Deadline(
-                    f"the writer of a dead process is still at work: {left[0]}",
+                    f"a writer of an earlier run is still at work: {left[0]}",
                     hint="storage may hang; when it has ended, restart",
                 )
         answer = group.from_rank0(lambda: look(store.list("log/")))

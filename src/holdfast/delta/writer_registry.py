@@ -1,4 +1,5 @@
-"""Writers that are still at work: what a dead training process left in memory is not in the log yet."""
+"""Writers that are still at work: what a training process that died,
+or left an attempt, had in memory is not in the log yet."""
 
 from __future__ import annotations
 
