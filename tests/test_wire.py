@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -309,3 +311,63 @@ def test_a_slot_that_was_not_filled_says_why(error: HoldfastError, kind: type) -
     assert type(found) is kind
     assert found.message == "guard-00001-0: it failed"
     assert {name: getattr(found, name) for name in WHERE} == WHERE
+
+
+FIRST_USE = """
+import os, sys, threading
+import msgspec
+from holdfast.wire import convert, decode_json, decode_msgpack
+
+def together(*ways):
+    found, barrier = [], threading.Barrier(len(ways))
+    def use(way):
+        barrier.wait()
+        found.append(way())
+    threads = [threading.Thread(target=use, args=(way,)) for way in ways]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join()
+    yield found
+
+def first_use(forks):
+    class Leaf(msgspec.Struct):
+        number: int
+        names: dict[str, int]
+    class Branch(msgspec.Struct):
+        leaf: Leaf
+        leaves: list[Leaf]
+        named: dict[str, Leaf]
+    class Tree(msgspec.Struct):
+        branches: list[Branch]
+        named: dict[str, list[Branch]]
+        size: tuple[int, ...] = ()
+
+    tree = Tree([Branch(Leaf(1, {"one": 1}), [], {})], {"two": []}, (3,))
+    packed, text = msgspec.msgpack.encode(tree), msgspec.json.encode(tree)
+    running = together(
+        lambda: decode_msgpack(packed, Tree),
+        lambda: decode_json(text, Tree),
+        lambda: convert(msgspec.to_builtins(tree), Tree),
+    )
+    next(running)
+    if forks:
+        if not (child := os.fork()):
+            os._exit(decode_json(text, Tree) != tree)
+        assert os.waitpid(child, 0)[1] == 0
+    assert next(running) == [tree] * 3
+
+sys.setswitchinterval(1e-6)
+for number in range(1000):
+    first_use(forks=number % 10 == 0)
+"""
+
+
+def test_the_first_use_of_a_class_by_several_threads_at_once() -> None:
+    """msgspec itself crashes the process; nor does a process that is forked in this moment hang."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FIRST_USE],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

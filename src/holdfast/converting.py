@@ -55,6 +55,7 @@ from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.directories import fsync_directories, fsync_directory, walk
 from holdfast.store.oserrors import translated
 from holdfast.version import __version__
+from holdfast.wire import decode_json
 from holdfast.writers.bucket import ATTEMPT, BucketTarget, bucket_for
 from holdfast.writers.planned import Planned, Rename, WriteOptions, weights, with_attached
 from holdfast.writers.ranks import converting_ranks
@@ -277,7 +278,7 @@ class _Conversion:
     def _marked(self) -> dict[str, str]:
         """Return what the mark says of the conversion that has begun; empty if there is none."""
         try:
-            return msgspec.json.decode(self.partial.get(MARK), type=dict[str, str])
+            return decode_json(self.partial.get(MARK), dict[str, str])
         except (NotFound, msgspec.DecodeError):
             return {}
 

@@ -18,6 +18,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import emit
 from holdfast.store import Store
 from holdfast.threads import Worker, result_of
+from holdfast.wire import decode_json
 
 HISTORY_KEY = "tuning.json"
 RECENT = 8
@@ -63,7 +64,7 @@ class Keeper:
     def read(self) -> Kept:
         """Return what is there; an empty `Kept` if it cannot be read."""
         with suppress(HoldfastError, msgspec.DecodeError, UnicodeDecodeError):
-            return msgspec.json.decode(self._store.get(HISTORY_KEY), type=Kept)
+            return decode_json(self._store.get(HISTORY_KEY), Kept)
         return Kept()
 
     @property

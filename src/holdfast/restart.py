@@ -41,6 +41,7 @@ from holdfast.restore.targets import RestoreOptions
 from holdfast.saving.exactness import EXACT
 from holdfast.state.live import State
 from holdfast.state.rng import Rng
+from holdfast.wire import decode_json
 
 if TYPE_CHECKING:
     from holdfast.delta.log import Log, RecordedStep
@@ -110,7 +111,7 @@ class Restart:
                 [a for stored, a in found if stored and came_later(stored, a)]
             )
 
-        return msgspec.json.decode(tiers.group.from_rank0(look), type=set[str]) if both else set()
+        return decode_json(tiers.group.from_rank0(look), set[str]) if both else set()
 
     def _after(self, base: Candidate) -> list[RecordedStep]:
         """The recorded steps that lead on from it."""

@@ -20,6 +20,7 @@ from holdfast.events import emit
 from holdfast.patience import bounded
 from holdfast.store import LocalStore, Store, be_patient, open_store, split_prefix
 from holdfast.store.local import sweep as sweep_unfinished
+from holdfast.wire import decode_json
 
 if TYPE_CHECKING:
     from holdfast.group import Group
@@ -97,7 +98,7 @@ def claim_together(store: Store, group: Group) -> tuple[Claim, bool]:
                 sweep(store, mine, 0, keys)
         return msgspec.json.encode((mine, held is not None and held.started != "closed"))
 
-    return msgspec.json.decode(group.from_rank0(take), type=tuple[Claim, bool])
+    return decode_json(group.from_rank0(take), tuple[Claim, bool])
 
 
 def sweep_host(store: Store) -> None:

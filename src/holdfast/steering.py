@@ -26,6 +26,7 @@ from holdfast.saving import Save
 from holdfast.schedule import Every
 from holdfast.store import LocalStore, Store
 from holdfast.tiers import Tiers
+from holdfast.wire import decode_msgpack
 
 LOOK_EVERY = 10
 RECENT = 64
@@ -83,7 +84,7 @@ class Steering:
         if group.rank == 0 and (self._after_failure or not self._is_local):
             self._write()  # which tells what a request takes
         told = group.from_rank0(lambda: msgspec.msgpack.encode(_told(self._tuner.frequencies)))
-        self._obey(msgspec.msgpack.decode(told, type=_Told))
+        self._obey(decode_msgpack(told, _Told))
         self._stop_listening: Callable[[], None] = subscribe(self._heard)
 
     def _made(self, auto: Auto, tiers: tuple[str, ...], batch: int) -> Tuner:
@@ -198,7 +199,7 @@ class Steering:
             if self._group.size > 1:
                 self._group.post(key, msgspec.msgpack.encode(told))
         else:
-            told = msgspec.msgpack.decode(self._hear(key, step), type=_Told)
+            told = decode_msgpack(self._hear(key, step), _Told)
         self._obey(told)
 
     def _obey(self, told: _Told) -> None:

@@ -1,4 +1,4 @@
-"""Errors between processes: the one form in which an error crosses to another process.
+"""What crosses between processes: how it is decoded, and the one form of errors.
 
 Ranks tell each other what failed, an agent refuses a request, a writer of records gives up.  At the other
 end the same error is raised: its class, its hint, the rank, the step and all else that it carries.
@@ -17,13 +17,19 @@ arrives as the class of the tree that it is of.
 from __future__ import annotations
 
 import operator
-from typing import Any, SupportsIndex
+import os
+import threading
+from functools import cache
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from holdfast import errors
 from holdfast.errors import AgentError, HoldfastError, RankErrors, rebuilt
+
+T = TypeVar("T")
+Data = bytes | bytearray | memoryview | str
 
 KINDS: dict[str, type[HoldfastError]] = {
     name: kind
@@ -121,7 +127,7 @@ def decode_error(
 
 def wire_error(data: bytes | memoryview) -> WireError:
     """Return the form of an error that another process has encoded."""
-    return msgspec.msgpack.decode(data, type=WireError)
+    return decode_msgpack(data, WireError)
 
 
 def rank_errors(what: str, failed: dict[int, WireError], step: int | None = None) -> RankErrors:
@@ -129,3 +135,51 @@ def rank_errors(what: str, failed: dict[int, WireError], step: int | None = None
     texts = {rank: one.text for rank, one in failed.items()}
     causes = {rank: one.error(rank=rank, step=step) for rank, one in failed.items()}
     return RankErrors(what, texts, causes, step=step)
+
+
+_working_out = threading.RLock()
+os.register_at_fork(
+    before=_working_out.acquire,
+    after_in_parent=_working_out.release,
+    after_in_child=_working_out.release,
+)
+
+
+@cache
+def _decoder(make: Any, kind: Any) -> Any:
+    """Return the one decoder of a kind.  Only one thread makes one at a time: see `decode_msgpack`."""
+    with _working_out:
+        return make(kind)
+
+
+@overload
+def decode_msgpack(data: Data, kind: type[T]) -> T: ...
+@overload
+def decode_msgpack(data: Data, kind: Any) -> Any: ...
+def decode_msgpack(data: Data, kind: Any) -> Any:
+    """Return the value of this kind that is encoded as msgpack.
+
+    msgspec works out the fields of a class at its first use, and puts them down before all are known: a
+    second thread that decodes the same class in this moment crashes the process, without an error.  So
+    all that holdfast decodes into a class goes through `decode_msgpack`, `decode_json` and `convert`.
+    """
+    return _decoder(msgspec.msgpack.Decoder, kind).decode(data)
+
+
+@overload
+def decode_json(data: Data, kind: type[T]) -> T: ...
+@overload
+def decode_json(data: Data, kind: Any) -> Any: ...
+def decode_json(data: Data, kind: Any) -> Any:
+    """Return the value of this kind that is encoded as JSON."""
+    return _decoder(msgspec.json.Decoder, kind).decode(data)
+
+
+@overload
+def convert(value: Any, kind: type[T]) -> T: ...
+@overload
+def convert(value: Any, kind: Any) -> Any: ...
+def convert(value: Any, kind: Any) -> Any:
+    """Return the value of this kind that was decoded without a kind."""
+    _decoder(msgspec.msgpack.Decoder, kind)
+    return msgspec.convert(value, kind)

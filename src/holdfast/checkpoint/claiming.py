@@ -17,6 +17,7 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import Exists, NotFound, UsageError
 from holdfast.here import fate, place, started
 from holdfast.store import Store
+from holdfast.wire import decode_json
 
 _CLAIM = re.compile(r"claims/(\d{10})\.json")
 
@@ -120,7 +121,7 @@ def newest_claim(store: Store, claims: list[str] | None = None) -> Claim | None:
         if match is None:
             continue
         try:
-            found = msgspec.json.decode(store.get(key), type=Claim)
+            found = decode_json(store.get(key), Claim)
         except NotFound:
             if key not in store.list(key):  # superseded since it was listed: there is a newer one
                 return newest_claim(store)

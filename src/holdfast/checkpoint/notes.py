@@ -35,6 +35,7 @@ from holdfast.checkpoint.names import (
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, Exists, FormatError, NotFound, Unavailable
 from holdfast.store import Store
+from holdfast.wire import decode_json
 
 NOTES_KEY = "steps/notes.json"
 MOST_CHARS = 100
@@ -113,7 +114,7 @@ def decode(data: bytes) -> Notes:
     if len(data) > MAX_BYTES or not seal or hexdigest(body) != seal[1].decode():
         raise Corrupt("the notes of steps are damaged", key=NOTES_KEY, hint=HINT)
     try:
-        notes = msgspec.json.decode(body + b"}", type=Notes)
+        notes = decode_json(body + b"}", Notes)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the notes of steps: {error}", key=NOTES_KEY, hint=HINT) from None
     if notes.holdfast != 1:

@@ -33,6 +33,7 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.layout import Box, Sharding, whole
 from holdfast.near import near
 from holdfast.store import Store, open_store
+from holdfast.wire import decode_json
 
 Range = slice | tuple[int, int] | None
 
@@ -218,7 +219,7 @@ class Checkpoint:
         a, b = self.images.span(file, first, stop)
         view = self.images.chunks(file, first, stop, memoryview(bytearray(b - a)))
         try:
-            found = msgspec.json.decode(bytes(view[file.extras - a :]), type=dict[str, Any])
+            found = decode_json(bytes(view[file.extras - a :]), dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FormatError(f"malformed extras: {error}", key=self.images.key(file)) from None
         return found

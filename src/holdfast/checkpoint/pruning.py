@@ -33,6 +33,7 @@ from holdfast.events import emit
 from holdfast.format.manifest import verified
 from holdfast.store import Store, at_a_time
 from holdfast.threads import in_threads
+from holdfast.wire import decode_json
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])")
@@ -161,7 +162,7 @@ def _stated(keys: RootKeys, saved: Saved) -> Stated | None:
     key = manifest_key(saved.step)
     try:
         body = verified(keys.store.get(key), key)
-        facts = msgspec.json.decode(body + b"}", type=Stated)
+        facts = decode_json(body + b"}", Stated)
     except (FormatError, NotFound, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     keys.known.stated[saved.step] = saved.run, facts

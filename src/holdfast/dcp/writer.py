@@ -58,6 +58,7 @@ from holdfast.state.placed import dtype_name
 from holdfast.store import Store, open_store
 from holdfast.threads import Worker
 from holdfast.version import __version__
+from holdfast.wire import decode_msgpack
 
 
 class SaveAttempt(msgspec.Struct, frozen=True, array_like=True):
@@ -243,9 +244,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
 
     def _attempt(self) -> SaveAttempt:
         given = None if self._turn.is_coordinator else handed(self._key())
-        found = (
-            self._turn.attempt if given is None else msgspec.msgpack.decode(given, type=SaveAttempt)
-        )
+        found = self._turn.attempt if given is None else decode_msgpack(given, SaveAttempt)
         if found is None:
             raise UsageError("the coordinator has not planned this save")
         return found

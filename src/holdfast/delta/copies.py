@@ -23,6 +23,7 @@ from holdfast.format.manifest import FileEntry
 from holdfast.group import Group
 from holdfast.store import Store
 from holdfast.store.views import JoinedStore
+from holdfast.wire import decode_json
 
 
 def headers_behind(store: Store, keys: Iterable[str], group: Group) -> list[LogSegment]:
@@ -53,7 +54,7 @@ def take_copies(log: Log, step: RecordedStep, group: Group) -> bool:
 
 def _take_all(store: JoinedStore, keys: list[str], group: Group) -> bool:
     """Take what any rank has found damaged from the second home.  True if there is anything."""
-    shared = [msgspec.json.decode(d, type=set[str]) for d in group.share(msgspec.json.encode(keys))]
+    shared = [decode_json(d, set[str]) for d in group.share(msgspec.json.encode(keys))]
     store.damaged.update(*shared)
     return any(shared)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.delta.segment import Record, SegmentHeader
-from holdfast.wire import WireError
+from holdfast.wire import WireError, decode_msgpack
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -76,4 +76,4 @@ def receive(line: socket.socket, kind: Any) -> tuple[Any, int | None]:
         at += n
     if not head:
         return None, None
-    return msgspec.msgpack.decode(body, type=kind), (fds[0] if fds else None)
+    return decode_msgpack(body, kind), (fds[0] if fds else None)

@@ -31,6 +31,7 @@ from holdfast.layout import Mesh
 from holdfast.state.agreed import Agreement, Description, describe, merge
 from holdfast.state.live import Live
 from holdfast.store import Store
+from holdfast.wire import decode_msgpack
 
 SPARE_ROOM = 4 << 10
 """Bytes left free for extras that grow."""
@@ -73,13 +74,13 @@ def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement
     data = group.ask(
         f"delta/plan/{number}", describe(live), together, awaited="planned its records"
     )
-    return msgspec.msgpack.decode(data, type=Agreement)
+    return decode_msgpack(data, Agreement)
 
 
 def _one_state(agreement: Agreement, descriptions: list[bytes]) -> Agreement:
     """A gradient that one rank has to record whole is recorded whole by all; one that is rounded counts as
     of that dtype."""
-    docs = [msgspec.msgpack.decode(d, type=Description) for d in descriptions]
+    docs = [decode_msgpack(d, Description) for d in descriptions]
     dense = {t.name for doc in docs for t in doc.tensors if t.state == GRAD}
     tensors = []
     for t in agreement.tensors:

@@ -66,6 +66,7 @@ from holdfast.state.placed import local_of
 from holdfast.state.wrapped import ELEMENTWISE, stepping
 from holdfast.store import Store
 from holdfast.threads import Worker
+from holdfast.wire import decode_json, decode_msgpack
 
 
 def survey(store: Store, group: Group, since: int, run: int, keys: list[str]) -> Log:
@@ -79,7 +80,7 @@ def survey(store: Store, group: Group, since: int, run: int, keys: list[str]) ->
         return msgspec.json.encode((segments_in(keys, since), writers(store, keys, run)))
 
     kind = tuple[list[str], dict[str, WriterEntry]]
-    keys, others = msgspec.json.decode(group.from_rank0(lambda: look(keys)), type=kind)
+    keys, others = decode_json(group.from_rank0(lambda: look(keys)), kind)
     if others:
         hang_up_former(one.pid for one in others.values() if one.is_here())
         with alike(group, since):
@@ -89,20 +90,18 @@ def survey(store: Store, group: Group, since: int, run: int, keys: list[str]) ->
                     hint="storage may hang; when it has ended, restart",
                 )
         answer = group.from_rank0(lambda: look(store.list("log/")))
-        keys, _ = msgspec.json.decode(answer, type=kind)
+        keys, _ = decode_json(answer, kind)
     own = keys[group.rank :: group.size]
     with span("log.headers", files=len(own)):
         mine = read_headers(store, own)
     mine += headers_behind(store, {*own} - {one.key for one in mine}, group)
     headers = group.share(msgspec.msgpack.encode(mine))
-    log = Log(
-        store, [f for data in headers for f in msgspec.msgpack.decode(data, type=list[LogSegment])]
-    )
+    log = Log(store, [f for data in headers for f in decode_msgpack(data, list[LogSegment])])
     plans: list[str] = []
     with alike(group, since):
         plans = log.damaged_plans()
     for data in group.share(msgspec.json.encode(plans)):
-        log.leave_out(msgspec.json.decode(data, type=list[str]))
+        log.leave_out(decode_json(data, list[str]))
     return log
 
 

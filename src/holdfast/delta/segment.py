@@ -24,6 +24,7 @@ from holdfast.errors import Corrupt, FormatError, UnsupportedVersion
 from holdfast.format.image import ALIGN
 from holdfast.format.manifest import ShardingEntry, TensorEntry
 from holdfast.store import Reader, Store
+from holdfast.wire import decode_json
 
 VERSION = 1
 MAGIC = b"HFLOG\r\n" + bytes([VERSION])
@@ -131,7 +132,7 @@ def read_plan(store: Store, run: int, name: str) -> SegmentPlan:
     if (found := hexdigest(data)) != name:
         raise Corrupt("a plan differs from what was written", key=key, expected=name, found=found)
     try:
-        plan = msgspec.json.decode(data, type=SegmentPlan)
+        plan = decode_json(data, SegmentPlan)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"malformed plan: {error}", key=key) from None
     if plan.version > VERSION:
@@ -168,7 +169,7 @@ def read_header(reader: Reader, key: str) -> tuple[SegmentHeader, int]:
     if digest(body) != int.from_bytes(head[16:24], "little"):
         raise Corrupt("its header differs from what was written", key=key, start=0, stop=size)
     try:
-        header = msgspec.json.decode(body, type=SegmentHeader)
+        header = decode_json(body, SegmentHeader)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"malformed header: {error}", key=key) from None
     return header, aligned(HEAD_BYTES + size)

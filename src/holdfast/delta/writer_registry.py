@@ -15,6 +15,7 @@ from holdfast.errors import HoldfastError, NotFound
 from holdfast.events import emit, span
 from holdfast.here import fate, place, started
 from holdfast.store import Store
+from holdfast.wire import decode_json
 
 _WRITING = re.compile(r"log/\d{10}/r\d{5,}-\d+\.writing")
 POLL_S = 0.02
@@ -59,7 +60,7 @@ def writers(store: Store, keys: Iterable[str], run: int) -> dict[str, WriterEntr
     for key in keys:
         if _WRITING.fullmatch(key) is not None and int(key.split("/")[1]) < run:
             try:
-                found[key] = msgspec.json.decode(store.get(key), type=WriterEntry)
+                found[key] = decode_json(store.get(key), WriterEntry)
             except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
                 found[key] = WriterEntry("", 0, "")
     return found

@@ -23,6 +23,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import no_text
 from holdfast.garbage import uncollected
 from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table
+from holdfast.wire import decode_json
 
 VERSION = 1
 MAX_BYTES = 1 << 30
@@ -251,7 +252,7 @@ def decode(data: bytes, key: str) -> Manifest:
     body = verified(data, key)
     try:
         with uncollected():
-            manifest = msgspec.json.decode(body + b"}", type=Manifest)
+            manifest = decode_json(body + b"}", Manifest)
             head = (manifest.holdfast, manifest.step, manifest.run)
             require(head == decode_head(data, key), "it states its version, step or run twice")
             check(manifest)

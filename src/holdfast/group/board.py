@@ -22,7 +22,7 @@ from holdfast.errors import AgentError, Deadline
 from holdfast.group.line import StoreLine
 from holdfast.group.meeting import Meeting, Met, named
 from holdfast.here import own_address
-from holdfast.wire import decode_error, encode_error
+from holdfast.wire import decode_error, decode_json, encode_error
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Board:
                 rank=0,
                 hint=LOOK,
             )
-        host, port, problem = msgspec.json.decode(data, type=tuple[str, int, str])
+        host, port, problem = decode_json(data, tuple[str, int, str])
         if problem:
             raise _closed(host, problem)
 

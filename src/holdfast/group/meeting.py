@@ -36,6 +36,7 @@ import torch.distributed as dist
 from holdfast.errors import AgentError, Deadline, UsageError, warn_user
 from holdfast.group.gloo import Gloo
 from holdfast.group.line import StoreLine
+from holdfast.wire import decode_json
 
 COUNT = 20
 """Bits of a meeting's counter that count ranks; above them lies the sum of their marks, of 16 bits each."""
@@ -255,7 +256,7 @@ class Meeting:
         for pause in self._pauses():
             found = self._ask(call, lambda s: _look(s, f"{number}/outcome"), until)
             if found is not None:
-                return msgspec.json.decode(found, type=_Outcome)
+                return decode_json(found, _Outcome)
             now = time.monotonic()
             if now > until:
                 card = _Card(number, call, holds, limit_s)
@@ -275,7 +276,7 @@ class Meeting:
         failed = _Outcome("missing", *self._missing(store, number, card.call, within))
         if store.add(f"{number}/late", 1) > 1:  # another rank does so at this moment
             found = _look(store, f"{number}/outcome")
-            return failed if found is None else msgspec.json.decode(found, type=_Outcome)
+            return failed if found is None else decode_json(found, _Outcome)
         if store.add(f"{number}/in", OVER) & _mask(COUNT) == self.size:
             return _Outcome("all")  # the last one came just now, and is about to say so
         store.set(f"at/{self.rank}", msgspec.json.encode(card))
@@ -288,7 +289,7 @@ class Meeting:
 
     def _cards(self, store: Any) -> dict[int, _Card]:
         found = {rank: _look(store, f"at/{rank}") for rank in range(self.size)}
-        return {r: msgspec.json.decode(c, type=_Card) for r, c in found.items() if c is not None}
+        return {r: decode_json(c, _Card) for r, c in found.items() if c is not None}
 
     def _missing(
         self, store: Any, number: int, call: str, within: str = ""

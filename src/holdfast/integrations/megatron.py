@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from holdfast.dcp import Reader, Writer
 from holdfast.dcp.writer import Prepared, RankWritten
 from holdfast.errors import HoldfastError
-from holdfast.wire import WireError
+from holdfast.wire import WireError, decode_msgpack
 
 BACKEND = "holdfast"
 VERSION = 1
@@ -138,7 +138,7 @@ def _take_note(note: str, rank: int) -> RankWritten:
         raise HoldfastError(
             f"the process that wrote the image of rank {rank} ended without having done so"
         )
-    error, written = msgspec.msgpack.decode(text, type=tuple[WireError | None, RankWritten | None])
+    error, written = decode_msgpack(text, tuple[WireError | None, RankWritten | None])
     if error is not None:
         raise error.error(rank=rank)
     assert written is not None

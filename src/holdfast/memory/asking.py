@@ -18,6 +18,7 @@ from holdfast.memory.node import words as w
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.holdings import ELSEWHERE_S, ELSEWHERE_THREADS, elsewhere
 from holdfast.threads import in_threads
+from holdfast.wire import decode_msgpack
 
 Manifests = dict[bytes, bytes]
 """Encoded manifests, by the digest of their bytes."""
@@ -31,7 +32,7 @@ def tell_all(group: Group, job: str, mine: w.Held | None) -> list[w.Held]:
     """
     own = manifests_of([mine] if mine is not None else [])
     told = group.share(w.encode(_brief(mine)) if mine is not None else b"")
-    helds = {r: msgspec.msgpack.decode(data, type=w.Held) for r, data in enumerate(told) if data}
+    helds = {r: decode_msgpack(data, w.Held) for r, data in enumerate(told) if data}
     having: dict[bytes, int] = {}
     for rank, held in helds.items():
         for digest in held.manifests:
@@ -63,7 +64,7 @@ def _others(group: Group, job: str, here: list[w.Held], known: Manifests) -> lis
         return w.encode((list(map(_brief, found)), news))
 
     kind = tuple[list[w.Held], dict[bytes, bytes]]
-    found, news = msgspec.msgpack.decode(group.from_rank0(ask), type=kind)
+    found, news = decode_msgpack(group.from_rank0(ask), kind)
     return [_whole(held, known | news) for held in found]
 
 

@@ -16,6 +16,7 @@ from holdfast.group import Group
 from holdfast.memory.node import words as w
 from holdfast.memory.node.client import Client
 from holdfast.store import LocalStore, Store, open_store
+from holdfast.wire import decode_json
 
 JOB_KEY = "job.json"
 
@@ -72,7 +73,7 @@ def is_anothers(client: Client, job: str, store: Store) -> bool:
 def _read_job(store: Store) -> JobFile:
     data = store.get(JOB_KEY)
     try:
-        found = msgspec.json.decode(data, type=JobFile)
+        found = decode_json(data, JobFile)
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = JobFile("", "")
     if re.fullmatch(r"[0-9a-f]{16}", found.job) is None:

@@ -16,6 +16,7 @@ from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
 from holdfast.state.live import State
 from holdfast.store import Store
+from holdfast.wire import decode_json
 
 
 def load_snapshot(
@@ -60,4 +61,4 @@ def _suspects(holdings: Holdings, image: tuple[str, int], group: Group) -> set[K
     """Return all that some rank finds damaged or out of reach: all must leave out the same.
     Collective."""
     told = group.share(msgspec.json.encode(holdings.suspects(*image)))
-    return {key for one in told for key in msgspec.json.decode(one, type=list[Key])}
+    return {key for one in told for key in decode_json(one, list[Key])}

@@ -38,7 +38,7 @@ from holdfast.saving.operation import Replica
 from holdfast.state.live import Live, State
 from holdfast.state.snapshot import Beside, PrivateBuffer
 from holdfast.threads import Worker
-from holdfast.wire import WireError, rank_errors
+from holdfast.wire import WireError, decode_msgpack, rank_errors
 
 if TYPE_CHECKING:
     from holdfast.saving.attaching import Attached
@@ -350,7 +350,7 @@ class MemoryTier:
     @staticmethod
     def _judge_room(answers: list[bytes]) -> Decision:
         """Decide, on rank 0, whether every rank could plan its image."""
-        filled = [msgspec.msgpack.decode(a, type=Filled) for a in answers]
+        filled = [decode_msgpack(a, Filled) for a in answers]
         errors = {r: f.refusal for r, f in enumerate(filled) if f.refusal}
         return Decision(errors) if errors else decided(filled)
 
@@ -417,7 +417,7 @@ class MemoryTier:
             self.saver.deadline_s,
             f"{what} its part of {op.in_words}",
         )
-        decision = msgspec.msgpack.decode(answer, type=Decision)
+        decision = decode_msgpack(answer, Decision)
         if decision.errors:
             text = f"{op.kind} of step {op.step}"
             raise rank_errors(text, decision.errors, op.step) from op.error
@@ -425,8 +425,8 @@ class MemoryTier:
 
     def _decide(self, op: SaveOperation, draft: Draft, answers: list[bytes]) -> Decision:
         """Decide, on rank 0: the manifest, if every rank has its image."""
-        filled = [msgspec.msgpack.decode(a, type=Filled) for a in answers]
-        given = [msgspec.msgpack.decode(f.written, type=Written) for f in filled]
+        filled = [decode_msgpack(a, Filled) for a in answers]
+        given = [decode_msgpack(f.written, Written) for f in filled]
         errors = {r: g.error for r, g in enumerate(given) if g.error is not None}
         if errors:
             return Decision(errors)

@@ -19,6 +19,7 @@ from holdfast.near import matching_nothing, near, near_pattern
 from holdfast.restore.targets import RestoreOptions, is_known
 from holdfast.state.customised import OWN
 from holdfast.state.live import Live, State
+from holdfast.wire import decode_msgpack
 
 MAX_UNTOUCHED = 20
 MAX_HINTS = 20
@@ -133,7 +134,7 @@ def judge_together(
         lambda answers: _combine(checkpoint, live, answers, group.size, options),
         awaited=f"compared its state with step {checkpoint.step}",
     )
-    together = msgspec.msgpack.decode(answer, type=_Together)
+    together = decode_msgpack(answer, _Together)
     if together.problems:
         # until all have read it: rank 0, which holds the answer for them, may end at once
         with suppress(HoldfastError):  # a rank that is gone is not what is to be told
@@ -190,7 +191,7 @@ def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
 def _combine(
     checkpoint: Checkpoint, live: Live, answers: list[bytes], size: int, options: RestoreOptions
 ) -> bytes:
-    found = [msgspec.msgpack.decode(a, type=_Compared) for a in answers]
+    found = [decode_msgpack(a, _Compared) for a in answers]
     missing = list(dict.fromkeys(n for f in found for n in f.missing))
     lines = list(dict.fromkeys(x for f in found for x in f.lines))
     untouched: list[str] = []

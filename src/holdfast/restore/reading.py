@@ -30,6 +30,7 @@ from holdfast.roots import foreign_format, open_shared, patience_s
 from holdfast.saving.exactness import EXACT, REPLICA
 from holdfast.state.live import State
 from holdfast.store import Store, in_one, open_store
+from holdfast.wire import decode_json
 
 
 def load_from(
@@ -167,7 +168,7 @@ def saved_steps(
             known.learn(saved)
         return msgspec.json.encode(saved)
 
-    return msgspec.json.decode(group.from_rank0(look), type=list[Saved]), log
+    return decode_json(group.from_rank0(look), list[Saved]), log
 
 
 def tell_exactness(manifest: Manifest) -> str:

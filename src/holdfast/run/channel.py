@@ -21,6 +21,8 @@ from contextlib import suppress
 
 import msgspec
 
+from holdfast.wire import decode_json
+
 PACKET = 1 << 18
 STACKS_BYTES = 1 << 20
 LONGEST = 64_000
@@ -81,8 +83,6 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 FromWorker = Marked | Beat | Moved | Stuck | Left | Done
 FromLauncher = Enter | Leave | End
-_FROM_WORKER = msgspec.json.Decoder(FromWorker)
-_FROM_LAUNCHER = msgspec.json.Decoder(FromLauncher)
 
 
 class WorkerEnd:
@@ -101,7 +101,7 @@ class WorkerEnd:
     def hear(self) -> FromLauncher:
         """Blocks until the launcher says something."""
         packet = self._channel.recv(PACKET)
-        return _FROM_LAUNCHER.decode(packet) if packet else End(False)
+        return decode_json(packet, FromLauncher) if packet else End(False)
 
 
 class LauncherEnd:
@@ -128,7 +128,7 @@ class LauncherEnd:
         heard = []
         with suppress(OSError):
             while packet := self._socket.recv(PACKET):
-                heard.append(_FROM_WORKER.decode(packet))
+                heard.append(decode_json(packet, FromWorker))
         return heard
 
     def stacks_size(self) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import AgentError
+from holdfast.wire import decode_json
 
 PACKET = 1 << 20
 """Bytes that a packet may have: the environment of a worker, above all."""
@@ -59,9 +60,6 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     pid: int
     status: int
-
-
-_ANSWER: msgspec.json.Decoder[Started | Ended] = msgspec.json.Decoder(Started | Ended)
 
 
 class ForkServer:
@@ -135,7 +133,7 @@ class ForkServer:
         packet = self._socket.recv(PACKET)
         if not packet:
             raise OSError("it has ended")
-        return _ANSWER.decode(packet)
+        return decode_json(packet, Started | Ended)
 
     def close(self) -> None:
         """End the server, and every worker that is left."""
@@ -179,7 +177,7 @@ def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket, 
             packet, fds, _, _ = socket.recv_fds(launcher, PACKET, 2)
             if not packet:
                 _end_all(workers)
-            start = msgspec.json.decode(packet, type=Start)
+            start = decode_json(packet, Start)
             if pid := os.fork():
                 workers.add(pid)
                 for fd in fds:

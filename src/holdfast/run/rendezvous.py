@@ -46,6 +46,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from holdfast.run.door import Door, Neighbour
 from holdfast.run.nodes import EndOfRound, Introduction
+from holdfast.wire import decode_json
 
 T = TypeVar("T")
 
@@ -317,8 +318,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                 if member not in now and not store.check([key]):
                     return None
             time.sleep(self._pause_s)
-        decode = msgspec.json.Decoder(Introduction).decode
-        of = Round(store, info.rank, members, [decode(store.get(key)) for key in keys])
+        told = [decode_json(store.get(key), Introduction) for key in keys]
+        of = Round(store, info.rank, members, told)
         self._neighbour = Neighbour.of(of.nodes, of.me)
         return info, of
 
@@ -424,8 +425,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def _cards(self, of: Round) -> dict[int, EndOfRound]:
         keys = {n: f"holdfast/card/{n}" for n in range(len(of.members))}
-        decode = msgspec.json.Decoder(EndOfRound).decode
-        return {n: decode(of.store.get(key)) for n, key in keys.items() if of.store.check([key])}
+        here = {n: key for n, key in keys.items() if of.store.check([key])}
+        return {n: decode_json(of.store.get(key), EndOfRound) for n, key in here.items()}
 
     def _strike(self, member: Any) -> None:
         """Strike off a node whose launcher has ended, as if it had been silent for long."""

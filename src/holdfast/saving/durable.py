@@ -32,7 +32,7 @@ from holdfast.state.live import Live
 from holdfast.state.snapshot import Buffer, PrivateBuffer, touch
 from holdfast.store import Store
 from holdfast.threads import Worker
-from holdfast.wire import rank_errors
+from holdfast.wire import decode_msgpack, rank_errors
 
 if TYPE_CHECKING:
     from holdfast.saving.attaching import Attached
@@ -218,7 +218,7 @@ class Durable:
             )
         finally:
             op.release()
-        outcome = msgspec.msgpack.decode(answer, type=SaveOutcome)
+        outcome = decode_msgpack(answer, SaveOutcome)
         if outcome.errors:
             self.steps.discard(op, attempt)
             raise rank_errors(f"save of step {op.step}", outcome.errors, op.step) from op.error
@@ -247,7 +247,7 @@ class Durable:
 
     def _decide(self, op: SaveOperation, draft: Draft, attempt: str, answers: list[bytes]) -> bytes:
         """Rank 0: commit if every rank has written."""
-        given = [msgspec.msgpack.decode(a, type=Written) for a in answers]
+        given = [decode_msgpack(a, Written) for a in answers]
         errors = {r: w.error for r, w in enumerate(given) if w.error is not None}
         if not errors:
             added = op.request.attached

@@ -21,7 +21,7 @@ from holdfast.saving.messages import ReadyToSave, Verdict, check_kinds, digests,
 from holdfast.state.agreed import Agreement, merge
 from holdfast.state.live import Live
 from holdfast.state.snapshot import Copies, Kept, fingerprint
-from holdfast.wire import WireError
+from holdfast.wire import WireError, decode_msgpack
 
 if TYPE_CHECKING:
     from holdfast.saving.operation import AgreedSave, SaveOperation
@@ -87,11 +87,11 @@ class Planner:
             self.deadline_s,
             f"begun {op.in_words}",
         )
-        return msgspec.msgpack.decode(answer, type=Verdict)
+        return decode_msgpack(answer, Verdict)
 
     def _judge(self, answers: list[bytes]) -> bytes:
         """Rank 0: may this save go on, and how?"""
-        ready = [msgspec.msgpack.decode(a, type=ReadyToSave) for a in answers]
+        ready = [decode_msgpack(a, ReadyToSave) for a in answers]
         for rank, r in enumerate(ready):
             if r.step != ready[0].step:
                 raise UsageError(f"rank {rank} saves step {r.step}, rank 0 step {ready[0].step}")
@@ -130,7 +130,7 @@ class Planner:
             f"planned {op.in_words}",
         )
         with uncollected():
-            agreement = msgspec.msgpack.decode(data, type=Agreement)
+            agreement = decode_msgpack(data, Agreement)
             plan = new_plan(agreement, hexdigest(data))
         plan.description = description
         return plan

@@ -18,6 +18,7 @@ from holdfast.format.manifest import ShardingEntry, TensorEntry, from_sharding
 from holdfast.layout import Axis, Box, Cut, Mesh, Sharding, common_mesh, tiles
 from holdfast.state.live import Live
 from holdfast.state.placed import dtype_name
+from holdfast.wire import decode_msgpack
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -64,7 +65,7 @@ def describe(live: Live) -> bytes:
 
 def merge(descriptions: list[bytes], of_rank: list[int], known: Mesh | None = None) -> Agreement:
     """One agreement from distinct descriptions; rank r gave `descriptions[of_rank[r]]`."""
-    docs = [msgspec.msgpack.decode(d, type=Description) for d in descriptions]
+    docs = [decode_msgpack(d, Description) for d in descriptions]
     world = len(of_rank)
     ranks = [[r for r, d in enumerate(of_rank) if d == i] for i in range(len(docs))]
     found: dict[str, list[tuple[int, Described]]] = {}

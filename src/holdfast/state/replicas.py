@@ -34,7 +34,7 @@ from holdfast.layout import Placement
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.snapshot import Kept
-from holdfast.wire import WireError, rank_errors
+from holdfast.wire import WireError, decode_msgpack, rank_errors
 
 Class = tuple[int, int, bool]
 """(number of a sharding, part, whether they are buffers): what is compared in one digest first."""
@@ -112,7 +112,7 @@ class Replicas:
         failure = None if error is None else WireError.of(error)
         said = _Said(whole, live is not None, failure)
         answer = group.ask(name, msgspec.msgpack.encode(said), _differing, limit_s, awaited)
-        asked = msgspec.msgpack.decode(answer, type=_Asked)
+        asked = decode_msgpack(answer, _Asked)
         if asked.differing:
             each = [(one, rows[one]) for one in asked.differing if one in rows]
             answer = group.ask(
@@ -122,7 +122,7 @@ class Replicas:
                 limit_s,
                 awaited,
             )
-            found = msgspec.msgpack.decode(answer, type=_Differences)
+            found = decode_msgpack(answer, _Differences)
             if found.tensors:
                 raise _mixture(found.tensors)
             if group.rank == 0 and live is not None:
@@ -175,7 +175,7 @@ def _shared_part(placement: Placement, number: int, rank: int) -> int | None:
 
 def _differing(answers: list[bytes]) -> bytes:
     """On rank 0: find the classes that differ, whose tensors have to be looked at one by one."""
-    said = [msgspec.msgpack.decode(a, type=_Said) for a in answers]
+    said = [decode_msgpack(a, _Said) for a in answers]
     errors = {rank: one.error for rank, one in enumerate(said) if one.error is not None}
     if errors:
         raise rank_errors("comparing replicas", errors)
@@ -194,9 +194,7 @@ def _compare(answers: list[bytes], names: tuple[str, ...]) -> bytes:
     first: dict[tuple[int, int], tuple[int, int]] = {}
     found = _Differences({}, {})
     for rank, answer in enumerate(answers):
-        for (_, _, is_buffer), rows in msgspec.msgpack.decode(
-            answer, type=list[tuple[Class, list[Row]]]
-        ):
+        for (_, _, is_buffer), rows in decode_msgpack(answer, list[tuple[Class, list[Row]]]):
             for index, part, value in rows:
                 owner, expected = first.setdefault((index, part), (rank, value))
                 if value != expected:

@@ -14,6 +14,7 @@ from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import UsageError
 from holdfast.group import Group
 from holdfast.store import Store
+from holdfast.wire import decode_json
 
 
 def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
@@ -43,4 +44,4 @@ def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
         crashed = any(one is not None and one.started != "closed" for one in (held, held_behind))
         return msgspec.json.encode((mine, crashed))
 
-    return msgspec.json.decode(group.from_rank0(take_both), type=tuple[Claim, bool])
+    return decode_json(group.from_rank0(take_both), tuple[Claim, bool])

@@ -64,7 +64,7 @@ from holdfast.group import Group
 from holdfast.saving import Save
 from holdfast.store import Store
 from holdfast.threads import Worker
-from holdfast.wire import WireError
+from holdfast.wire import WireError, decode_msgpack
 
 if TYPE_CHECKING:
     from holdfast.delta.options import Delta
@@ -290,13 +290,11 @@ class Upload:
             self._decide,
             awaited="ended its save, to be uploaded",
         )
-        return msgspec.msgpack.decode(answer, type=Choice)
+        return decode_msgpack(answer, Choice)
 
     def _decide(self, answers: list[bytes]) -> bytes:
         """Rank 0: the newest that all know, as it lies in the root now."""
-        known = min(
-            (msgspec.msgpack.decode(a, type=Newest) for a in answers), key=lambda k: k.number
-        )
+        known = min((decode_msgpack(a, Newest) for a in answers), key=lambda k: k.number)
         step = known.step if known.number else self._left_by_others()
         attempt = None if step is None else self._attempt_of(step)
         if step is None or attempt is None:
@@ -335,7 +333,7 @@ class Upload:
                 COPY_S,
                 f"uploaded its part of step {choice.step}",
             )
-        return msgspec.msgpack.decode(answer, type=RoundOutcome)
+        return decode_msgpack(answer, RoundOutcome)
 
     def _check_attempt(self, manifest: Manifest, choice: Choice) -> None:
         if manifest.attempt != choice.attempt:
@@ -353,7 +351,7 @@ class Upload:
         self, choice: Choice, manifest: Manifest | None, data: bytes, answers: list[bytes]
     ) -> bytes:
         """Rank 0: commit, if every rank has copied its files."""
-        given = [msgspec.msgpack.decode(a, type=WireError | None) for a in answers]
+        given = [decode_msgpack(a, WireError | None) for a in answers]
         errors = [error for error in given if error is not None]
         if not errors and manifest is not None:
             try:

@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.checkpoint.outfiles import Outfile
 from holdfast.errors import AgentError
-from holdfast.wire import WireError
+from holdfast.wire import WireError, decode_msgpack
 
 DEADLINE_S = 3600.0
 """Seconds that a rank that has finished waits for the slowest, if that one shows signs of life."""
@@ -69,13 +69,13 @@ class Ranks:
         """Raise the error of the first rank that failed, if this one has not."""
 
         def decide(answers: list[bytes]) -> bytes:
-            failures = [msgspec.msgpack.decode(a, type=WireError | None) for a in answers]
+            failures = [decode_msgpack(a, WireError | None) for a in answers]
             failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
             return msgspec.msgpack.encode(failed[:1])
 
         mine = msgspec.msgpack.encode(failure)
         answer = self._group.ask(f"convert/{name}", mine, decide, DEADLINE_S)
-        for rank, one in msgspec.msgpack.decode(answer, type=list[tuple[int, WireError]]):
+        for rank, one in decode_msgpack(answer, list[tuple[int, WireError]]):
             if failure is None:
                 raise one.error(rank=rank)
 

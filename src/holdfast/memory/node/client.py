@@ -22,7 +22,7 @@ from holdfast.events import emit
 from holdfast.here import fate
 from holdfast.memory.node import words as w
 from holdfast.memory.node.segment import SOCKET, check_home, home
-from holdfast.wire import WireError
+from holdfast.wire import WireError, convert
 
 START_S = (
     60.0  # a process that lives is waited for: on a busy node it may take half a minute to begin
@@ -103,8 +103,8 @@ class Client:
         except BlockingIOError:
             raise self.silence() from None
         if "error" in answer:
-            raise msgspec.convert(answer, WireError).error()
-        return msgspec.convert(answer["ok"], kind)
+            raise convert(answer, WireError).error()
+        return convert(answer["ok"], kind)
 
     def _ask(self, message: w.Message, limit: float) -> dict[str, Any]:
         """The answer as it comes.  TimeoutError, BlockingIOError, AgentUnreachable."""
@@ -158,7 +158,7 @@ class Client:
         """Bytes that the agent has stored or protected for the job of an order; 0 if it does not say."""
         kind = w.STORED if isinstance(order, w.Persist) else w.PROTECTED
         with suppress(TimeoutError, BlockingIOError):
-            report = msgspec.convert(self._ask(w.Status(), LOOK_S)["ok"], w.AgentReport)
+            report = convert(self._ask(w.Status(), LOOK_S)["ok"], w.AgentReport)
             return sum(job.moved.get(kind, 0) for job in report.jobs if job.job == order.job)
         return 0
 

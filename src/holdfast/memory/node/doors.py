@@ -18,7 +18,7 @@ from aiohttp import web, web_response
 
 from holdfast.errors import UsageError
 from holdfast.memory.node import words as w
-from holdfast.wire import encode_error
+from holdfast.wire import decode_msgpack, encode_error
 
 if TYPE_CHECKING:
     from holdfast.memory.node.agent import Agent
@@ -41,7 +41,7 @@ def inside(agent: Agent) -> web.Application:
 
     async def message(request: web.Request) -> web.Response:
         try:
-            said = msgspec.msgpack.decode(await request.read(), type=w.MESSAGES)
+            said = decode_msgpack(await request.read(), w.MESSAGES)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return web.Response(body=encode_error(UsageError(f"not a message: {error}")))
         if isinstance(said, w.Hello) and _peer(request)[0] != said.pid:

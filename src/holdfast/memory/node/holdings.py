@@ -35,6 +35,7 @@ from holdfast.memory.node.sources import (
 from holdfast.store import LocalStore, Reader, Store
 from holdfast.store.views import ViewStore
 from holdfast.threads import in_threads
+from holdfast.wire import decode_msgpack
 
 ELSEWHERE_S = 3.0
 """Seconds of patience with nodes that may be no more."""
@@ -238,7 +239,7 @@ def elsewhere(job: str, helds: list[w.Held]) -> list[w.Held]:
     def ask(card: w.Card) -> None:
         with suppress(HoldfastError, msgspec.DecodeError):
             data = Peer(card, ELSEWHERE_S).get(f"/v1/{job}")
-            found.append(msgspec.msgpack.decode(data, type=w.Held))
+            found.append(decode_msgpack(data, w.Held))
 
     in_threads(ask, list(cards.values()), max(min(len(cards), ELSEWHERE_THREADS), 1))
     return sorted(found, key=lambda held: held.card.agent)

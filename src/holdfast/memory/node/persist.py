@@ -21,6 +21,7 @@ from holdfast.memory.node.segment import Segments, mapped, table_in
 from holdfast.store import Store, be_patient, open_store
 from holdfast.store.contract import part_bytes
 from holdfast.threads import in_threads
+from holdfast.wire import decode_json
 
 WRITE_BYTES = 32 * CHUNK_BYTES
 WRITE_THREADS = 4
@@ -38,7 +39,7 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
     store = open_store(order.store)
     be_patient(store, None)  # ranks wait for the agent, and not for storage
     if order.claim and not order.pid and newest_claim(store) is None:
-        check_claim(store, msgspec.json.decode(order.claim, type=Claim))
+        check_claim(store, decode_json(order.claim, Claim))
     if _is_stored(store, order.key, slot.bytes):
         return
     with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
@@ -109,7 +110,7 @@ def commit_late(order: w.Persist, manifest: Manifest) -> None:
     """
     store = open_store(order.store)
     be_patient(store, None)  # ranks wait for the agent, and not for storage
-    claim = msgspec.json.decode(order.claim, type=Claim)
+    claim = decode_json(order.claim, Claim)
     until = time.monotonic() + order.deadline_s
     while True:
         try:

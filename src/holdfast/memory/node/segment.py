@@ -35,6 +35,7 @@ from holdfast.codec.table import DigestTable
 from holdfast.errors import Corrupt, UnsupportedVersion, UsageError
 from holdfast.memory.node.jobs import Job, Slot
 from holdfast.memory.node.words import VERSION, Card
+from holdfast.wire import decode_json
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
@@ -149,7 +150,7 @@ class Segments:
         """The agents that held part of the newest commit."""
         try:
             data = self.path(job, "peers.json").read_bytes()
-            return msgspec.json.decode(data, type=tuple[Card, ...])
+            return decode_json(data, tuple[Card, ...])
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return ()
 
@@ -243,7 +244,7 @@ class Segments:
 
     def _slot(self, job: str, path: Path) -> Slot | None:
         try:
-            slot = msgspec.json.decode(self.path(job, f"{path.name}.json").read_bytes(), type=Slot)
+            slot = decode_json(self.path(job, f"{path.name}.json").read_bytes(), Slot)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
         size = path.stat().st_size
@@ -252,7 +253,7 @@ class Segments:
     def _check_version(self, folder: Path) -> None:
         version = VERSION
         with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            version = msgspec.json.decode((folder / "job.json").read_bytes(), type=_Version).version
+            version = decode_json((folder / "job.json").read_bytes(), _Version).version
         if version > VERSION:
             raise UnsupportedVersion(
                 f"{folder} was left by a newer holdfast (version {version}; this one has {VERSION})",
@@ -261,7 +262,7 @@ class Segments:
 
     def _about(self, folder: Path) -> JobNote:
         try:
-            return msgspec.json.decode((folder / "job.json").read_bytes(), type=JobNote)
+            return decode_json((folder / "job.json").read_bytes(), JobNote)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return JobNote("?", 0)
 
