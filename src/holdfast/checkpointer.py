@@ -168,9 +168,11 @@ class Checkpointer:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        if error is not None and self._tiers.memory is not None and self._is_ours:
-            self._tiers.memory.leave()
-        self._end(None, finished=error is None, error=error)
+        try:
+            if error is not None and self._tiers.memory is not None and self._is_ours:
+                self._tiers.memory.leave()
+        finally:  # also if this rank hears only now that another is lost
+            self._end(None, finished=error is None, error=error)
 
     @property
     def state(self) -> State:
@@ -606,7 +608,12 @@ class Checkpointer:
     ) -> None:
         if self._closed or not self._is_ours:
             return
-        timeout = self._call_the_last(timeout) if error is None else timeout
+        if error is None:
+            try:
+                timeout = self._call_the_last(timeout)
+            except BaseException as interrupt:
+                self._end(timeout, finished=False, error=interrupt)
+                raise
         self._closed = True
         self._ending.close()
         try:

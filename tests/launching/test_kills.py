@@ -10,7 +10,9 @@ import random
 import re
 import secrets
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,14 +40,14 @@ def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
     Never the same rank three times in a row: three deaths of one at the same step end the run, and a busy
     machine may do no more than a step between two kills.
     """
-    ranks = run.stepping()
+    ranks, order = run.stepping(), Path(f"{run.root}.order")
+    order.unlink(missing_ok=True)  # of an event that did not come
     kind = chance.choices(["any", "event", "again"], [4, 4, 3])[0]
     time.sleep(chance.uniform(0, 0.4))
     rank = chance.choice([r for r in range(RANKS) if run.wounded[-2:] != [r, r]])
     run.wounded.append(rank)
     if kind == "event":
         event = chance.choice(events)
-        order = Path(f"{run.root}.order")
         order.with_suffix(".new").write_text(f"{rank} {event}")
         order.with_suffix(".new").rename(order)
         stop = time.monotonic() + chance.uniform(2, 4)
@@ -53,7 +55,9 @@ def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
             time.sleep(0.01)
         if not order.exists():
             return f"rank {rank} at {event}"
-        # one that comes in a recovery alone: it stays for the next
+        run.wounded.append(
+            rank
+        )  # one that comes in a recovery alone: whoever takes its place dies there
     run.kill(ranks[rank])
     if kind != "again":
         return f"rank {rank} ({kind})"
@@ -91,17 +95,21 @@ def unwoken(run: Soaked) -> list[set[int]]:
 
 
 def growth(run: Soaked) -> list[str]:
-    """Return what grew in a process from its third entry on."""
-    entries: dict[int, list[dict[str, int]]] = {}
+    """Return what grew in a process from its third entry on, and what is left of an attempt at any."""
+    entries: dict[int, list[dict[str, Any]]] = {}
     for t in run.told:
         if "holds" in t:
             entries.setdefault(t["pid"], []).append(t["holds"])
     found = []
     for pid, held in entries.items():
+        for h in held:
+            if h["tensors"] > 10 or h["python_threads"] > 8:
+                found.append(f"process {pid} holds an attempt that it has left: {h}")
         for name in ("fds", "sockets", "threads", "maps", "groups"):
             numbers = [h[name] for h in held[2:]]
             if len(numbers) > 2 and min(numbers[-2:]) > max(numbers[:1]):
-                found.append(f"process {pid}: {name} {numbers}")
+                opened = Counter(held[-1]["links"]) - Counter(held[2]["links"])
+                found.append(f"process {pid}: {name} {numbers}; open since: {dict(opened)}")
     return found
 
 
@@ -159,7 +167,7 @@ def test_survivors_do_not_grow(tiers: str, tmp_path: Path) -> None:
     with soaked(tmp_path / "root", *words) as run:
         run.finishes(limit_s=1200)
         run.nothing_is_left()
-    entries: dict[int, list[dict[str, int]]] = {}
+    entries: dict[int, list[dict[str, Any]]] = {}
     for t in run.told:
         if "holds" in t:
             entries.setdefault(t["pid"], []).append(t["holds"])

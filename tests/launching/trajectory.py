@@ -99,7 +99,7 @@ def once(name: str) -> bool:
     return False
 
 
-def holds() -> dict[str, int]:
+def holds() -> dict[str, Any]:
     """Count what this process holds, with the thread that its first call of storage makes."""
     holdfast.steps(given.root)
     gc.collect()
@@ -109,6 +109,7 @@ def holds() -> dict[str, int]:
             links.append(os.readlink(f"/proc/self/fd/{name}"))
     status = Path("/proc/self/status").read_text()
     return {
+        "links": sorted(link for link in links if not link.startswith("socket:")),
         "fds": len(links),
         "sockets": sum(link.startswith("socket:") for link in links),
         "threads": len(os.listdir("/proc/self/task")),
@@ -182,7 +183,7 @@ def take(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def main() -> None:
     times = {"entered": time.time()}
-    held = {} if given.quick else holds()
+    held: dict[str, Any] = {} if given.quick else holds()
     dist.init_process_group("gloo")
     times["group"] = time.time()
     model, optimizer = build()

@@ -7,6 +7,7 @@ with Ranks("trainers.train_deepspeed", log) as ranks:
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -34,7 +35,8 @@ PRELOAD = (
 """What a rank would import when it makes an optimizer, or restores: seconds each time."""
 TORCHRUNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a trainer leaves behind in the process of a test, and that no rank may inherit."""
-DEADLINE_S = 900
+DEADLINE_S = 400
+"""Seconds that a run may take: less than its test, which says nothing of what hangs."""
 
 
 class Ranks:
@@ -103,6 +105,10 @@ class Ranks:
         until = time.monotonic() + DEADLINE_S
         while None in (codes := self.codes(pids)):
             if time.monotonic() > until:
+                for pid, code in zip(pids, codes):
+                    if code is None:
+                        os.kill(pid, signal.SIGUSR1)  # it prints its stacks
+                time.sleep(2)
                 self.kill(pids)
                 raise AssertionError(f"{codes} after {DEADLINE_S} s:\n{self.errors()}")
             if any(codes):
@@ -205,6 +211,7 @@ def _fork(module: Any, options: Any, rank: int, env: dict[str, str], out: str) -
     if pid:
         return pid
     code = 1
+    faulthandler.register(signal.SIGUSR1)
     try:
         if env:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **env}

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 LEAVE_S = 5.0
 """Seconds that a process that ends early stays for a snapshot to be complete, or a save to reach
 the agents."""
+LOOK_S = 0.2
 
 
 class Turns:
@@ -194,13 +195,15 @@ class MemoryTier:
             self._hurry()
 
     def _settle_early(self) -> bool:
-        """True if nothing is under way, after waiting for a moment."""
-        if not self._is_closed and (self.durable.steps.is_saving or self._turns.num_pending):
-            try:
-                self.settle(LEAVE_S)
-            except Deadline:
-                return False
-        return True
+        """True if nothing is under way, after waiting for a moment; no longer than until ranks are lost."""
+        if self._is_closed or not (self.durable.steps.is_saving or self._turns.num_pending):
+            return True
+        until = time.monotonic() + LEAVE_S
+        while not self.saver.group.lost and time.monotonic() < until:
+            with suppress(Deadline):
+                self.settle(min(LOOK_S, LEAVE_S))
+                return True
+        return False
 
     def _hurry(self) -> None:
         self.agent.client.hurry()
@@ -209,30 +212,33 @@ class MemoryTier:
     def close(self, timeout: float | None, *, finished: bool) -> None:
         """Wait for what is under way.  `finished`: the snapshots are needed no more, if the last save is in
         storage."""
-        self._is_closed = True
-        try:
-            self.settle(self.saver.deadline_s if timeout is None else timeout)
-        except BaseException:
-            finished = False  # what is under way is for the agents to end, as long as ranks hear each other
-            self._hurry()
-            with suppress(Deadline):
-                self.settle(LEAVE_S)
-            raise
-        finally:
-            self.worker.shutdown()
-            self._storing.worker.shutdown()
+        self._is_closed, is_settled = True, False
+        with ExitStack() as last:  # all of it, though one part is interrupted
+            last.callback(lambda: self._say_bye(finished=finished and is_settled))
+            last.callback(self._spare.close)
+            last.callback(self.slots.close)
             for follower in self._followers:
-                follower.twins.close(LEAVE_S)
-            self.slots.close()
-            self._spare.close()
-            if finished and self._last_save[1]:
-                finished = False
-                self.news.append(
-                    "the last save failed: what is in memory stays there for a day (the next start "
-                    "restores and saves it, `holdfast agent clean` frees it)"
-                )
-            with suppress(HoldfastError):
-                self.agent.say_bye(finished=finished and not self._storing.left_to_agents)
+                last.callback(follower.twins.close, LEAVE_S)
+            last.callback(self._storing.worker.shutdown)
+            last.callback(self.worker.shutdown)
+            try:
+                self.settle(self.saver.deadline_s if timeout is None else timeout)
+                is_settled = True
+            except BaseException:  # agents end what is under way, as long as ranks hear each other
+                self._hurry()
+                with suppress(Deadline):
+                    self.settle(LEAVE_S)
+                raise
+
+    def _say_bye(self, *, finished: bool) -> None:
+        if finished and self._last_save[1]:
+            finished = False
+            self.news.append(
+                "the last save failed: what is in memory stays there for a day (the next start "
+                "restores and saves it, `holdfast agent clean` frees it)"
+            )
+        with suppress(HoldfastError):
+            self.agent.say_bye(finished=finished and not self._storing.left_to_agents)
 
     # -- restoring --------------------------------------------------------------------------------
 
