@@ -255,7 +255,7 @@ ONLY_TO_RESTORE = (
 """The half of the core that the first restore loads."""
 
 MOST_MODULES = 85
-MOST_LINES = 9850
+MOST_LINES = 9860
 """What importing `holdfast.checkpointer` may need: modules of ours, and lines of code in them."""
 
 NO_CODE = (

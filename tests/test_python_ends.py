@@ -53,3 +53,29 @@ def test_no_thread_is_left_in_torch(script: str, argument: str) -> None:
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+LOST_MEANWHILE = """
+import sys, threading
+from holdfast.group.line import StoreLine, lose_all
+
+def make():
+    global lines
+    for _ in range(200):
+        lines = [StoreLine(object, "", None) for _ in range(100)]
+    lines = []
+
+lines = []
+sys.setswitchinterval(1e-6)
+thread = threading.Thread(target=make)
+thread.start()
+while thread.is_alive():
+    lose_all("it is lost")
+"""
+
+
+def test_ranks_are_lost_while_a_line_is_made() -> None:
+    """The thread that hears of lost ranks goes on."""
+    command = [sys.executable, "-c", LOST_MEANWHILE]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-2000:]

@@ -612,6 +612,7 @@ class Checkpointer:
             try:
                 timeout = self._call_the_last(timeout)
             except BaseException as interrupt:
+                self._notices.only_warn()  # what else has failed does not take its place
                 self._end(timeout, finished=False, error=interrupt)
                 raise
         self._closed = True

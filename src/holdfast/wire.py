@@ -147,7 +147,7 @@ os.register_at_fork(
 
 @cache
 def _decoder(make: Any, kind: Any) -> Any:
-    """Return the one decoder of a kind.  Only one thread makes one at a time: see `decode_msgpack`."""
+    """Return a decoder of a kind.  One thread at a time makes one: see `decode_msgpack`."""
     with _working_out:
         return make(kind)
 

@@ -91,6 +91,22 @@ def test_so_does_one_that_writes_where_reads_are_answered(name: str, root: Path)
     assert str(root) in str(error)
 
 
+def test_a_root_that_cannot_be_read_does_not_hold_up_another(root: Path, tmp_path: Path) -> None:
+    """A server of files that has its names in memory, and whose disks hang."""
+    holdfast.save(tmp_path / "other", state(), step=3)
+    disk = Frozen(root)
+    disk.names = ("preadv",)
+
+    def steps_of(name: Path) -> list[int]:
+        with patience.opening(DEADLINE_S):
+            return holdfast.steps(name)
+
+    with disk:
+        assert isinstance(ended(lambda: steps_of(root)), Deadline)
+        assert disk.num_waiting == 1
+        assert steps_of(tmp_path / "other") == [3]
+
+
 @pytest.fixture
 def frozen_under_a_run(root: Path) -> Iterator[tuple[holdfast.Checkpointer, Frozen]]:
     """A run with step 2, the storage of which has stopped to answer."""

@@ -160,11 +160,20 @@ class RootKeys:
         matches = ((key, _MANIFEST.fullmatch(key)) for key in self.keys)
         self.manifests = {int(match[1]): key for key, match in matches if match}
         """Key of the manifest of each step."""
+        self._saved: list[Saved] | None = None
 
-    @cached_property
+    @property
     def saved(self) -> list[Saved]:
         """Every committed step, oldest to newest.  One whose manifest's head is damaged counts as the
-        oldest of all: it is not proved.  One of a newer format has its place, so that it is noticed."""
+        oldest of all: it is not proved.  One of a newer format has its place, so that it is noticed.
+
+        Reads them once.  No `cached_property`: before Python 3.12 that holds a lock of all roots meanwhile.
+        """
+        if self._saved is None:
+            self._saved = self._read()
+        return self._saved
+
+    def _read(self) -> list[Saved]:
         found: dict[int, Saved | None] = {**self.known.among(self.manifests)}
 
         def look(step: int) -> None:

@@ -124,15 +124,21 @@ def _answer(questions: SimpleQueue[_Question | None], connect: Callable[[], Any]
 
 def lose_all(why: str) -> None:
     """From now on every line there is says at once that it is lost."""
-    for line in tuple(_lines):
+    for line in _every_line():
         line.lost = why
+
+
+def _every_line() -> tuple[StoreLine, ...]:
+    while True:
+        with suppress(RuntimeError):  # another thread makes one in this moment
+            return tuple(_lines)
 
 
 def _settle_all() -> None:
     """Leave no thread of ours inside torch: it would call `std::terminate` if Python is gone when the store
     has answered, and the process would end with SIGABRT."""
     until = time.monotonic() + EXIT_S
-    for line in tuple(_lines):
+    for line in _every_line():
         line.settle(max(until - time.monotonic(), 0.0))
 
 
