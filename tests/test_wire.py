@@ -316,7 +316,7 @@ def test_a_slot_that_was_not_filled_says_why(error: HoldfastError, kind: type) -
 FIRST_USE = """
 import os, sys, threading
 import msgspec
-from holdfast.wire import convert, decode_json, decode_msgpack
+from holdfast.wire import decode_json, decode_msgpack
 
 def together(*ways):
     found, barrier = [], threading.Barrier(len(ways))
@@ -349,7 +349,7 @@ def first_use(forks):
     running = together(
         lambda: decode_msgpack(packed, Tree),
         lambda: decode_json(text, Tree),
-        lambda: convert(msgspec.to_builtins(tree), Tree),
+        lambda: decode_msgpack(packed, list[Tree] | Tree),
     )
     next(running)
     if forks:

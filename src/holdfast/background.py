@@ -7,7 +7,8 @@ Both outlive the process that starts them, and must not get into anybody's way m
 * the same Python and the same holdfast, whatever lies in the working directory, and nothing of what a
   launcher has told the training process in its environment.
 
-How the two sides talk differs: the agent serves many by HTTP, a writer has one socket.
+How the two sides talk differs: the agent serves many by HTTP, a writer has one socket.  Both give way to
+the training (`yield_to_training`, `weigh_session`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -69,3 +71,26 @@ def ending(status: int) -> str:
         return f"ended with {status}"
     known = -status in set(signal.Signals)
     return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
+
+
+def yield_to_training() -> None:
+    """The lowest priority, for this thread and those that it begins, and for a session of its own.
+
+    Linux may weigh sessions against each other; a process's own priority then counts only within its
+    session, so this one's is set, too (sched(7), autogroup).
+    """
+    with suppress(OSError):
+        os.nice(19)
+    weigh_session(19)
+
+
+def weigh_session(nice: int) -> bool:
+    """Set the priority of this process's session, up to that of others (0); False if not now: Linux takes
+    ten changes a second."""
+    try:
+        Path("/proc/self/autogroup").write_text(str(nice))
+    except BlockingIOError:
+        return False
+    except OSError:  # this kernel does not weigh sessions
+        pass
+    return True

@@ -91,29 +91,6 @@ def fate(pid: int, since: str) -> Literal["runs", "gone", "unknown"]:
     return "runs" if seen == (True, since) else "gone"
 
 
-def yield_to_training() -> None:
-    """The lowest priority, for this thread and those that it begins, and for a session of its own.
-
-    Linux may weigh sessions against each other; a process's own priority then counts only within its
-    session, so this one's is set, too (sched(7), autogroup).
-    """
-    with suppress(OSError):
-        os.nice(19)
-    weigh_session(19)
-
-
-def weigh_session(nice: int) -> bool:
-    """Set the priority of this process's session, up to that of others (0); False if not now: Linux takes
-    ten changes a second."""
-    try:
-        Path("/proc/self/autogroup").write_text(str(nice))
-    except BlockingIOError:
-        return False
-    except OSError:  # this kernel does not weigh sessions
-        pass
-    return True
-
-
 def own_address() -> str:
     """An address of this host that the other ranks can reach.
 

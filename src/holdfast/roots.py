@@ -1,8 +1,4 @@
-"""Roots: whose a place is, ours or another system's, and how the ranks of a run take one of ours together.
-
-The readers of other formats are imported only where something lies that is not ours: a run that saves in
-its own root never needs them.
-"""
+"""Roots: how the ranks of a run take one of ours together."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ from holdfast.wire import decode_json
 if TYPE_CHECKING:
     from holdfast.group import Group
 
-OWN = frozenset({"steps", "claims", "log", "job.json", "tuning.json"})
-"""All that holdfast keeps directly below a root."""
 PATIENT_SHARE = 0.9
 """Share of the deadline between ranks that one of several waits for storage."""
 
@@ -43,28 +37,6 @@ def check_own(url: str | os.PathLike[str]) -> None:
             f"name, write {os.path.join('.', os.fspath(url))!r}",
         )
     open_store(url)  # which touches nothing, and needs no other rank
-
-
-def foreign_format(url: str) -> str | None:
-    """Return the foreign format that a prefix names or that lies there; None if it is ours, or nothing."""
-    if split_prefix(url) is None and _is_own(url):
-        return None
-    from holdfast.interop.detect import detect
-
-    return detect(url)
-
-
-def _is_own(url: str) -> bool:
-    store = open_store(url)
-    if not isinstance(store, LocalStore):
-        return False
-    try:
-        with os.scandir(store.root) as entries:
-            return all(e.name in OWN or e.name.startswith(".") for e in entries)
-    except FileNotFoundError:
-        return True  # there is nothing
-    except OSError:
-        return False  # whoever reads it says what is wrong
 
 
 def open_shared(url: str | os.PathLike[str], group: Group) -> Store:

@@ -1,4 +1,4 @@
-"""What crosses between processes: how it is decoded, and the one form of errors.
+"""Messages between processes: how they are decoded, and the one form of errors.
 
 Ranks tell each other what failed, an agent refuses a request, a writer of records gives up.  At the other
 end the same error is raised: its class, its hint, the rank, the step and all else that it carries.
@@ -29,7 +29,7 @@ from holdfast import errors
 from holdfast.errors import AgentError, HoldfastError, RankErrors, rebuilt
 
 T = TypeVar("T")
-Data = bytes | bytearray | memoryview | str
+Data = bytes | bytearray | memoryview
 
 KINDS: dict[str, type[HoldfastError]] = {
     name: kind
@@ -161,7 +161,7 @@ def decode_msgpack(data: Data, kind: Any) -> Any:
 
     msgspec works out the fields of a class at its first use, and puts them down before all are known: a
     second thread that decodes the same class in this moment crashes the process, without an error.  So
-    all that holdfast decodes into a class goes through `decode_msgpack`, `decode_json` and `convert`.
+    all that holdfast decodes into a class goes through `decode_msgpack` and `decode_json`.
     """
     return _decoder(msgspec.msgpack.Decoder, kind).decode(data)
 
@@ -173,13 +173,3 @@ def decode_json(data: Data, kind: Any) -> Any: ...
 def decode_json(data: Data, kind: Any) -> Any:
     """Return the value of this kind that is encoded as JSON."""
     return _decoder(msgspec.json.Decoder, kind).decode(data)
-
-
-@overload
-def convert(value: Any, kind: type[T]) -> T: ...
-@overload
-def convert(value: Any, kind: Any) -> Any: ...
-def convert(value: Any, kind: Any) -> Any:
-    """Return the value of this kind that was decoded without a kind."""
-    _decoder(msgspec.msgpack.Decoder, kind)
-    return msgspec.convert(value, kind)

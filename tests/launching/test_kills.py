@@ -55,9 +55,8 @@ def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
             time.sleep(0.01)
         if not order.exists():
             return f"rank {rank} at {event}"
-        run.wounded.append(
-            rank
-        )  # one that comes in a recovery alone: whoever takes its place dies there
+        # One that comes in a recovery alone: whoever takes its place dies there.
+        run.wounded.append(rank)
     run.kill(ranks[rank])
     if kind != "again":
         return f"rank {rank} ({kind})"

@@ -171,9 +171,7 @@ def test_a_script_that_is_not_marked_is_started_again(tmp_path: Path, expected: 
     assert ran.status == 0, ran.printed[-4000:]
     assert ran.digest == expected
     first, second = ran.begun
-    # Step 7's save waits for that of step 6, and only the next `optimizer.step()` waits for either.
-    (begins,) = {second[r]["begins"] for r in second}
-    assert begins in (5, 6, 7)
+    assert {second[r]["begins"] for r in second} <= {6, 7}  # a save of step 7 may not be over
     assert not {f["pid"] for f in first.values()} & {s["pid"] for s in second.values()}
 
 

@@ -130,6 +130,27 @@ def test_while_it_waits(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert now == before
 
 
+def test_an_interrupt_is_told_and_not_the_failed_save_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher takes it for the loss of another rank, and not for a failure of this one."""
+    await_saves = holdfast.Checkpointer._await_saves
+
+    def interrupted(self: holdfast.Checkpointer, until: float) -> None:
+        await_saves(self, until)
+        raise Lost
+
+    monkeypatch.setattr(holdfast.Checkpointer, "_await_saves", interrupted)
+    state = {"model": torch.nn.Linear(4, 4)}
+    files = {"config.json": tmp_path / "missing"}
+    ckpt = holdfast.Checkpointer(tmp_path / "root", state, files=files, on_error="raise")
+    ckpt.on_commit(print)
+    ckpt.save(1)
+    with pytest.warns(holdfast.errors.HoldfastWarning, match="config.json"), pytest.raises(Lost):
+        ckpt.close()
+    assert holdfast.steps(tmp_path / "root") == [1]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("fails", [True, False])
 def test_at_any_line(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

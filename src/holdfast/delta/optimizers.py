@@ -6,7 +6,7 @@ hold, which optimizers only read them, and which steps may depend on what no rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from holdfast.compression.marks import HALVES
 from holdfast.errors import UsageError
+from holdfast.state.followed import check_apart
 from holdfast.state.live import State, is_optimizer
 from holdfast.state.observer import Observer, Order, StepCall, calls_hooks, hooks_after
 from holdfast.state.optimizers import named_groups, param_names, served_modules
 from holdfast.state.placed import local_of
-from holdfast.state.several import check_apart
 from holdfast.state.wrapped import bare, stepping
 
 GRAD = "grad"
@@ -245,3 +245,13 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 def missing_of(one: NamedOptimizer) -> tuple[str, ...]:
     return tuple(name for name, p in one.params if p.grad is None)
+
+
+def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
+    """Reduce gradients whose last reduction tensor parallelism leaves to whoever computes with them (of
+    norms, say); an optimizer would do it as its first thing.  Collective where there are such."""
+    for p in params:
+        grad = p.grad
+        if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
+            with torch.no_grad():
+                p.grad = grad.redistribute(p.device_mesh, p.placements)

@@ -27,6 +27,7 @@ from holdfast.delta.optimizers import (
     is_watched,
     mixed_up,
     only_reads,
+    reduce_gradients,
     refused,
 )
 from holdfast.delta.options import Delta
@@ -44,7 +45,6 @@ from holdfast.saving.messages import digests
 from holdfast.state.customised import asked_once
 from holdfast.state.live import Live, State
 from holdfast.state.observer import StepCall
-from holdfast.state.placed import reduce_gradients
 from holdfast.state.rest import collect_rest
 from holdfast.store import MemoryStore, Store
 from holdfast.store.views import JoinedStore

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from holdfast.background import weigh_session, yield_to_training
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
 from holdfast.delta import messages as w
 from holdfast.delta.ring import Ring
@@ -30,7 +31,6 @@ from holdfast.delta.segment import (
 from holdfast.delta.writer_registry import withdraw
 from holdfast.errors import Exists
 from holdfast.format.image import ALIGN
-from holdfast.here import weigh_session, yield_to_training
 from holdfast.store import Store, Writer, be_patient, open_store
 from holdfast.store.contract import check_blocks
 from holdfast.wire import WireError

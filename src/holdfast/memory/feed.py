@@ -37,6 +37,7 @@ from holdfast.saving import Draft, SaveOperation, text_of
 from holdfast.saving.exactness import Exactness
 from holdfast.saving.planning import SavePlan
 from holdfast.state.arrays import raw_array
+from holdfast.state.followed import check_apart
 from holdfast.state.live import (
     Live,
     LiveTensor,
@@ -47,7 +48,6 @@ from holdfast.state.live import (
 )
 from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import Placed
-from holdfast.state.several import check_apart
 from holdfast.state.snapshot import Moment
 from holdfast.state.wrapped import ELEMENTWISE, is_zero1
 from holdfast.state.writes import Mark, Marks

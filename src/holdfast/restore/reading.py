@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from holdfast.checkpoint.names import (
@@ -26,11 +28,14 @@ from holdfast.group import Group
 from holdfast.patience import bounded, opening
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
-from holdfast.roots import foreign_format, open_shared, patience_s
+from holdfast.roots import open_shared, patience_s
 from holdfast.saving.exactness import EXACT, REPLICA
 from holdfast.state.live import State
-from holdfast.store import Store, in_one, open_store
+from holdfast.store import LocalStore, Store, in_one, open_store, split_prefix
 from holdfast.wire import decode_json
+
+OWN = frozenset({"steps", "claims", "log", "job.json", "tuning.json"})
+"""All that holdfast keeps directly below a root."""
 
 
 def load_from(
@@ -66,6 +71,28 @@ def load_from(
             tell_passed_over(store.url, steps, step)
     load_step(store, group, step, state, options, verify=verify)
     return step
+
+
+def foreign_format(url: str) -> str | None:
+    """Return the foreign format that a prefix names or that lies there; None if it is ours, or nothing."""
+    if split_prefix(url) is None and _is_own(url):
+        return None
+    from holdfast.interop.detect import detect
+
+    return detect(url)
+
+
+def _is_own(url: str) -> bool:
+    store = open_store(url)
+    if not isinstance(store, LocalStore):
+        return False
+    try:
+        with os.scandir(store.root) as entries:
+            return all(e.name in OWN or e.name.startswith(".") for e in entries)
+    except FileNotFoundError:
+        return True  # there is nothing
+    except OSError:
+        return False  # whoever reads it says what is wrong
 
 
 def detected(url: str, group: Group) -> bytes:

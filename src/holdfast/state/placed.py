@@ -8,7 +8,6 @@ tensor parallelism), so it moves behind them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache, lru_cache
 from math import prod
 from typing import Any
@@ -208,13 +207,3 @@ def is_apart(tensor: torch.Tensor) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a plain tensor or a DTensor, detached; shares memory."""
     return memory_of(tensor).detach()
-
-
-def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
-    """Reduce gradients whose last reduction tensor parallelism leaves to whoever computes with them (of
-    norms, say); an optimizer would do it as its first thing.  Collective where there are such."""
-    for p in params:
-        grad = p.grad
-        if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
-            with torch.no_grad():
-                p.grad = grad.redistribute(p.device_mesh, p.placements)

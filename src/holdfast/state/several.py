@@ -154,7 +154,7 @@ def _together(key: str, parts: dict[str, Optimizer]) -> Optimizer:
                 raise UsageError(
                     f"{key}{other} and {key}{label} have the same parameter of shape {tuple(p.shape)}",
                     hint="hand each optimizer over under a key of its own: "
-                    + _apart(key, {label: parts[label] for label in (other, label)}),
+                    + apart(key, {label: parts[label] for label in (other, label)}),
                 )
     return Several(parts)
 
@@ -272,11 +272,11 @@ def _refused(where: str, optimizer: Any, lost: dict[str, Any], why: str) -> Usag
     return UsageError(
         f"{where!r}: a {type(optimizer).__name__} around {', '.join(named)}{more}, whose state would be "
         f"lost; for one optimizer they cannot be taken: {why}",
-        hint=f"hand them over, too: {_apart(where, lost, optimizer)}",
+        hint=f"hand them over, too: {apart(where, lost, optimizer)}",
     )
 
 
-def _apart(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
+def apart(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
     """Text for hints: the dict that hands optimizers over one by one."""
     plain = where.partition("[")[0].partition(".")[0]
     shown = "optimizer" if outer is not None else where
@@ -286,23 +286,3 @@ def _apart(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
         for number, label in enumerate(list(parts)[:SHOWN])
     ]
     return "{" + ", ".join(rows) + (", ..." if len(parts) > SHOWN else "") + "}"
-
-
-def check_apart(state: State, what: str) -> None:
-    """UsageError if the state has a container of optimizers: `what` has to follow each alone."""
-    seen = as_seen(state)
-    for key, value in state.items():
-        if seen[key] is value:
-            continue
-        parts = parts_of(seen[key])
-        if len(parts) == 1:
-            raise UsageError(
-                f"{what} cannot see the steps of {key!r}, a {type(value).__name__}: an optimizer inside it "
-                "makes them",
-                hint=f"hand that over in its place: {_apart(key, parts)}",
-            )
-        raise UsageError(
-            f"{what} follows each optimizer by itself, and {key!r} is {len(parts)} of them in a "
-            f"{type(value).__name__}",
-            hint=f"hand the optimizers over one by one: {_apart(key, parts)}",
-        )

@@ -27,10 +27,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from holdfast.background import weigh_session
 from holdfast.errors import HoldfastError, OutOfSpace
 from holdfast.events import counters
 from holdfast.format.manifest import decode
-from holdfast.here import fate, memory_bytes, own_address, started, weigh_session
+from holdfast.here import fate, memory_bytes, own_address, started
 from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
 from holdfast.memory.node import words as w

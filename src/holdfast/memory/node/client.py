@@ -22,7 +22,7 @@ from holdfast.events import emit
 from holdfast.here import fate
 from holdfast.memory.node import words as w
 from holdfast.memory.node.segment import SOCKET, check_home, home
-from holdfast.wire import WireError, convert
+from holdfast.wire import decode_error, decode_msgpack
 
 START_S = (
     60.0  # a process that lives is waited for: on a busy node it may take half a minute to begin
@@ -40,6 +40,8 @@ LONG = (w.Persist, w.Protect)
 """Orders that take as long as storage and other nodes do: the limit is on the time without
 progress."""
 _T = TypeVar("_T")
+_Answer = dict[str, msgspec.Raw]
+"""`ok`, with what was asked for, or the fields of an error."""
 
 
 class _Connection(http.client.HTTPConnection):
@@ -93,7 +95,7 @@ class Client:
         if self._is_waiting():
             raise self.silence()
         try:
-            answer = self._ask(message, limit)
+            body = self._ask(message, limit)
         except TimeoutError:
             what = "got no further for" if isinstance(message, LONG) else "did not answer within"
             raise AgentUnreachable(
@@ -102,11 +104,12 @@ class Client:
             ) from None
         except BlockingIOError:
             raise self.silence() from None
+        answer = decode_msgpack(body, _Answer)
         if "error" in answer:
-            raise convert(answer, WireError).error()
-        return convert(answer["ok"], kind)
+            raise decode_error(body)
+        return decode_msgpack(answer["ok"], kind)
 
-    def _ask(self, message: w.Message, limit: float) -> dict[str, Any]:
+    def _ask(self, message: w.Message, limit: float) -> bytes:
         """The answer as it comes.  TimeoutError, BlockingIOError, AgentUnreachable."""
         with self._lock:
             limit = min(limit, HURRIED_S) if self.leaving else limit
@@ -134,8 +137,7 @@ class Client:
             line.close()
         if status != 200:
             raise AgentUnreachable(f"the agent of this node refused: {status}")
-        answer: dict[str, Any] = msgspec.msgpack.decode(body)
-        return answer
+        return body
 
     def _await_answer(self, message: w.Message, sock: socket.socket, limit: float) -> None:
         """Wait until there is something to read.  TimeoutError; AgentUnreachable if the agent is
@@ -158,7 +160,8 @@ class Client:
         """Bytes that the agent has stored or protected for the job of an order; 0 if it does not say."""
         kind = w.STORED if isinstance(order, w.Persist) else w.PROTECTED
         with suppress(TimeoutError, BlockingIOError):
-            report = convert(self._ask(w.Status(), LOOK_S)["ok"], w.AgentReport)
+            answer = decode_msgpack(self._ask(w.Status(), LOOK_S), _Answer)
+            report = decode_msgpack(answer["ok"], w.AgentReport)
             return sum(job.moved.get(kind, 0) for job in report.jobs if job.job == order.job)
         return 0
 
