@@ -18,7 +18,7 @@ from holdfast.arguments import (
     step_of,
 )
 from holdfast.checkpoint.claiming import newest_claim, once_attempt, runs_of_steps
-from holdfast.checkpoint.names import WHOLE, RootKeys
+from holdfast.checkpoint.names import WHOLE, RootKeys, read_head
 from holdfast.checkpoint.recorded import segments_in
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import HoldfastError, UsageError
@@ -92,18 +92,24 @@ def _read_together(files: Mapping[str, FileSource], group: Group) -> Attached | 
     return found[0]
 
 
-def begin_once(store: Store, step: int) -> tuple[int, str]:
+def begin_once(store: Store, step: int, *, goes_on: bool = False) -> tuple[int, str]:
     """Tidy up before a save that takes no claim; its run, and the name of its attempt.  By the process that
-    commits it; UsageError if records lead on from that step."""
+    commits it; UsageError if records lead on from that step.
+
+    `goes_on`: the save is of a training, so one of an older step than the newest begins another run, if no
+    run has claimed the root.
+    """
     keys = RootKeys(store, below=WHOLE)
     held = newest_claim(store, keys.below("claims/"))
     run = max([held.run if held else 0, *runs_of_steps(store, keys)])
-    if segments_in(keys.below("log/"), step) and _records_lead_on(store, run, step):
+    if segments_in(keys.below("log/"), step) and _records_lead_on(keys, step):
         raise UsageError(
-            f"records of run {run} in {store.url} lead on from its step {step}: from another state they "
-            "would lead elsewhere",
+            f"records in {store.url} lead on from its step {step}: from another state they would lead "
+            "elsewhere",
             hint="save under another number, or in a root of its own",
         )
+    if goes_on and held is None and max(keys.manifests, default=step) > step:
+        run += any(one.run == run and one.step > step for one in keys.saved)
     try:
         with keys:
             sweep(store, keys=keys)
@@ -112,10 +118,13 @@ def begin_once(store: Store, step: int) -> tuple[int, str]:
     return run, once_attempt()
 
 
-def _records_lead_on(store: Store, run: int, step: int) -> bool:
+def _records_lead_on(keys: RootKeys, step: int) -> bool:
+    """True if records lead on from the step that is to be replaced, or past its number."""
     from holdfast.delta.log import leads_on
 
-    return leads_on(store, (run, step))
+    key = keys.manifests.get(step)
+    there = None if key is None else read_head(keys.store, step, key)
+    return leads_on(keys.store, step, there.run if there and there.is_proved else None)
 
 
 def load(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.checkpoint.listing import stated_attempt
-from holdfast.checkpoint.names import describe, parse_attempt
+from holdfast.checkpoint.listing import came_later, stated_attempt
+from holdfast.checkpoint.names import describe
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.recorded import last_recorded
@@ -80,13 +80,16 @@ class Restart:
                 Candidate(m.run, m.step, m.attempt, replaced=m.attempt in replaced)
                 for m in self.snapshots.manifests
             ]
-        since = min((c.step for c in bases), default=0)
+        since, newest = (
+            min((c.step for c in bases), default=0),
+            max((c.run for c in bases), default=0),
+        )
         self.log: Log | None = (
             None
             if tiers.delta is None
-            else tiers.delta.survey(since, self._records, behind, theirs)
+            else tiers.delta.survey(since, newest, self._records, behind, theirs)
         )
-        """The records that may lead on from one of these steps."""
+        """The records that may lead on from one of these steps, and those of later runs."""
         self.candidates = newest_first(self._with_tip(base) for base in bases)
         self.taken: Candidate | None = None
         self.reached: Identity | None = None
@@ -277,7 +280,8 @@ class Restart:
         )
         if int(last):
             warn_user(
-                f"there are records up to step {int(last)} behind step {step}; without delta= none is used"
+                f"there are newer records than step {step}, up to step {int(last)}; without delta= none is "
+                "used"
             )
 
     def _warn_of_lost(self, reached: Identity) -> None:
@@ -451,12 +455,18 @@ class Restart:
             return False
         return self.reached != self.candidates[0].end
 
-    def is_unsaved(self) -> bool:
-        """True if what was taken is in memory only."""
+    def is_unsaved(self, *, is_recording: bool) -> bool:
+        """True if what was taken is in memory only.  If `is_recording`, also if it is an older step that
+        one of two homes has not: records that lead on from it come to both."""
         taken = self.taken
-        if taken is None or not taken.in_memory:
+        if taken is None:
             return False
-        return all((s.run, s.step) != (taken.run, taken.step) for s in self.durable)
+        at = taken.run, taken.step
+        here = {(s.run, s.step) for s in self.durable}
+        if taken.in_memory or self.behind is None or not is_recording:
+            return taken.in_memory and at not in here
+        there = {(s.run, s.step) for s in self.uploaded}
+        return at != max(here | there) and at not in here & there
 
 
 def origin_of(root: str, source: str | None, group: Group) -> str | None:
@@ -503,12 +513,3 @@ def _gone(step: int) -> NotRecoverable:
 def _passed_over(candidate: Candidate, error: HoldfastError) -> None:
     emit("restore.passed_over", step=candidate.step, error=str(error))
     warn_user(f"{candidate} cannot be used: {error}")
-
-
-def came_later(attempt: str, than: str) -> bool:
-    """True if `attempt` is newer than `than`, of one run and step: one by a process without a claim
-    beats numbered ones; otherwise the higher number wins."""
-    mine, other = parse_attempt(attempt), parse_attempt(than)
-    if mine is None or other is None:
-        return mine is None and other is not None
-    return mine[1] > other[1]

@@ -16,6 +16,7 @@ import holdfast
 import holdfast.checkpointer
 from holdfast.checkpoint.claiming import Claim, claim, newest_claim, take
 from holdfast.checkpoint.names import WHOLE, RootKeys
+from holdfast.checkpoint.notes import read_notes
 from holdfast.errors import RankErrors, UsageError
 
 HOLDER = """
@@ -75,6 +76,30 @@ def test_a_run_that_went_back_is_newer_than_what_it_left_behind(monkeypatch) -> 
         assert c.step == 60
     life(monkeypatch, store, [(70, 3.0)], keep=holdfast.Keep(last=2))
     assert contents(store) == {60: 2.0, 70: 3.0}
+
+
+@pytest.mark.parametrize("is_coming", [False, True])
+def test_a_label_goes_with_the_step_that_another_run_replaces(is_coming: bool) -> None:
+    """It would name another state; one that was given to the new step stays."""
+    store, state = memory(), state_of(50.0)
+    with holdfast.Checkpointer(store.url, state) as ckpt:
+        ckpt.save(50).wait(WAIT_S)
+        state["data"].update(state_of(100.0)["data"])
+        save = ckpt.save(100)
+        if not is_coming:
+            save.wait(WAIT_S)
+        ckpt.pin(100, "best")
+        ckpt.pin(50, "first")
+        assert ckpt.restore(50) == 50
+        state["data"].update(state_of(-1.0)["data"])
+        save = ckpt.save(100)
+        ckpt.pin(100, "new")
+        save.wait(WAIT_S)
+        with pytest.warns(holdfast.HoldfastWarning, match="'best', and was saved anew by run 2"):
+            ckpt.save(101).wait(WAIT_S)
+        assert read_notes(store).live_labels == {"first": 50, "new": 100}
+        ckpt.save(100).wait(WAIT_S)  # the same run's
+        assert read_notes(store).live_labels == {"first": 50, "new": 100}
 
 
 def test_numbers_are_never_used_twice() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import holdfast
 from holdfast.delta.offline import replay_to
-from holdfast.errors import NotFound
+from holdfast.errors import NotFound, UsageError
 from holdfast.saving import steps as steps_of_root
 from holdfast.store import open_store
 from memory.zygote import Lives
@@ -164,3 +164,98 @@ def test_a_run_that_begins_anew_beside_later_steps(
     ckpt.close()
     assert holdfast.steps(root) == [1, 100]
     check_equal(restored(root), found)
+
+
+# -- what is damaged, or overlooked ---------------------------------------------------------------
+
+
+def went_back_alone(root: Path, back: int, last: int) -> dict[int, Any]:  # noqa: F811
+    """Run 1 makes eight steps, with a full save of the first; run 3 leads on from step `back` to `last`."""
+    run, every = Plain(), holdfast.Every(durable=100, delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        found = train(ckpt, run, range(1, 9), 0.01)
+    run = Plain()
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        assert ckpt.restore(back) == back
+        found |= train(ckpt, run, range(back + 1, last + 1), 0.02)
+    return found
+
+
+@pytest.mark.parametrize("fault", ["header", "plan", "missing"])
+def test_a_damaged_record_does_not_bring_back_what_was_given_up(root: Path, fault: str) -> None:  # noqa: F811
+    expected = went_back_alone(root, 4, 7)[4]
+    (first,) = root.glob("log/*3/0000000005-*/r00000.log")
+    (plan,) = root.glob("log/*3/plan-*")
+    if fault == "missing":
+        first.unlink()
+    else:
+        damage(plan if fault == "plan" else first)
+    run = Plain()
+    with holdfast.Checkpointer(root, run.state, delta=holdfast.Delta()) as ckpt:
+        with pytest.warns(
+            holdfast.HoldfastWarning, match="records up to step 7 are there and cannot"
+        ):
+            found = ckpt.find()
+        assert found is not None and found.step == 4
+        with pytest.warns(
+            holdfast.HoldfastWarning, match="records up to step 7 are there and cannot"
+        ):
+            assert ckpt.restore() == 4
+    check_equal(run.everything(), expected)
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[40] ^= 16
+    path.write_bytes(data)
+
+
+def test_the_last_record_has_a_damaged_header(root: Path) -> None:  # noqa: F811
+    """Nothing is behind it that would tell."""
+    run, every = Plain(), holdfast.Every(durable=100, delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        train(ckpt, run, range(1, 6), 0.01)
+    (last,) = root.glob("log/*/0000000005-*/r00000.log")
+    damage(last)
+    with (
+        holdfast.Checkpointer(root, Plain().state, delta=holdfast.Delta()) as ckpt,
+        pytest.warns(holdfast.HoldfastWarning, match="records up to step 5 are there and cannot"),
+    ):
+        assert ckpt.restore() == 4
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_no_base_is_replaced_after_the_root_was_opened_again(root: Path, step: int) -> None:  # noqa: F811
+    """Nor is a step saved between a base and what its records lead to."""
+    run, every = Plain(), holdfast.Every(durable=5, delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        found = train(ckpt, run, range(1, 9), 0.01)
+    with holdfast.Checkpointer(root, Plain().state, delta=holdfast.Delta()) as ckpt:
+        ckpt.restore()
+    with pytest.raises(UsageError, match=f"lead on from its step {step}"):
+        holdfast.save(root, Plain().state, step=step)
+    check_equal(restored(root), found[8])
+
+
+def test_records_below_the_newest_full_step_are_not_overlooked(root: Path) -> None:  # noqa: F811
+    run, every = Plain(), holdfast.Every(durable=4, delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        train(ckpt, run, range(1, 9), 0.01)
+    run, every = Plain(), holdfast.Every(delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        assert ckpt.restore(4) == 4
+        expected = train(ckpt, run, (5, 6, 7), 0.02)[7]
+    other, copied = root.with_name("other"), root.with_name("copied")
+    for source in (None, root):
+        place = other if source else Path(shutil.copytree(root, root.with_name("again")))
+        with (
+            holdfast.Checkpointer(place, Plain().state) as ckpt,
+            pytest.warns(holdfast.HoldfastWarning, match="up to step 7"),
+        ):
+            assert ckpt.restore(source=source) == 8
+    status, text = call("ls", root, "--json")
+    assert (status, json.loads(text)["went_back_to"]) == (0, 4)
+    assert "lead on from step 4: a run went back to it" in call("ls", root)[1]
+    assert call("copy", root, copied, "--log")[0] == 0
+    assert holdfast.steps(copied) == [4]
+    check_equal(restored(copied), expected)

@@ -461,6 +461,6 @@ def test_a_restart_without_records_tells_of_them(root: Path) -> None:  # noqa: F
         train(ckpt, run, 0, lambda _: None)
     with (
         holdfast.Checkpointer(root, Plain().state) as ckpt,
-        pytest.warns(holdfast.HoldfastWarning, match="records up to step 7 behind step 1"),
+        pytest.warns(holdfast.HoldfastWarning, match="newer records than step 1, up to step 7"),
     ):
         assert ckpt.restore() == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,9 @@ import torch
 from train_recorded import digest_of
 
 import holdfast
+from delta.test_exact import check_equal
+from delta.test_going_back import train
+from delta.test_offline import Plain
 from holdfast import Delta, Every
 from holdfast.checkpoint.recorded import parse_segment
 from holdfast.delta.log import LogStore
@@ -82,6 +86,49 @@ def test_a_root_that_is_lost_is_replayed_from_behind(tmp_path: Path, held: bool)
     assert restored["digest"] == digests[last]
     after = [line["step"] for line in told(place)[-3:]]
     assert after == [last + 1, last + 2, last + 3]
+
+
+def test_a_run_that_goes_back_saves_what_the_home_behind_has_not(tmp_path: Path) -> None:
+    """Its records would lead on from nothing there."""
+    root, behind = tmp_path / "root", tmp_path / "behind"
+
+    def begin(run: Plain, every: Every) -> holdfast.Checkpointer:
+        delta = Delta(upload_every_s=0.05)
+        keep = {"upload": behind, "upload_keep": holdfast.Keep(last=1)}
+        return holdfast.Checkpointer(root, run.state, every=every, delta=delta, **keep)
+
+    run = Plain()
+    with begin(run, Every(durable=10, delta=1)) as ckpt:
+        train(ckpt, run, range(1, 21), 0.01)
+    run = Plain()
+    with begin(run, Every(durable=100, delta=1)) as ckpt:
+        assert ckpt.restore(10) == 10
+        expected = train(ckpt, run, range(11, 16), 0.02)[15]
+    root.rename(tmp_path / "lost")
+    run = Plain()
+    with begin(run, Every(durable=100, delta=1)) as ckpt:
+        assert ckpt.restore() == 15
+    check_equal(run.everything(), expected)
+
+
+def test_what_was_lost_with_the_root_is_told(tmp_path: Path) -> None:
+    """Records of a later run than the newest full step's lead on from a step that is gone."""
+    root, behind = tmp_path / "root", tmp_path / "behind"
+    run, every = Plain(), Every(durable=10, delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=Delta()) as ckpt:
+        train(ckpt, run, range(1, 21), 0.01)
+    run = Plain()
+    with holdfast.Checkpointer(root, run.state, every=Every(delta=1), delta=Delta()) as ckpt:
+        assert ckpt.restore(10) == 10
+        train(ckpt, run, range(11, 16), 0.02)
+    shutil.copytree(root, behind)
+    for step in (1, 10):
+        shutil.rmtree(behind / f"steps/{step:010d}")
+    with (
+        holdfast.Checkpointer(behind, Plain().state, delta=Delta()) as ckpt,
+        pytest.warns(holdfast.HoldfastWarning, match="step 10 by run 1.* up to step 15"),
+    ):
+        assert ckpt.restore() == 20
 
 
 def test_close_uploads_the_last_records(tmp_path: Path) -> None:

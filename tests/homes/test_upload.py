@@ -8,9 +8,10 @@ import time
 import pytest
 
 import holdfast
-from crash.single import contents, leftovers
+from crash.single import contents, leftovers, state_of
 from holdfast import Keep, events
 from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
+from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.pruning import delete_step
 from holdfast.errors import NotFound, StoreError, Unavailable, UsageError
 from holdfast.store import LocalStore, open_store
@@ -391,6 +392,43 @@ def test_a_run_that_went_back_uploads_under_its_new_number(monkeypatch) -> None:
     assert contents(homes.behind) == {1: 1.0, 2: 20.0, 3: 3.0}
     with homes.run(monkeypatch) as run:
         assert (run.ckpt.restore(), run.value) == (2, 20.0)
+
+
+def test_a_step_that_a_script_saved_anew_is_uploaded_by_the_next_run(monkeypatch) -> None:
+    """It has the run and the number of the one behind."""
+    homes = Homes()
+    with homes.run(monkeypatch) as run:
+        run.save_and_upload(20, 1.0)
+        run.state["data"].update(state_of(2.0)["data"])
+    holdfast.save(homes.root.url, run.state, step=20)
+    assert (contents(homes.root), contents(homes.behind)) == ({20: 2.0}, {20: 1.0})
+    with homes.run(monkeypatch) as run:
+        assert run.ckpt.restore() == 20
+    assert contents(homes.behind) == {20: 2.0}
+
+
+def test_a_label_does_not_come_to_name_another_runs_step_behind(monkeypatch) -> None:
+    gate = threading.Event()
+    gate.set()
+    homes = Homes(behind=Held(store_like(), gate))
+    with homes.run(monkeypatch) as run:
+        run.save_and_upload(10)
+        run.save_and_upload(20)
+        run.ckpt.pin(20, "tried")
+        run.ckpt.restore(10)
+        gate.clear()
+        homes.behind.is_held = False
+        run.save(15)
+        until(lambda: homes.behind.is_held)
+        run.save(20, 200.0)  # which is not uploaded: a newer one comes
+        last = run.save(30)
+        run.ckpt.pin(20, "best")
+        gate.set()
+        until(lambda: last.uploaded)
+    assert contents(homes.behind.inner) == {10: 10.0, 15: 15.0, 20: 20.0, 30: 30.0}
+    assert read_notes(homes.root).live_labels == {"best": 20}
+    assert "best" not in read_notes(homes.behind).live_labels
+    assert [text for text in homes.told if "had the label 'tried'" in text]
 
 
 def test_a_run_that_goes_back_during_an_upload_uploads_on(monkeypatch) -> None:

@@ -175,6 +175,17 @@ def test_a_script_that_is_not_marked_is_started_again(tmp_path: Path, expected: 
     assert not {f["pid"] for f in first.values()} & {s["pid"] for s in second.values()}
 
 
+def test_what_a_stuck_survivor_began_ends_with_it(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("stuck.py")
+    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=2", str(script)]
+    ran = subprocess.run(
+        [*command, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "wait in a collective that a lost rank left, and are not woken" in ran.stderr
+    assert (tmp_path / "alive").read_text() == ""
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_launcher_ends(number: signal.Signals, tmp_path: Path) -> None:
     root = tmp_path / "root"

@@ -113,6 +113,46 @@ def parts(root: str) -> None:
         assert not optimizer or engine.optimizer.param_groups[0]["lr"] == rate
 
 
+def branched(root: str) -> None:
+    """The newest step is of the run that came last, also for weights alone; what is damaged is told."""
+    engine = engine_of()
+    with attach(engine, root):
+        for _ in range(4):
+            train(engine, 1)
+            engine.save_checkpoint(root)
+    engine = engine_of(1)
+    with attach(engine, root):
+        engine.load_checkpoint(root, "global_step2")
+        before = weights(engine)
+        engine.lr_scheduler.base_lrs = [1.0]  # so that step 3 is another one
+        train(engine, 1)
+        engine.save_checkpoint(root)
+        saved = weights(engine)
+    assert holdfast.steps(root) == [1, 2, 3, 4]
+
+    def load(**options: Any) -> tuple[Any, list[str]]:
+        engine = engine_of(2)
+        with attach(engine, root), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            path, _ = engine.load_checkpoint(root, **options)
+        return (path, weights(engine)), [str(w.message) for w in told]
+
+    for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
+        (path, loaded), _ = load(**options)
+        assert path == f"{root}/global_step3" and same(loaded, saved), options
+    manifest = Path(root, "steps/0000000003/manifest.json")
+    sound = manifest.read_bytes()
+    manifest.write_bytes(sound[: len(sound) // 2])
+    for number in (4, 1):
+        Path(root, f"steps/000000000{number}/manifest.json").unlink()
+    (path, loaded), told = load(load_module_only=True)
+    assert path == f"{root}/global_step2" and same(loaded, before)
+    assert any("step 3 is passed over" in one for one in told), told
+    Path(root, "steps/0000000002/manifest.json").unlink()
+    with pytest.raises(NotRecoverable, match="none of 1 step"):
+        load(load_module_only=True)
+
+
 def elsewhere(root: str) -> None:
     """A folder that is not the root points to the step, once that is committed."""
     folder = Path(root).parent / "checkpoint-2"
@@ -236,7 +276,8 @@ def saves(root: str, dies: int = 0) -> None:
 
 
 CASES = {
-    one.__name__: one for one in (tags, parts, elsewhere, deepspeeds_own, frozen, refused, saves)
+    one.__name__: one
+    for one in (tags, parts, branched, elsewhere, deepspeeds_own, frozen, refused, saves)
 }
 
 

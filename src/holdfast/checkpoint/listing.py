@@ -13,6 +13,7 @@ from holdfast.checkpoint.names import (
     RootKeys,
     Saved,
     manifest_key,
+    parse_attempt,
     read_manifest,
     step_prefix,
     verified_attempt,
@@ -65,6 +66,15 @@ def stated_attempt(store: Store, step: int) -> str | None:
         return None
     match = ATTEMPT.match(data)
     return match[1].decode() if match else None
+
+
+def came_later(attempt: str, than: str) -> bool:
+    """True if `attempt` is newer than `than`, of one run and step: one by a process without a claim
+    beats numbered ones; otherwise the higher number wins."""
+    mine, other = parse_attempt(attempt), parse_attempt(than)
+    if mine is None or other is None:
+        return mine is None and other is not None
+    return mine[1] > other[1]
 
 
 def attempt_of(store: Store, step: int) -> str | None:

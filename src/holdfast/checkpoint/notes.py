@@ -29,11 +29,13 @@ from holdfast.checkpoint.names import (
     RootKeys,
     describe,
     manifest_key,
+    parse_attempt,
     read_head,
     step_numbers,
 )
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import Corrupt, Exists, FormatError, NotFound, Unavailable
+from holdfast.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, Unavailable
+from holdfast.format.manifest import Manifest
 from holdfast.store import Store
 from holdfast.wire import decode_json
 
@@ -206,6 +208,29 @@ def unpin(store: Store, label: str) -> bool:
 
     change(store, edit)
     return there[0]
+
+
+def release(
+    store: Store, by: Manifest, replaced: str, spare: Collection[tuple[str, int]]
+) -> list[str]:
+    """Take away the labels of a step whose attempt `replaced` was another run's, but for `spare`: labels,
+    each with the run for whose step it was given.  Return what the user is to be told."""
+    former = parse_attempt(replaced)
+    if former is None or former[0] == by.run:
+        return []
+    found: list[str] = []
+
+    def edit(notes: Notes) -> Notes:
+        found[:] = [k for k in notes.pinned.get(by.step, ()) if (k, by.run) not in spare]
+        return with_labels(notes, dict.fromkeys(found, None))
+
+    try:
+        change(store, edit)
+    except HoldfastError as error:
+        return [f"step {by.step} of run {former[0]} is replaced; its labels are not known: {error}"]
+    labels = ", ".join(map(repr, found))
+    said = f"step {by.step} of run {former[0]} had the label {labels}, and was saved anew by run {by.run}"
+    return [f"{said}: the label is taken away"] if found else []
 
 
 def with_labels(notes: Notes, labels: Mapping[str, int | None]) -> Notes:

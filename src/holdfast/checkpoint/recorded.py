@@ -24,17 +24,23 @@ def segments(store: Store, since: int = 0) -> list[str]:
     return segments_in(store.list("log/"), since)
 
 
-def segments_in(keys: Iterable[str], since: int = 0) -> list[str]:
-    """Return those of some keys that are of segments with records after step `since`."""
+def segments_in(keys: Iterable[str], since: int = 0, run: int | None = None) -> list[str]:
+    """Return those of some keys that are of segments with records after step `since`; and, with a `run`,
+    all of later runs, which may have gone back."""
     parsed = ((key, parse_segment(key)) for key in keys)
-    return [key for key, segment in parsed if segment is not None and segment[2] > since]
+    return [
+        key
+        for key, one in parsed
+        if one is not None and (one[2] > since or (run is not None and one[0] > run))
+    ]
 
 
 def last_recorded(keys: Iterable[str], run: int, step: int) -> int:
-    """The last step after `step` that `run`, or a later run, has recorded, by the names of
-    segments among some keys; 0 if there is none."""
-    found = map(parse_segment, segments_in(keys, step))
-    return max((last for of_run, _, last, _ in filter(None, found) if of_run >= run), default=0)
+    """The last step that is recorded after `step` of `run`, by the names of segments among some keys; 0 if
+    there is none.  A later run that went back has lower numbers, and counts."""
+    found = filter(None, map(parse_segment, keys))
+    states = ((of_run, last) for of_run, _, last, _ in found)
+    return max((state for state in states if state > (run, step)), default=(0, 0))[1]
 
 
 def is_recorded(store: Store, step: int) -> bool:

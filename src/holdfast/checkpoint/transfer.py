@@ -354,11 +354,13 @@ def threads_of(source: Store) -> int:
 
 
 def shares(sizes: Sequence[int], threads: int) -> tuple[int, int]:
-    """Number of objects to copy side by side, and of threads for each: of objects of one part as many as
-    there are threads, of larger ones, whose writers hold more, at most `FILES`."""
+    """Number of objects to copy side by side, and of threads for each, `threads` at most in all: of objects
+    of one part as many as there are threads, of larger ones, whose writers hold more, at most `FILES`."""
     most = threads if max(sizes, default=0) <= PART_BYTES else min(threads, FILES)
-    side_by_side = max(min(most, len(sizes)), 1)
-    return side_by_side, -(-threads // side_by_side)
+    most = max(min(most, len(sizes)), 1)
+    numbers = {threads // most, -(-threads // most)}
+    found = [(min(threads // in_each, most), in_each) for in_each in numbers]
+    return max(found, key=lambda one: (one[0] * one[1], one[0]))
 
 
 def copy_object(this: Provable, source: Store, target: Store, threads: int, tell: Progress) -> None:

@@ -14,6 +14,7 @@ from holdfast.checkpoint.unproved import newest_of
 from holdfast.cli.options import Argument, Option, Target, own_root, split_target
 from holdfast.cli.screen import Result, progress, say
 from holdfast.cli.words import bad, dim, good, many, size
+from holdfast.delta.log import leading
 from holdfast.delta.transfer import TransferredLog, transfer_log
 from holdfast.errors import Exists, FormatError, HoldfastError, NotFound, NotRecoverable, UsageError
 from holdfast.interop.detect import near_path, split
@@ -61,7 +62,7 @@ def run(
     dry_run: Annotated[bool, Option("Only say what would be copied.")] = False,
 ) -> Result:
     """Copy a step (the newest, or URL@STEP) into another root, byte for byte. Interrupted, the same
-    command goes on where it was.
+    command goes on where it was. Where a run has gone back, the newest is the one that it goes on from.
 
     Both are paths or URLs. Each chunk is compared with its digest before it is written, and a step exists
     in DST when all of it is there. What is there already is not copied again; another step of the same
@@ -106,11 +107,13 @@ def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int
         return store, into, [step]
     saved = committed(store)
     try:
-        newest = newest_of(saved, store.url)
+        newest_of(saved, store.url)
     except NotRecoverable as error:
         error.hint = near_path(url) or error.hint
         raise
-    return store, into, [s.step for s in reversed(saved)] if every else [newest]
+    if every:
+        return store, into, [s.step for s in reversed(saved)]
+    return store, into, [leading(store, saved)]
 
 
 def _copy(store: Store, into: Store, step: int, dry_run: bool, *, go_on: bool) -> CopiedStep:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.checkpoint.listing import Listing, Step, survey
+from holdfast.checkpoint.names import Saved
 from holdfast.checkpoint.notes import Notes, read_notes
 from holdfast.cli.options import Root
 from holdfast.cli.screen import Result, heading, say, table
 from holdfast.cli.words import age, age_s, bad, dim, good, many, size
+from holdfast.delta.log import leading
 from holdfast.errors import FormatError, HoldfastError
 from holdfast.interop.detect import detect, near_path, open_as, steps_as
 from holdfast.interop.foreign import file_of
@@ -27,7 +29,8 @@ def run(url: Root) -> Result:
         found: dict[str, Any] = {"url": url, "format": foreign, "steps": steps}
     else:
         store = open_store(url)
-        found = _found(survey(store), store.url) | _noted(store)
+        listing = survey(store)
+        found = _found(listing, store.url) | _noted(store) | _recorded(store, listing)
         for row in found["steps"]:
             row["labels"] = found["labels"].get(row["step"], [])
             row["metrics"] |= found["metrics"].values(row["run"], row["step"])
@@ -57,6 +60,13 @@ def _found(listing: Listing, url: str) -> dict[str, Any]:
             for a in listing.attempts
         ],
     }
+
+
+def _recorded(store: Store, listing: Listing) -> dict[str, Any]:
+    """The full step that newer records lead on from, if it is another one than the newest."""
+    sound = [Saved(s.run, s.step) for s in listing.steps if s.problem is None]
+    begins = leading(store, sound) if sound else None
+    return {"went_back_to": begins if begins != listing.newest_good else None}
 
 
 def _step(step: Step) -> dict[str, Any]:
@@ -128,6 +138,12 @@ def _show(found: dict[str, Any], url: str) -> None:
         else:
             text = f"The newest step is damaged: restore() goes back to step {newest_good}."
             say(text, "yellow")
+    if found["went_back_to"] is not None:
+        text = (
+            f"The newest records lead on from step {found['went_back_to']}: a run went back to it."
+        )
+        say()
+        say(f"{text}  `holdfast log` shows them.", "yellow")
     unproved = [str(row["step"]) for row in steps if row["run"] is None]
     if unproved and newest_good is not None:
         which = f"Step {unproved[0]}" if len(unproved) == 1 else f"One of {', '.join(unproved)}"

@@ -14,9 +14,9 @@ from holdfast.checkpoint.tidying import Keep
 from holdfast.cli.options import Option, Root, own_root
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import bad, dim, good, many, size
-from holdfast.delta.log import newest_history, open_log, tidy_log
+from holdfast.delta.log import leading, tidy_log
 from holdfast.errors import UsageError
-from holdfast.store import Store, open_store
+from holdfast.store import open_store
 
 
 def run(
@@ -44,7 +44,8 @@ def run(
     keep = Keep(last=keep_last, every=keep_every, best=best, newer=keep_newer)
     store = own_root(url, "holdfast only reads", "delete it with the tools of what wrote it")
     steps = survey(store).steps
-    spare = _leading(store, steps)
+    sound = [Saved(s.run, s.step) for s in steps if s.problem is None]
+    spare = {leading(store, sound)} if sound else set()
     gone = prunable(store, keep, spare) if dry_run else prune(store, keep, spare=spare)
     if not dry_run:
         tidy_log(store)
@@ -64,12 +65,6 @@ def _best(text: str) -> tuple[str, int, str]:
         what = "METRIC:N, such as loss:3, or METRIC:N:max"
         raise unfit("prune", "--keep-best", text, what, typed=False)
     return match[1], int(match[2]), match[3] or "min"
-
-
-def _leading(store: Store, steps: tuple[Step, ...]) -> set[int]:
-    """The good step that a restart begins with: after a run went back, an older one than the newest."""
-    good = [Saved(s.run, s.step) for s in steps if s.problem is None]
-    return {newest_history(open_log(store)[0], good)[0].step} if good else set()
 
 
 def _show(steps: tuple[Step, ...], gone: list[int], dry_run: bool, freed: int, url: str) -> None:

@@ -224,7 +224,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         step = self._turn.wanted
         if step is None:
             step = max(step_numbers(store), default=-1) + 1
-        attempt = SaveAttempt(step, *begin_once(store, step))
+        attempt = SaveAttempt(step, *begin_once(store, step, goes_on=True))
         self._turn.attempt = attempt
         self._open.append((threading.current_thread(), attempt))
         hand(self._key(), msgspec.msgpack.encode(attempt))
@@ -285,7 +285,8 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         emit("save.committed", step=attempt.step, seconds=round(time.perf_counter() - began, 3))
         if replaced is None and self.keep is None:
             return
-        due = store, attempt.step, replaced, [one.step for _, one in self._open]
+        spare = [attempt.step, *(one.step for _, one in self._open)]
+        due = store, attempt.step, replaced, spare
         if self._is_behind or threading.current_thread() is not threading.main_thread():
             self._tidy(*due)
         else:

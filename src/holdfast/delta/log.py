@@ -18,7 +18,7 @@ from holdfast.checkpoint.names import (
     step_prefix,
 )
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.recorded import parse_segment, segments
+from holdfast.checkpoint.recorded import last_recorded, parse_segment, segments
 from holdfast.delta.segment import (
     Applied,
     Identity,
@@ -54,11 +54,11 @@ class LogSegment(msgspec.Struct, frozen=True):
     header: SegmentHeader
 
 
-def leads_on(store: Store, state: Identity) -> bool:
-    """True if the run that reached a state has recorded a step from there."""
-    run, step = state
-    keys = [key for key in segments(store, step) if run_of_log(key) == run]
-    return any(r.parent == state for one in read_headers(store, keys) for r in one.header.records)
+def leads_on(store: Store, step: int, run: int | None) -> bool:
+    """True if a record leads on from `step` of `run`, or of any run."""
+    headers = read_headers(store, segments(store, step))
+    parents = {record.parent for one in headers for record in one.header.records}
+    return any(at == step and run in (None, of_run) for of_run, at in parents)
 
 
 def read_headers(store: Store, keys: Iterable[str]) -> list[LogSegment]:
@@ -153,7 +153,7 @@ def open_log(store: Store) -> tuple[Log, list[str]]:
     """All records of a root, and the keys of segments and plans that cannot be read."""
     keys = segments(store)
     sound = read_headers(store, keys)
-    log = Log(store, sound)
+    log = Log(store, sound, keys)
     plans = log.damaged_plans()
     log.leave_out(plans)
     unread = {*keys} - {one.key for one in sound}
@@ -178,6 +178,15 @@ def newest_history(log: Log, saved: Iterable[Saved]) -> tuple[Saved, list[Record
         return (steps[-1].identity if steps else (base.run, base.step)), base.step
 
     return max(((base, log.after((base.run, base.step))) for base in saved), key=newness)
+
+
+def leading(store: Store, saved: Collection[Saved]) -> int:
+    """The one of some full steps with which a restart begins: after a run went back, an older one than the
+    newest."""
+    newest = max(saved)
+    if not last_recorded(store.list("log/"), newest.run, newest.step):
+        return newest.step
+    return newest_history(open_log(store)[0], saved)[0].step
 
 
 @dataclass
@@ -239,8 +248,13 @@ class RecordedStep:
 class Log:
     """Every step of which all ranks' records are there."""
 
-    def __init__(self, store: Store, segments: Iterable[LogSegment]) -> None:
+    def __init__(
+        self, store: Store, segments: Collection[LogSegment], keys: Collection[str]
+    ) -> None:
+        """`segments`: those of `keys`, of one listing, that can be read."""
         self.store = store
+        self._unread = {*keys} - {one.key for one in segments}
+        self._begun = _begun(segments, keys)
         self._plans: dict[tuple[int, str], Manifest] = {}
         self._read: dict[tuple[int, str], SegmentPlan] = {}
         self._left_out: set[str] = set()
@@ -294,21 +308,30 @@ class Log:
     def after(self, base: Identity) -> list[RecordedStep]:
         """The steps that lead on from a state, in order.
 
-        Where two runs went on from one state, the later run's records count: the other's were given up.
+        Where two runs went on from one state, the later run's records count: the other's were given up,
+        also where the later run's are damaged.
         """
         chain: list[RecordedStep] = []
         at, seen = base, {base}
         while ways := [step for step in self.follows.get(at, ()) if step.identity not in seen]:
-            chain.append(max(ways, key=lambda step: step.identity))
-            at = chain[-1].identity
+            step = max(ways, key=lambda step: step.identity)
+            if self._is_given_up(step.identity):
+                break
+            chain.append(step)
+            at = step.identity
             seen.add(at)
         return chain
 
+    def _is_given_up(self, state: Identity) -> bool:
+        """True if a later run has recorded a step of that number or a lower one: it went back before."""
+        run, step = state
+        return any(later > run and first <= step for later, first in self._begun.items())
+
     def behind(self, state: Identity) -> list[int]:
-        """Steps that are recorded after a state, by its run or a later one."""
-        return sorted(
-            s.step for s in self.steps.values() if s.identity > state and s.step > state[1]
-        )
+        """Steps that are recorded after a state, by its run or a later one, and were not given up."""
+        unread = filter(None, map(parse_segment, self._unread))
+        found = {*self.steps, *((run, last) for run, _, last, _ in unread)}
+        return sorted(one[1] for one in found if one > state and not self._is_given_up(one))
 
     def open(
         self,
@@ -376,6 +399,18 @@ class Log:
                 plan.aliases, (), {}, {},
             )  # fmt: skip
         return self._plans[key]
+
+
+def _begun(segments: Iterable[LogSegment], keys: Iterable[str]) -> dict[int, int]:
+    """The least step that each run has recorded, by the names of all segments, and by what its records
+    follow: the first file of them may be gone."""
+    made = [(run, first) for run, first, _, _ in filter(None, map(parse_segment, keys))]
+    parents = ((s.header.run, r.parent) for s in segments for r in s.header.records)
+    made += [parent for run, parent in parents if parent[0] == run]
+    begun: dict[int, int] = {}
+    for run, step in made:
+        begun[run] = min(step, begun.get(run, step))
+    return begun
 
 
 def _path(step: RecordedStep, rank: int) -> str:

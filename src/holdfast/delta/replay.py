@@ -69,15 +69,16 @@ from holdfast.threads import Worker
 from holdfast.wire import decode_json, decode_msgpack
 
 
-def survey(store: Store, group: Group, since: int, run: int, keys: list[str]) -> Log:
-    """Return the log of what follows step `since`, when the writers of runs before `run` are done.
+def survey(store: Store, group: Group, since: int, newest: int, run: int, keys: list[str]) -> Log:
+    """Return the log of what follows step `since`, and of all that runs after `newest` have recorded, when
+    the writers of runs before `run` are done.
 
     Rank 0 has listed for all (`keys`), and does so again if writers were at work then; each rank reads its
     part of the headers, and all plans.  Collective.
     """
 
     def look(keys: list[str]) -> bytes:
-        return msgspec.json.encode((segments_in(keys, since), writers(store, keys, run)))
+        return msgspec.json.encode((segments_in(keys, since, newest), writers(store, keys, run)))
 
     kind = tuple[list[str], dict[str, WriterEntry]]
     keys, others = decode_json(group.from_rank0(lambda: look(keys)), kind)
@@ -96,7 +97,8 @@ def survey(store: Store, group: Group, since: int, run: int, keys: list[str]) ->
         mine = read_headers(store, own)
     mine += headers_behind(store, {*own} - {one.key for one in mine}, group)
     headers = group.share(msgspec.msgpack.encode(mine))
-    log = Log(store, [f for data in headers for f in decode_msgpack(data, list[LogSegment])])
+    sound = [f for data in headers for f in decode_msgpack(data, list[LogSegment])]
+    log = Log(store, sound, keys)
     plans: list[str] = []
     with alike(group, since):
         plans = log.damaged_plans()

@@ -251,15 +251,18 @@ class DeltaTier:
     def survey(
         self,
         since: int,
+        newest: int,
         keys: Collection[str],
         behind: Store | None = None,
         theirs: Collection[str] = (),
     ) -> Log:
-        """Return what is recorded after step `since`, in this run's root, or in the home `behind` it.
+        """Return what is recorded after step `since`, or by runs after `newest`, in this run's root, or in
+        the home `behind` it.
         `keys` and `theirs`: on rank 0, those of both logs.  Collective; Deadline."""
         store = self._capture.store
         both = store if behind is None else JoinedStore(store, behind, {*theirs} - {*keys})
-        return survey(both, self.group, since, self._capture.run, sorted({*keys, *theirs}))
+        run, both_keys = self._capture.run, sorted({*keys, *theirs})
+        return survey(both, self.group, since, newest, run, both_keys)
 
     def replay(
         self, log: Log, steps: list[RecordedStep], state: State, options: RestoreOptions

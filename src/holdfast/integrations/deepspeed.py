@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
@@ -32,8 +32,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import holdfast.checkpointer as core
 from holdfast import looking, once
 from holdfast.arguments import path_of, unfit
+from holdfast.checkpoint.names import committed
 from holdfast.checkpoint.notes import read_notes
-from holdfast.errors import NotRecoverable, UsageError, warn_user
+from holdfast.checkpoint.unproved import tell_passed_over
+from holdfast.errors import Corrupt, FormatError, NotRecoverable, UsageError, warn_user
+from holdfast.patience import bounded
 from holdfast.roots import check_own
 from holdfast.state.deepspeed import COUNTERS, is_engine, zero_of
 from holdfast.state.trainable import trainable_only
@@ -341,8 +344,8 @@ class AttachedEngine:
             return None
         if wanted.optimizer and _is_latest(found.extras):
             return self._load_own(None, wanted)  # restore() passes over what is damaged
-        newest = next((s for s, extras in self._saved() if _is_latest(extras)), None)
-        return None if newest is None else self._load_own(newest, wanted)
+        newest = self._newest_where(lambda _, extras: _is_latest(extras))
+        return None if newest is None else self._load_own(newest[0], wanted)
 
     def _load_own(self, step: int | None, wanted: Wanted) -> int:
         """Restore a step of the root, from any tier if the optimizer is wanted, too; None is the newest."""
@@ -403,14 +406,18 @@ class AttachedEngine:
         """
         if not _same(pointed.root, self.root) or pointed.step in looking.steps(self.root):
             return pointed
-        for step, extras in self._saved():
-            client = extras.get(CLIENT, {})
-            is_here = client.get("folder") == _absolute(folder) and _is_latest(extras)
-            if is_here and step > pointed.step:
-                names = f"{Path(folder, LATEST)} names {pointed.tag}, whose step is deleted"
-                warn_user(f"{names}; loaded is step {step}, which was saved there after it")
-                return Pointed(self.root, step, client["tag"])
-        return pointed
+
+        def fits(step: int, extras: dict[str, Any]) -> bool:
+            is_here = extras.get(CLIENT, {}).get("folder") == _absolute(folder)
+            return is_here and _is_latest(extras) and step > pointed.step
+
+        found = self._newest_where(fits)
+        if found is None:
+            return pointed
+        step, extras = found
+        names = f"{Path(folder, LATEST)} names {pointed.tag}, whose step is deleted"
+        warn_user(f"{names}; loaded is step {step}, which was saved there after it")
+        return Pointed(self.root, step, extras[CLIENT]["tag"])
 
     def _load_pointed(self, pointed: Pointed, wanted: Wanted) -> int:
         if _same(pointed.root, self.root):
@@ -429,10 +436,26 @@ class AttachedEngine:
             f"{self.root} has no step with the tag {tag!r}", hint=f"holdfast ls {self.root}"
         )
 
-    def _saved(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The durable steps of the root, newest first, with their plain values."""
-        for step in reversed(looking.steps(self.root)):
-            yield step, looking.open(self.root, step=step).extras
+    def _newest_where(
+        self, fits: Callable[[int, dict[str, Any]], bool]
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Return the newest durable step of the root of which `fits(step, plain values)` is true, with its
+        plain values.  What cannot be read is passed over, and told; if nothing else fits, it is raised."""
+        saved = bounded(lambda: committed(open_store(self.root)), "look at", self.root)
+        fault = None
+        for one in reversed(saved):
+            try:
+                extras = looking.open(self.root, step=one.step).extras
+            except (Corrupt, FormatError) as error:
+                fault = error
+                warn_user(f"{self.root}: step {one.step} is passed over: {error.message}")
+                continue
+            if fits(one.step, extras):
+                tell_passed_over(self.root, saved, one.step)
+                return one.step, extras
+        if fault is not None:
+            raise fault
+        return None
 
     def _load_by_deepspeed(
         self, folder: str, tag: str | None, wanted: Wanted, custom_load_fn: Any

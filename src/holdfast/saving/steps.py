@@ -42,6 +42,8 @@ class RootSteps:
         self._lock = threading.Lock()
         self.committing = threading.Lock()
         """Held while a step is committed, deleted or pinned."""
+        self.pinned: set[tuple[str, int]] = set()
+        """Labels that this process has given to steps on their way, each with the run."""
         self.news: list[str] = []
         """Messages that the user is to be told."""
         self._is_blind = False
@@ -72,6 +74,10 @@ class RootSteps:
                 self.known.begin(op.step)
                 op.outcome.replaced = commit(self.store, manifest, self.claim)
                 self.known.add(manifest)
+                if self.claim is not None and op.outcome.replaced is not None:
+                    from holdfast.checkpoint.notes import release
+
+                    self.news += release(self.store, manifest, op.outcome.replaced, self.pinned)
         except Exception as error:
             op.outcome.is_uncertain = isinstance(error, (Unavailable, Deadline))
             return {0: WireError.of(error, "commit")}

@@ -43,6 +43,7 @@ import msgspec
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.files import Files
+from holdfast.checkpoint.listing import came_later, stated_attempt
 from holdfast.checkpoint.names import (
     AND_LOG,
     Known,
@@ -309,11 +310,18 @@ class Upload:
             return None
 
     def _left_by_others(self) -> int | None:
-        """The newest step of the root, if it is newer than all that were uploaded."""
+        """The newest step of the root, if it is newer than all that were uploaded, or saved later under
+        the same number."""
         mine = [s for s in committed(self.root) if s.is_proved]
         theirs = [s for s in RootKeys(self.store, self.known).saved if s.is_proved]
-        self._last_uploaded = theirs[-1] if theirs else None
-        return mine[-1].step if mine and (not theirs or theirs[-1] < mine[-1]) else None
+        self._last_uploaded = last = theirs[-1] if theirs else None
+        if not mine or (last is not None and mine[-1] < last):
+            return None
+        step = mine[-1].step
+        if mine[-1] == last:
+            here, there = stated_attempt(self.root, step), stated_attempt(self.store, step)
+            return step if here and there and came_later(here, there) else None
+        return step
 
     def _upload(self, choice: Choice) -> RoundOutcome:
         """Copy this rank's files, and hear what rank 0 makes of all."""
@@ -424,8 +432,18 @@ class Upload:
         """Have what is noted of the root's steps behind it, too, of those that are there."""
         noted = read_notes(self.root)
         if noted != Notes():
-            carry(noted, self.store, keys.manifests, replace=True)
+            carry(
+                noted, self.store, keys.manifests.keys() - self._others(noted, keys), replace=True
+            )
             keys.known.has_notes = True
+
+    def _others(self, noted: Notes, keys: RootKeys) -> set[int]:
+        """Steps behind the root that have a label, and are others than the root's of these numbers."""
+        labelled = set(noted.live_labels.values()) & keys.manifests.keys()
+        attempts = {
+            s: (stated_attempt(self.root, s), stated_attempt(self.store, s)) for s in labelled
+        }
+        return {step for step, (here, there) in attempts.items() if here and here != there}
 
     def _carry_now(self) -> None:
         try:
