@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import random
@@ -126,6 +127,7 @@ def killed_at(change: int, source: Path, target: Path, to: str) -> bool:
     """Convert in a process that dies just before its `change`th such call; whether it came so far."""
     child = os.fork()
     if child == 0:
+        faulthandler.dump_traceback_later(120, exit=True)
         left = itertools.count(change, -1)
 
         def dying(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +153,18 @@ def killed_at(change: int, source: Path, target: Path, to: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("to", [*FORMATS, "torch"])
 def test_killed_at_every_change(tmp_path: Path, to: str) -> None:
-    """Dead before every call that writes: never half a result, and the next try gives a whole one."""
+    """Dead before every call that writes: never half a result, and the next try gives a whole one.
+
+    In a process of its own: a fork of one with the threads of other tests may find what they had locked.
+    """
+    code = f"from crash.test_converting import die_at_every_change as run; run({str(tmp_path)!r}, {to!r})"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def die_at_every_change(place: str, to: str) -> None:
+    tmp_path = Path(place)
     small = torch.nn.Linear(9, 11)
     holdfast.save(tmp_path / "src", {"model": small}, step=1)
     whole = tmp_path / "whole"

@@ -28,13 +28,16 @@ class Transposing(torch.optim.Optimizer):
             if "basis" not in state:
                 state["basis"] = side.clone().t()
                 state["like"] = p.grad.clone().t().contiguous().t()
-            state["basis"].lerp_(side, 0.5)
-            p.sub_(0.01 * (state["basis"] @ p.grad))
+                state["inside"] = [side.clone().t(), {"deep": side.clone().t()}]
+            first, second = state["inside"]
+            for basis in (state["basis"], first, second["deep"]):
+                basis.lerp_(side, 0.5)
+                p.sub_(0.01 * (basis @ p.grad))
 
 
 def build(seed: int) -> tuple[nn.Module, Transposing]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 16))
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 300), nn.Linear(300, 16))
     return model, Transposing(model.parameters())
 
 
@@ -47,17 +50,23 @@ def train(model: nn.Module, optim: Transposing, steps: range) -> list[torch.Tens
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_it_lies_as_it_did_and_goes_on_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+def test_it_lies_as_it_did_and_goes_on_to_the_bit(tmp_path: Path, stepped: bool) -> None:
+    """Also in lists and dicts, which a restore makes anew; small tensors and large ones."""
     model, optim = build(0)
     train(model, optim, range(2))
     holdfast.save(tmp_path, {"model": model, "optim": optim}, step=2)
     expected = train(model, optim, range(2, 5))
 
     model, optim = build(1)
+    if stepped:
+        train(model, optim, range(7, 8))
     holdfast.load(tmp_path, {"model": model, "optim": optim})
     states = [optim.state[p] for p in model.parameters() if p.ndim == 2]
     assert all(not s["basis"].is_contiguous() and s["basis"].t().is_contiguous() for s in states)
     assert all(not s["like"].is_contiguous() for s in states)
+    inside = [t for s in states for t in (s["inside"][0], s["inside"][1]["deep"])]
+    assert all(not t.is_contiguous() and t.t().is_contiguous() for t in inside)
     assert all(map(torch.equal, train(model, optim, range(2, 5)), expected))
 
 

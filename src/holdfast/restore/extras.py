@@ -34,7 +34,7 @@ from holdfast.restore.nested import (
     nested,
     not_its_state,
 )
-from holdfast.restore.targets import RestoreOptions, only_tensors, target_of
+from holdfast.restore.targets import RestoreOptions, empty_in, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
@@ -596,6 +596,14 @@ def put_common(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
             state[key] = value
 
 
+def put_in_order(value: Any, state: str, lies: dict[str, list[int]]) -> None:
+    """Let tensors inside a state lie in memory as they did, in place.  `lies`: orders of dims, by path."""
+    for path, tensor in tensors_in(value, state) if lies else ():
+        if path in lies:
+            new = empty_in(lies[path], tuple(tensor.shape), tensor.dtype, tensor.device, path)
+            tensor.data = new.copy_(tensor)
+
+
 def put_plain_states(
     optimizer: Optimizer,
     source: Source,
@@ -614,8 +622,11 @@ def put_plain_states(
                 continue
             body = tree["$optimizer"]
             plain = body["plain"].get(name, ()) if "plain" in body else None
+            lies = body.get("order", {}).get(name, {})
             for state, value in body["state"].get(name, {}).items():
                 found = decode(value)
+                if not isinstance(p, DTensor):
+                    put_in_order(found, state, lies)
                 if isinstance(p, DTensor) and plain is not None and state not in plain:
                     from holdfast.restore.beside import on_mesh_of
 

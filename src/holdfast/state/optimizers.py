@@ -25,7 +25,7 @@ from holdfast.state.live import (
     named_parameters,
     stages,
 )
-from holdfast.state.memory_order import order_of
+from holdfast.state.memory_order import Orders, note_order
 from holdfast.state.placed import Placed, parts_in, place
 from holdfast.state.several import Several, holder
 from holdfast.state.wrapped import stepping
@@ -119,7 +119,7 @@ def add_optimizer(
     """Add an optimizer's states, parameter groups and what it keeps of parameters beside tensors."""
     saved: list[Any] = []
     others: dict[str, Any] = {}
-    orders: dict[str, dict[str, list[int]]] = {}
+    orders: Orders = {}
     beside: dict[str, list[str]] = {}
     has_inside = False
     names = {i: found[0] for i, found in all_names.items()}
@@ -142,15 +142,16 @@ def add_optimizer(
                     prefix = f"{key}.{name}"
                     add_state(live, prefix, str(state), p, value, master, steady=steady)
                     add_ties(live, key, str(state), all_names.get(id(p), ()))
-                    order = order_of(value, p) if master is None else None
-                    if order is not None:
-                        orders.setdefault(name, {})[str(state)] = order
+                    if master is None:
+                        note_order(orders, (name, str(state)), value, p)
                 else:
                     plain[str(state)] = encode(live, f"{key}.{name}.{state}", value, inline=True)
-                    if found := [t for _, t in tensors_in(value)]:
+                    if found := list(tensors_in(value, str(state))):
                         has_inside = True
-                        if any(lies_as_its_parameter(p, t) for t in found):
+                        if any(lies_as_its_parameter(p, t) for _, t in found):
                             beside.setdefault(name, []).append(str(state))
+                    for path, t in found:
+                        note_order(orders, (name, path), t, None)
             if plain:
                 others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
     body: dict[str, Any] = {"groups": saved, "state": others}
