@@ -96,8 +96,8 @@ def begin_once(store: Store, step: int, *, goes_on: bool = False) -> tuple[int, 
     """Tidy up before a save that takes no claim; its run, and the name of its attempt.  By the process that
     commits it; UsageError if records lead on from that step.
 
-    `goes_on`: the save is of a training, so one of an older step than the newest begins another run, if no
-    run has claimed the root.
+    `goes_on`: the save is of a training, so one of an older step than the newest begins another run, unless
+    a run is at work in the root.
     """
     keys = RootKeys(store, below=WHOLE)
     held = newest_claim(store, keys.below("claims/"))
@@ -108,7 +108,8 @@ def begin_once(store: Store, step: int, *, goes_on: bool = False) -> tuple[int, 
             "elsewhere",
             hint="save under another number, or in a root of its own",
         )
-    if goes_on and held is None and max(keys.manifests, default=step) > step:
+    is_free = held is None or held.is_over()
+    if goes_on and is_free and max(keys.manifests, default=step) > step:
         run += any(one.run == run and one.step > step for one in keys.saved)
     try:
         with keys:

@@ -66,3 +66,44 @@ def test_a_training_that_went_back_is_the_newest(tmp_path: Path) -> None:
     assert state["x"].tolist() == [16.0] * 3
     dcp.load(state, storage_reader=Reader(tmp_path), checkpoint_id="30", no_dist=True)
     assert state["x"].tolist() == [30.0] * 3
+
+
+def test_a_reader_and_a_writer_that_are_used_again(tmp_path: Path) -> None:
+    """Without an id: the newest, and the step after the highest; the id of a call before counts no more."""
+    writer, reader, state = Writer(tmp_path), Reader(tmp_path), {"x": torch.zeros(3)}
+
+    def save(value: float, **options: Any) -> None:
+        state["x"].fill_(value)
+        dcp.save(state, storage_writer=writer, no_dist=True, **options)
+
+    def load(**options: Any) -> float:
+        state["x"].fill_(-1)
+        dcp.load(state, storage_reader=reader, no_dist=True, **options)
+        return float(state["x"][0])
+
+    save(1, checkpoint_id="1")
+    assert load() == 1
+    save(2, checkpoint_id="2")
+    assert load() == 2
+    assert load(checkpoint_id="1") == 1
+    assert load() == 2
+    save(3)
+    assert holdfast.steps(tmp_path) == [1, 2, 3]
+    assert (load(), load(checkpoint_id="2")) == (3, 2)
+
+
+def test_a_training_that_went_back_in_a_root_that_a_checkpointer_has_left(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with holdfast.Checkpointer(tmp_path, {"model": model}) as ckpt:
+        ckpt.save(100)
+    writer, state = Writer(tmp_path, keep=holdfast.Keep(last=1)), {"model": model.state_dict()}
+    for step in (50, 60):
+        with torch.no_grad():
+            model.bias.fill_(step)
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(step), no_dist=True)
+    writer.wait()
+    assert holdfast.steps(tmp_path) == [60]
+    with holdfast.Checkpointer(tmp_path, {"model": torch.nn.Linear(2, 2)}) as ckpt:
+        assert ckpt.restore() == 60
+        ckpt.save(70).wait()
+    assert holdfast.open(tmp_path).manifest.run == 3

@@ -181,15 +181,12 @@ def went_back_alone(root: Path, back: int, last: int) -> dict[int, Any]:  # noqa
     return found
 
 
-@pytest.mark.parametrize("fault", ["header", "plan", "missing"])
+@pytest.mark.parametrize("fault", ["header", "plan"])
 def test_a_damaged_record_does_not_bring_back_what_was_given_up(root: Path, fault: str) -> None:  # noqa: F811
     expected = went_back_alone(root, 4, 7)[4]
     (first,) = root.glob("log/*3/0000000005-*/r00000.log")
     (plan,) = root.glob("log/*3/plan-*")
-    if fault == "missing":
-        first.unlink()
-    else:
-        damage(plan if fault == "plan" else first)
+    damage(plan if fault == "plan" else first)
     run = Plain()
     with holdfast.Checkpointer(root, run.state, delta=holdfast.Delta()) as ckpt:
         with pytest.warns(
@@ -237,7 +234,10 @@ def test_no_base_is_replaced_after_the_root_was_opened_again(root: Path, step: i
     check_equal(restored(root), found[8])
 
 
-def test_records_below_the_newest_full_step_are_not_overlooked(root: Path) -> None:  # noqa: F811
+def test_records_below_the_newest_full_step_are_not_overlooked(
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     run, every = Plain(), holdfast.Every(durable=4, delta=1)
     with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
         train(ckpt, run, range(1, 9), 0.01)
@@ -245,9 +245,9 @@ def test_records_below_the_newest_full_step_are_not_overlooked(root: Path) -> No
     with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
         assert ckpt.restore(4) == 4
         expected = train(ckpt, run, (5, 6, 7), 0.02)[7]
-    other, copied = root.with_name("other"), root.with_name("copied")
+    other, copied = tmp_path / "other", tmp_path / "copied"
     for source in (None, root):
-        place = other if source else Path(shutil.copytree(root, root.with_name("again")))
+        place = other if source else Path(shutil.copytree(root, tmp_path / "again"))
         with (
             holdfast.Checkpointer(place, Plain().state) as ckpt,
             pytest.warns(holdfast.HoldfastWarning, match="up to step 7"),

@@ -24,7 +24,7 @@ from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
 from holdfast.dcp.ids import CheckpointId, step_of_id
 from holdfast.dcp.names import Listing, listing
-from holdfast.dcp.values import StandIn, pickled
+from holdfast.dcp.values import Pickles, StandIn
 from holdfast.errors import HoldfastError
 from holdfast.layout import Box
 from holdfast.looking import open as open_step
@@ -75,7 +75,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Return what there is to load.  Each tensor is said to be one chunk: any part can be read."""
-        step = self.checkpoint.step
+        step = self._open(self._wanted).step  # a newer one may have come since the last load
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for flat, (_, value) in self._listing.items():
             if isinstance(value, StandIn):
@@ -105,11 +105,11 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
         """Read, verify and place all that the plan wants.  Blocks."""
         if isinstance(plan.storage_data, int) and plan.storage_data != self.checkpoint.step:
             self._go_back(plan.storage_data)
-        saved, wants, tensors = self.checkpoint, [], []
+        saved, wants, tensors, values = self.checkpoint, [], [], Pickles()
         for item in plan.items:
             value = self._listing[item.storage_index.fqn][1]
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, pickled(value))
+                planner.load_bytes(item, values.pickled(value))
                 continue
             target = planner.resolve_tensor(item)
             start = tuple(item.storage_offsets)
@@ -120,6 +120,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
                 wants.append(Want(number, box, target_of(target.detach(), dtype)))
             tensors.append((item, target))
         read_alone(saved.images, wants)
+        self._wanted = None  # the next load says which it wants
         for item, target in tensors:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()

@@ -65,6 +65,7 @@ class StandIn(torch.Tensor):  # type: ignore[misc]  # torch gives no types
     """A stand-in for a tensor of the checkpoint, by its name: it has its shape and dtype, and no memory."""
 
     saved_name: str
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 def named(name: str, dtype: str, shape: tuple[int, ...]) -> StandIn:
@@ -97,9 +98,24 @@ def decode(tree: Any, tensors: dict[str, StandIn]) -> Any:
     return extras.decode(tree, on_other)
 
 
-def pickled(value: Any) -> io.BytesIO:
-    """A value as planners of DCP expect it."""
+class Pickles:
+    """Values as planners of DCP expect them.  Numbers and strings, of which optimizers have the same ones
+    for every parameter, are pickled once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[type, str], bytes] = {}
+
+    def pickled(self, value: Any) -> io.BytesIO:
+        """A value in the form of `torch.save`."""
+        if not isinstance(value, (bool, int, float, str, type(None))):
+            return io.BytesIO(_saved(value))
+        key = type(value), repr(value)
+        if key not in self._known:
+            self._known[key] = _saved(value)
+        return io.BytesIO(self._known[key])
+
+
+def _saved(value: Any) -> bytes:
     out = io.BytesIO()
     torch.save(value, out)
-    out.seek(0)
-    return out
+    return out.getvalue()

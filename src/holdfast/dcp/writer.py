@@ -141,8 +141,10 @@ class Prepared:
 class _Turn(threading.local):
     """The save that a thread is doing: DCP does each on one thread, and may do two at once."""
 
+    asked: int | None = None
+    """The step that the next save is to be of."""
     wanted: int | None = None
-    """The step that was asked for; None for the one after the newest."""
+    """The step that was asked for; None for the one after the highest."""
     rank = 0
     is_coordinator = False
     attempt: SaveAttempt | None = None
@@ -189,8 +191,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Begin another save, of the step `checkpoint_id`."""
-        self._turn.wanted = step_of_id(checkpoint_id, self.root)
-        self._turn.attempt = None
+        self._turn.asked = step_of_id(checkpoint_id, self.root)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of this rank.  DCP tells it only to a parameter that is called `kwargs`."""
@@ -199,6 +200,8 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
                 "use_collectives=False: ranks that do not talk cannot commit a step together",
                 hint="leave it out",
             )
+        turn = self._turn  # each save comes here, and only one with an id to `reset`
+        turn.wanted, turn.asked, turn.attempt = turn.asked, None, None
         self._turn.rank = kwargs.get("rank") or 0
         self._turn.is_coordinator = is_coordinator
 

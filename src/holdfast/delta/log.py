@@ -254,7 +254,10 @@ class Log:
         """`segments`: those of `keys`, of one listing, that can be read."""
         self.store = store
         self._unread = {*keys} - {one.key for one in segments}
-        self._begun = _begun(segments, keys)
+        self._begun: dict[int, int] = {}
+        """The least step of each run in the names of all segments."""
+        for run, first, _, _ in filter(None, map(parse_segment, keys)):
+            self._begun[run] = min(first, self._begun.get(run, first))
         self._plans: dict[tuple[int, str], Manifest] = {}
         self._read: dict[tuple[int, str], SegmentPlan] = {}
         self._left_out: set[str] = set()
@@ -399,18 +402,6 @@ class Log:
                 plan.aliases, (), {}, {},
             )  # fmt: skip
         return self._plans[key]
-
-
-def _begun(segments: Iterable[LogSegment], keys: Iterable[str]) -> dict[int, int]:
-    """The least step that each run has recorded, by the names of all segments, and by what its records
-    follow: the first file of them may be gone."""
-    made = [(run, first) for run, first, _, _ in filter(None, map(parse_segment, keys))]
-    parents = ((s.header.run, r.parent) for s in segments for r in s.header.records)
-    made += [parent for run, parent in parents if parent[0] == run]
-    begun: dict[int, int] = {}
-    for run, step in made:
-        begun[run] = min(step, begun.get(run, step))
-    return begun
 
 
 def _path(step: RecordedStep, rank: int) -> str:

@@ -36,6 +36,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.layout.box import Box
 from holdfast.layout.fragment import Stored
 from holdfast.layout.mesh import Mesh
 from holdfast.layout.sharding import Sharding, part_of, parts_of
@@ -161,7 +162,7 @@ class Placement:
     table: Table
     _cells: dict[tuple[int, int], _Cells] = field(default_factory=dict)
     _kept: int = 0
-    _bases: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    _bases: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         keys = self.table.sharding * 64 + self.table.itemsize
@@ -215,12 +216,10 @@ class Placement:
     def _listed(self, number: int, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
         one = self._classes[number]
         boxes = [box for holder, box in one.sharding.held or () if holder == rank]
-        width = self.table.shape.shape[1]
-        start = np.zeros((len(boxes), width), np.int64)
-        stop = np.ones((len(boxes), width), np.int64)
+        full = len(boxes), self.table.shape.shape[1]
+        start, stop = np.zeros(full, np.int64), np.ones(full, np.int64)
         for i, box in enumerate(boxes):
-            start[i, : len(box.start)] = box.start
-            stop[i, : len(box.stop)] = box.stop
+            start[i, : len(box.start)], stop[i, : len(box.stop)] = box.start, box.stop
         count = len(one.tensors)
         start, stop = np.tile(start, (count, 1)), np.tile(stop, (count, 1))
         size = np.prod(stop - start, axis=1) * one.itemsize
@@ -385,17 +384,19 @@ class Placement:
     def _locate_listed(
         self, number: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
     ) -> tuple[Ints, ...]:
-        out = []
-        for rank in sorted({r for r, _ in self._classes[number].sharding.held or ()}):
-            owner, low, high, size = self._listed(number, rank)
+        out, held = [], self._classes[number].sharding.held or ()
+        asked = Box(tuple(start.min(axis=0).tolist()), tuple(stop.max(axis=0).tolist()))
+        touched = {rank for rank, box in held if box & asked}  # mostly the rank's own part alone
+        for rank in sorted(touched or {rank for rank, _ in held[:1]}):
+            owner, begin, end, size = self._listed(number, rank)
             offset = np.cumsum(size) - size + self._base(rank, number)
             source, piece = np.nonzero(tensor[:, None] == owner[None, :])
-            lower = np.maximum(start[source], low[piece])
-            upper = np.minimum(stop[source], high[piece])
+            lower = np.maximum(start[source], begin[piece])
+            upper = np.minimum(stop[source], end[piece])
             keep = np.all(upper > lower, axis=1)
             s, p = source[keep], piece[keep]
             ranks = np.full(len(s), rank, np.int64)
-            out.append((want[s], ranks, offset[p], low[p], high[p], lower[keep], upper[keep]))
+            out.append((want[s], ranks, offset[p], begin[p], end[p], lower[keep], upper[keep]))
         return tuple(np.concatenate(c) for c in zip(*out))
 
     def _base(self, rank: int, number: int) -> int:
@@ -404,15 +405,15 @@ class Placement:
         if bases is None:
             bases, at = {}, 0
             for other, one in enumerate(self._classes):
-                size = self._share_bytes(other, one, rank)
-                bases[other] = (at, size)
-                at += size
+                bases[other] = at
+                at += self._share_bytes(other, one, rank)
             self._bases[rank] = bases
-        return bases[number][0]
+        return bases[number]
 
     def _share_bytes(self, number: int, one: _Class, rank: int) -> int:
         if one.sharding.held is not None:
-            return int(self._listed(number, rank)[3].sum())
+            sizes = (box.size for holder, box in one.sharding.held if holder == rank)
+            return sum(sizes) * one.itemsize * len(one.tensors)
         place = self.place(one.sharding, rank)
         if place is None:
             return 0
