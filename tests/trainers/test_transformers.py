@@ -16,7 +16,7 @@ import pytest
 
 import holdfast
 from trainers.forked import Ranks
-from trainers.tiny import KILLED, OFFLINE, Journal, run_of
+from trainers.tiny import KILLED, OFFLINE, Journal, Net, digest, run_of
 
 BEST = {
     "eval_strategy": "steps",
@@ -173,6 +173,38 @@ def test_the_best_step_stays(ranks: Ranks, tmp_path: Path) -> None:
     options, _ = run_of(tmp_path, "run", args={**BEST, "save_total_limit": 1}, early=True)
     assert ranks.run(options) == [0]
     assert len(holdfast.steps(tmp_path / "run" / "holdfast")) <= 2
+
+
+def weights_of(root: Path, step: int) -> str:
+    """A hash of the model that a step has."""
+    model = Net()
+    holdfast.load(root, {"model": model}, step=step)
+    return digest(model)
+
+
+@pytest.mark.soak
+def test_the_best_step_stays_after_sigterm_in_its_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+    args = {**BEST, "max_steps": 15, "enable_jit_checkpoint": True}
+    losses = {"3": 0.9, "6": 0.1, "9": 0.5, "12": 0.5, "15": 0.5}
+    options, journal = run_of(tmp_path, "run", args=args, losses=losses)
+    assert ranks.run({**options, "stop": 6}) == [128 + signal.SIGTERM]
+    assert ranks.run(options) == [0]
+    root = tmp_path / "run" / "holdfast"
+    assert 6 in holdfast.steps(root)
+    assert journal.read()[-1]["end"] == weights_of(root, 6)
+
+
+@pytest.mark.soak
+def test_the_best_of_the_steps_that_were_saved_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """As by the Trainer itself, which evaluates more often than it saves; resumed, too."""
+    losses = {"3": 0.9, "6": 0.3, "9": 0.1, "12": 0.5}
+    args = {**BEST, "save_steps": 6, "max_steps": 12}
+    options, journal = run_of(tmp_path, "run", args=args, losses=losses)
+    assert ranks.run(options) == [0]
+    best = weights_of(tmp_path / "run" / "holdfast", 6)
+    assert journal.read()[-1]["end"] == best
+    assert ranks.run(options) == [0]
+    assert journal.read()[-1]["end"] == best
 
 
 @pytest.mark.soak

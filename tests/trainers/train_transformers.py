@@ -18,7 +18,7 @@ class Tell(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, journal: Journal, options: dict[str, Any]) -> None:
         self.journal, self.die, self.count = journal, options.get("die", 0), 0
-        self.by = options.get("by", signal.SIGKILL)
+        self.by, self.stop = options.get("by", signal.SIGKILL), options.get("stop", 0)
 
     def moment(self) -> None:
         self.count += 1
@@ -37,6 +37,20 @@ class Tell(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, *_: Any, **__: Any) -> None:
         self.moment()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        die_at(self.stop, state.global_step, signal.SIGTERM)
+
+
+class Judged(Trainer):  # type: ignore[misc]
+    """Its evaluations tell the losses that it is given, by step."""
+
+    losses: dict[str, float]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
+        output.metrics["eval_loss"] = self.losses[str(self.state.global_step)]
+        return output
 
 
 def args_of(options: dict[str, Any]) -> TrainingArguments:
@@ -94,7 +108,9 @@ def main(options: dict[str, Any]) -> None:
         result = trainer.train()
     else:
         extra = {k: eval(v, {"holdfast": holdfast}) for k, v in options.get("holdfast", {}).items()}
-        trainer = with_holdfast(Trainer)(**kwargs, holdfast=extra)
+        trainer_class = Judged if "losses" in options else Trainer
+        trainer = with_holdfast(trainer_class)(**kwargs, holdfast=extra)
+        trainer.losses = options.get("losses")
         result = trainer.train(resume_from_checkpoint=options.get("resume", True))
     whole = digest(trainer.model)
     journal.add(end=whole, best=trainer.state.best_metric, step=result.global_step)

@@ -170,8 +170,9 @@ class _Holdfast(_Mixin):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         position = super()._init_training_state(*args, **kwargs)
-        if self._found is not None and self.state.best_global_step:
-            self.state.best_model_checkpoint = f"{self._root}@{self.state.best_global_step}"
+        if self._found is not None:
+            saved = json.loads(self._found.extras["trainer"]["json"])
+            self.state.best_model_checkpoint = saved["best_model_checkpoint"]
         self._last_step = self.state.global_step
         return position
 
@@ -193,6 +194,9 @@ class _Holdfast(_Mixin):
         if self._found is not None:
             checkpointer.restore(self._found)
             self._is_restored = True
+            if (best := self._best_step()) is not None:
+                with suppress(NotFound):  # it is gone, which the end of the training tells
+                    checkpointer.pin(best, "best")  # the run may have ended before it did
         return prepared
 
     def _parts(self) -> dict[str, Any]:
@@ -243,8 +247,17 @@ class _Holdfast(_Mixin):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
         self._must_save = True
+        self._name_the_best()
+
+    def _name_the_best(self) -> None:
+        """Have the state name the step that is being saved as the best one, if it is."""
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = f"{self._root}@{self.state.best_global_step}"
+
+    def _best_step(self) -> int | None:
+        """Return the best of the steps that were saved here; None if a folder of the Trainer's has it."""
+        number = re.search(r"@(\d+)$", self.state.best_model_checkpoint or "")
+        return None if number is None else int(number[1])
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         metrics = super()._evaluate(*args, **kwargs)
@@ -259,6 +272,8 @@ class _Holdfast(_Mixin):
         self._last_step = step
         must_save, self._must_save = self._must_save, False
         metrics, self._metrics = self._metrics, {}
+        if must_save:  # once more: an epoch that ends with this step was evaluated after it
+            self._name_the_best()
         durable = checkpointer.every.durable
         checkpointer.step(step)
         if must_save and (durable is None or step % durable != 0):
@@ -270,7 +285,10 @@ class _Holdfast(_Mixin):
                 checkpointer.pin(step, "best")
 
     def _load_best_model(self) -> None:
-        best = self.state.best_global_step
+        best = self._best_step()
+        if best is None:
+            super()._load_best_model()
+            return
         self._checkpointer.wait()
         try:
             load(self._root, {"model": self.model_wrapped}, step=best)
