@@ -22,6 +22,10 @@ ALONE: dict[str, dict[str, Any]] = {
     "seedable sampler": {"loader": {"use_seedable_sampler": True}},
     "stateful loader": {"loader": {"use_stateful_dataloader": True}},
     "a worker": {"workers": 1},
+    "another pass left": {"noisy": True, "accumulate": 1, "waits": True, "peek": 16},
+    "another pass over the same data": {"accumulate": 1, "waits": True, "peek": 16, "same": True},
+    "two passes at once": {"noisy": True, "accumulate": 1, "waits": True, "beside": True},
+    "passes left": {"noisy": True, "waits": True, "leave": 10},
     "step": {"use": "step", "holdfast": {"every": "4"}},
     "records": {
         "use": "step",

@@ -225,7 +225,7 @@ class _Holdfast(_Mixin):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._found is None:
             super()._load_rng_state(checkpoint)
-        elif not self._draws.is_within_a_pass:  # else the loader puts them back, at its first batch
+        else:
             self._draws.put_back()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
