@@ -159,8 +159,12 @@ def test_a_damaged_step_is_passed_over(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_that_had_ended_takes_no_step_more(ranks: Ranks, tmp_path: Path) -> None:
-    options, journal = run_of(tmp_path, "run")
+@pytest.mark.parametrize("are_stateful", [False, True])
+def test_a_run_that_had_ended_takes_no_step_more(
+    are_stateful: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """And a pass over the same data after it is a new one, of data that keep their own position, too."""
+    options, journal = run_of(tmp_path, "run", judge=True, are_stateful=are_stateful)
     assert ranks.run(options) == [0]
     before = journal.read()
     assert ranks.run(options) == [0]

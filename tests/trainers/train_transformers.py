@@ -101,6 +101,8 @@ def main(options: dict[str, Any]) -> None:
         "eval_dataset": Data(8),
         "callbacks": callbacks,
     }
+    if options.get("are_stateful"):
+        kwargs["train_dataset"].state_dict = dict
     if options.get("lora"):
         kwargs |= {"model": with_lora(), "train_dataset": Texts(50), "eval_dataset": Texts(8)}
     if options.get("own"):
@@ -112,5 +114,7 @@ def main(options: dict[str, Any]) -> None:
         trainer = with_holdfast(trainer_class)(**kwargs, holdfast=extra)
         trainer.losses = options.get("losses")
         result = trainer.train(resume_from_checkpoint=options.get("resume", True))
+    if options.get("judge"):
+        trainer.evaluate(trainer.train_dataset)
     whole = digest(trainer.model)
     journal.add(end=whole, best=trainer.state.best_metric, step=result.global_step)

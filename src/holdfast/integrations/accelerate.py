@@ -275,6 +275,10 @@ class LoaderDraws:
             self._is_to_put_back = False
             self._of.holdfast.restore_rng()
 
+    def forget(self) -> None:
+        """Let no later pass go on where the restored step was."""
+        self._saved, self._is_to_put_back = [], False
+
     # -- as loaders go on ---------------------------------------------------------------------------
 
     def _begin(self, loader: Any) -> None:

@@ -136,6 +136,7 @@ class _Holdfast(_Mixin):
             try:
                 return self._train(resume_from_checkpoint or None, trial, *args, **kwargs)
             finally:
+                self._draws.forget()
                 self._checkpointer = self.accelerator.holdfast = None
 
     def _train(self, resume: Any, *args: Any, **kwargs: Any) -> Any:
