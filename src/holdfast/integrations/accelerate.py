@@ -58,6 +58,8 @@ def attach(
     """
     accelerator = instance_of(accelerator, Accelerator, "attach", "accelerator", "an Accelerator")
     _check_engine(accelerator)
+    if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
+        _refuse_hooks()
     if root is None:
         if accelerator.project_dir is None:
             raise UsageError(
@@ -89,6 +91,8 @@ class _Attached:
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         for name in ("prepare", "register_for_checkpointing", "free_memory"):
             setattr(accelerator, name, self._followed_by_a_look(getattr(accelerator, name)))
+        accelerator.register_save_state_pre_hook = _refuse_hooks
+        accelerator.register_load_state_pre_hook = _refuse_hooks
         end_training = accelerator.end_training
 
         def end() -> None:
@@ -116,12 +120,6 @@ class _Attached:
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True) -> str:
         """Save durably, in the background; the step's number is the one that the folder's name ends with,
         or the next one where checkpoints are named automatically.  Returns that step's place."""
-        if self.accelerator._save_model_state_pre_hook:
-            raise UsageError(
-                "save_state() with hooks of register_save_state_pre_hook: they write files of their own, "
-                "which a step of holdfast does not have",
-                hint="register what they save with accelerator.register_for_checkpointing(...)",
-            )
         project = self.accelerator.project_configuration
         automatic = project.automatic_checkpoint_naming
         step = project.iteration if automatic else _number_in(output_dir, "save_state")
@@ -184,6 +182,14 @@ def _check_engine(accelerator: Any) -> None:
             "not show",
             hint=f"use {instead}",
         )
+
+
+def _refuse_hooks(*_: Any, **__: Any) -> None:
+    raise UsageError(
+        "attach(accelerator): hooks of register_save_state_pre_hook and register_load_state_pre_hook have "
+        "files of their own, which a step of holdfast has not",
+        hint="register what they save with accelerator.register_for_checkpointing(...)",
+    )
 
 
 def _number_in(folder: Any, call: str) -> int:
