@@ -177,6 +177,11 @@ def test_the_best_step_stays(ranks: Ranks, tmp_path: Path) -> None:
     options, _ = run_of(tmp_path, "run", args={**BEST, "save_total_limit": 1}, early=True)
     assert ranks.run(options) == [0]
     assert len(holdfast.steps(tmp_path / "run" / "holdfast")) <= 2
+    (
+        folder := tmp_path / "run" / "checkpoint-1"
+    ).mkdir()  # which the Trainer compares with the best
+    assert ranks.run(options) == [0]
+    assert folder.exists()
 
 
 def weights_of(root: Path, step: int) -> str:

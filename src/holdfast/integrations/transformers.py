@@ -296,6 +296,17 @@ class _Holdfast(_Mixin):
         except NotFound as error:
             warn_user(f"the best model, of step {best}, is not loaded: {error}")
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        limit = self.args.save_total_limit
+        if (
+            self._best_step() is not None
+        ):  # no folder that others could be compared with, to delete them
+            self.args.save_total_limit = None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
 
 class HoldfastTrainer(_Holdfast, Trainer):
     """The Trainer, with holdfast's checkpoints; see `with_holdfast` for a Trainer of your own."""
