@@ -184,6 +184,22 @@ def test_the_best_step_stays(ranks: Ranks, tmp_path: Path) -> None:
     assert folder.exists()
 
 
+@pytest.mark.soak
+@pytest.mark.distributed
+def test_all_ranks_go_on_from_what_the_first_one_finds(ranks: Ranks, tmp_path: Path) -> None:
+    """The Trainer makes output_dir for the first rank alone, where it is a folder of each node."""
+    options, journal = run_of(tmp_path, "run", apart=True, args={"max_steps": 3})
+    assert ranks.run(options, 2) == [0, 0]
+    assert journal.read()[-1]["step"] == 3
+    options, _ = run_of(tmp_path, "moved", apart=True, args={"max_steps": 3})
+    (tmp_path / "moved-0" / "out" / "checkpoint-1").mkdir(parents=True)
+    for resume in (True, "out/checkpoint-1"):
+        before = ranks.log.stat().st_size
+        ended = ranks.run({**options, "resume": resume}, 2)
+        assert set(ended) <= {1, KILLED} and 1 in ended
+        assert b"some ranks lack the folder" in ranks.log.read_bytes()[before:]
+
+
 def weights_of(root: Path, step: int) -> str:
     """A hash of the model that a step has."""
     model = Net()

@@ -1,5 +1,6 @@
 """Training by transformers' Trainer, its own or holdfast's; its `main` is run by `launching`."""
 
+import os
 import signal
 from typing import Any
 
@@ -88,6 +89,11 @@ def main(options: dict[str, Any]) -> None:
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     torch.manual_seed(3)
+    if options.get("apart"):  # output_dir is a folder of each node
+        os.makedirs(own := options["folder"] + "-" + os.environ["RANK"], exist_ok=True)
+        os.chdir(own)
+        options["args"] = {**options.get("args", {}), "output_dir": "out"}
+        options["holdfast"] = {"root": repr(options["folder"])}
     args = args_of(options)
     journal = Journal(options["journal"], writes=args.process_index == 0)
     callbacks: list[Any] = [Tell(journal, options)]

@@ -29,6 +29,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gather
 from transformers.trainer_callback import ExportableState
@@ -152,8 +153,10 @@ class _Holdfast(_Mixin):
 
     def _resumed_from(self, resume: Any, folder: str) -> Any:
         """Return the folder that the Trainer shall resume from, which has its state; None to begin."""
-        if resume is None or (isinstance(resume, (str, os.PathLike)) and os.path.isdir(resume)):
-            return resume
+        if resume is None:
+            return None
+        if isinstance(resume, (str, os.PathLike)) and (own := self._own_folder(resume)) is not None:
+            return own
         self._found = self._checkpointer.find(None if resume is True else _step_in(resume))
         if self._found is not None and self.args.save_only_model:
             raise UsageError(
@@ -162,12 +165,24 @@ class _Holdfast(_Mixin):
                 hint=f"load the model: holdfast.load({self._root!r}, {{'model': model}})",
             )
         if self._found is None:
-            return get_last_checkpoint(self.args.output_dir)
+            there = os.path.isdir(self.args.output_dir)
+            return self._own_folder(get_last_checkpoint(self.args.output_dir) if there else None)
         saved = json.loads(self._found.extras["trainer"]["json"])
         Path(folder, TRAINER_STATE_NAME).write_text(
             json.dumps({**saved, "best_model_checkpoint": None})
         )
         return folder
+
+    def _own_folder(self, folder: Any) -> Any:
+        """Return the first rank's folder of the Trainer's own, for all ranks; None if it has none."""
+        is_there = folder is not None and os.path.isdir(folder)
+        (found,) = broadcast_object_list([folder if is_there else None])
+        if found is not None and not all(gather_object([os.path.isdir(found)])):
+            raise UsageError(
+                f"train(resume_from_checkpoint=...): some ranks lack the folder {os.fspath(found)!r}",
+                hint="put it where all ranks find it",
+            )
+        return found
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         position = super()._init_training_state(*args, **kwargs)
