@@ -6,6 +6,7 @@ of the Trainer's own run, which nobody has interrupted.
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 from collections.abc import Iterator
@@ -198,6 +199,35 @@ def test_all_ranks_go_on_from_what_the_first_one_finds(ranks: Ranks, tmp_path: P
         ended = ranks.run({**options, "resume": resume}, 2)
         assert set(ended) <= {1, KILLED} and 1 in ended
         assert b"some ranks lack the folder" in ranks.log.read_bytes()[before:]
+
+
+def saved_state(root: Path, step: int) -> dict[str, Any]:
+    """What the Trainer keeps in trainer_state.json, of a step."""
+    with holdfast.Checkpointer(root) as checkpointer:
+        found = checkpointer.find(step)
+    assert found is not None
+    state: dict[str, Any] = json.loads(found.extras["trainer"]["json"])
+    return state
+
+
+@pytest.mark.soak
+def test_a_smaller_batch_begins_a_log_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    args = {"auto_find_batch_size": True, "max_steps": 12, "save_steps": 11}
+    options, journal = run_of(tmp_path, "run", args=args, full=11)
+    assert ranks.run(options) == [0]
+    logged = saved_state(tmp_path / "run" / "holdfast", 11)["log_history"]
+    told = [row for row in journal.read() if "loss" in row][11:]  # by those of the smaller batch
+    assert [entry["loss"] for entry in logged] == [row["loss"] for row in told[:11]]
+
+
+@pytest.mark.soak
+def test_an_evaluation_before_the_first_step_is_of_no_step(ranks: Ranks, tmp_path: Path) -> None:
+    args = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
+    options, _ = run_of(tmp_path, "run", args={**args, "save_steps": 1, "max_steps": 2})
+    assert ranks.run(options) == [0]
+    root = tmp_path / "run" / "holdfast"
+    with holdfast.open(root, step=1) as first, holdfast.open(root, step=2) as second:
+        assert not first.metrics and "eval_loss" in second.metrics
 
 
 def weights_of(root: Path, step: int) -> str:

@@ -20,13 +20,17 @@ class Tell(TrainerCallback):  # type: ignore[misc]
     def __init__(self, journal: Journal, options: dict[str, Any]) -> None:
         self.journal, self.die, self.count = journal, options.get("die", 0), 0
         self.by, self.stop = options.get("by", signal.SIGKILL), options.get("stop", 0)
+        self.full = options.get("full", -1)
 
     def moment(self) -> None:
         self.count += 1
         die_at(self.die, self.count, self.by)
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.moment()
+        if state.global_step == self.full:
+            self.full = -1
+            raise RuntimeError("CUDA out of memory.")
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.moment()

@@ -277,7 +277,8 @@ class _Holdfast(_Mixin):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         metrics = super()._evaluate(*args, **kwargs)
-        self._metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+        if self.state.global_step != self._last_step:  # else it is the one before the first step
+            self._metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         return metrics
 
     def _between_steps(self) -> None:
@@ -362,6 +363,8 @@ class _TrainerProgress:
         self._of = trainer
         self._logged: list[str] = []
         """Entries of the log that will not change any more, as text."""
+        self._logged_by: Any = None
+        """The TrainerState that has them: an attempt with a smaller batch begins another one."""
 
     def state_dict(self) -> dict[str, Any]:
         state, control = self._of.state, self._of.control
@@ -371,6 +374,8 @@ class _TrainerProgress:
         callbacks = [*self._of.callback_handler.callbacks, control]
         exported = [c for c in callbacks if isinstance(c, ExportableState)]
         values["stateful_callbacks"] = TrainerState(stateful_callbacks=exported).stateful_callbacks
+        if self._logged_by is not state:
+            self._logged, self._logged_by = [], state
         del self._logged[max(len(state.log_history) - 8, 0) :]
         self._logged += [json.dumps(entry) for entry in state.log_history[len(self._logged) :]]
         text = json.dumps(values)
