@@ -263,6 +263,20 @@ def test_the_best_of_the_steps_that_were_saved_is_loaded(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.soak
+def test_the_best_of_a_run_that_moved_over_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """From the folder that the Trainer itself has written; resumed from a step of ours, too."""
+    losses = {"3": 0.1, "6": 0.5, "9": 0.5, "12": 0.5}
+    options, journal = run_of(tmp_path, "run", losses=losses)
+    assert ranks.run({**options, "own": True, "args": {**BEST, "max_steps": 6}}) == [0]
+    best = journal.read()[-1]["end"]
+    for _ in range(2):
+        assert ranks.run({**options, "args": {**BEST, "max_steps": 12}}) == [0]
+        end = journal.read()[-1]
+        assert end["step"] == 12 and end["end"] == best
+    assert holdfast.steps(tmp_path / "run" / "holdfast") == [9, 12]
+
+
+@pytest.mark.soak
 def test_what_cannot_be_done_is_refused() -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -115,12 +115,13 @@ def main(options: dict[str, Any]) -> None:
         kwargs["train_dataset"].state_dict = dict
     if options.get("lora"):
         kwargs |= {"model": with_lora(), "train_dataset": Texts(50), "eval_dataset": Texts(8)}
+    trainer_class = Judged if "losses" in options else Trainer
     if options.get("own"):
-        trainer = Trainer(**kwargs)
+        trainer = trainer_class(**kwargs)
+        trainer.losses = options.get("losses")
         result = trainer.train()
     else:
         extra = {k: eval(v, {"holdfast": holdfast}) for k, v in options.get("holdfast", {}).items()}
-        trainer_class = Judged if "losses" in options else Trainer
         trainer = with_holdfast(trainer_class)(**kwargs, holdfast=extra)
         trainer.losses = options.get("losses")
         result = trainer.train(resume_from_checkpoint=options.get("resume", True))

@@ -314,9 +314,8 @@ class _Holdfast(_Mixin):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         limit = self.args.save_total_limit
-        if (
-            self._best_step() is not None
-        ):  # no folder that others could be compared with, to delete them
+        if self._best_step() is not None:
+            # the Trainer would look for it among its own folders, to delete the others
             self.args.save_total_limit = None
         try:
             return super()._finalize_training(*args, **kwargs)
