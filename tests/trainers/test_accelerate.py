@@ -22,6 +22,10 @@ ALONE: dict[str, dict[str, Any]] = {
     "seedable sampler": {"loader": {"use_seedable_sampler": True}},
     "stateful loader": {"loader": {"use_stateful_dataloader": True}},
     "a worker": {"workers": 1},
+    "another pass left": {"noisy": True, "accumulate": 1, "waits": True, "peek": 16},
+    "another pass over the same data": {"accumulate": 1, "waits": True, "peek": 16, "same": True},
+    "two passes at once": {"noisy": True, "accumulate": 1, "waits": True, "beside": True},
+    "passes left": {"noisy": True, "waits": True, "leave": 10},
     "step": {"use": "step", "holdfast": {"every": "4"}},
     "records": {
         "use": "step",
@@ -125,7 +129,24 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     accelerator = attach(accelerate.Accelerator(cpu=True), tmp_path / "run")
     with pytest.raises(holdfast.errors.UsageError, match="no number of a step"):
         accelerator.save_state("checkpoint")
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
-    with pytest.raises(holdfast.errors.UsageError, match="register_for_checkpointing"):
-        accelerator.save_state("step_3")
     accelerator.end_training()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "register", ["register_save_state_pre_hook", "register_load_state_pre_hook"]
+)
+def test_hooks_of_checkpoints_are_refused(register: str, tmp_path: Path) -> None:
+    """Whether they come before or after: no step would run them, whoever saves and restores it."""
+    accelerate = pytest.importorskip("accelerate")
+    from holdfast.integrations.accelerate import attach
+
+    accelerator = attach(accelerate.Accelerator(cpu=True), tmp_path / "run")
+    with pytest.raises(holdfast.errors.UsageError, match="register_for_checkpointing"):
+        getattr(accelerator, register)(lambda *_: None)
+    accelerator.end_training()
+    with_one = accelerate.Accelerator(cpu=True)
+    getattr(with_one, register)(lambda *_: None)
+    with pytest.raises(holdfast.errors.UsageError, match="register_for_checkpointing"):
+        attach(with_one, tmp_path / "other")
+    assert not (tmp_path / "other").exists()

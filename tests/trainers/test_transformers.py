@@ -6,6 +6,7 @@ of the Trainer's own run, which nobody has interrupted.
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 import holdfast
 from trainers.forked import Ranks
-from trainers.tiny import KILLED, OFFLINE, Journal, run_of
+from trainers.tiny import KILLED, OFFLINE, Journal, Net, digest, run_of
 
 BEST = {
     "eval_strategy": "steps",
@@ -159,8 +160,12 @@ def test_a_damaged_step_is_passed_over(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_that_had_ended_takes_no_step_more(ranks: Ranks, tmp_path: Path) -> None:
-    options, journal = run_of(tmp_path, "run")
+@pytest.mark.parametrize("are_stateful", [False, True])
+def test_a_run_that_had_ended_takes_no_step_more(
+    are_stateful: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """And a pass over the same data after it is a new one, of data that keep their own position, too."""
+    options, journal = run_of(tmp_path, "run", judge=True, are_stateful=are_stateful)
     assert ranks.run(options) == [0]
     before = journal.read()
     assert ranks.run(options) == [0]
@@ -173,6 +178,102 @@ def test_the_best_step_stays(ranks: Ranks, tmp_path: Path) -> None:
     options, _ = run_of(tmp_path, "run", args={**BEST, "save_total_limit": 1}, early=True)
     assert ranks.run(options) == [0]
     assert len(holdfast.steps(tmp_path / "run" / "holdfast")) <= 2
+    (
+        folder := tmp_path / "run" / "checkpoint-1"
+    ).mkdir()  # which the Trainer compares with the best
+    assert ranks.run(options) == [0]
+    assert folder.exists()
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+def test_all_ranks_go_on_from_what_the_first_one_finds(ranks: Ranks, tmp_path: Path) -> None:
+    """The Trainer makes output_dir for the first rank alone, where it is a folder of each node."""
+    options, journal = run_of(tmp_path, "run", apart=True, args={"max_steps": 3})
+    assert ranks.run(options, 2) == [0, 0]
+    assert journal.read()[-1]["step"] == 3
+    options, _ = run_of(tmp_path, "moved", apart=True, args={"max_steps": 3})
+    (tmp_path / "moved-0" / "out" / "checkpoint-1").mkdir(parents=True)
+    for resume in (True, "out/checkpoint-1"):
+        before = ranks.log.stat().st_size
+        ended = ranks.run({**options, "resume": resume}, 2)
+        assert set(ended) <= {1, KILLED} and 1 in ended
+        assert b"some ranks lack the folder" in ranks.log.read_bytes()[before:]
+
+
+def saved_state(root: Path, step: int) -> dict[str, Any]:
+    """What the Trainer keeps in trainer_state.json, of a step."""
+    with holdfast.Checkpointer(root) as checkpointer:
+        found = checkpointer.find(step)
+    assert found is not None
+    state: dict[str, Any] = json.loads(found.extras["trainer"]["json"])
+    return state
+
+
+@pytest.mark.soak
+def test_a_smaller_batch_begins_a_log_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    args = {"auto_find_batch_size": True, "max_steps": 12, "save_steps": 11}
+    options, journal = run_of(tmp_path, "run", args=args, full=11)
+    assert ranks.run(options) == [0]
+    logged = saved_state(tmp_path / "run" / "holdfast", 11)["log_history"]
+    told = [row for row in journal.read() if "loss" in row][11:]  # by those of the smaller batch
+    assert [entry["loss"] for entry in logged] == [row["loss"] for row in told[:11]]
+
+
+@pytest.mark.soak
+def test_an_evaluation_before_the_first_step_is_of_no_step(ranks: Ranks, tmp_path: Path) -> None:
+    args = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
+    options, _ = run_of(tmp_path, "run", args={**args, "save_steps": 1, "max_steps": 2})
+    assert ranks.run(options) == [0]
+    root = tmp_path / "run" / "holdfast"
+    with holdfast.open(root, step=1) as first, holdfast.open(root, step=2) as second:
+        assert not first.metrics and "eval_loss" in second.metrics
+
+
+def weights_of(root: Path, step: int) -> str:
+    """A hash of the model that a step has."""
+    model = Net()
+    holdfast.load(root, {"model": model}, step=step)
+    return digest(model)
+
+
+@pytest.mark.soak
+def test_the_best_step_stays_after_sigterm_in_its_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+    args = {**BEST, "max_steps": 15, "enable_jit_checkpoint": True}
+    losses = {"3": 0.9, "6": 0.1, "9": 0.5, "12": 0.5, "15": 0.5}
+    options, journal = run_of(tmp_path, "run", args=args, losses=losses)
+    assert ranks.run({**options, "stop": 6}) == [128 + signal.SIGTERM]
+    assert ranks.run(options) == [0]
+    root = tmp_path / "run" / "holdfast"
+    assert 6 in holdfast.steps(root)
+    assert journal.read()[-1]["end"] == weights_of(root, 6)
+
+
+@pytest.mark.soak
+def test_the_best_of_the_steps_that_were_saved_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """As by the Trainer itself, which evaluates more often than it saves; resumed, too."""
+    losses = {"3": 0.9, "6": 0.3, "9": 0.1, "12": 0.5}
+    args = {**BEST, "save_steps": 6, "max_steps": 12}
+    options, journal = run_of(tmp_path, "run", args=args, losses=losses)
+    assert ranks.run(options) == [0]
+    best = weights_of(tmp_path / "run" / "holdfast", 6)
+    assert journal.read()[-1]["end"] == best
+    assert ranks.run(options) == [0]
+    assert journal.read()[-1]["end"] == best
+
+
+@pytest.mark.soak
+def test_the_best_of_a_run_that_moved_over_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """From the folder that the Trainer itself has written; resumed from a step of ours, too."""
+    losses = {"3": 0.1, "6": 0.5, "9": 0.5, "12": 0.5}
+    options, journal = run_of(tmp_path, "run", losses=losses)
+    assert ranks.run({**options, "own": True, "args": {**BEST, "max_steps": 6}}) == [0]
+    best = journal.read()[-1]["end"]
+    for _ in range(2):
+        assert ranks.run({**options, "args": {**BEST, "max_steps": 12}}) == [0]
+        end = journal.read()[-1]
+        assert end["step"] == 12 and end["end"] == best
+    assert holdfast.steps(tmp_path / "run" / "holdfast") == [9, 12]
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -70,6 +71,14 @@ def made(options: dict[str, Any]) -> Accelerator:
     )
 
 
+def peek(loader: Any, journal: Journal) -> None:
+    """Begin a pass over a loader, and leave it at its second batch."""
+    for number, batch in enumerate(loader):
+        journal.add(judged=batch["labels"].tolist())
+        if number == 1:
+            break
+
+
 def main(options: dict[str, Any]) -> None:
     set_seed(3)
     accelerator = made(options)
@@ -86,7 +95,11 @@ def main(options: dict[str, Any]) -> None:
     if uses != "own":
         extra = {k: eval(v, {"holdfast": holdfast}) for k, v in options.get("holdfast", {}).items()}
         accelerator = attach(accelerator, **extra)
+    judging = torch.utils.data.DataLoader(
+        loader.dataset if options.get("same") else Data(64, noisy=True), batch_size=4, shuffle=True
+    )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    judging = accelerator.prepare(judging)
     mean, position = Mean(), Position()
     accelerator.register_for_checkpointing(mean)
     accelerator.register_for_checkpointing(position)
@@ -96,10 +109,14 @@ def main(options: dict[str, Any]) -> None:
         journal.add(restored=int(restored), tier=restored.tier)
     die, moment = options.get("die", 0), 0
     stateful = options.get("loader", {}).get("use_stateful_dataloader", False)
-    for _ in range(position.done // len(loader), EPOCHS):
-        skipped = 0 if stateful else position.done % len(loader)
+    per_pass = options.get("leave", len(loader))
+    for _ in range(position.done // per_pass, EPOCHS):
+        skipped = 0 if stateful else position.done % per_pass
         batches = skip_first_batches(loader, skipped) if skipped else loader
-        for batch in batches:
+        others: Any = itertools.repeat({"x": torch.zeros(())})
+        if options.get("beside"):
+            others = skip_first_batches(judging, skipped) if skipped else judging
+        for batch, other in zip(batches, others):
             with accelerator.accumulate(model):
                 noise = torch.randn(()) if options.get("noise", True) else torch.tensor(0.0)
                 loss = model(**batch)["loss"] * (1 + 0.01 * noise)
@@ -110,15 +127,22 @@ def main(options: dict[str, Any]) -> None:
             position.done += 1
             value = accelerator.reduce(loss.detach(), "mean").item()
             mean.value = 0.9 * mean.value + value
-            journal.add(step=position.done, loss=value, mean=mean.value)
+            beside = other["x"].sum().item()
+            journal.add(step=position.done, loss=value, mean=mean.value, beside=beside)
+            if position.done == options.get("peek"):
+                peek(judging, journal)
             moment += 1
             die_at(die, moment)
             if uses == "step" and accelerator.sync_gradients:
                 accelerator.holdfast.step(position.done)
             elif uses == "save_state" and accelerator.sync_gradients:
                 accelerator.save_state(f"step_{position.done}")
+                if options.get("waits"):
+                    accelerator.holdfast.wait()
             moment += 1
             die_at(die, moment)
+            if "leave" in options and position.done % per_pass == 0:
+                break
     whole = digest(model)
     accelerator.end_training()
     journal.add(end=whole, mean=mean.value)

@@ -1,5 +1,6 @@
 """Training by transformers' Trainer, its own or holdfast's; its `main` is run by `launching`."""
 
+import os
 import signal
 from typing import Any
 
@@ -18,14 +19,18 @@ class Tell(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, journal: Journal, options: dict[str, Any]) -> None:
         self.journal, self.die, self.count = journal, options.get("die", 0), 0
-        self.by = options.get("by", signal.SIGKILL)
+        self.by, self.stop = options.get("by", signal.SIGKILL), options.get("stop", 0)
+        self.full = options.get("full", -1)
 
     def moment(self) -> None:
         self.count += 1
         die_at(self.die, self.count, self.by)
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.moment()
+        if state.global_step == self.full:
+            self.full = -1
+            raise RuntimeError("CUDA out of memory.")
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.moment()
@@ -37,6 +42,20 @@ class Tell(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, *_: Any, **__: Any) -> None:
         self.moment()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        die_at(self.stop, state.global_step, signal.SIGTERM)
+
+
+class Judged(Trainer):  # type: ignore[misc]
+    """Its evaluations tell the losses that it is given, by step."""
+
+    losses: dict[str, float]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
+        output.metrics["eval_loss"] = self.losses[str(self.state.global_step)]
+        return output
 
 
 def args_of(options: dict[str, Any]) -> TrainingArguments:
@@ -74,6 +93,11 @@ def main(options: dict[str, Any]) -> None:
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     torch.manual_seed(3)
+    if options.get("apart"):  # output_dir is a folder of each node
+        os.makedirs(own := options["folder"] + "-" + os.environ["RANK"], exist_ok=True)
+        os.chdir(own)
+        options["args"] = {**options.get("args", {}), "output_dir": "out"}
+        options["holdfast"] = {"root": repr(options["folder"])}
     args = args_of(options)
     journal = Journal(options["journal"], writes=args.process_index == 0)
     callbacks: list[Any] = [Tell(journal, options)]
@@ -87,14 +111,21 @@ def main(options: dict[str, Any]) -> None:
         "eval_dataset": Data(8),
         "callbacks": callbacks,
     }
+    if options.get("are_stateful"):
+        kwargs["train_dataset"].state_dict = dict
     if options.get("lora"):
         kwargs |= {"model": with_lora(), "train_dataset": Texts(50), "eval_dataset": Texts(8)}
+    trainer_class = Judged if "losses" in options else Trainer
     if options.get("own"):
-        trainer = Trainer(**kwargs)
+        trainer = trainer_class(**kwargs)
+        trainer.losses = options.get("losses")
         result = trainer.train()
     else:
         extra = {k: eval(v, {"holdfast": holdfast}) for k, v in options.get("holdfast", {}).items()}
-        trainer = with_holdfast(Trainer)(**kwargs, holdfast=extra)
+        trainer = with_holdfast(trainer_class)(**kwargs, holdfast=extra)
+        trainer.losses = options.get("losses")
         result = trainer.train(resume_from_checkpoint=options.get("resume", True))
+    if options.get("judge"):
+        trainer.evaluate(trainer.train_dataset)
     whole = digest(trainer.model)
     journal.add(end=whole, best=trainer.state.best_metric, step=result.global_step)

@@ -16,6 +16,9 @@ in the middle of an epoch needs the generators of three moments, which `LoaderDr
 After a restore the loader draws its order from `began`, the batch fetched ahead from `ahead`, and training
 goes on with `rng`.  To put back `rng` alone, before the loader begins, gives other masks to every dropout
 that follows.
+
+Several passes may be under way, and some were left for good, with `break`: all of them are saved.  A pass
+goes on where a loader over the same data skips what was done; one that skips nothing is a new pass.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ def attach(
     """
     accelerator = instance_of(accelerator, Accelerator, "attach", "accelerator", "an Accelerator")
     _check_engine(accelerator)
+    if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
+        _refuse_hooks()
     if root is None:
         if accelerator.project_dir is None:
             raise UsageError(
@@ -86,6 +91,8 @@ class _Attached:
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         for name in ("prepare", "register_for_checkpointing", "free_memory"):
             setattr(accelerator, name, self._followed_by_a_look(getattr(accelerator, name)))
+        accelerator.register_save_state_pre_hook = _refuse_hooks
+        accelerator.register_load_state_pre_hook = _refuse_hooks
         end_training = accelerator.end_training
 
         def end() -> None:
@@ -113,12 +120,6 @@ class _Attached:
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True) -> str:
         """Save durably, in the background; the step's number is the one that the folder's name ends with,
         or the next one where checkpoints are named automatically.  Returns that step's place."""
-        if self.accelerator._save_model_state_pre_hook:
-            raise UsageError(
-                "save_state() with hooks of register_save_state_pre_hook: they write files of their own, "
-                "which a step of holdfast does not have",
-                hint="register what they save with accelerator.register_for_checkpointing(...)",
-            )
         project = self.accelerator.project_configuration
         automatic = project.automatic_checkpoint_naming
         step = project.iteration if automatic else _number_in(output_dir, "save_state")
@@ -183,6 +184,14 @@ def _check_engine(accelerator: Any) -> None:
         )
 
 
+def _refuse_hooks(*_: Any, **__: Any) -> None:
+    raise UsageError(
+        "attach(accelerator): hooks of register_save_state_pre_hook and register_load_state_pre_hook have "
+        "files of their own, which a step of holdfast has not",
+        hint="register what they save with accelerator.register_for_checkpointing(...)",
+    )
+
+
 def _number_in(folder: Any, call: str) -> int:
     """Return the step that a folder such as `step_500` names."""
     if isinstance(folder, (str, os.PathLike)):
@@ -219,10 +228,11 @@ class _Counters:
 
 
 class _Pass:
-    """One pass over a loader: its number, and the generators when it began and before the batch ahead."""
+    """One pass over a loader: the generators when it began and before the batch ahead, and how many batches
+    its sampler left out and were fetched since."""
 
-    def __init__(self, began: Any, order: Any) -> None:
-        self.began, self.order = began, order
+    def __init__(self, began: Any, order: Any, left_out: int) -> None:
+        self.began, self.order, self.left_out = began, order, left_out
         self.ahead: Any = None
         self.fetched = 0
 
@@ -238,10 +248,9 @@ class LoaderDraws:
 
     def __init__(self, accelerator: Any) -> None:
         self._of, self._rng = accelerator, Rng()
-        self._saved: dict[str, Any] | None = None
-        self._is_restored = False
-        self.is_within_a_pass = False
-        """True if the restored step lies within a pass: then the loader puts generators back itself."""
+        self._saved: list[dict[str, Any]] = []
+        """The passes of the restored step that have not gone on."""
+        self._is_to_put_back = False
         self._state = accelerator.gradient_state
         self._state._add_dataloader = self._begin
         self._state._remove_dataloader = self._end
@@ -249,41 +258,45 @@ class LoaderDraws:
     # -- as state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        active, loaders = self._state.active_dataloader, self._of._dataloaders
-        orders = [_order(d) for d in loaders]
-        now = None if active is None or active.end_of_dataloader else vars(active).get("_holdfast")
-        if now is None:
-            return {"orders": orders, "active": None}
-        index = next(i for i, d in enumerate(loaders) if d.dataset is active.dataset)
-        orders[index] = now.order
-        return {"orders": orders, "active": index, "began": now.began, "ahead": now.ahead}
+        passes = []
+        for loader in dict.fromkeys(self._state.dataloader_references):
+            now = None if loader is None else vars(loader).get("_holdfast")
+            if now is None or loader.end_of_dataloader or (index := self._index_of(loader)) is None:
+                continue
+            done = now.left_out + now.fetched
+            kept = {"began": now.began, "ahead": now.ahead, "order": now.order}
+            passes.append({"loader": index, "done": done, **kept})
+        return {"orders": [_order(d) for d in self._of._dataloaders], "passes": passes}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for loader, order in zip(self._of._dataloaders, saved["orders"]):
             if order is not None:
                 loader.synchronized_generator.set_state(order)
-        self.is_within_a_pass = saved["active"] is not None
-        self._saved = saved if self.is_within_a_pass else None
-        self._is_restored = True
+        self._saved, self._is_to_put_back = list(saved["passes"]), True
 
     def put_back(self) -> None:
-        """Put the generators back to where the restored step had them; on other ranks they are fresh."""
-        if self._is_restored:
+        """Put the generators back to where the restored step had them, if no loader that went on has done
+        it; on other ranks they are fresh."""
+        if self._is_to_put_back:
+            self._is_to_put_back = False
             self._of.holdfast.restore_rng()
+
+    def forget(self) -> None:
+        """Let no later pass go on where the restored step was."""
+        self._saved, self._is_to_put_back = [], False
 
     # -- as loaders go on ---------------------------------------------------------------------------
 
     def _begin(self, loader: Any) -> None:
         type(self._state)._add_dataloader(self._state, loader)
-        saved = self._saved
-        goes_on = saved is not None and (
-            loader.dataset is self._of._dataloaders[saved["active"]].dataset
-        )
-        if saved is not None and goes_on:
+        left_out = getattr(loader.batch_sampler, "skip_batches", 0)
+        before = None if self._is_to_put_back else self._rng.state_dict()
+        saved = self._take(loader, left_out)
+        if saved is not None:
             self._rng.load_state_dict(saved["began"])
-            if (order := saved["orders"][saved["active"]]) is not None:
-                loader.synchronized_generator.set_state(order)
-        now = loader._holdfast = _Pass(self._rng.state_dict(), _order(loader))
+            if saved["order"] is not None:
+                loader.synchronized_generator.set_state(saved["order"])
+        now = loader._holdfast = _Pass(self._rng.state_dict(), _order(loader), left_out)
         base, skipped = loader.base_dataloader, getattr(loader, "skip_batches", 0)
         dispatches = hasattr(loader, "_fetch_batches")
         name = "_fetch_batches" if dispatches else "_update_state_dict"
@@ -292,30 +305,59 @@ class LoaderDraws:
 
         def before_a_fetch(*args: Any) -> Any:
             now.fetched += 1
-            if goes_on and now.fetched > skipped:
+            if saved is not None and now.fetched > skipped:
                 goes_on_here()
-            elif goes_on and now.fetched == skipped:
-                self._fetch_ahead()
+            elif saved is not None and now.fetched == skipped:
+                fetch_ahead()
             now.ahead = self._rng.state_dict() if base.num_workers == 0 else None
             return method(loader, *args)
 
         def goes_on_here() -> None:
-            nonlocal goes_on
-            goes_on, self._saved = False, None
-            vars(base)["batch_sampler"] = sampler
-            self.put_back()
+            nonlocal saved
+            saved, vars(base)["batch_sampler"] = None, sampler
+            if before is None:
+                self.put_back()
+            else:  # another loader has put them back, and training has drawn from them since
+                self._rng.load_state_dict(before)
+
+        def fetch_ahead() -> None:
+            if saved is not None and saved["ahead"] is not None:
+                self._rng.load_state_dict(saved["ahead"])
 
         setattr(loader, name, before_a_fetch)
-        if goes_on and sampler is not None and not dispatches and not hasattr(base, "state_dict"):
-            vars(base)["batch_sampler"] = _Watched(sampler, self._fetch_ahead)
+        if (
+            saved is not None
+            and sampler is not None
+            and not dispatches
+            and not hasattr(base, "state_dict")
+        ):
+            vars(base)["batch_sampler"] = _Watched(sampler, fetch_ahead)
 
-    def _fetch_ahead(self) -> None:
-        if self._saved is not None and self._saved["ahead"] is not None:
-            self._rng.load_state_dict(self._saved["ahead"])
+    def _index_of(self, loader: Any) -> int | None:
+        """Return the number of the first loader over the same data; None if there is none."""
+        loaders = enumerate(self._of._dataloaders)
+        return next((number for number, d in loaders if d.dataset is loader.dataset), None)
+
+    def _take(self, loader: Any, done: int) -> dict[str, Any] | None:
+        """Return the saved pass that a loader goes on with, which is then no longer there for others."""
+        places_itself = any(
+            hasattr(d, "state_dict") for d in (loader.base_dataloader, loader.dataset)
+        )
+        done += getattr(loader, "skip_batches", 0)
+        if not done and not places_itself:
+            return None
+        index = self._index_of(loader)
+        over_the_same = [one for one in self._saved if one["loader"] == index]
+        as_far = [one for one in over_the_same if one["done"] == done]
+        taken = next(reversed(as_far or over_the_same), None)
+        self._saved = [one for one in self._saved if one is not taken]
+        return taken
 
     def _end(self, loader: Any) -> None:
         type(self._state)._remove_dataloader(self._state, loader)
-        for whole in self._of._dataloaders:  # it may be one that skipped what was done
+        if any(whole is loader for whole in self._of._dataloaders):
+            return
+        for whole in self._of._dataloaders:  # it is one that skipped what was done
             if whole.dataset is loader.dataset and hasattr(whole, "iteration"):
                 whole.iteration = getattr(loader, "iteration", whole.iteration + 1)
 

@@ -29,6 +29,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gather
 from transformers.trainer_callback import ExportableState
@@ -136,6 +137,7 @@ class _Holdfast(_Mixin):
             try:
                 return self._train(resume_from_checkpoint or None, trial, *args, **kwargs)
             finally:
+                self._draws.forget()
                 self._checkpointer = self.accelerator.holdfast = None
 
     def _train(self, resume: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +153,10 @@ class _Holdfast(_Mixin):
 
     def _resumed_from(self, resume: Any, folder: str) -> Any:
         """Return the folder that the Trainer shall resume from, which has its state; None to begin."""
-        if resume is None or (isinstance(resume, (str, os.PathLike)) and os.path.isdir(resume)):
-            return resume
+        if resume is None:
+            return None
+        if isinstance(resume, (str, os.PathLike)) and (own := self._own_folder(resume)) is not None:
+            return own
         self._found = self._checkpointer.find(None if resume is True else _step_in(resume))
         if self._found is not None and self.args.save_only_model:
             raise UsageError(
@@ -161,17 +165,30 @@ class _Holdfast(_Mixin):
                 hint=f"load the model: holdfast.load({self._root!r}, {{'model': model}})",
             )
         if self._found is None:
-            return get_last_checkpoint(self.args.output_dir)
+            there = os.path.isdir(self.args.output_dir)
+            return self._own_folder(get_last_checkpoint(self.args.output_dir) if there else None)
         saved = json.loads(self._found.extras["trainer"]["json"])
         Path(folder, TRAINER_STATE_NAME).write_text(
             json.dumps({**saved, "best_model_checkpoint": None})
         )
         return folder
 
+    def _own_folder(self, folder: Any) -> Any:
+        """Return the first rank's folder of the Trainer's own, for all ranks; None if it has none."""
+        is_there = folder is not None and os.path.isdir(folder)
+        (found,) = broadcast_object_list([folder if is_there else None])
+        if found is not None and not all(gather_object([os.path.isdir(found)])):
+            raise UsageError(
+                f"train(resume_from_checkpoint=...): some ranks lack the folder {os.fspath(found)!r}",
+                hint="put it where all ranks find it",
+            )
+        return found
+
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         position = super()._init_training_state(*args, **kwargs)
-        if self._found is not None and self.state.best_global_step:
-            self.state.best_model_checkpoint = f"{self._root}@{self.state.best_global_step}"
+        if self._found is not None:
+            saved = json.loads(self._found.extras["trainer"]["json"])
+            self.state.best_model_checkpoint = saved["best_model_checkpoint"]
         self._last_step = self.state.global_step
         return position
 
@@ -193,6 +210,9 @@ class _Holdfast(_Mixin):
         if self._found is not None:
             checkpointer.restore(self._found)
             self._is_restored = True
+            if (best := self._best_step()) is not None:
+                with suppress(NotFound):  # it is gone, which the end of the training tells
+                    checkpointer.pin(best, "best")  # the run may have ended before it did
         return prepared
 
     def _parts(self) -> dict[str, Any]:
@@ -221,7 +241,7 @@ class _Holdfast(_Mixin):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._found is None:
             super()._load_rng_state(checkpoint)
-        elif not self._draws.is_within_a_pass:  # else the loader puts them back, at its first batch
+        else:
             self._draws.put_back()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -243,12 +263,22 @@ class _Holdfast(_Mixin):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
         self._must_save = True
+        self._name_the_best()
+
+    def _name_the_best(self) -> None:
+        """Have the state name the step that is being saved as the best one, if it is."""
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = f"{self._root}@{self.state.best_global_step}"
 
+    def _best_step(self) -> int | None:
+        """Return the best of the steps that were saved here; None if a folder of the Trainer's has it."""
+        number = re.search(r"@(\d+)$", self.state.best_model_checkpoint or "")
+        return None if number is None else int(number[1])
+
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         metrics = super()._evaluate(*args, **kwargs)
-        self._metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+        if self.state.global_step != self._last_step:  # else it is the one before the first step
+            self._metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         return metrics
 
     def _between_steps(self) -> None:
@@ -259,6 +289,8 @@ class _Holdfast(_Mixin):
         self._last_step = step
         must_save, self._must_save = self._must_save, False
         metrics, self._metrics = self._metrics, {}
+        if must_save:  # once more: an epoch that ends with this step was evaluated after it
+            self._name_the_best()
         durable = checkpointer.every.durable
         checkpointer.step(step)
         if must_save and (durable is None or step % durable != 0):
@@ -270,12 +302,25 @@ class _Holdfast(_Mixin):
                 checkpointer.pin(step, "best")
 
     def _load_best_model(self) -> None:
-        best = self.state.best_global_step
+        best = self._best_step()
+        if best is None:
+            super()._load_best_model()
+            return
         self._checkpointer.wait()
         try:
             load(self._root, {"model": self.model_wrapped}, step=best)
         except NotFound as error:
             warn_user(f"the best model, of step {best}, is not loaded: {error}")
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        limit = self.args.save_total_limit
+        if self._best_step() is not None:
+            # the Trainer would look for it among its own folders, to delete the others
+            self.args.save_total_limit = None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
 
 
 class HoldfastTrainer(_Holdfast, Trainer):
@@ -317,6 +362,8 @@ class _TrainerProgress:
         self._of = trainer
         self._logged: list[str] = []
         """Entries of the log that will not change any more, as text."""
+        self._logged_by: Any = None
+        """The TrainerState that has them: an attempt with a smaller batch begins another one."""
 
     def state_dict(self) -> dict[str, Any]:
         state, control = self._of.state, self._of.control
@@ -326,6 +373,8 @@ class _TrainerProgress:
         callbacks = [*self._of.callback_handler.callbacks, control]
         exported = [c for c in callbacks if isinstance(c, ExportableState)]
         values["stateful_callbacks"] = TrainerState(stateful_callbacks=exported).stateful_callbacks
+        if self._logged_by is not state:
+            self._logged, self._logged_by = [], state
         del self._logged[max(len(state.log_history) - 8, 0) :]
         self._logged += [json.dumps(entry) for entry in state.log_history[len(self._logged) :]]
         text = json.dumps(values)
