@@ -20,6 +20,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.tuner import Tuner
 
 import holdfast
 from holdfast.checkpoint.notes import read_notes
@@ -247,6 +248,29 @@ def test_nothing_found_is_a_fresh_start_and_a_used_root_is_told(tmp_path: Path) 
     run.ckpt_path = None
     with pytest.warns(holdfast.HoldfastWarning, match="has steps of another run, up to 12"):
         fitted(run)
+
+
+class Begun(L.Callback):
+    """Notes the step at which a training begins."""
+
+    step: int | None = None
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.step = trainer.global_step
+
+
+def test_what_tuner_tries_is_no_step_of_the_run(tmp_path: Path) -> None:
+    """It saves and trains before the fit has loaded anything."""
+    run = settings(tmp_path, epochs=1)
+    fitted(run)
+    run.epochs, begun = 2, Begun()
+    trainer = lit.trainer_of(run, begun, lit.checkpoints(run), default_root_dir=tmp_path)
+    module, (train, _) = lit.Net(), lit.loaders()
+    Tuner(trainer).lr_find(module, train, num_training=5, update_attr=False)
+    assert holdfast.steps(run.root)[-1] == 12
+    trainer.fit(module, train, ckpt_path="newest")
+    assert begun.step == 12 and holdfast.steps(run.root)[-1] == 24
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["paths", "root"]
 
 
 # -- what cannot be done

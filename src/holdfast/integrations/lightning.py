@@ -62,7 +62,7 @@ from holdfast.schedule import Every
 from holdfast.state.live import named_buffers, named_parameters
 from holdfast.state.placed import torch_dtype
 from holdfast.state.writes import count_and_address
-from holdfast.store import open_store
+from holdfast.store import delete_many, keys_below, open_store
 
 __all__ = ["strategy"]
 
@@ -132,6 +132,8 @@ class _Saving:
     _resumed: Any = None
     """The state of the loop over epochs that a fit goes on from."""
     _begins_anew = True
+    _has_begun = False
+    """True once a fit has its own step or begins: what saves before, as Tuner does, tries things out."""
     _step = 0
     _weights: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     """The model's state_dict as Lightning has it for its hooks, and the same as it was."""
@@ -143,11 +145,18 @@ class _Saving:
         super().setup(trainer)  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
             self._homes, self._resumed, self._begins_anew = {}, None, True
-            trainer.callbacks.append(_Steps())  # behind any ModelCheckpoint
+            self._has_begun = False
+            trainer.callbacks = [
+                _Begin(),
+                *trainer.callbacks,
+                _Steps(),
+            ]  # behind any ModelCheckpoint
 
     def on_train_start(self) -> None:
         """Called when the loader has begun its pass, and before the first batch is fetched."""
         super().on_train_start()  # type: ignore[misc]
+        if not any(isinstance(c, _Begin) for c in self.lightning_module.trainer.callbacks):
+            return  # Tuner tries something, with callbacks of its own
         self._home(weights_only=False)
         for one in (self.lightning_module, self.lightning_module.trainer.datamodule):
             extras.encode(dict(getattr(one, "hparams", {})), _any_tensor, "hyper_parameters")
@@ -195,7 +204,7 @@ class _Saving:
                 home.close(sys.exc_info() if failed else (None, None, None))
         finally:
             self._homes = None
-            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, _Steps)]
+            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, _Begin | _Steps)]
             super().teardown()  # type: ignore[misc]
 
     @property
@@ -265,16 +274,17 @@ class _Saving:
             )
         rest, path = self.rest_of(checkpoint), self.broadcast(str(filepath))  # type: ignore[attr-defined]
         weights_only = "callbacks" not in rest
-        home = None if self._homes is None else self._home(weights_only=weights_only)
+        has_home = self._homes is not None and self._has_begun
+        home = self._home(weights_only=weights_only) if has_home else None
         if home is not None and home.has_room(rest["global_step"]):
             home.save(rest, path)
             if self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
                 home.ckpt.wait()  # what follows, averaging for one, may change weights in place
                 home.settle()
             return
-        # the fit is over, or paths name this step with weights that were changed since
+        # the fit is over or has not begun, or paths name this step with weights that were changed since
         own = _Rest()
-        own.value, root = rest, _beside(self._root, f"{Path(path).stem}-{_digest(path)}")
+        own.value, root = rest, self._root_of(path)
         save(root, self._state(own, weights_only=weights_only), step=rest["global_step"])
         if self._is_first:
             pointer = {"step": rest["global_step"], "weights_only": weights_only}
@@ -288,9 +298,15 @@ class _Saving:
         homes = (self._homes or {}).values()
         home = next((home for home in homes if home.root == pointer["root"]), None)
         if home is None:
+            if pointer["root"] == self._root_of(str(filepath)):
+                _delete_root(pointer["root"])
             _remove(str(filepath))
         else:
             home.remove(str(filepath))
+
+    def _root_of(self, path: str) -> str:
+        """The root beside, of the one step that only this path names."""
+        return _beside(self._root, f"{Path(path).stem}-{_digest(path)}")
 
     # -- loading
 
@@ -329,7 +345,7 @@ class _Saving:
 
     def _restore(self, path: str, step: int | None) -> Any:
         """Restore the fit's own step; return the rest of it, None if there was no step."""
-        home = self._home(weights_only=False)
+        self._has_begun, home = True, self._home(weights_only=False)
         if step is not None and Path(path).stem.startswith("last"):
             newest = home.ckpt.find()
             if newest is None or newest.step < step:
@@ -386,6 +402,13 @@ class _Saving:
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         if self._is_foreign:
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+
+
+class _Begin(Callback):
+    """Tells the strategy, before other callbacks may save, that training begins."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.strategy._has_begun = True
 
 
 class _Steps(Callback):
@@ -567,6 +590,14 @@ def _remove(path: str) -> Pointer | None:
 def _beside(root: str, name: str) -> str:
     path, mark, options = root.partition("?")
     return f"{path.rstrip('/')}-{name}{mark}{options}"
+
+
+def _delete_root(root: str) -> None:
+    store = open_store(root)
+    delete_many(store, list(keys_below(store, [""])))
+    if "://" not in root:
+        with suppress(OSError):
+            os.rmdir(root)
 
 
 def _digest(path: str) -> str:
