@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def fitted(s: lit.Settings, *callbacks: Any, module: Any = None, **more: Any) ->
     trainer = lit.trainer_of(s, *callbacks, **more)
     trainer.fit(module or lit.Net(s.width), train, valid, ckpt_path=s.ckpt_path)
     return trainer
+
+
+class Begun(L.Callback):
+    """Notes the step at which a training begins."""
+
+    step: int | None = None
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.step = trainer.global_step
 
 
 # -- killed, and resumed
@@ -228,6 +238,26 @@ def test_a_save_that_was_not_finished_is_not_the_last(tmp_path: Path) -> None:
         assert fitted(run).global_step == 24
 
 
+def went_back(run: lit.Settings) -> dict[str, Any]:
+    """Three epochs, and an epoch's half after the first one, with paths in another folder.  Return the
+    options of the ModelCheckpoint of the first fit."""
+    every: dict[str, Any] = {"every_n_epochs": 1, "save_top_k": -1, "filename": "{step}"}
+    every |= {"dirpath": run.paths, "save_last": True}
+    fitted(run, ModelCheckpoint(**every))
+    other = ModelCheckpoint(run.paths + "2", every_n_train_steps=6, save_top_k=-1)
+    back = replace(run, ckpt_path=f"{run.paths}/step=12.ckpt", epochs=-1)
+    fitted(back, other, max_steps=18)
+    return every
+
+
+def test_the_last_path_names_its_step_though_another_run_is_newer(tmp_path: Path) -> None:
+    run = settings(tmp_path, epochs=3)
+    every, begun = went_back(run), Begun()
+    run.ckpt_path, run.epochs = f"{run.paths}/last.ckpt", 4
+    fitted(run, begun, ModelCheckpoint(**every))
+    assert begun.step == 36
+
+
 def test_lightnings_own_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     """Its weights, optimizer and loops are all there: the next losses are as Lightning's own."""
     own = settings(tmp_path, root="", epochs=1)
@@ -248,15 +278,6 @@ def test_nothing_found_is_a_fresh_start_and_a_used_root_is_told(tmp_path: Path) 
     run.ckpt_path = None
     with pytest.warns(holdfast.HoldfastWarning, match="has steps of another run, up to 12"):
         fitted(run)
-
-
-class Begun(L.Callback):
-    """Notes the step at which a training begins."""
-
-    step: int | None = None
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.step = trainer.global_step
 
 
 def test_what_tuner_tries_is_no_step_of_the_run(tmp_path: Path) -> None:

@@ -52,7 +52,14 @@ from holdfast.checkpoint.notes import read_notes, unpin
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import HoldfastError, NotFound, UsageError, warn_user
+from holdfast.errors import (
+    Corrupt,
+    HoldfastError,
+    NotFound,
+    NotRecoverable,
+    UsageError,
+    warn_user,
+)
 from holdfast.format import extras
 from holdfast.looking import open as open_step
 from holdfast.looking import steps
@@ -348,13 +355,14 @@ class _Saving:
         self._has_begun, home = True, self._home(weights_only=False)
         if step is not None and Path(path).stem.startswith("last"):
             newest = home.ckpt.find()
-            if newest is None or newest.step < step:
+            reached = 0 if newest is None else newest.step
+            if reached < step and not home.has(step):
                 warn_user(
-                    f"{path} names step {step}, of which the save was not finished: "
-                    f"training goes on from step {0 if newest is None else newest.step}"
+                    f"{path} names step {step}, which is not there, or damaged: "
+                    f"training goes on from step {reached}"
                 )
                 step = None
-            elif newest.step > step:
+            elif newest is not None and newest.step > step:
                 warn_user(
                     f"{path} names step {step}, and {self._root} has step {newest.step}, in "
                     f"{newest.tier}",
@@ -460,6 +468,13 @@ class _Home:
     def has_room(self, step: int) -> bool:
         """False if paths name this step with other weights."""
         return self.at is None or self.at[0] != step or self.at[1] == self.strategy.writes()
+
+    def has(self, step: int) -> bool:
+        """True if the step can be restored, though it may be another run's than the newest.  Collective."""
+        try:
+            return self.ckpt.find(step) is not None
+        except (NotFound, NotRecoverable, Corrupt):
+            return False
 
     def save(self, rest: dict[str, Any], path: str) -> None:
         """Save in the background, for `path` to name the step."""
