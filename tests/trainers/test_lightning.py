@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
 
 import holdfast
 from holdfast.checkpoint.notes import read_notes
@@ -121,6 +122,42 @@ def test_killed_at_each_write_of_a_path(sign: int, tmp_path: Path, ranks: Ranks)
         assert labels <= named and len(named - labels) <= (not has_ended), (number, named, labels)
         assert any(label.startswith("last ") for label in labels)
     assert number > 10
+
+
+class Noted(lit.Net):
+    """Keeps the losses of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[int, list[float]] = {}
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = super().training_step(batch, number)
+        self.losses.setdefault(self.current_epoch, []).append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_an_epoch_after_a_save_at_its_end_is_the_uninterrupted_one(
+    stateful: bool, tmp_path: Path
+) -> None:
+    """That is where ModelCheckpoint saves without options."""
+
+    def fit(name: str, epochs: int, ckpt_path: str | None = None) -> dict[int, list[float]]:
+        run, module = settings(tmp_path / name, epochs=epochs), Noted()
+        train, valid = lit.loaders()
+        train = train if stateful else DataLoader(train.dataset, batch_size=4, shuffle=True)
+        trainer = lit.trainer_of(run, ModelCheckpoint(run.paths))
+        trainer.fit(module, train, valid, ckpt_path=ckpt_path)
+        return module.losses
+
+    L.seed_everything(4, verbose=False)
+    whole = fit("whole", 4)
+    L.seed_everything(4, verbose=False)
+    fit("in parts", 2)
+    L.seed_everything(5, verbose=False)
+    rest = fit("in parts", 4, "newest")
+    assert rest == {epoch: whole[epoch] for epoch in (2, 3)}
 
 
 def test_two_ranks_of_fsdp2_go_on_as_one(tmp_path: Path, ranks: Ranks) -> None:

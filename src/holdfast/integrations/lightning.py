@@ -381,7 +381,8 @@ class _Saving:
 
         Lightning has begun a pass over the loaders by now, which draws from the generators; but samplers
         are told of the epoch after that, and where the step was the last one of its epoch, the pass of a
-        stateful loader is at its end, and the next epoch would have no batches.
+        stateful loader is at its end, and the next epoch would have no batches.  Of an epoch that was
+        counted as done Lightning does not load the loaders' states, which lead to the next order.
         """
         loop, ckpt = self.lightning_module.trainer.fit_loop, self._home(weights_only=False).ckpt
         batches = resumed["epoch_loop.batch_progress"]
@@ -389,17 +390,19 @@ class _Saving:
         at_batch_end = is_last and done["completed"] < done["processed"]
         if at_batch_end:
             loop.reset_restart_stage()  # a new epoch begins, and is counted as one
+        is_new = at_batch_end or (is_last and not loop.restarting)
         loaders, epoch = loop._combined_loader.flattened, loop.epoch_progress.current.processed
-        if any(hasattr(loader, "load_state_dict") for loader in loaders):
-            told = [_set_sampler_epoch(loader, epoch) for loader in loaders if epoch]
-            if told and not is_last and any(map(_has_epochs, loaders)):
-                loop._combined_loader._load_state_dicts(resumed["state_dict"]["combined_loader"])
-                iter(loop._data_fetcher)
-            elif at_batch_end:
-                _restore_rng(ckpt)
-                iter(loop._data_fetcher)
-        if not at_batch_end and done["processed"]:
+        told = [_set_sampler_epoch(loader, epoch) for loader in loaders if epoch]
+        has_epochs = told and not is_last and any(map(_has_epochs, loaders))
+        is_stateful = any(hasattr(loader, "load_state_dict") for loader in loaders)
+        states = resumed["state_dict"].get("combined_loader") if is_stateful else None
+        if states and (has_epochs or (is_new and not at_batch_end)):
+            loop._combined_loader._load_state_dicts(states)
+            iter(loop._data_fetcher)
+        if done["processed"]:
             _restore_rng(ckpt)
+        if is_new:
+            iter(loop._data_fetcher)
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         if self._is_foreign:
