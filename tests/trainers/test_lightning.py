@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import holdfast
 from holdfast.checkpoint.notes import read_notes
-from holdfast.errors import UsageError
+from holdfast.errors import NotRecoverable, UsageError
 from holdfast.integrations import lightning as integration
 from holdfast.store import open_store
 from trainers import lit
@@ -275,24 +275,45 @@ def test_a_save_that_was_not_finished_is_not_the_last(tmp_path: Path) -> None:
         assert fitted(run).global_step == 24
 
 
-def went_back(run: lit.Settings) -> dict[str, Any]:
-    """Three epochs, and an epoch's half after the first one, with paths in another folder.  Return the
-    options of the ModelCheckpoint of the first fit."""
-    every: dict[str, Any] = {"every_n_epochs": 1, "save_top_k": -1, "filename": "{step}"}
-    every |= {"dirpath": run.paths, "save_last": True}
-    fitted(run, ModelCheckpoint(**every))
-    other = ModelCheckpoint(run.paths + "2", every_n_train_steps=6, save_top_k=-1)
-    back = replace(run, ckpt_path=f"{run.paths}/step=12.ckpt", epochs=-1)
-    fitted(back, other, max_steps=18)
-    return every
+def checkpoint_each_epoch(folder: str) -> ModelCheckpoint:
+    """Each epoch's step stays, and a last path is there."""
+    return ModelCheckpoint(folder, "{step}", save_top_k=-1, save_last=True)
 
 
 def test_the_last_path_names_its_step_though_another_run_is_newer(tmp_path: Path) -> None:
-    run = settings(tmp_path, epochs=3)
-    every, begun = went_back(run), Begun()
+    run, begun = settings(tmp_path, epochs=3), Begun()
+    fitted(run, checkpoint_each_epoch(run.paths))
+    back = replace(run, ckpt_path=f"{run.paths}/step=12.ckpt", epochs=-1)
+    fitted(back, ModelCheckpoint(run.paths + "2", every_n_train_steps=6), max_steps=18)
     run.ckpt_path, run.epochs = f"{run.paths}/last.ckpt", 4
-    fitted(run, begun, ModelCheckpoint(**every))
+    fitted(run, begun, checkpoint_each_epoch(run.paths))
     assert begun.step == 36
+
+
+def test_a_path_whose_step_another_run_saved_anew_is_refused(tmp_path: Path) -> None:
+    """But the last path stands for the newest step, and pointers without a run are taken."""
+    run = settings(tmp_path, epochs=2)
+    fitted(run, checkpoint_each_epoch(run.paths))
+    back = replace(run, ckpt_path=f"{run.paths}/step=12.ckpt")
+    with pytest.warns(holdfast.HoldfastWarning, match="saved anew by run"):
+        fitted(back, checkpoint_each_epoch(run.paths + "2"))
+    old, anew = (
+        Path(run.paths, "step=24.ckpt"),
+        r"names step 24 of run \d+, which was saved anew by run",
+    )
+    with pytest.raises(NotRecoverable, match=anew):
+        lit.Net.load_from_checkpoint(old)
+    run.ckpt_path, run.epochs = str(old), 3
+    with pytest.raises(NotRecoverable, match=anew):
+        fitted(run)
+    run.ckpt_path, begun = f"{run.paths}/last.ckpt", Begun()
+    with pytest.warns(holdfast.HoldfastWarning, match=anew):
+        fitted(run, begun, checkpoint_each_epoch(run.paths))
+    assert begun.step == 24
+    pointer = json.loads(old.read_text())
+    del pointer["run"]
+    old.write_text(json.dumps(pointer))
+    lit.Net.load_from_checkpoint(old)
 
 
 def test_lightnings_own_checkpoint_is_gone_on_from(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@
     trainer.fit(model, data, ckpt_path="newest")
 
 Lightning says when to save and under which path; the root has the steps.  A path that Lightning knows is a
-*pointer*, a small file with a step's number:
+*pointer*, a small file with a step's number, and with its run, for another run may save that step anew:
 
     save_checkpoint("top/epoch=1.ckpt")      step 200 is copied; it is written in the background
-    top/epoch=1.ckpt                         {"holdfast": 1, "root": "../gpt", "step": 200, ...} as soon as
-                                             the step is committed; at once if there is no such file yet,
-                                             for Lightning looks which names are taken
+    top/epoch=1.ckpt                         {"holdfast": 1, "root": "../gpt", "step": 200, "run": 1}
+                                             as soon as the step is committed; at once if there is no such
+                                             file yet, for Lightning looks which names are taken
     remove_checkpoint("top/epoch=0.ckpt")    goes when all that was saved before is committed
 
 At the end of an epoch it is waited for: callbacks may change weights in place there, before a copy is made.
@@ -48,6 +48,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from holdfast.arguments import path_of
+from holdfast.checkpoint.names import manifest_key, read_head
 from holdfast.checkpoint.notes import read_notes, unpin
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
@@ -77,6 +78,7 @@ NEWEST = "newest"
 """The `ckpt_path` of the newest step in any tier; where there is none, training begins afresh."""
 NEVER = Every(durable=1_000_000_000)
 """The frequencies at which a Checkpointer saves of its own accord, where Lightning alone says when."""
+_ANEW = "the run had gone back to an earlier step: what the path named is gone, so remove it"
 _MAGIC = b'{"holdfast":'
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {
     "path",
@@ -329,7 +331,14 @@ class _Saving:
             home.ckpt.wait()
             home.settle()
         here = None if path == NEWEST or not self._is_first else _read(path)
-        pointer = self.broadcast(here)  # type: ignore[attr-defined]
+        pointer, replaced = self.broadcast((here, _replaced(here)))  # type: ignore[attr-defined]
+        if replaced and (
+            self._homes is None or pointer["root"] != self._root or not _is_last(path)
+        ):
+            raise NotRecoverable(f"{path} {replaced}", hint=_ANEW)
+        if replaced:
+            warn_user(f"{path} {replaced}: training goes on from the newest step")
+            path, pointer = NEWEST, None
         self._is_foreign = pointer is None and path != NEWEST
         if self._is_foreign:
             self._begins_anew = False
@@ -346,14 +355,14 @@ class _Saving:
         if rest is None:
             return _Nothing({"pytorch-lightning_version": lightning_version})
         self._begins_anew = False
-        if "callbacks" in (pointer or {}):
+        if "callbacks" in (pointer or {}) and rest["global_step"] == step:
             rest["callbacks"] = extras.decode(pointer["callbacks"], _tensor)
         return {**rest, "state_dict": self.lightning_module_state_dict()}
 
     def _restore(self, path: str, step: int | None) -> Any:
         """Restore the fit's own step; return the rest of it, None if there was no step."""
         self._has_begun, home = True, self._home(weights_only=False)
-        if step is not None and Path(path).stem.startswith("last"):
+        if step is not None and _is_last(path):
             newest = home.ckpt.find()
             reached = 0 if newest is None else newest.step
             if reached < step and not home.has(step):
@@ -522,7 +531,8 @@ class _Home:
 
     def _point(self, path: str, pointer: Pointer) -> None:
         if self._is_good:
-            _write(path, pointer)
+            run = _run_of(self.root, pointer["step"])
+            _write(path, pointer if run is None else {**pointer, "run": run})
             self._forget(path, but=pointer["step"])
         elif (_read(path) or {}).get("is_coming"):
             self._remove(path)
@@ -597,6 +607,28 @@ def _read(path: Any) -> Pointer | None:
     return pointer
 
 
+def _is_last(path: str) -> bool:
+    return Path(path).stem.startswith("last")
+
+
+def _replaced(pointer: Pointer | None) -> str:
+    """Say so if the step that is there was saved by another run than the one that a pointer names."""
+    if pointer is None or "run" not in pointer:
+        return ""
+    step, run = pointer["step"], _run_of(pointer["root"], pointer["step"])
+    if run in (None, pointer["run"]):
+        return ""
+    return f"names step {step} of run {pointer['run']}, which was saved anew by run {run}"
+
+
+def _run_of(root: str, step: int) -> int | None:
+    """The run that saved a step; None if that cannot be told, which reading the step tells."""
+    with suppress(HoldfastError):
+        saved = read_head(open_store(root), step, manifest_key(step))
+        return None if saved is None or saved.run < 0 else saved.run
+    return None
+
+
 def _remove(path: str) -> Pointer | None:
     """Remove a pointer; return what it was."""
     pointer, files = _read(path), get_filesystem(path)
@@ -656,6 +688,8 @@ _load = lightning_saving.pl_load
 
 def _load_also_pointers(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
     pointer = _read(path) if isinstance(path, (str, Path)) and str(path)[:4] != "http" else None
+    if replaced := _replaced(pointer):
+        raise NotRecoverable(f"{path} {replaced}", hint=_ANEW)
     if pointer is None:
         return _load(path, map_location=map_location, weights_only=weights_only)
     with open_step(pointer["root"], step=pointer["step"]) as step:
