@@ -246,6 +246,36 @@ def test_a_link_is_a_last_path_too(tmp_path: Path) -> None:
     assert fitted(run).global_step == 36
 
 
+def test_a_removed_path_leaves_neither_a_pin_nor_a_root(tmp_path: Path) -> None:
+    """Also in a folder that is a link, and when the fit is over."""
+    run = settings(tmp_path, epochs=1)
+    Path(tmp_path, "deep/within").mkdir(parents=True)
+    Path(run.paths).symlink_to("deep/within")
+    plain, half, final = (f"{run.paths}/{name}.ckpt" for name in ("plain", "half", "final"))
+
+    class Saves(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(plain)
+            with torch.no_grad():
+                module.net[0].weight.mul_(0.5)
+            trainer.save_checkpoint(half)
+            assert len(list(tmp_path.glob("root-half*"))) == 1
+            trainer.strategy.remove_checkpoint(half)
+
+    trainer = fitted(run, Saves(), lit.checkpoints(run))
+    trainer.save_checkpoint(final)
+    assert lit.digest(lit.Net.load_from_checkpoint(final)) == lit.digest(trainer.lightning_module)
+    lit.Net.load_from_checkpoint(plain)
+    kept = set(read_notes(open_store(run.root)).live_labels)
+    assert any(label.startswith("plain ") for label in kept)
+    for path in (plain, final):
+        trainer.strategy.remove_checkpoint(path)
+        assert not Path(path).exists()
+    left = set(read_notes(open_store(run.root)).live_labels)
+    assert left == {label for label in kept if not label.startswith("plain ")}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "paths", "root"]
+
+
 def test_a_save_of_changed_weights_leaves_the_step_that_others_name(tmp_path: Path) -> None:
     run = settings(tmp_path, epochs=1)
 

@@ -27,6 +27,7 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
     kind: Any = type(f"Holdfast{type(made).__name__}", (_Saving, type(made)), {})
     saving = kind.__new__(kind)
     saving.__dict__.update(vars(made))
-    saving._root = root if "://" in root else os.path.abspath(root)
+    saving._root = root if "://" in root else os.path.realpath(root)
     saving._options = {"every": NEVER, "when_busy": "queue", "keep": Keep(last=1)} | {
         name: value for name, value in options.items() if value is not None
     }
@@ -304,14 +305,26 @@ class _Saving:
         if pointer is None:
             super().remove_checkpoint(filepath)  # type: ignore[misc]
             return
-        homes = (self._homes or {}).values()
-        home = next((home for home in homes if home.root == pointer["root"]), None)
+        path, homes = str(filepath), list((self._homes or {}).values())
+        home = next((h for h in homes if h.root == pointer["root"]), homes[0] if homes else None)
         if home is None:
-            if pointer["root"] == self._root_of(str(filepath)):
-                _delete_root(pointer["root"])
-            _remove(str(filepath))
+            _unpin(pointer["root"], path)
+            self.delete_root_of(path, _remove(path))
         else:
-            home.remove(str(filepath))
+            home.remove(path)
+
+    def delete_root_of(self, path: str, pointer: Pointer | None) -> None:
+        """Delete the root beside, if that is what a path named."""
+        root = self._root_of(path)
+        if pointer is None or pointer["root"] != root:
+            return
+        try:
+            store = open_store(root)
+            delete_many(store, list(keys_below(store, [""])))
+            if "://" not in root:
+                os.rmdir(root)
+        except (HoldfastError, OSError) as error:
+            warn_user(f"{path}: {root}, which only it named, is not deleted: {error}")
 
     def _root_of(self, path: str) -> str:
         """The root beside, of the one step that only this path names."""
@@ -532,26 +545,23 @@ class _Home:
     def _point(self, path: str, pointer: Pointer) -> None:
         if self._is_good:
             run = _run_of(self.root, pointer["step"])
+            before = _read(path)
             _write(path, pointer if run is None else {**pointer, "run": run})
+            self.strategy.delete_root_of(path, before)
             self._forget(path, but=pointer["step"])
         elif (_read(path) or {}).get("is_coming"):
             self._remove(path)
 
     def _remove(self, path: str) -> None:
         self._forget(path)  # first: a step that no path names would be kept for ever
-        _remove(path)
+        self.strategy.delete_root_of(path, _remove(path))
 
     def _forget(self, path: str, but: int | None = None) -> None:
         """Unpin what a path named, also in a run that was killed before it could."""
         coming = {
             pointer["step"] for other, pointer, save in self._waiting if save and other == path
         }
-        try:
-            for label, step in read_notes(open_store(self.root)).live_labels.items():
-                if label.startswith(_label(path)) and step not in {but, *coming}:
-                    unpin(open_store(self.root), label)
-        except HoldfastError as error:
-            warn_user(f"{path}: what it named before stays pinned, so it is not deleted: {error}")
+        _unpin(self.root, path, {but, *coming})
 
     def close(self, error: Any) -> None:
         try:
@@ -579,7 +589,7 @@ def _write(path: str, pointer: Pointer) -> None:
     if "://" in path:
         files.pipe_file(path, json.dumps({"holdfast": 1, **pointer}).encode())
         return
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.realpath(os.path.dirname(path))
     os.makedirs(folder, exist_ok=True)
     if "://" not in root:
         root = os.path.relpath(root, folder)  # folders may move together
@@ -603,7 +613,7 @@ def _read(path: Any) -> Pointer | None:
         pointer: Pointer = json.loads(begin + file.read())
     if "://" not in pointer["root"]:
         folder = os.path.dirname(os.path.realpath(path))
-        pointer["root"] = os.path.abspath(os.path.join(folder, pointer["root"]))
+        pointer["root"] = os.path.realpath(os.path.join(folder, pointer["root"]))
     return pointer
 
 
@@ -642,14 +652,6 @@ def _beside(root: str, name: str) -> str:
     return f"{path.rstrip('/')}-{name}{mark}{options}"
 
 
-def _delete_root(root: str) -> None:
-    store = open_store(root)
-    delete_many(store, list(keys_below(store, [""])))
-    if "://" not in root:
-        with suppress(OSError):
-            os.rmdir(root)
-
-
 def _digest(path: str) -> str:
     return hexdigest(path.encode())[:8]
 
@@ -657,6 +659,16 @@ def _digest(path: str) -> str:
 def _label(path: str) -> str:
     """The beginning of the labels of steps that a path names; the rest is the step."""
     return f"{ascii(Path(path).stem)[1:-1][-50:]} {_digest(path)} "
+
+
+def _unpin(root: str, path: str, but: Collection[int | None] = ()) -> None:
+    """Unpin what a path named."""
+    try:
+        for label, step in read_notes(open_store(root)).live_labels.items():
+            if label.startswith(_label(path)) and step not in but:
+                unpin(open_store(root), label)
+    except HoldfastError as error:
+        warn_user(f"{path}: what it named before stays pinned, so it is not deleted: {error}")
 
 
 def _plain(callbacks: Any) -> Any:
