@@ -346,6 +346,33 @@ def test_a_path_whose_step_another_run_saved_anew_is_refused(tmp_path: Path) -> 
     lit.Net.load_from_checkpoint(old)
 
 
+class Averaged(lit.Net):
+    """Is validated with other weights than it is trained with."""
+
+    def on_validation_start(self) -> None:
+        self.kept = [p.detach().clone() for p in self.parameters()]
+        with torch.no_grad():
+            for p in self.parameters():
+                p.fill_(7)
+
+    def on_validation_end(self) -> None:
+        with torch.no_grad():
+            for p, kept in zip(self.parameters(), self.kept):
+                p.copy_(kept)
+
+
+def test_a_save_in_validation_has_the_weights_that_are_there(tmp_path: Path) -> None:
+    """They are put back as soon as callbacks have saved, outside of an optimizer's step."""
+    run = settings(tmp_path, epochs=1)
+    each = ModelCheckpoint(run.paths, "{step}", monitor="val", save_top_k=-1)
+    fitted(run, each, module=Averaged(), val_check_interval=3)
+    paths = sorted(Path(run.paths).iterdir())
+    assert len(paths) == 4
+    for path in paths:
+        found = lit.Net.load_from_checkpoint(path)
+        assert all(bool((p == 7).all()) for p in found.parameters()), path
+
+
 def test_lightnings_own_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     """Its weights, optimizer and loops are all there: the next losses are as Lightning's own."""
     own = settings(tmp_path, root="", epochs=1)

@@ -70,6 +70,7 @@ from holdfast.saving import Save
 from holdfast.schedule import Every
 from holdfast.state.live import named_buffers, named_parameters
 from holdfast.state.placed import torch_dtype
+from holdfast.state.window import wait_for_copies
 from holdfast.state.writes import count_and_address
 from holdfast.store import delete_many, keys_below, open_store
 
@@ -288,6 +289,9 @@ class _Saving:
         home = self._home(weights_only=weights_only) if has_home else None
         if home is not None and home.has_room(rest["global_step"]):
             home.save(rest, path)
+            module = self.lightning_module
+            if module.trainer.validating or not module.automatic_optimization:
+                wait_for_copies()  # weights may have been exchanged for now, and are put back next
             if self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
                 home.ckpt.wait()  # what follows, averaging for one, may change weights in place
                 home.settle()
