@@ -25,6 +25,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 import holdfast
+from holdfast.checkpoint import notes
 from holdfast.checkpoint.notes import read_notes
 from holdfast.errors import NotRecoverable, UsageError
 from holdfast.integrations import lightning as integration
@@ -158,6 +159,32 @@ def test_an_epoch_after_a_save_at_its_end_is_the_uninterrupted_one(
     L.seed_everything(5, verbose=False)
     rest = fit("in parts", 4, "newest")
     assert rest == {epoch: whole[epoch] for epoch in (2, 3)}
+
+
+def test_paths_that_a_killed_run_left_are_settled_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be written never again.  Each says so before its step is pinned."""
+    run, own = settings(tmp_path, epochs=1), holdfast.Checkpointer.pin
+
+    def pin(ckpt: holdfast.Checkpointer, step: int, label: str) -> None:
+        assert Path(run.paths, f"{label.split(' ')[0]}.ckpt").exists()
+        own(ckpt, step, label)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(holdfast.Checkpointer, "pin", pin)
+        fitted(run)
+    last, store = json.loads(Path(run.paths, "last.ckpt").read_text()), open_store(run.root)
+    for name, step in (("done", last["step"]), ("gone", 999)):
+        path = f"{run.paths}/{name}.ckpt"
+        Path(path).write_text(json.dumps({**last, "step": step, "is_coming": True}))
+        notes.pin(store, step, f"{integration._label(path)}{step}", coming=[step])
+    run.ckpt_path, run.epochs = "newest", 2
+    fitted(run)
+    assert json.loads(Path(run.paths, "done.ckpt").read_text()) == last
+    assert not Path(run.paths, "gone.ckpt").exists()
+    labels = read_notes(store).live_labels
+    assert [k.split(" ")[0] for k in labels if k[:4] in ("done", "gone")] == ["done"]
 
 
 def test_two_ranks_of_fsdp2_go_on_as_one(tmp_path: Path, ranks: Ranks) -> None:

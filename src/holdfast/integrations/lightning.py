@@ -157,11 +157,15 @@ class _Saving:
         if trainer.state.fn == TrainerFn.FITTING:
             self._homes, self._resumed, self._begins_anew = {}, None, True
             self._has_begun = False
-            trainer.callbacks = [
-                _Begin(),
-                *trainer.callbacks,
-                _Steps(),
-            ]  # behind any ModelCheckpoint
+            # what callbacks save comes after the one and before the other
+            trainer.callbacks = [_Begin(), *trainer.callbacks, _Steps()]
+
+    def begin(self) -> None:
+        """Called when training begins, before any callback may save."""
+        self._has_begun = True
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        for callback in callbacks if self._is_first else ():
+            _settle_left(getattr(callback, "dirpath", None))
 
     def on_train_start(self) -> None:
         """Called when the loader has begun its pass, and before the first batch is fetched."""
@@ -445,7 +449,7 @@ class _Begin(Callback):
     """Tells the strategy, before other callbacks may save, that training begins."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        trainer.strategy._has_begun = True
+        trainer.strategy.begin()
 
 
 class _Steps(Callback):
@@ -518,15 +522,16 @@ class _Home:
             finally:
                 self.rest.value = None
             self.at = step, self.strategy.writes()
+        is_first = self.strategy.is_global_zero
+        if is_first and not get_filesystem(path).exists(path):
+            _write(path, {**pointer, "is_coming": True})  # first: it tells a restart of the pin
         try:
             self.ckpt.pin(step, f"{_label(path)}{step}")
         except NotFound:
             pass  # the save has failed already, which it says itself
         except HoldfastError as error:
             warn_user(f"{path}: step {step} is not pinned, so it may be deleted: {error}")
-        if self.strategy.is_global_zero:
-            if not get_filesystem(path).exists(path):
-                _write(path, {**pointer, "is_coming": True})
+        if is_first:
             self._waiting.append((path, pointer, self._newest))
 
     def remove(self, path: str) -> None:
@@ -619,6 +624,22 @@ def _read(path: Any) -> Pointer | None:
         folder = os.path.dirname(os.path.realpath(path))
         pointer["root"] = os.path.realpath(os.path.join(folder, pointer["root"]))
     return pointer
+
+
+def _settle_left(folder: Any) -> None:
+    """Have the paths in a folder name their steps that a killed run had not seen committed.  Those whose
+    steps are not there are removed."""
+    files = get_filesystem(folder or "")
+    for found in files.ls(folder, detail=False) if folder and files.isdir(folder) else ():
+        path = f"{folder}/{os.path.basename(found)}"
+        pointer = None if os.path.islink(path) else _read(path)
+        if pointer is None or not pointer.pop("is_coming", False):
+            continue
+        if pointer["step"] in steps(pointer["root"]):
+            _write(path, pointer)
+        else:
+            _unpin(pointer["root"], path)
+            _remove(path)
 
 
 def _is_last(path: str) -> bool:
