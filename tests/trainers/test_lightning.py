@@ -400,6 +400,28 @@ def test_a_save_in_validation_has_the_weights_that_are_there(tmp_path: Path) -> 
         assert all(bool((p == 7).all()) for p in found.parameters()), path
 
 
+class Counting(lit.Net):
+    num_seen = 0
+
+    def on_validation_end(self) -> None:
+        self.num_seen += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["num_seen"] = self.num_seen
+
+
+def test_a_second_path_of_a_step_says_what_it_has_not_got(tmp_path: Path) -> None:
+    """A restart from it repeats the validation that came between."""
+    run, module = settings(tmp_path, epochs=2), Counting()
+    first = ModelCheckpoint(run.paths, every_n_train_steps=12, save_top_k=-1)
+    second = ModelCheckpoint(run.paths + "2", every_n_epochs=1, save_top_k=-1)
+    with pytest.warns(holdfast.HoldfastWarning, match="'num_seen', .* has changed since") as told:
+        fitted(run, first, second, module=module)
+    assert len([one for one in told if "num_seen" in str(one.message)]) == 1
+    path = next(Path(run.paths + "2").glob("*step=24.ckpt"))
+    assert integration._load_also_pointers(path)["num_seen"] == 1 and module.num_seen == 2
+
+
 def test_lightnings_own_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     """Its weights, optimizer and loops are all there: the next losses are as Lightning's own."""
     own = settings(tmp_path, root="", epochs=1)

@@ -497,6 +497,9 @@ class _Home:
         self._waiting: list[tuple[str, Pointer, Save | None]] = []
         self._to_remove: list[str] = []
         self._is_good = True
+        self._own: dict[str, Any] = {}
+        """What hooks added to the newest save, as far as it is plain."""
+        self._has_told = False
 
     def has_room(self, step: int) -> bool:
         """False if paths name this step with other weights."""
@@ -515,7 +518,9 @@ class _Home:
         pointer = {"root": self.root, "step": step, "weights_only": "callbacks" not in rest}
         if self._newest is not None and self._newest.step == step and callbacks is not None:
             pointer["callbacks"] = callbacks  # they know of this path, and those in the step do not
+            self._tell_changed(rest, path)
         else:
+            self._own = _own_parts(rest)
             self.rest.value = rest
             try:
                 self._newest = self.ckpt.save(step)
@@ -533,6 +538,18 @@ class _Home:
             warn_user(f"{path}: step {step} is not pinned, so it may be deleted: {error}")
         if is_first:
             self._waiting.append((path, pointer, self._newest))
+
+    def _tell_changed(self, rest: dict[str, Any], path: str) -> None:
+        """Say once that a second path of a step has not got what hooks have changed since the first."""
+        own = _own_parts(rest)
+        changed = [name for name in own if own[name] != self._own.get(name)]
+        if changed and self.strategy.is_global_zero and not self._has_told:
+            self._has_told = True
+            warn_user(
+                f"{path} names step {rest['global_step']} as the path before saved it: "
+                f"{changed[0]!r}, which on_save_checkpoint() adds, has changed since",
+                hint="training that goes on from there repeats what came between, as a validation",
+            )
 
     def remove(self, path: str) -> None:
         """Remove a path as soon as what was saved before is committed."""
@@ -702,6 +719,12 @@ def _plain(callbacks: Any) -> Any:
         return None if callbacks is None else extras.encode(callbacks, _number)
     except UsageError:
         return None
+
+
+def _own_parts(rest: dict[str, Any]) -> dict[str, Any]:
+    """What hooks, and not loops and callbacks, have in a checkpoint, as JSON where it is plain."""
+    moving = ("callbacks", "loops", "lr_schedulers", "epoch")
+    return {name: _plain(value) for name, value in rest.items() if name not in moving}
 
 
 def _number(value: Any, path: str) -> Any:
