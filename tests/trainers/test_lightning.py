@@ -458,6 +458,41 @@ def test_what_tuner_tries_is_no_step_of_the_run(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["paths", "root"]
 
 
+def test_a_path_that_is_saved_again_with_changed_weights_names_these(tmp_path: Path) -> None:
+    """Its first save is still under way then; it is no longer pinned."""
+    run = settings(tmp_path, epochs=1)
+    path, seen = f"{run.paths}/twice.ckpt", []
+
+    class Twice(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(path)
+                with torch.no_grad():
+                    module.net[0].weight.mul_(0.5)
+                trainer.save_checkpoint(path)
+                seen.append(lit.digest(module))
+
+    fitted(run, Twice(), lit.checkpoints(run))
+    assert [lit.digest(lit.Net.load_from_checkpoint(path))] == seen
+    labels = read_notes(open_store(run.root)).live_labels
+    assert labels and not any(label.startswith("twice ") for label in labels)
+
+
+def test_ranks_agree_on_where_a_path_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another rank's weights were changed, this rank's are saved beside, too."""
+    run = settings(tmp_path, epochs=1)
+
+    class Saves(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(f"{run.paths}/same.ckpt")
+            with monkeypatch.context() as patched:
+                patched.setattr(trainer.strategy, "reduce_boolean_decision", lambda *_: False)
+                trainer.save_checkpoint(f"{run.paths}/other.ckpt")
+
+    fitted(run, Saves(), lit.checkpoints(run))
+    assert len(list(tmp_path.glob("root-other-*"))) == 1 and not list(tmp_path.glob("root-same*"))
+
+
 # -- what cannot be done
 
 

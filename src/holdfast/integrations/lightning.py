@@ -301,12 +301,22 @@ class _Saving:
                 home.settle()
             return
         # the fit is over or has not begun, or paths name this step with weights that were changed since
+        self._settle()  # this path may be among those that wait, and be written last then
         own = _Rest()
         own.value, root = rest, self._root_of(path)
         save(root, self._state(own, weights_only=weights_only), step=rest["global_step"])
         if self._is_first:
             pointer = {"step": rest["global_step"], "weights_only": weights_only}
+            before = _read(path)
             _write(path, {"root": root, **pointer})
+            if before is not None and before["root"] != root:
+                _unpin(before["root"], path)
+
+    def _settle(self) -> None:
+        """Wait for all saves, and have their paths written."""
+        for home in (self._homes or {}).values():
+            home.ckpt.wait()
+            home.settle()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         pointer = _read(filepath) if self._is_first else None
@@ -348,9 +358,7 @@ class _Saving:
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = self.broadcast(str(checkpoint_path))  # type: ignore[attr-defined]
-        for home in (self._homes or {}).values():
-            home.ckpt.wait()
-            home.settle()
+        self._settle()
         here = None if path == NEWEST or not self._is_first else _read(path)
         pointer, replaced = self.broadcast((here, _replaced(here)))  # type: ignore[attr-defined]
         if replaced and (
@@ -502,8 +510,11 @@ class _Home:
         self._has_told = False
 
     def has_room(self, step: int) -> bool:
-        """False if paths name this step with other weights."""
-        return self.at is None or self.at[0] != step or self.at[1] == self.strategy.writes()
+        """False if paths name this step with other weights, on any rank.  Collective."""
+        if self.at is None or self.at[0] != step:
+            return True
+        is_same = self.at[1] == self.strategy.writes()
+        return bool(self.strategy.reduce_boolean_decision(is_same))
 
     def has(self, step: int) -> bool:
         """True if the step can be restored, though it may be another run's than the newest.  Collective."""
