@@ -493,6 +493,26 @@ def test_ranks_agree_on_where_a_path_lies(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list(tmp_path.glob("root-other-*"))) == 1 and not list(tmp_path.glob("root-same*"))
 
 
+def test_a_path_of_the_restored_step_leaves_its_other_paths_as_they_are(tmp_path: Path) -> None:
+    """A callback may save before the first batch, or because there is none."""
+    run = settings(tmp_path, epochs=1)
+    fitted(run, checkpoint_each_epoch(run.paths))
+
+    class Saves(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(f"{run.paths}/begin.ckpt")
+
+    run.ckpt_path, run.epochs = "newest", 2
+    fitted(run, Saves(), checkpoint_each_epoch(run.paths))
+    first, begin = (
+        lit.Net.load_from_checkpoint(f"{run.paths}/{n}.ckpt") for n in ("step=12", "begin")
+    )
+    assert lit.digest(first) == lit.digest(begin)
+    labels = read_notes(open_store(run.root)).live_labels
+    named = {label.split(" ")[0] for label, step in labels.items() if step == 12}
+    assert named == {"step=12", "last", "begin"}
+
+
 # -- what cannot be done
 
 

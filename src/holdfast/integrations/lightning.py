@@ -411,6 +411,8 @@ class _Saving:
         if not restored.found:
             return None
         home.at = int(restored), self.writes()
+        if restored.tier == "durable" and not restored.replayed:
+            home.go_on_from(int(restored), rest)
         self._resumed = rest["loops"]["fit_loop"]
         return rest
 
@@ -522,6 +524,11 @@ class _Home:
             return self.ckpt.find(step) is not None
         except (NotFound, NotRecoverable, Corrupt):
             return False
+
+    def go_on_from(self, step: int, rest: dict[str, Any]) -> None:
+        """Let further paths of a restored step name it as it is: saved anew, it would be another run's."""
+        self._newest, self._own = Save(step), _own_parts(rest)
+        self._newest._conclude()
 
     def save(self, rest: dict[str, Any], path: str) -> None:
         """Save in the background, for `path` to name the step."""
