@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
 
 import holdfast
+from holdfast.checkpoint import notes
 from holdfast.checkpoint.notes import read_notes
-from holdfast.errors import UsageError
+from holdfast.errors import NotRecoverable, UsageError
 from holdfast.integrations import lightning as integration
 from holdfast.store import open_store
 from trainers import lit
@@ -60,6 +64,15 @@ def fitted(s: lit.Settings, *callbacks: Any, module: Any = None, **more: Any) ->
     trainer = lit.trainer_of(s, *callbacks, **more)
     trainer.fit(module or lit.Net(s.width), train, valid, ckpt_path=s.ckpt_path)
     return trainer
+
+
+class Begun(L.Callback):
+    """Notes the step at which a training begins."""
+
+    step: int | None = None
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.step = trainer.global_step
 
 
 # -- killed, and resumed
@@ -110,6 +123,68 @@ def test_killed_at_each_write_of_a_path(sign: int, tmp_path: Path, ranks: Ranks)
         assert labels <= named and len(named - labels) <= (not has_ended), (number, named, labels)
         assert any(label.startswith("last ") for label in labels)
     assert number > 10
+
+
+class Noted(lit.Net):
+    """Keeps the losses of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[int, list[float]] = {}
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = super().training_step(batch, number)
+        self.losses.setdefault(self.current_epoch, []).append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_an_epoch_after_a_save_at_its_end_is_the_uninterrupted_one(
+    stateful: bool, tmp_path: Path
+) -> None:
+    """That is where ModelCheckpoint saves without options."""
+
+    def fit(name: str, epochs: int, ckpt_path: str | None = None) -> dict[int, list[float]]:
+        run, module = settings(tmp_path / name, epochs=epochs), Noted()
+        train, valid = lit.loaders()
+        train = train if stateful else DataLoader(train.dataset, batch_size=4, shuffle=True)
+        trainer = lit.trainer_of(run, ModelCheckpoint(run.paths))
+        trainer.fit(module, train, valid, ckpt_path=ckpt_path)
+        return module.losses
+
+    L.seed_everything(4, verbose=False)
+    whole = fit("whole", 4)
+    L.seed_everything(4, verbose=False)
+    fit("in parts", 2)
+    L.seed_everything(5, verbose=False)
+    rest = fit("in parts", 4, "newest")
+    assert rest == {epoch: whole[epoch] for epoch in (2, 3)}
+
+
+def test_paths_that_a_killed_run_left_are_settled_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be written never again.  Each says so before its step is pinned."""
+    run, own = settings(tmp_path, epochs=1), holdfast.Checkpointer.pin
+
+    def pin(ckpt: holdfast.Checkpointer, step: int, label: str) -> None:
+        assert Path(run.paths, f"{label.split(' ')[0]}.ckpt").exists()
+        own(ckpt, step, label)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(holdfast.Checkpointer, "pin", pin)
+        fitted(run)
+    last, store = json.loads(Path(run.paths, "last.ckpt").read_text()), open_store(run.root)
+    for name, step in (("done", last["step"]), ("gone", 999)):
+        path = f"{run.paths}/{name}.ckpt"
+        Path(path).write_text(json.dumps({**last, "step": step, "is_coming": True}))
+        notes.pin(store, step, f"{integration._label(path)}{step}", coming=[step])
+    run.ckpt_path, run.epochs = "newest", 2
+    fitted(run)
+    assert json.loads(Path(run.paths, "done.ckpt").read_text()) == last
+    assert not Path(run.paths, "gone.ckpt").exists()
+    labels = read_notes(store).live_labels
+    assert [k.split(" ")[0] for k in labels if k[:4] in ("done", "gone")] == ["done"]
 
 
 def test_two_ranks_of_fsdp2_go_on_as_one(tmp_path: Path, ranks: Ranks) -> None:
@@ -198,6 +273,36 @@ def test_a_link_is_a_last_path_too(tmp_path: Path) -> None:
     assert fitted(run).global_step == 36
 
 
+def test_a_removed_path_leaves_neither_a_pin_nor_a_root(tmp_path: Path) -> None:
+    """Also in a folder that is a link, and when the fit is over."""
+    run = settings(tmp_path, epochs=1)
+    Path(tmp_path, "deep/within").mkdir(parents=True)
+    Path(run.paths).symlink_to("deep/within")
+    plain, half, final = (f"{run.paths}/{name}.ckpt" for name in ("plain", "half", "final"))
+
+    class Saves(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(plain)
+            with torch.no_grad():
+                module.net[0].weight.mul_(0.5)
+            trainer.save_checkpoint(half)
+            assert len(list(tmp_path.glob("root-half*"))) == 1
+            trainer.strategy.remove_checkpoint(half)
+
+    trainer = fitted(run, Saves(), lit.checkpoints(run))
+    trainer.save_checkpoint(final)
+    assert lit.digest(lit.Net.load_from_checkpoint(final)) == lit.digest(trainer.lightning_module)
+    lit.Net.load_from_checkpoint(plain)
+    kept = set(read_notes(open_store(run.root)).live_labels)
+    assert any(label.startswith("plain ") for label in kept)
+    for path in (plain, final):
+        trainer.strategy.remove_checkpoint(path)
+        assert not Path(path).exists()
+    left = set(read_notes(open_store(run.root)).live_labels)
+    assert left == {label for label in kept if not label.startswith("plain ")}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "paths", "root"]
+
+
 def test_a_save_of_changed_weights_leaves_the_step_that_others_name(tmp_path: Path) -> None:
     run = settings(tmp_path, epochs=1)
 
@@ -227,6 +332,96 @@ def test_a_save_that_was_not_finished_is_not_the_last(tmp_path: Path) -> None:
         assert fitted(run).global_step == 24
 
 
+def checkpoint_each_epoch(folder: str) -> ModelCheckpoint:
+    """Each epoch's step stays, and a last path is there."""
+    return ModelCheckpoint(folder, "{step}", save_top_k=-1, save_last=True)
+
+
+def test_the_last_path_names_its_step_though_another_run_is_newer(tmp_path: Path) -> None:
+    run, begun = settings(tmp_path, epochs=3), Begun()
+    fitted(run, checkpoint_each_epoch(run.paths))
+    back = replace(run, ckpt_path=f"{run.paths}/step=12.ckpt", epochs=-1)
+    fitted(back, ModelCheckpoint(run.paths + "2", every_n_train_steps=6), max_steps=18)
+    run.ckpt_path, run.epochs = f"{run.paths}/last.ckpt", 4
+    fitted(run, begun, checkpoint_each_epoch(run.paths))
+    assert begun.step == 36
+
+
+def test_a_path_whose_step_another_run_saved_anew_is_refused(tmp_path: Path) -> None:
+    """But the last path stands for the newest step, and pointers without a run are taken."""
+    run = settings(tmp_path, epochs=2)
+    fitted(run, checkpoint_each_epoch(run.paths))
+    back = replace(run, ckpt_path=f"{run.paths}/step=12.ckpt")
+    with pytest.warns(holdfast.HoldfastWarning, match="saved anew by run"):
+        fitted(back, checkpoint_each_epoch(run.paths + "2"))
+    old, anew = (
+        Path(run.paths, "step=24.ckpt"),
+        r"names step 24 of run \d+, which was saved anew by run",
+    )
+    with pytest.raises(NotRecoverable, match=anew):
+        lit.Net.load_from_checkpoint(old)
+    run.ckpt_path, run.epochs = str(old), 3
+    with pytest.raises(NotRecoverable, match=anew):
+        fitted(run)
+    run.ckpt_path, begun = f"{run.paths}/last.ckpt", Begun()
+    with pytest.warns(holdfast.HoldfastWarning, match=anew):
+        fitted(run, begun, checkpoint_each_epoch(run.paths))
+    assert begun.step == 24
+    pointer = json.loads(old.read_text())
+    del pointer["run"]
+    old.write_text(json.dumps(pointer))
+    lit.Net.load_from_checkpoint(old)
+
+
+class Averaged(lit.Net):
+    """Is validated with other weights than it is trained with."""
+
+    def on_validation_start(self) -> None:
+        self.kept = [p.detach().clone() for p in self.parameters()]
+        with torch.no_grad():
+            for p in self.parameters():
+                p.fill_(7)
+
+    def on_validation_end(self) -> None:
+        with torch.no_grad():
+            for p, kept in zip(self.parameters(), self.kept):
+                p.copy_(kept)
+
+
+def test_a_save_in_validation_has_the_weights_that_are_there(tmp_path: Path) -> None:
+    """They are put back as soon as callbacks have saved, outside of an optimizer's step."""
+    run = settings(tmp_path, epochs=1)
+    each = ModelCheckpoint(run.paths, "{step}", monitor="val", save_top_k=-1)
+    fitted(run, each, module=Averaged(), val_check_interval=3)
+    paths = sorted(Path(run.paths).iterdir())
+    assert len(paths) == 4
+    for path in paths:
+        found = lit.Net.load_from_checkpoint(path)
+        assert all(bool((p == 7).all()) for p in found.parameters()), path
+
+
+class Counting(lit.Net):
+    num_seen = 0
+
+    def on_validation_end(self) -> None:
+        self.num_seen += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["num_seen"] = self.num_seen
+
+
+def test_a_second_path_of_a_step_says_what_it_has_not_got(tmp_path: Path) -> None:
+    """A restart from it repeats the validation that came between."""
+    run, module = settings(tmp_path, epochs=2), Counting()
+    first = ModelCheckpoint(run.paths, every_n_train_steps=12, save_top_k=-1)
+    second = ModelCheckpoint(run.paths + "2", every_n_epochs=1, save_top_k=-1)
+    with pytest.warns(holdfast.HoldfastWarning, match="'num_seen', .* has changed since") as told:
+        fitted(run, first, second, module=module)
+    assert len([one for one in told if "num_seen" in str(one.message)]) == 1
+    path = next(Path(run.paths + "2").glob("*step=24.ckpt"))
+    assert integration._load_also_pointers(path)["num_seen"] == 1 and module.num_seen == 2
+
+
 def test_lightnings_own_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     """Its weights, optimizer and loops are all there: the next losses are as Lightning's own."""
     own = settings(tmp_path, root="", epochs=1)
@@ -247,6 +442,75 @@ def test_nothing_found_is_a_fresh_start_and_a_used_root_is_told(tmp_path: Path) 
     run.ckpt_path = None
     with pytest.warns(holdfast.HoldfastWarning, match="has steps of another run, up to 12"):
         fitted(run)
+
+
+def test_what_tuner_tries_is_no_step_of_the_run(tmp_path: Path) -> None:
+    """It saves and trains before the fit has loaded anything."""
+    run = settings(tmp_path, epochs=1)
+    fitted(run)
+    run.epochs, begun = 2, Begun()
+    trainer = lit.trainer_of(run, begun, lit.checkpoints(run), default_root_dir=tmp_path)
+    module, (train, _) = lit.Net(), lit.loaders()
+    Tuner(trainer).lr_find(module, train, num_training=5, update_attr=False)
+    assert holdfast.steps(run.root)[-1] == 12
+    trainer.fit(module, train, ckpt_path="newest")
+    assert begun.step == 12 and holdfast.steps(run.root)[-1] == 24
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["paths", "root"]
+
+
+def test_a_path_that_is_saved_again_with_changed_weights_names_these(tmp_path: Path) -> None:
+    """Its first save is still under way then; it is no longer pinned."""
+    run = settings(tmp_path, epochs=1)
+    path, seen = f"{run.paths}/twice.ckpt", []
+
+    class Twice(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(path)
+                with torch.no_grad():
+                    module.net[0].weight.mul_(0.5)
+                trainer.save_checkpoint(path)
+                seen.append(lit.digest(module))
+
+    fitted(run, Twice(), lit.checkpoints(run))
+    assert [lit.digest(lit.Net.load_from_checkpoint(path))] == seen
+    labels = read_notes(open_store(run.root)).live_labels
+    assert labels and not any(label.startswith("twice ") for label in labels)
+
+
+def test_ranks_agree_on_where_a_path_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another rank's weights were changed, this rank's are saved beside, too."""
+    run = settings(tmp_path, epochs=1)
+
+    class Saves(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(f"{run.paths}/same.ckpt")
+            with monkeypatch.context() as patched:
+                patched.setattr(trainer.strategy, "reduce_boolean_decision", lambda *_: False)
+                trainer.save_checkpoint(f"{run.paths}/other.ckpt")
+
+    fitted(run, Saves(), lit.checkpoints(run))
+    assert len(list(tmp_path.glob("root-other-*"))) == 1 and not list(tmp_path.glob("root-same*"))
+
+
+def test_a_path_of_the_restored_step_leaves_its_other_paths_as_they_are(tmp_path: Path) -> None:
+    """A callback may save before the first batch, or because there is none."""
+    run = settings(tmp_path, epochs=1)
+    fitted(run, checkpoint_each_epoch(run.paths))
+
+    class Saves(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(f"{run.paths}/begin.ckpt")
+
+    run.ckpt_path, run.epochs = "newest", 2
+    fitted(run, Saves(), checkpoint_each_epoch(run.paths))
+    first, begin = (
+        lit.Net.load_from_checkpoint(f"{run.paths}/{n}.ckpt") for n in ("step=12", "begin")
+    )
+    assert lit.digest(first) == lit.digest(begin)
+    labels = read_notes(open_store(run.root)).live_labels
+    named = {label.split(" ")[0] for label, step in labels.items() if step == 12}
+    assert named == {"step=12", "last", "begin"}
 
 
 # -- what cannot be done

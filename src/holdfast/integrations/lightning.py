@@ -4,12 +4,12 @@
     trainer.fit(model, data, ckpt_path="newest")
 
 Lightning says when to save and under which path; the root has the steps.  A path that Lightning knows is a
-*pointer*, a small file with a step's number:
+*pointer*, a small file with a step's number, and with its run, for another run may save that step anew:
 
     save_checkpoint("top/epoch=1.ckpt")      step 200 is copied; it is written in the background
-    top/epoch=1.ckpt                         {"holdfast": 1, "root": "../gpt", "step": 200, ...} as soon as
-                                             the step is committed; at once if there is no such file yet,
-                                             for Lightning looks which names are taken
+    top/epoch=1.ckpt                         {"holdfast": 1, "root": "../gpt", "step": 200, "run": 1}
+                                             as soon as the step is committed; at once if there is no such
+                                             file yet, for Lightning looks which names are taken
     remove_checkpoint("top/epoch=0.ckpt")    goes when all that was saved before is committed
 
 At the end of an epoch it is waited for: callbacks may change weights in place there, before a copy is made.
@@ -27,6 +27,7 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,19 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from holdfast.arguments import path_of
+from holdfast.checkpoint.names import manifest_key, read_head
 from holdfast.checkpoint.notes import read_notes, unpin
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import HoldfastError, NotFound, UsageError, warn_user
+from holdfast.errors import (
+    Corrupt,
+    HoldfastError,
+    NotFound,
+    NotRecoverable,
+    UsageError,
+    warn_user,
+)
 from holdfast.format import extras
 from holdfast.looking import open as open_step
 from holdfast.looking import steps
@@ -61,8 +70,9 @@ from holdfast.saving import Save
 from holdfast.schedule import Every
 from holdfast.state.live import named_buffers, named_parameters
 from holdfast.state.placed import torch_dtype
+from holdfast.state.window import wait_for_copies
 from holdfast.state.writes import count_and_address
-from holdfast.store import open_store
+from holdfast.store import delete_many, keys_below, open_store
 
 __all__ = ["strategy"]
 
@@ -70,6 +80,7 @@ NEWEST = "newest"
 """The `ckpt_path` of the newest step in any tier; where there is none, training begins afresh."""
 NEVER = Every(durable=1_000_000_000)
 """The frequencies at which a Checkpointer saves of its own accord, where Lightning alone says when."""
+_ANEW = "the run had gone back to an earlier step: what the path named is gone, so remove it"
 _MAGIC = b'{"holdfast":'
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {
     "path",
@@ -105,7 +116,7 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
     kind: Any = type(f"Holdfast{type(made).__name__}", (_Saving, type(made)), {})
     saving = kind.__new__(kind)
     saving.__dict__.update(vars(made))
-    saving._root = root if "://" in root else os.path.abspath(root)
+    saving._root = root if "://" in root else os.path.realpath(root)
     saving._options = {"every": NEVER, "when_busy": "queue", "keep": Keep(last=1)} | {
         name: value for name, value in options.items() if value is not None
     }
@@ -132,6 +143,8 @@ class _Saving:
     _resumed: Any = None
     """The state of the loop over epochs that a fit goes on from."""
     _begins_anew = True
+    _has_begun = False
+    """True once a fit has its own step or begins: what saves before, as Tuner does, tries things out."""
     _step = 0
     _weights: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     """The model's state_dict as Lightning has it for its hooks, and the same as it was."""
@@ -143,11 +156,22 @@ class _Saving:
         super().setup(trainer)  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
             self._homes, self._resumed, self._begins_anew = {}, None, True
-            trainer.callbacks.append(_Steps())  # behind any ModelCheckpoint
+            self._has_begun = False
+            # what callbacks save comes after the one and before the other
+            trainer.callbacks = [_Begin(), *trainer.callbacks, _Steps()]
+
+    def begin(self) -> None:
+        """Called when training begins, before any callback may save."""
+        self._has_begun = True
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        for callback in callbacks if self._is_first else ():
+            _settle_left(getattr(callback, "dirpath", None))
 
     def on_train_start(self) -> None:
         """Called when the loader has begun its pass, and before the first batch is fetched."""
         super().on_train_start()  # type: ignore[misc]
+        if not any(isinstance(c, _Begin) for c in self.lightning_module.trainer.callbacks):
+            return  # Tuner tries something, with callbacks of its own
         self._home(weights_only=False)
         for one in (self.lightning_module, self.lightning_module.trainer.datamodule):
             extras.encode(dict(getattr(one, "hparams", {})), _any_tensor, "hyper_parameters")
@@ -195,7 +219,7 @@ class _Saving:
                 home.close(sys.exc_info() if failed else (None, None, None))
         finally:
             self._homes = None
-            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, _Steps)]
+            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, _Begin | _Steps)]
             super().teardown()  # type: ignore[misc]
 
     @property
@@ -265,32 +289,64 @@ class _Saving:
             )
         rest, path = self.rest_of(checkpoint), self.broadcast(str(filepath))  # type: ignore[attr-defined]
         weights_only = "callbacks" not in rest
-        home = None if self._homes is None else self._home(weights_only=weights_only)
+        has_home = self._homes is not None and self._has_begun
+        home = self._home(weights_only=weights_only) if has_home else None
         if home is not None and home.has_room(rest["global_step"]):
             home.save(rest, path)
+            module = self.lightning_module
+            if module.trainer.validating or not module.automatic_optimization:
+                wait_for_copies()  # weights may have been exchanged for now, and are put back next
             if self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
                 home.ckpt.wait()  # what follows, averaging for one, may change weights in place
                 home.settle()
             return
-        # the fit is over, or paths name this step with weights that were changed since
+        # the fit is over or has not begun, or paths name this step with weights that were changed since
+        self._settle()  # this path may be among those that wait, and be written last then
         own = _Rest()
-        own.value, root = rest, _beside(self._root, f"{Path(path).stem}-{_digest(path)}")
+        own.value, root = rest, self._root_of(path)
         save(root, self._state(own, weights_only=weights_only), step=rest["global_step"])
         if self._is_first:
             pointer = {"step": rest["global_step"], "weights_only": weights_only}
+            before = _read(path)
             _write(path, {"root": root, **pointer})
+            if before is not None and before["root"] != root:
+                _unpin(before["root"], path)
+
+    def _settle(self) -> None:
+        """Wait for all saves, and have their paths written."""
+        for home in (self._homes or {}).values():
+            home.ckpt.wait()
+            home.settle()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         pointer = _read(filepath) if self._is_first else None
         if pointer is None:
             super().remove_checkpoint(filepath)  # type: ignore[misc]
             return
-        homes = (self._homes or {}).values()
-        home = next((home for home in homes if home.root == pointer["root"]), None)
+        path, homes = str(filepath), list((self._homes or {}).values())
+        home = next((h for h in homes if h.root == pointer["root"]), homes[0] if homes else None)
         if home is None:
-            _remove(str(filepath))
+            _unpin(pointer["root"], path)
+            self.delete_root_of(path, _remove(path))
         else:
-            home.remove(str(filepath))
+            home.remove(path)
+
+    def delete_root_of(self, path: str, pointer: Pointer | None) -> None:
+        """Delete the root beside, if that is what a path named."""
+        root = self._root_of(path)
+        if pointer is None or pointer["root"] != root:
+            return
+        try:
+            store = open_store(root)
+            delete_many(store, list(keys_below(store, [""])))
+            if "://" not in root:
+                os.rmdir(root)
+        except (HoldfastError, OSError) as error:
+            warn_user(f"{path}: {root}, which only it named, is not deleted: {error}")
+
+    def _root_of(self, path: str) -> str:
+        """The root beside, of the one step that only this path names."""
+        return _beside(self._root, f"{Path(path).stem}-{_digest(path)}")
 
     # -- loading
 
@@ -302,11 +358,16 @@ class _Saving:
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = self.broadcast(str(checkpoint_path))  # type: ignore[attr-defined]
-        for home in (self._homes or {}).values():
-            home.ckpt.wait()
-            home.settle()
+        self._settle()
         here = None if path == NEWEST or not self._is_first else _read(path)
-        pointer = self.broadcast(here)  # type: ignore[attr-defined]
+        pointer, replaced = self.broadcast((here, _replaced(here)))  # type: ignore[attr-defined]
+        if replaced and (
+            self._homes is None or pointer["root"] != self._root or not _is_last(path)
+        ):
+            raise NotRecoverable(f"{path} {replaced}", hint=_ANEW)
+        if replaced:
+            warn_user(f"{path} {replaced}: training goes on from the newest step")
+            path, pointer = NEWEST, None
         self._is_foreign = pointer is None and path != NEWEST
         if self._is_foreign:
             self._begins_anew = False
@@ -323,22 +384,23 @@ class _Saving:
         if rest is None:
             return _Nothing({"pytorch-lightning_version": lightning_version})
         self._begins_anew = False
-        if "callbacks" in (pointer or {}):
+        if "callbacks" in (pointer or {}) and rest["global_step"] == step:
             rest["callbacks"] = extras.decode(pointer["callbacks"], _tensor)
         return {**rest, "state_dict": self.lightning_module_state_dict()}
 
     def _restore(self, path: str, step: int | None) -> Any:
         """Restore the fit's own step; return the rest of it, None if there was no step."""
-        home = self._home(weights_only=False)
-        if step is not None and Path(path).stem.startswith("last"):
+        self._has_begun, home = True, self._home(weights_only=False)
+        if step is not None and _is_last(path):
             newest = home.ckpt.find()
-            if newest is None or newest.step < step:
+            reached = 0 if newest is None else newest.step
+            if reached < step and not home.has(step):
                 warn_user(
-                    f"{path} names step {step}, of which the save was not finished: "
-                    f"training goes on from step {0 if newest is None else newest.step}"
+                    f"{path} names step {step}, which is not there, or damaged: "
+                    f"training goes on from step {reached}"
                 )
                 step = None
-            elif newest.step > step:
+            elif newest is not None and newest.step > step:
                 warn_user(
                     f"{path} names step {step}, and {self._root} has step {newest.step}, in "
                     f"{newest.tier}",
@@ -349,6 +411,8 @@ class _Saving:
         if not restored.found:
             return None
         home.at = int(restored), self.writes()
+        if restored.tier == "durable" and not restored.replayed:
+            home.go_on_from(int(restored), rest)
         self._resumed = rest["loops"]["fit_loop"]
         return rest
 
@@ -357,7 +421,8 @@ class _Saving:
 
         Lightning has begun a pass over the loaders by now, which draws from the generators; but samplers
         are told of the epoch after that, and where the step was the last one of its epoch, the pass of a
-        stateful loader is at its end, and the next epoch would have no batches.
+        stateful loader is at its end, and the next epoch would have no batches.  Of an epoch that was
+        counted as done Lightning does not load the loaders' states, which lead to the next order.
         """
         loop, ckpt = self.lightning_module.trainer.fit_loop, self._home(weights_only=False).ckpt
         batches = resumed["epoch_loop.batch_progress"]
@@ -365,17 +430,19 @@ class _Saving:
         at_batch_end = is_last and done["completed"] < done["processed"]
         if at_batch_end:
             loop.reset_restart_stage()  # a new epoch begins, and is counted as one
+        is_new = at_batch_end or (is_last and not loop.restarting)
         loaders, epoch = loop._combined_loader.flattened, loop.epoch_progress.current.processed
-        if any(hasattr(loader, "load_state_dict") for loader in loaders):
-            told = [_set_sampler_epoch(loader, epoch) for loader in loaders if epoch]
-            if told and not is_last and any(map(_has_epochs, loaders)):
-                loop._combined_loader._load_state_dicts(resumed["state_dict"]["combined_loader"])
-                iter(loop._data_fetcher)
-            elif at_batch_end:
-                _restore_rng(ckpt)
-                iter(loop._data_fetcher)
-        if not at_batch_end and done["processed"]:
+        told = [_set_sampler_epoch(loader, epoch) for loader in loaders if epoch]
+        has_epochs = told and not is_last and any(map(_has_epochs, loaders))
+        is_stateful = any(hasattr(loader, "load_state_dict") for loader in loaders)
+        states = resumed["state_dict"].get("combined_loader") if is_stateful else None
+        if states and (has_epochs or (is_new and not at_batch_end)):
+            loop._combined_loader._load_state_dicts(states)
+            iter(loop._data_fetcher)
+        if done["processed"]:
             _restore_rng(ckpt)
+        if is_new:
+            iter(loop._data_fetcher)
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         if self._is_foreign:
@@ -386,6 +453,13 @@ class _Saving:
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         if self._is_foreign:
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+
+
+class _Begin(Callback):
+    """Tells the strategy, before other callbacks may save, that training begins."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.begin()
 
 
 class _Steps(Callback):
@@ -433,10 +507,28 @@ class _Home:
         self._waiting: list[tuple[str, Pointer, Save | None]] = []
         self._to_remove: list[str] = []
         self._is_good = True
+        self._own: dict[str, Any] = {}
+        """What hooks added to the newest save, as far as it is plain."""
+        self._has_told = False
 
     def has_room(self, step: int) -> bool:
-        """False if paths name this step with other weights."""
-        return self.at is None or self.at[0] != step or self.at[1] == self.strategy.writes()
+        """False if paths name this step with other weights, on any rank.  Collective."""
+        if self.at is None or self.at[0] != step:
+            return True
+        is_same = self.at[1] == self.strategy.writes()
+        return bool(self.strategy.reduce_boolean_decision(is_same))
+
+    def has(self, step: int) -> bool:
+        """True if the step can be restored, though it may be another run's than the newest.  Collective."""
+        try:
+            return self.ckpt.find(step) is not None
+        except (NotFound, NotRecoverable, Corrupt):
+            return False
+
+    def go_on_from(self, step: int, rest: dict[str, Any]) -> None:
+        """Let further paths of a restored step name it as it is: saved anew, it would be another run's."""
+        self._newest, self._own = Save(step), _own_parts(rest)
+        self._newest._conclude()
 
     def save(self, rest: dict[str, Any], path: str) -> None:
         """Save in the background, for `path` to name the step."""
@@ -444,23 +536,38 @@ class _Home:
         pointer = {"root": self.root, "step": step, "weights_only": "callbacks" not in rest}
         if self._newest is not None and self._newest.step == step and callbacks is not None:
             pointer["callbacks"] = callbacks  # they know of this path, and those in the step do not
+            self._tell_changed(rest, path)
         else:
+            self._own = _own_parts(rest)
             self.rest.value = rest
             try:
                 self._newest = self.ckpt.save(step)
             finally:
                 self.rest.value = None
             self.at = step, self.strategy.writes()
+        is_first = self.strategy.is_global_zero
+        if is_first and not get_filesystem(path).exists(path):
+            _write(path, {**pointer, "is_coming": True})  # first: it tells a restart of the pin
         try:
             self.ckpt.pin(step, f"{_label(path)}{step}")
         except NotFound:
             pass  # the save has failed already, which it says itself
         except HoldfastError as error:
             warn_user(f"{path}: step {step} is not pinned, so it may be deleted: {error}")
-        if self.strategy.is_global_zero:
-            if not get_filesystem(path).exists(path):
-                _write(path, {**pointer, "is_coming": True})
+        if is_first:
             self._waiting.append((path, pointer, self._newest))
+
+    def _tell_changed(self, rest: dict[str, Any], path: str) -> None:
+        """Say once that a second path of a step has not got what hooks have changed since the first."""
+        own = _own_parts(rest)
+        changed = [name for name in own if own[name] != self._own.get(name)]
+        if changed and self.strategy.is_global_zero and not self._has_told:
+            self._has_told = True
+            warn_user(
+                f"{path} names step {rest['global_step']} as the path before saved it: "
+                f"{changed[0]!r}, which on_save_checkpoint() adds, has changed since",
+                hint="training that goes on from there repeats what came between, as a validation",
+            )
 
     def remove(self, path: str) -> None:
         """Remove a path as soon as what was saved before is committed."""
@@ -481,26 +588,24 @@ class _Home:
 
     def _point(self, path: str, pointer: Pointer) -> None:
         if self._is_good:
-            _write(path, pointer)
+            run = _run_of(self.root, pointer["step"])
+            before = _read(path)
+            _write(path, pointer if run is None else {**pointer, "run": run})
+            self.strategy.delete_root_of(path, before)
             self._forget(path, but=pointer["step"])
         elif (_read(path) or {}).get("is_coming"):
             self._remove(path)
 
     def _remove(self, path: str) -> None:
         self._forget(path)  # first: a step that no path names would be kept for ever
-        _remove(path)
+        self.strategy.delete_root_of(path, _remove(path))
 
     def _forget(self, path: str, but: int | None = None) -> None:
         """Unpin what a path named, also in a run that was killed before it could."""
         coming = {
             pointer["step"] for other, pointer, save in self._waiting if save and other == path
         }
-        try:
-            for label, step in read_notes(open_store(self.root)).live_labels.items():
-                if label.startswith(_label(path)) and step not in {but, *coming}:
-                    unpin(open_store(self.root), label)
-        except HoldfastError as error:
-            warn_user(f"{path}: what it named before stays pinned, so it is not deleted: {error}")
+        _unpin(self.root, path, {but, *coming})
 
     def close(self, error: Any) -> None:
         try:
@@ -528,7 +633,7 @@ def _write(path: str, pointer: Pointer) -> None:
     if "://" in path:
         files.pipe_file(path, json.dumps({"holdfast": 1, **pointer}).encode())
         return
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.realpath(os.path.dirname(path))
     os.makedirs(folder, exist_ok=True)
     if "://" not in root:
         root = os.path.relpath(root, folder)  # folders may move together
@@ -552,8 +657,46 @@ def _read(path: Any) -> Pointer | None:
         pointer: Pointer = json.loads(begin + file.read())
     if "://" not in pointer["root"]:
         folder = os.path.dirname(os.path.realpath(path))
-        pointer["root"] = os.path.abspath(os.path.join(folder, pointer["root"]))
+        pointer["root"] = os.path.realpath(os.path.join(folder, pointer["root"]))
     return pointer
+
+
+def _settle_left(folder: Any) -> None:
+    """Have the paths in a folder name their steps that a killed run had not seen committed.  Those whose
+    steps are not there are removed."""
+    files = get_filesystem(folder or "")
+    for found in files.ls(folder, detail=False) if folder and files.isdir(folder) else ():
+        path = f"{folder}/{os.path.basename(found)}"
+        pointer = None if os.path.islink(path) else _read(path)
+        if pointer is None or not pointer.pop("is_coming", False):
+            continue
+        if pointer["step"] in steps(pointer["root"]):
+            _write(path, pointer)
+        else:
+            _unpin(pointer["root"], path)
+            _remove(path)
+
+
+def _is_last(path: str) -> bool:
+    return Path(path).stem.startswith("last")
+
+
+def _replaced(pointer: Pointer | None) -> str:
+    """Say so if the step that is there was saved by another run than the one that a pointer names."""
+    if pointer is None or "run" not in pointer:
+        return ""
+    step, run = pointer["step"], _run_of(pointer["root"], pointer["step"])
+    if run in (None, pointer["run"]):
+        return ""
+    return f"names step {step} of run {pointer['run']}, which was saved anew by run {run}"
+
+
+def _run_of(root: str, step: int) -> int | None:
+    """The run that saved a step; None if that cannot be told, which reading the step tells."""
+    with suppress(HoldfastError):
+        saved = read_head(open_store(root), step, manifest_key(step))
+        return None if saved is None or saved.run < 0 else saved.run
+    return None
 
 
 def _remove(path: str) -> Pointer | None:
@@ -578,12 +721,28 @@ def _label(path: str) -> str:
     return f"{ascii(Path(path).stem)[1:-1][-50:]} {_digest(path)} "
 
 
+def _unpin(root: str, path: str, but: Collection[int | None] = ()) -> None:
+    """Unpin what a path named."""
+    try:
+        for label, step in read_notes(open_store(root)).live_labels.items():
+            if label.startswith(_label(path)) and step not in but:
+                unpin(open_store(root), label)
+    except HoldfastError as error:
+        warn_user(f"{path}: what it named before stays pinned, so it is not deleted: {error}")
+
+
 def _plain(callbacks: Any) -> Any:
     """States of callbacks as JSON; None if there are none, or they have tensors of more than one number."""
     try:
         return None if callbacks is None else extras.encode(callbacks, _number)
     except UsageError:
         return None
+
+
+def _own_parts(rest: dict[str, Any]) -> dict[str, Any]:
+    """What hooks, and not loops and callbacks, have in a checkpoint, as JSON where it is plain."""
+    moving = ("callbacks", "loops", "lr_schedulers", "epoch")
+    return {name: _plain(value) for name, value in rest.items() if name not in moving}
 
 
 def _number(value: Any, path: str) -> Any:
@@ -607,6 +766,8 @@ _load = lightning_saving.pl_load
 
 def _load_also_pointers(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
     pointer = _read(path) if isinstance(path, (str, Path)) and str(path)[:4] != "http" else None
+    if replaced := _replaced(pointer):
+        raise NotRecoverable(f"{path} {replaced}", hint=_ANEW)
     if pointer is None:
         return _load(path, map_location=map_location, weights_only=weights_only)
     with open_step(pointer["root"], step=pointer["step"]) as step:
