@@ -182,6 +182,39 @@ def elsewhere(root: str) -> None:
         assert same(weights(other), saved)
 
 
+def twice(root: str) -> None:
+    """Another save of a step takes neither the values of the first nor its place as the newest."""
+    last, best = (str(Path(root).parent / name) for name in ("last", "best"))
+    engine = engine_of()
+    with attach(engine, root, client_state=lambda: {"own": engine.global_steps}) as ckpt:
+        train(engine, 1)
+        engine.save_checkpoint(root, client_state={"epoch": 1})
+        engine.save_checkpoint(root, "best", client_state={"acc": 0.9}, save_latest=False)
+        for folder in (last, best):
+            engine.save_checkpoint(folder, client_state={"in": folder}, save_latest=folder == last)
+        ckpt.wait()
+    told = {(root, None): {"epoch": 1}, (root, "best"): {"acc": 0.9}, (last, None): {"in": last}}
+    told[best, "global_step1"] = {"in": best}
+    for (folder, tag), client in told.items():
+        engine = engine_of(1)
+        with attach(engine, root):
+            path, found = engine.load_checkpoint(folder, tag)
+        assert (path, found) == (f"{folder}/{tag or 'global_step1'}", client)
+    with attach(engine_of(1), root) as ckpt:  # also if the second is made by a run that went on
+        engine = ckpt.state["model"]
+        engine.load_checkpoint(root)
+        engine.save_checkpoint(root, "worst", save_latest=False)
+    with attach(engine_of(1), root) as ckpt:
+        assert ckpt.state["model"].load_checkpoint(root)[1] == {"epoch": 1}
+    engine = engine_of()
+    with attach(engine, f"{root}-2", every=1, client_state=lambda: {"epoch": 2}):
+        train(engine, 2)
+        engine.save_checkpoint(f"{root}-2", "best", client_state={"acc": 1}, save_latest=False)
+    engine = engine_of(1)
+    with attach(engine, f"{root}-2"):
+        assert engine.load_checkpoint(f"{root}-2") == (f"{root}-2/global_step2", {"epoch": 2})
+
+
 def deepspeeds_own(root: str) -> None:
     """What DeepSpeed has written, also where the root is now, is read by DeepSpeed."""
     engine = engine_of()
@@ -277,7 +310,7 @@ def saves(root: str, dies: int = 0) -> None:
 
 CASES = {
     one.__name__: one
-    for one in (tags, parts, branched, elsewhere, deepspeeds_own, frozen, refused, saves)
+    for one in (tags, parts, branched, elsewhere, twice, deepspeeds_own, frozen, refused, saves)
 }
 
 

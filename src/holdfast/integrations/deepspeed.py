@@ -182,30 +182,72 @@ class ClientState:
         self._engine = engine
         self._ask = ask
         self._given: dict[str, Any] | None = None
-        """Return what is kept by a save that was asked for; None if the engine saves by itself."""
+        """What is kept by a save that was asked for; None if the engine saves by itself."""
+        self._made: list[dict[str, Any]] = []
+        """What the state had when it was asked for last."""
+        self._restored: list[dict[str, Any]] = []
+        self._kept: tuple[int, list[dict[str, Any]]] = (-1, [])
+        """The step that was saved or restored last, and what calls have kept in it."""
         self.leaves_out = False
         """True if frozen weights are not saved."""
-        self.restored: dict[str, Any] = {}
         self.counters: dict[str, int] = {}
 
-    def give(self, values: dict[str, Any], *, latest: bool, **place: str) -> None:
-        """Keep `values` with the save that begins next, and the `folder` and `tag` that point to it."""
-        self._given = {"values": values, "latest": latest, **place}
+    def give(self, values: dict[str, Any], *, latest: bool, folder: str, tag: str) -> None:
+        """Keep `values` with the save that begins next, under a tag in a folder; "" is the root."""
+        self._given = {"values": values, "latest": latest, "folder": folder, "tag": tag}
 
     def clear(self) -> None:
         """Let the next save be one of the engine's own."""
-        self._given = None
+        self._given, self._made = None, []
+
+    def saved(self, step: int) -> None:
+        """Let another save of this step, which replaces it, keep what it has."""
+        if self._made:
+            self._kept = step, self._made
+
+    def goes_on(self, step: int) -> None:
+        """Do so for a step of the root that was restored."""
+        self._kept = step, self._restored
 
     def state_dict(self) -> dict[str, Any]:
-        given = self._given
+        given, (step, before) = self._given, self._kept
         if given is None:
             values = {} if self._ask is None else dict(self._ask())
             given = {"values": values, "latest": True}
-        counters = {name: getattr(self._engine, name) for name in COUNTERS}
-        return {**given, "trainable_only": self.leaves_out, "counters": counters}
+        if step != self._engine.global_steps:
+            before = []
+        replaced = [one for one in before if _place_of(one) == _place_of(given)]
+        others = [one for one in before if _place_of(one) != _place_of(given)]
+        is_latest = given["latest"] or any(one["latest"] for one in replaced)
+        self._made = [*others, {**given, "latest": is_latest}]
+        return {
+            "saves": self._made,
+            "latest": any(one["latest"] for one in self._made),
+            "trainable_only": self.leaves_out,
+            "counters": {name: getattr(self._engine, name) for name in COUNTERS},
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.restored, self.counters = dict(saved["values"]), dict(saved["counters"])
+        self._restored, self.counters = _saves_of(saved), dict(saved["counters"])
+
+    def restored(self, folder: str, tag: str | None) -> dict[str, Any]:
+        """Return what was kept under a tag in a folder; without one, by the newest save that is to be found
+        without one.  A folder that was moved, or a step by its number, is found as well."""
+        found = self._restored
+        saves = [one for one in found if _place_of(one) == (folder, tag)]
+        saves = saves or [one for one in found if one["latest"]] or found
+        own = [one for one in saves if _place_of(one)[0] == folder]
+        return dict((own or saves)[-1]["values"]) if saves else {}
+
+
+def _saves_of(client: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what each call of `save_checkpoint` has kept in a step; older steps have one."""
+    saves: list[dict[str, Any]] = client.get("saves", [client])
+    return [{"latest": True, **one} for one in saves]
+
+
+def _place_of(save: dict[str, Any]) -> tuple[str, str | None]:
+    return save.get("folder", ""), save.get("tag")
 
 
 class Pointed(NamedTuple):
@@ -247,7 +289,11 @@ class AttachedEngine:
     def stepped(self) -> None:
         """An optimizer step was made."""
         if self.has_every:
-            self.ckpt.step(self.engine.global_steps)
+            step, every = self.engine.global_steps, self.ckpt.every
+            self.client.clear()
+            self.ckpt.step(step)
+            if any(n is not None and step % n == 0 for n in (every.durable, every.memory)):
+                self.client.saved(step)
         self._point()
 
     def save(
@@ -270,10 +316,11 @@ class AttachedEngine:
         label = is_root and name != f"global_step{step}"
         if label:
             _check_label(name, step)
-        place = {} if is_root else {"folder": _absolute(os.fspath(folder)), "tag": name}
-        self.client.give(client_state, latest=latest, **place)
+        place = self._place(folder)
+        self.client.give(client_state, latest=latest, folder=place, tag=name)
         try:
             save = self.ckpt.save(step)
+            self.client.saved(step)
         finally:
             self.client.clear()
         if label:
@@ -321,12 +368,14 @@ class AttachedEngine:
                 hint="leave it out, or load by holdfast.load(root, {'model': engine}, only=...)",
             )
         restored: int | None
+        is_own = is_root
         if not is_root:
             pointed = self._pointed(folder, tag)
             if pointed is None:
                 return None, None
             newest = self._newest_saved(folder, pointed) if is_newest else pointed
             restored, tag = self._load_pointed(newest, wanted), newest.tag
+            is_own = _same(newest.root, self.root)
             if newest != pointed and self.engine.global_rank == 0:
                 _write_pointer(newest, folder, True)
         elif tag is None:
@@ -335,8 +384,10 @@ class AttachedEngine:
             restored = self._load_own(self._step_of(tag), wanted)
         if restored is None:
             return None, None
+        if wanted.counters and is_own:
+            self.client.goes_on(restored)
         path = os.path.join(folder, tag or f"global_step{restored}")
-        return path, dict(self.client.restored)
+        return path, self.client.restored(self._place(folder), tag)
 
     def _load_newest(self, found: Found | None, wanted: Wanted) -> int | None:
         """Restore the newest step, but for those that were saved with `save_latest=False`."""
@@ -407,9 +458,13 @@ class AttachedEngine:
         if not _same(pointed.root, self.root) or pointed.step in looking.steps(self.root):
             return pointed
 
+        def tags_of(extras: dict[str, Any]) -> list[str]:
+            saves = _saves_of(extras.get(CLIENT, {}))
+            here = [one for one in saves if one.get("folder") == _absolute(folder)]
+            return [one["tag"] for one in here if one["latest"]]
+
         def fits(step: int, extras: dict[str, Any]) -> bool:
-            is_here = extras.get(CLIENT, {}).get("folder") == _absolute(folder)
-            return is_here and _is_latest(extras) and step > pointed.step
+            return bool(tags_of(extras)) and step > pointed.step
 
         found = self._newest_where(fits)
         if found is None:
@@ -417,7 +472,7 @@ class AttachedEngine:
         step, extras = found
         names = f"{Path(folder, LATEST)} names {pointed.tag}, whose step is deleted"
         warn_user(f"{names}; loaded is step {step}, which was saved there after it")
-        return Pointed(self.root, step, extras[CLIENT]["tag"])
+        return Pointed(self.root, step, tags_of(extras)[-1])
 
     def _load_pointed(self, pointed: Pointed, wanted: Wanted) -> int:
         if _same(pointed.root, self.root):
@@ -472,6 +527,10 @@ class AttachedEngine:
 
     def _is_root(self, folder: str) -> bool:
         return _same(os.fspath(folder), self.root)
+
+    def _place(self, folder: str) -> str:
+        """The folder as a step keeps it; "" for the root."""
+        return "" if self._is_root(folder) else _absolute(os.fspath(folder))
 
 
 # -- folders --------------------------------------------------------------------------------------
