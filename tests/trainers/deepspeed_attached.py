@@ -215,6 +215,38 @@ def twice(root: str) -> None:
         assert engine.load_checkpoint(f"{root}-2") == (f"{root}-2/global_step2", {"epoch": 2})
 
 
+def replaced(root: str) -> None:
+    """What points to a step that another run has saved anew gives nothing else; an older file does."""
+    best = str(Path(root).parent / "best")
+    engine = engine_of()
+    with attach(engine, root):
+        train(engine, 1)
+        engine.save_checkpoint(root)
+        train(engine, 1)
+        engine.save_checkpoint(best, "best")
+    engine = engine_of(1)
+    with attach(engine, root):
+        engine.load_checkpoint(root, "global_step1")
+        engine.lr_scheduler.base_lrs = [1.0]  # so that step 2 is another one
+        train(engine, 1)
+        engine.save_checkpoint(root)
+        saved = weights(engine)
+    pointer = Path(best, "best/holdfast.json")
+    engine = engine_of(2)
+    with attach(engine, root):
+        for tag in ("best", None):
+            with pytest.raises(NotRecoverable, match=r"step 2 of run 1 .* run \d+ has saved anew"):
+                engine.load_checkpoint(best, tag)
+        named = json.loads(pointer.read_text())
+        pointer.write_text(json.dumps({"root": named["root"], "step": 2}))
+        assert engine.load_checkpoint(best, "best")[0] == f"{best}/best"
+        assert same(weights(engine), saved)
+        engine.save_checkpoint(best, "best")
+    pointer.write_text(json.dumps(named))  # as if the run was killed before it could write it
+    with attach(engine_of(2), root) as ckpt:
+        assert ckpt.state["model"].load_checkpoint(best, "best")[0] == f"{best}/best"
+
+
 def deepspeeds_own(root: str) -> None:
     """What DeepSpeed has written, also where the root is now, is read by DeepSpeed."""
     engine = engine_of()
@@ -310,7 +342,18 @@ def saves(root: str, dies: int = 0) -> None:
 
 CASES = {
     one.__name__: one
-    for one in (tags, parts, branched, elsewhere, twice, deepspeeds_own, frozen, refused, saves)
+    for one in (
+        tags,
+        parts,
+        branched,
+        elsewhere,
+        twice,
+        replaced,
+        deepspeeds_own,
+        frozen,
+        refused,
+        saves,
+    )
 }
 
 

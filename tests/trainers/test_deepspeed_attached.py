@@ -26,7 +26,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(
     "case",
-    ["tags", "parts", "branched", "elsewhere", "twice", "deepspeeds_own", "frozen", "refused"],
+    [
+        "tags",
+        "parts",
+        "branched",
+        "elsewhere",
+        "twice",
+        "replaced",
+        "deepspeeds_own",
+        "frozen",
+        "refused",
+    ],
 )
 def test_attached(ranks: Ranks, tmp_path: Path, case: str) -> None:
     ranks.finish({"case": case, "root": str(tmp_path / "root")}, 1)

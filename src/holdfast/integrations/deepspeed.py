@@ -23,6 +23,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
@@ -32,10 +33,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import holdfast.checkpointer as core
 from holdfast import looking, once
 from holdfast.arguments import path_of, unfit
-from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.names import committed, manifest_key, read_head
 from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.unproved import tell_passed_over
-from holdfast.errors import Corrupt, FormatError, NotRecoverable, UsageError, warn_user
+from holdfast.errors import (
+    Corrupt,
+    FormatError,
+    HoldfastError,
+    NotRecoverable,
+    UsageError,
+    warn_user,
+)
 from holdfast.patience import bounded
 from holdfast.roots import check_own
 from holdfast.state.deepspeed import COUNTERS, is_engine, zero_of
@@ -256,6 +264,8 @@ class Pointed(NamedTuple):
     root: str
     step: int
     tag: str
+    run: int | None
+    """The run that has saved it; None if that is not told."""
 
 
 class Pending(NamedTuple):
@@ -347,7 +357,9 @@ class AttachedEngine:
         self.pending = [one for one in self.pending if not one.save.done()]
         for one in done:
             if one.save.error is None and self.engine.global_rank == 0:
-                _write_pointer(Pointed(self.root, one.save.step, one.tag), one.folder, one.latest)
+                step = one.save.step
+                pointed = Pointed(self.root, step, one.tag, _run_of(self.root, step))
+                _write_pointer(pointed, one.folder, one.latest)
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -374,7 +386,7 @@ class AttachedEngine:
             if pointed is None:
                 return None, None
             newest = self._newest_saved(folder, pointed) if is_newest else pointed
-            restored, tag = self._load_pointed(newest, wanted), newest.tag
+            restored, tag = self._load_pointed(folder, newest, wanted), newest.tag
             is_own = _same(newest.root, self.root)
             if newest != pointed and self.engine.global_rank == 0:
                 _write_pointer(newest, folder, True)
@@ -441,7 +453,7 @@ class AttachedEngine:
             return None
         try:
             pointer = json.loads(Path(folder, tag, POINTER).read_bytes())
-            return Pointed(str(pointer["root"]), int(pointer["step"]), tag)
+            return Pointed(str(pointer["root"]), int(pointer["step"]), tag, pointer.get("run"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise NotRecoverable(
                 f"{Path(folder, tag)} points to no step: it was not committed, or is no checkpoint "
@@ -472,9 +484,17 @@ class AttachedEngine:
         step, extras = found
         names = f"{Path(folder, LATEST)} names {pointed.tag}, whose step is deleted"
         warn_user(f"{names}; loaded is step {step}, which was saved there after it")
-        return Pointed(self.root, step, tags_of(extras)[-1])
+        return Pointed(self.root, step, tags_of(extras)[-1], _run_of(self.root, step))
 
-    def _load_pointed(self, pointed: Pointed, wanted: Wanted) -> int:
+    def _load_pointed(self, folder: str, pointed: Pointed, wanted: Wanted) -> int:
+        run = None if pointed.run is None else _run_of(pointed.root, pointed.step)
+        if run not in (None, pointed.run) and not _is_saved_at(folder, pointed):
+            raise NotRecoverable(
+                f"{Path(folder, pointed.tag)} names step {pointed.step} of run {pointed.run} in "
+                f"{pointed.root}, which run {run} has saved anew",
+                hint=f"load_checkpoint({pointed.root!r}, 'global_step{pointed.step}') takes the one "
+                "that is there",
+            )
         if _same(pointed.root, self.root):
             return self._load_own(pointed.step, wanted)
         return self._load_some(pointed.root, pointed.step, wanted)
@@ -559,6 +579,22 @@ def _is_latest(extras: dict[str, Any]) -> bool:
     return bool(extras.get(CLIENT, {}).get("latest", True))
 
 
+def _is_saved_at(folder: str, pointed: Pointed) -> bool:
+    """True if a step was saved under its tag in this folder: a run that was killed before it could write
+    the pointer leaves that of the step it has replaced."""
+    extras = looking.open(pointed.root, step=pointed.step).extras
+    place = _absolute(folder), pointed.tag
+    return any(_place_of(one) == place for one in _saves_of(extras.get(CLIENT, {})))
+
+
+def _run_of(root: str, step: int) -> int | None:
+    """The run that saved a step; None if that cannot be told, which reading the step tells."""
+    with suppress(HoldfastError):
+        saved = read_head(open_store(root), step, manifest_key(step))
+        return None if saved is None or not saved.is_proved else saved.run
+    return None
+
+
 def _latest_of(folder: str) -> str | None:
     """The tag that a folder's `latest` names; None if it has no such file."""
     try:
@@ -575,7 +611,9 @@ def _is_deepspeeds(folder: str, tag: str | None) -> bool:
 def _write_pointer(pointed: Pointed, folder: str, latest: bool) -> None:
     place = Path(folder, pointed.tag)
     place.mkdir(parents=True, exist_ok=True)
-    pointer = {"root": _absolute(pointed.root), "step": pointed.step}
+    pointer: dict[str, Any] = {"root": _absolute(pointed.root), "step": pointed.step}
+    if pointed.run is not None:
+        pointer["run"] = pointed.run
     _replace(place / POINTER, json.dumps(pointer))
     if latest:
         _replace(Path(folder, LATEST), pointed.tag)
