@@ -25,18 +25,19 @@ from holdfast.errors import NotRecoverable, UsageError
 from holdfast.integrations.deepspeed import attach
 
 
-def engine_of(seed: int = 0, frozen: bool = False, stage: int = 2) -> Any:
+def engine_of(seed: int = 0, frozen: bool = False, stage: int = 2, **options: Any) -> Any:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
     model[0].requires_grad_(not frozen)
     trained = [p for p in model.parameters() if p.requires_grad]
     adam = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
-    config = {
+    config: dict[str, Any] = {
         "train_batch_size": 4,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage},
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
+        **options,
     }
     sched = torch.optim.lr_scheduler.StepLR(adam, 2, gamma=0.5)
     return deepspeed.initialize(model=model, optimizer=adam, lr_scheduler=sched, config=config)[0]
@@ -267,6 +268,29 @@ def deepspeeds_own(root: str) -> None:
         assert same(weights(engine), after)
 
 
+def universal(root: str) -> None:
+    """An engine that is to begin with DeepSpeed's universal checkpoint goes on from its own steps."""
+    beside, asked = str(Path(root).parent / "beside"), []
+    options = {"checkpoint": {"load_universal": True}}
+    engine = engine_of(**options)
+    assert engine.load_universal_checkpoint()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(engine), "load_checkpoint", lambda _, *given, **__: asked.append(given))
+        with attach(engine, root):
+            engine.load_checkpoint(root)
+            assert asked.pop() == (root, None)
+            train(engine, 1)
+            engine.save_checkpoint(beside)
+            saved = weights(engine)
+            engine.load_checkpoint(beside, "global_step9")
+            assert asked.pop() == (beside, "global_step9")
+        for folder in (root, beside):
+            engine = engine_of(1, **options)
+            with attach(engine, root):
+                assert engine.load_checkpoint(folder)[0] == f"{folder}/global_step1"
+            assert same(weights(engine), saved) and not asked
+
+
 def frozen(root: str) -> None:
     """Frozen weights are not written, and not expected by a run that has not saved yet."""
     engine = engine_of(frozen=True)
@@ -350,6 +374,7 @@ CASES = {
         twice,
         replaced,
         deepspeeds_own,
+        universal,
         frozen,
         refused,
         saves,

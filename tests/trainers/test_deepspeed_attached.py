@@ -34,6 +34,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         "twice",
         "replaced",
         "deepspeeds_own",
+        "universal",
         "frozen",
         "refused",
     ],

@@ -372,7 +372,10 @@ class AttachedEngine:
         is_newest = tag is None
         if is_newest and found is None:
             tag = _latest_of(folder)
-        if self.engine.load_universal_checkpoint() or _is_deepspeeds(folder, tag):
+        is_universal = self.engine.load_universal_checkpoint() and not (
+            found is not None if is_root else _is_pointer(folder, tag)
+        )
+        if is_universal or _is_deepspeeds(folder, tag):
             return self._load_by_deepspeed(folder, tag, wanted, custom_load_fn)
         if custom_load_fn is not None:
             raise UsageError(
@@ -606,6 +609,11 @@ def _latest_of(folder: str) -> str | None:
 def _is_deepspeeds(folder: str, tag: str | None) -> bool:
     """True if DeepSpeed itself has saved something under this tag."""
     return tag is not None and any(Path(folder, tag).glob("*_states.pt"))
+
+
+def _is_pointer(folder: str, tag: str | None) -> bool:
+    """True if this tag points to a step of a root."""
+    return tag is not None and Path(folder, tag, POINTER).exists()
 
 
 def _write_pointer(pointed: Pointed, folder: str, latest: bool) -> None:
