@@ -8,6 +8,7 @@ from deepspeed_on_cpu import deepspeed
 
 import json
 import os
+import shutil
 import signal
 import time
 import warnings
@@ -291,6 +292,34 @@ def universal(root: str) -> None:
             assert same(weights(engine), saved) and not asked
 
 
+def behind(root: str) -> None:
+    """What is only in the home behind the root is loaded whole; a part of it is refused, or told."""
+    home = str(Path(root).parent / "home")
+    engine = engine_of()
+    with attach(engine, root, upload=home):
+        train(engine, 1)
+        engine.save_checkpoint(root, client_state={"epoch": 1})
+        saved = weights(engine)
+        train(engine, 1)
+        engine.save_checkpoint(root, exclude_frozen_parameters=True)
+    assert holdfast.steps(home) == [1, 2]
+    shutil.rmtree(Path(root, "steps/0000000002"))
+    engine = engine_of(1)
+    told = "newest step, 2, lies in the home behind the root, .* step 1 is loaded"
+    with attach(engine, root, upload=home):
+        with pytest.warns(holdfast.HoldfastWarning, match=told):
+            path, _ = engine.load_checkpoint(root, load_module_only=True)
+        assert path == f"{root}/global_step1" and same(weights(engine), saved)
+    shutil.rmtree(root)
+    engine = engine_of(1)
+    with attach(engine, root, upload=home):
+        with pytest.raises(NotRecoverable, match="step 2 lies in the home behind the root"):
+            engine.load_checkpoint(root, load_module_only=True)
+        assert engine.load_checkpoint(root, "global_step1")[1] == {"epoch": 1}
+        assert same(weights(engine), saved)
+        assert engine.load_checkpoint(root)[0] == f"{root}/global_step2"
+
+
 def frozen(root: str) -> None:
     """Frozen weights are not written, and not expected by a run that has not saved yet."""
     engine = engine_of(frozen=True)
@@ -375,6 +404,7 @@ CASES = {
         replaced,
         deepspeeds_own,
         universal,
+        behind,
         frozen,
         refused,
         saves,

@@ -35,6 +35,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         "replaced",
         "deepspeeds_own",
         "universal",
+        "behind",
         "frozen",
         "refused",
     ],

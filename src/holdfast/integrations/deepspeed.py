@@ -68,6 +68,8 @@ LATEST = "latest"
 """File that names the newest tag of a folder, as DeepSpeed has it."""
 CLIENT = "client_state"
 """Key of what the caller keeps in a checkpoint."""
+_PLACES = {"durable": "the root", "memory": "memory", "upload": "the home behind the root"}
+"""Where a step lies, in words."""
 TAG = re.compile(r"global_step(\d+)")
 
 Loaded = tuple[str | None, dict[str, Any] | None]
@@ -411,7 +413,20 @@ class AttachedEngine:
         if wanted.optimizer and _is_latest(found.extras):
             return self._load_own(None, wanted)  # restore() passes over what is damaged
         newest = self._newest_where(lambda _, extras: _is_latest(extras))
-        return None if newest is None else self._load_own(newest[0], wanted)
+        if newest is None and found.tier != "upload" and not _is_latest(found.extras):
+            return None
+        where = f"{_PLACES[found.tier]}, and not in {self.root}"
+        if newest is None:
+            raise NotRecoverable(
+                f"step {found.step} lies in {where}, from where only a whole state is loaded",
+                hint=f"load_checkpoint({self.root!r}, 'global_step{found.step}') with the "
+                "optimizer's states",
+            )
+        step = newest[0]
+        is_found = step == found.step and _run_of(self.root, step) in (None, found.at.run)
+        if not is_found and _is_latest(found.extras):
+            warn_user(f"the newest step, {found.step}, lies in {where}; step {step} is loaded")
+        return self._load_own(step, wanted)
 
     def _load_own(self, step: int | None, wanted: Wanted) -> int:
         """Restore a step of the root, from any tier if the optimizer is wanted, too; None is the newest."""
@@ -419,7 +434,8 @@ class AttachedEngine:
             return self._load_some(self.root, step, wanted)
         scheduler = self.engine.lr_scheduler
         before = None if wanted.scheduler or scheduler is None else deepcopy(scheduler.state_dict())
-        self._expect(self.root, step)
+        found = self.ckpt.find(step)
+        self._expect({} if found is None else found.extras)
         restored = int(self.ckpt.restore(step, strict=wanted.strict))
         if before is not None:
             scheduler.load_state_dict(before)
@@ -433,17 +449,15 @@ class AttachedEngine:
             state.pop("optim", None)
         if not wanted.scheduler:
             state.pop("sched", None)
-        self._expect(root, step)
+        self._expect(looking.open(root, step=step).extras)
         found = once.load(root, state, step=step, strict=wanted.strict)
         if wanted.counters:
             for name, value in self.client.counters.items():
                 setattr(self.engine, name, value)
         return found
 
-    def _expect(self, root: str, step: int | None) -> None:
+    def _expect(self, extras: dict[str, Any]) -> None:
         """Expect no frozen weights in a step that has none."""
-        found = self.ckpt.find() if step is None else None
-        extras = looking.open(root, step=step).extras if found is None else found.extras
         if extras.get(CLIENT, {}).get("trainable_only"):
             self._leave_out_frozen()
 
