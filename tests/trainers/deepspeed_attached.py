@@ -249,6 +249,28 @@ def replaced(root: str) -> None:
         assert ckpt.state["model"].load_checkpoint(best, "best")[0] == f"{best}/best"
 
 
+def went_back(root: str) -> None:
+    """In place of a deleted step that `latest` names, the newest is of the run that came last."""
+    folder = str(Path(root).parent / "folder")
+    engine = engine_of()
+    with attach(engine, root) as ckpt:
+        for _ in range(3):
+            train(engine, 1)
+            engine.save_checkpoint(folder)
+            ckpt.wait()
+    engine = engine_of(1)
+    with attach(engine, root):
+        engine.load_checkpoint(folder, "global_step1")
+        train(engine, 1)
+        engine.save_checkpoint(folder)
+    Path(folder, "latest").write_text("global_step3")  # as a run leaves it that is killed before
+    shutil.rmtree(Path(root, "steps/0000000003"))
+    with attach(engine_of(2), root) as ckpt:
+        with pytest.warns(holdfast.HoldfastWarning, match="loaded is step 2"):
+            path, _ = ckpt.state["model"].load_checkpoint(folder)
+        assert path == f"{folder}/global_step2"
+
+
 def deepspeeds_own(root: str) -> None:
     """What DeepSpeed has written, also where the root is now, is read by DeepSpeed."""
     engine = engine_of()
@@ -401,6 +423,7 @@ CASES = {
         branched,
         elsewhere,
         twice,
+        went_back,
         replaced,
         deepspeeds_own,
         universal,

@@ -33,6 +33,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         "elsewhere",
         "twice",
         "replaced",
+        "went_back",
         "deepspeeds_own",
         "universal",
         "behind",

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import holdfast.checkpointer as core
 from holdfast import looking, once
 from holdfast.arguments import path_of, unfit
-from holdfast.checkpoint.names import committed, manifest_key, read_head
+from holdfast.checkpoint.names import Saved, committed, manifest_key, read_head
 from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.unproved import tell_passed_over
 from holdfast.errors import (
@@ -492,8 +492,9 @@ class AttachedEngine:
             here = [one for one in saves if one.get("folder") == _absolute(folder)]
             return [one["tag"] for one in here if one["latest"]]
 
-        def fits(step: int, extras: dict[str, Any]) -> bool:
-            return bool(tags_of(extras)) and step > pointed.step
+        def fits(saved: Saved, extras: dict[str, Any]) -> bool:
+            run = saved.run if pointed.run is None else pointed.run
+            return bool(tags_of(extras)) and saved > Saved(run, pointed.step)
 
         found = self._newest_where(fits)
         if found is None:
@@ -529,9 +530,9 @@ class AttachedEngine:
         )
 
     def _newest_where(
-        self, fits: Callable[[int, dict[str, Any]], bool]
+        self, fits: Callable[[Saved, dict[str, Any]], bool]
     ) -> tuple[int, dict[str, Any]] | None:
-        """Return the newest durable step of the root of which `fits(step, plain values)` is true, with its
+        """Return the newest durable step of the root of which `fits(saved, plain values)` is true, with its
         plain values.  What cannot be read is passed over, and told; if nothing else fits, it is raised."""
         saved = bounded(lambda: committed(open_store(self.root)), "look at", self.root)
         fault = None
@@ -542,7 +543,7 @@ class AttachedEngine:
                 fault = error
                 warn_user(f"{self.root}: step {one.step} is passed over: {error.message}")
                 continue
-            if fits(one.step, extras):
+            if fits(one, extras):
                 tell_passed_over(self.root, saved, one.step)
                 return one.step, extras
         if fault is not None:
