@@ -8,6 +8,7 @@ from deepspeed_on_cpu import deepspeed
 
 import json
 import os
+import shutil
 import signal
 import time
 import warnings
@@ -25,18 +26,19 @@ from holdfast.errors import NotRecoverable, UsageError
 from holdfast.integrations.deepspeed import attach
 
 
-def engine_of(seed: int = 0, frozen: bool = False, stage: int = 2) -> Any:
+def engine_of(seed: int = 0, frozen: bool = False, stage: int = 2, **options: Any) -> Any:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
     model[0].requires_grad_(not frozen)
     trained = [p for p in model.parameters() if p.requires_grad]
     adam = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
-    config = {
+    config: dict[str, Any] = {
         "train_batch_size": 4,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage},
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
+        **options,
     }
     sched = torch.optim.lr_scheduler.StepLR(adam, 2, gamma=0.5)
     return deepspeed.initialize(model=model, optimizer=adam, lr_scheduler=sched, config=config)[0]
@@ -182,6 +184,93 @@ def elsewhere(root: str) -> None:
         assert same(weights(other), saved)
 
 
+def twice(root: str) -> None:
+    """Another save of a step takes neither the values of the first nor its place as the newest."""
+    last, best = (str(Path(root).parent / name) for name in ("last", "best"))
+    engine = engine_of()
+    with attach(engine, root, client_state=lambda: {"own": engine.global_steps}) as ckpt:
+        train(engine, 1)
+        engine.save_checkpoint(root, client_state={"epoch": 1})
+        engine.save_checkpoint(root, "best", client_state={"acc": 0.9}, save_latest=False)
+        for folder in (last, best):
+            engine.save_checkpoint(folder, client_state={"in": folder}, save_latest=folder == last)
+        ckpt.wait()
+    told = {(root, None): {"epoch": 1}, (root, "best"): {"acc": 0.9}, (last, None): {"in": last}}
+    told[best, "global_step1"] = {"in": best}
+    for (folder, tag), client in told.items():
+        engine = engine_of(1)
+        with attach(engine, root):
+            path, found = engine.load_checkpoint(folder, tag)
+        assert (path, found) == (f"{folder}/{tag or 'global_step1'}", client)
+    with attach(engine_of(1), root) as ckpt:  # also if the second is made by a run that went on
+        engine = ckpt.state["model"]
+        engine.load_checkpoint(root)
+        engine.save_checkpoint(root, "worst", save_latest=False)
+    with attach(engine_of(1), root) as ckpt:
+        assert ckpt.state["model"].load_checkpoint(root)[1] == {"epoch": 1}
+    engine = engine_of()
+    with attach(engine, f"{root}-2", every=1, client_state=lambda: {"epoch": 2}):
+        train(engine, 2)
+        engine.save_checkpoint(f"{root}-2", "best", client_state={"acc": 1}, save_latest=False)
+    engine = engine_of(1)
+    with attach(engine, f"{root}-2"):
+        assert engine.load_checkpoint(f"{root}-2") == (f"{root}-2/global_step2", {"epoch": 2})
+
+
+def replaced(root: str) -> None:
+    """What points to a step that another run has saved anew gives nothing else; an older file does."""
+    best = str(Path(root).parent / "best")
+    engine = engine_of()
+    with attach(engine, root):
+        train(engine, 1)
+        engine.save_checkpoint(root)
+        train(engine, 1)
+        engine.save_checkpoint(best, "best")
+    engine = engine_of(1)
+    with attach(engine, root):
+        engine.load_checkpoint(root, "global_step1")
+        engine.lr_scheduler.base_lrs = [1.0]  # so that step 2 is another one
+        train(engine, 1)
+        engine.save_checkpoint(root)
+        saved = weights(engine)
+    pointer = Path(best, "best/holdfast.json")
+    engine = engine_of(2)
+    with attach(engine, root):
+        for tag in ("best", None):
+            with pytest.raises(NotRecoverable, match=r"step 2 of run 1 .* run \d+ has saved anew"):
+                engine.load_checkpoint(best, tag)
+        named = json.loads(pointer.read_text())
+        pointer.write_text(json.dumps({"root": named["root"], "step": 2}))
+        assert engine.load_checkpoint(best, "best")[0] == f"{best}/best"
+        assert same(weights(engine), saved)
+        engine.save_checkpoint(best, "best")
+    pointer.write_text(json.dumps(named))  # as if the run was killed before it could write it
+    with attach(engine_of(2), root) as ckpt:
+        assert ckpt.state["model"].load_checkpoint(best, "best")[0] == f"{best}/best"
+
+
+def went_back(root: str) -> None:
+    """In place of a deleted step that `latest` names, the newest is of the run that came last."""
+    folder = str(Path(root).parent / "folder")
+    engine = engine_of()
+    with attach(engine, root) as ckpt:
+        for _ in range(3):
+            train(engine, 1)
+            engine.save_checkpoint(folder)
+            ckpt.wait()
+    engine = engine_of(1)
+    with attach(engine, root):
+        engine.load_checkpoint(folder, "global_step1")
+        train(engine, 1)
+        engine.save_checkpoint(folder)
+    Path(folder, "latest").write_text("global_step3")  # as a run leaves it that is killed before
+    shutil.rmtree(Path(root, "steps/0000000003"))
+    with attach(engine_of(2), root) as ckpt:
+        with pytest.warns(holdfast.HoldfastWarning, match="loaded is step 2"):
+            path, _ = ckpt.state["model"].load_checkpoint(folder)
+        assert path == f"{folder}/global_step2"
+
+
 def deepspeeds_own(root: str) -> None:
     """What DeepSpeed has written, also where the root is now, is read by DeepSpeed."""
     engine = engine_of()
@@ -200,6 +289,57 @@ def deepspeeds_own(root: str) -> None:
     with attach(engine, root):
         assert engine.load_checkpoint(root)[0] == f"{root}/global_step3"
         assert same(weights(engine), after)
+
+
+def universal(root: str) -> None:
+    """An engine that is to begin with DeepSpeed's universal checkpoint goes on from its own steps."""
+    beside, asked = str(Path(root).parent / "beside"), []
+    options = {"checkpoint": {"load_universal": True}}
+    engine = engine_of(**options)
+    assert engine.load_universal_checkpoint()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(engine), "load_checkpoint", lambda _, *given, **__: asked.append(given))
+        with attach(engine, root):
+            engine.load_checkpoint(root)
+            assert asked.pop() == (root, None)
+            train(engine, 1)
+            engine.save_checkpoint(beside)
+            saved = weights(engine)
+            engine.load_checkpoint(beside, "global_step9")
+            assert asked.pop() == (beside, "global_step9")
+        for folder in (root, beside):
+            engine = engine_of(1, **options)
+            with attach(engine, root):
+                assert engine.load_checkpoint(folder)[0] == f"{folder}/global_step1"
+            assert same(weights(engine), saved) and not asked
+
+
+def behind(root: str) -> None:
+    """What is only in the home behind the root is loaded whole; a part of it is refused, or told."""
+    home = str(Path(root).parent / "home")
+    engine = engine_of()
+    with attach(engine, root, upload=home):
+        train(engine, 1)
+        engine.save_checkpoint(root, client_state={"epoch": 1})
+        saved = weights(engine)
+        train(engine, 1)
+        engine.save_checkpoint(root, exclude_frozen_parameters=True)
+    assert holdfast.steps(home) == [1, 2]
+    shutil.rmtree(Path(root, "steps/0000000002"))
+    engine = engine_of(1)
+    told = "newest step, 2, lies in the home behind the root, .* step 1 is loaded"
+    with attach(engine, root, upload=home):
+        with pytest.warns(holdfast.HoldfastWarning, match=told):
+            path, _ = engine.load_checkpoint(root, load_module_only=True)
+        assert path == f"{root}/global_step1" and same(weights(engine), saved)
+    shutil.rmtree(root)
+    engine = engine_of(1)
+    with attach(engine, root, upload=home):
+        with pytest.raises(NotRecoverable, match="step 2 lies in the home behind the root"):
+            engine.load_checkpoint(root, load_module_only=True)
+        assert engine.load_checkpoint(root, "global_step1")[1] == {"epoch": 1}
+        assert same(weights(engine), saved)
+        assert engine.load_checkpoint(root)[0] == f"{root}/global_step2"
 
 
 def frozen(root: str) -> None:
@@ -277,7 +417,21 @@ def saves(root: str, dies: int = 0) -> None:
 
 CASES = {
     one.__name__: one
-    for one in (tags, parts, branched, elsewhere, deepspeeds_own, frozen, refused, saves)
+    for one in (
+        tags,
+        parts,
+        branched,
+        elsewhere,
+        twice,
+        went_back,
+        replaced,
+        deepspeeds_own,
+        universal,
+        behind,
+        frozen,
+        refused,
+        saves,
+    )
 }
 
 

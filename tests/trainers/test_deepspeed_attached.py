@@ -25,7 +25,21 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    "case", ["tags", "parts", "branched", "elsewhere", "deepspeeds_own", "frozen", "refused"]
+    "case",
+    [
+        "tags",
+        "parts",
+        "branched",
+        "elsewhere",
+        "twice",
+        "replaced",
+        "went_back",
+        "deepspeeds_own",
+        "universal",
+        "behind",
+        "frozen",
+        "refused",
+    ],
 )
 def test_attached(ranks: Ranks, tmp_path: Path, case: str) -> None:
     ranks.finish({"case": case, "root": str(tmp_path / "root")}, 1)

@@ -23,6 +23,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
@@ -32,10 +33,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import holdfast.checkpointer as core
 from holdfast import looking, once
 from holdfast.arguments import path_of, unfit
-from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.names import Saved, committed, manifest_key, read_head
 from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.unproved import tell_passed_over
-from holdfast.errors import Corrupt, FormatError, NotRecoverable, UsageError, warn_user
+from holdfast.errors import (
+    Corrupt,
+    FormatError,
+    HoldfastError,
+    NotRecoverable,
+    UsageError,
+    warn_user,
+)
 from holdfast.patience import bounded
 from holdfast.roots import check_own
 from holdfast.state.deepspeed import COUNTERS, is_engine, zero_of
@@ -60,6 +68,8 @@ LATEST = "latest"
 """File that names the newest tag of a folder, as DeepSpeed has it."""
 CLIENT = "client_state"
 """Key of what the caller keeps in a checkpoint."""
+_PLACES = {"durable": "the root", "memory": "memory", "upload": "the home behind the root"}
+"""Where a step lies, in words."""
 TAG = re.compile(r"global_step(\d+)")
 
 Loaded = tuple[str | None, dict[str, Any] | None]
@@ -182,30 +192,72 @@ class ClientState:
         self._engine = engine
         self._ask = ask
         self._given: dict[str, Any] | None = None
-        """Return what is kept by a save that was asked for; None if the engine saves by itself."""
+        """What is kept by a save that was asked for; None if the engine saves by itself."""
+        self._made: list[dict[str, Any]] = []
+        """What the state had when it was asked for last."""
+        self._restored: list[dict[str, Any]] = []
+        self._kept: tuple[int, list[dict[str, Any]]] = (-1, [])
+        """The step that was saved or restored last, and what calls have kept in it."""
         self.leaves_out = False
         """True if frozen weights are not saved."""
-        self.restored: dict[str, Any] = {}
         self.counters: dict[str, int] = {}
 
-    def give(self, values: dict[str, Any], *, latest: bool, **place: str) -> None:
-        """Keep `values` with the save that begins next, and the `folder` and `tag` that point to it."""
-        self._given = {"values": values, "latest": latest, **place}
+    def give(self, values: dict[str, Any], *, latest: bool, folder: str, tag: str) -> None:
+        """Keep `values` with the save that begins next, under a tag in a folder; "" is the root."""
+        self._given = {"values": values, "latest": latest, "folder": folder, "tag": tag}
 
     def clear(self) -> None:
         """Let the next save be one of the engine's own."""
-        self._given = None
+        self._given, self._made = None, []
+
+    def saved(self, step: int) -> None:
+        """Let another save of this step, which replaces it, keep what it has."""
+        if self._made:
+            self._kept = step, self._made
+
+    def goes_on(self, step: int) -> None:
+        """Do so for a step of the root that was restored."""
+        self._kept = step, self._restored
 
     def state_dict(self) -> dict[str, Any]:
-        given = self._given
+        given, (step, before) = self._given, self._kept
         if given is None:
             values = {} if self._ask is None else dict(self._ask())
             given = {"values": values, "latest": True}
-        counters = {name: getattr(self._engine, name) for name in COUNTERS}
-        return {**given, "trainable_only": self.leaves_out, "counters": counters}
+        if step != self._engine.global_steps:
+            before = []
+        replaced = [one for one in before if _place_of(one) == _place_of(given)]
+        others = [one for one in before if _place_of(one) != _place_of(given)]
+        is_latest = given["latest"] or any(one["latest"] for one in replaced)
+        self._made = [*others, {**given, "latest": is_latest}]
+        return {
+            "saves": self._made,
+            "latest": any(one["latest"] for one in self._made),
+            "trainable_only": self.leaves_out,
+            "counters": {name: getattr(self._engine, name) for name in COUNTERS},
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.restored, self.counters = dict(saved["values"]), dict(saved["counters"])
+        self._restored, self.counters = _saves_of(saved), dict(saved["counters"])
+
+    def restored(self, folder: str, tag: str | None) -> dict[str, Any]:
+        """Return what was kept under a tag in a folder; without one, by the newest save that is to be found
+        without one.  A folder that was moved, or a step by its number, is found as well."""
+        found = self._restored
+        saves = [one for one in found if _place_of(one) == (folder, tag)]
+        saves = saves or [one for one in found if one["latest"]] or found
+        own = [one for one in saves if _place_of(one)[0] == folder]
+        return dict((own or saves)[-1]["values"]) if saves else {}
+
+
+def _saves_of(client: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what each call of `save_checkpoint` has kept in a step; older steps have one."""
+    saves: list[dict[str, Any]] = client.get("saves", [client])
+    return [{"latest": True, **one} for one in saves]
+
+
+def _place_of(save: dict[str, Any]) -> tuple[str, str | None]:
+    return save.get("folder", ""), save.get("tag")
 
 
 class Pointed(NamedTuple):
@@ -214,6 +266,8 @@ class Pointed(NamedTuple):
     root: str
     step: int
     tag: str
+    run: int | None
+    """The run that has saved it; None if that is not told."""
 
 
 class Pending(NamedTuple):
@@ -247,7 +301,11 @@ class AttachedEngine:
     def stepped(self) -> None:
         """An optimizer step was made."""
         if self.has_every:
-            self.ckpt.step(self.engine.global_steps)
+            step, every = self.engine.global_steps, self.ckpt.every
+            self.client.clear()
+            self.ckpt.step(step)
+            if any(n is not None and step % n == 0 for n in (every.durable, every.memory)):
+                self.client.saved(step)
         self._point()
 
     def save(
@@ -270,10 +328,11 @@ class AttachedEngine:
         label = is_root and name != f"global_step{step}"
         if label:
             _check_label(name, step)
-        place = {} if is_root else {"folder": _absolute(os.fspath(folder)), "tag": name}
-        self.client.give(client_state, latest=latest, **place)
+        place = self._place(folder)
+        self.client.give(client_state, latest=latest, folder=place, tag=name)
         try:
             save = self.ckpt.save(step)
+            self.client.saved(step)
         finally:
             self.client.clear()
         if label:
@@ -300,7 +359,9 @@ class AttachedEngine:
         self.pending = [one for one in self.pending if not one.save.done()]
         for one in done:
             if one.save.error is None and self.engine.global_rank == 0:
-                _write_pointer(Pointed(self.root, one.save.step, one.tag), one.folder, one.latest)
+                step = one.save.step
+                pointed = Pointed(self.root, step, one.tag, _run_of(self.root, step))
+                _write_pointer(pointed, one.folder, one.latest)
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -313,7 +374,10 @@ class AttachedEngine:
         is_newest = tag is None
         if is_newest and found is None:
             tag = _latest_of(folder)
-        if self.engine.load_universal_checkpoint() or _is_deepspeeds(folder, tag):
+        is_universal = self.engine.load_universal_checkpoint() and not (
+            found is not None if is_root else _is_pointer(folder, tag)
+        )
+        if is_universal or _is_deepspeeds(folder, tag):
             return self._load_by_deepspeed(folder, tag, wanted, custom_load_fn)
         if custom_load_fn is not None:
             raise UsageError(
@@ -321,12 +385,14 @@ class AttachedEngine:
                 hint="leave it out, or load by holdfast.load(root, {'model': engine}, only=...)",
             )
         restored: int | None
+        is_own = is_root
         if not is_root:
             pointed = self._pointed(folder, tag)
             if pointed is None:
                 return None, None
             newest = self._newest_saved(folder, pointed) if is_newest else pointed
-            restored, tag = self._load_pointed(newest, wanted), newest.tag
+            restored, tag = self._load_pointed(folder, newest, wanted), newest.tag
+            is_own = _same(newest.root, self.root)
             if newest != pointed and self.engine.global_rank == 0:
                 _write_pointer(newest, folder, True)
         elif tag is None:
@@ -335,8 +401,10 @@ class AttachedEngine:
             restored = self._load_own(self._step_of(tag), wanted)
         if restored is None:
             return None, None
+        if wanted.counters and is_own:
+            self.client.goes_on(restored)
         path = os.path.join(folder, tag or f"global_step{restored}")
-        return path, dict(self.client.restored)
+        return path, self.client.restored(self._place(folder), tag)
 
     def _load_newest(self, found: Found | None, wanted: Wanted) -> int | None:
         """Restore the newest step, but for those that were saved with `save_latest=False`."""
@@ -345,7 +413,20 @@ class AttachedEngine:
         if wanted.optimizer and _is_latest(found.extras):
             return self._load_own(None, wanted)  # restore() passes over what is damaged
         newest = self._newest_where(lambda _, extras: _is_latest(extras))
-        return None if newest is None else self._load_own(newest[0], wanted)
+        if newest is None and found.tier != "upload" and not _is_latest(found.extras):
+            return None
+        where = f"{_PLACES[found.tier]}, and not in {self.root}"
+        if newest is None:
+            raise NotRecoverable(
+                f"step {found.step} lies in {where}, from where only a whole state is loaded",
+                hint=f"load_checkpoint({self.root!r}, 'global_step{found.step}') with the "
+                "optimizer's states",
+            )
+        step = newest[0]
+        is_found = step == found.step and _run_of(self.root, step) in (None, found.at.run)
+        if not is_found and _is_latest(found.extras):
+            warn_user(f"the newest step, {found.step}, lies in {where}; step {step} is loaded")
+        return self._load_own(step, wanted)
 
     def _load_own(self, step: int | None, wanted: Wanted) -> int:
         """Restore a step of the root, from any tier if the optimizer is wanted, too; None is the newest."""
@@ -353,7 +434,8 @@ class AttachedEngine:
             return self._load_some(self.root, step, wanted)
         scheduler = self.engine.lr_scheduler
         before = None if wanted.scheduler or scheduler is None else deepcopy(scheduler.state_dict())
-        self._expect(self.root, step)
+        found = self.ckpt.find(step)
+        self._expect({} if found is None else found.extras)
         restored = int(self.ckpt.restore(step, strict=wanted.strict))
         if before is not None:
             scheduler.load_state_dict(before)
@@ -367,17 +449,15 @@ class AttachedEngine:
             state.pop("optim", None)
         if not wanted.scheduler:
             state.pop("sched", None)
-        self._expect(root, step)
+        self._expect(looking.open(root, step=step).extras)
         found = once.load(root, state, step=step, strict=wanted.strict)
         if wanted.counters:
             for name, value in self.client.counters.items():
                 setattr(self.engine, name, value)
         return found
 
-    def _expect(self, root: str, step: int | None) -> None:
+    def _expect(self, extras: dict[str, Any]) -> None:
         """Expect no frozen weights in a step that has none."""
-        found = self.ckpt.find() if step is None else None
-        extras = looking.open(root, step=step).extras if found is None else found.extras
         if extras.get(CLIENT, {}).get("trainable_only"):
             self._leave_out_frozen()
 
@@ -390,7 +470,7 @@ class AttachedEngine:
             return None
         try:
             pointer = json.loads(Path(folder, tag, POINTER).read_bytes())
-            return Pointed(str(pointer["root"]), int(pointer["step"]), tag)
+            return Pointed(str(pointer["root"]), int(pointer["step"]), tag, pointer.get("run"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise NotRecoverable(
                 f"{Path(folder, tag)} points to no step: it was not committed, or is no checkpoint "
@@ -407,9 +487,14 @@ class AttachedEngine:
         if not _same(pointed.root, self.root) or pointed.step in looking.steps(self.root):
             return pointed
 
-        def fits(step: int, extras: dict[str, Any]) -> bool:
-            is_here = extras.get(CLIENT, {}).get("folder") == _absolute(folder)
-            return is_here and _is_latest(extras) and step > pointed.step
+        def tags_of(extras: dict[str, Any]) -> list[str]:
+            saves = _saves_of(extras.get(CLIENT, {}))
+            here = [one for one in saves if one.get("folder") == _absolute(folder)]
+            return [one["tag"] for one in here if one["latest"]]
+
+        def fits(saved: Saved, extras: dict[str, Any]) -> bool:
+            run = saved.run if pointed.run is None else pointed.run
+            return bool(tags_of(extras)) and saved > Saved(run, pointed.step)
 
         found = self._newest_where(fits)
         if found is None:
@@ -417,9 +502,17 @@ class AttachedEngine:
         step, extras = found
         names = f"{Path(folder, LATEST)} names {pointed.tag}, whose step is deleted"
         warn_user(f"{names}; loaded is step {step}, which was saved there after it")
-        return Pointed(self.root, step, extras[CLIENT]["tag"])
+        return Pointed(self.root, step, tags_of(extras)[-1], _run_of(self.root, step))
 
-    def _load_pointed(self, pointed: Pointed, wanted: Wanted) -> int:
+    def _load_pointed(self, folder: str, pointed: Pointed, wanted: Wanted) -> int:
+        run = None if pointed.run is None else _run_of(pointed.root, pointed.step)
+        if run not in (None, pointed.run) and not _is_saved_at(folder, pointed):
+            raise NotRecoverable(
+                f"{Path(folder, pointed.tag)} names step {pointed.step} of run {pointed.run} in "
+                f"{pointed.root}, which run {run} has saved anew",
+                hint=f"load_checkpoint({pointed.root!r}, 'global_step{pointed.step}') takes the one "
+                "that is there",
+            )
         if _same(pointed.root, self.root):
             return self._load_own(pointed.step, wanted)
         return self._load_some(pointed.root, pointed.step, wanted)
@@ -437,9 +530,9 @@ class AttachedEngine:
         )
 
     def _newest_where(
-        self, fits: Callable[[int, dict[str, Any]], bool]
+        self, fits: Callable[[Saved, dict[str, Any]], bool]
     ) -> tuple[int, dict[str, Any]] | None:
-        """Return the newest durable step of the root of which `fits(step, plain values)` is true, with its
+        """Return the newest durable step of the root of which `fits(saved, plain values)` is true, with its
         plain values.  What cannot be read is passed over, and told; if nothing else fits, it is raised."""
         saved = bounded(lambda: committed(open_store(self.root)), "look at", self.root)
         fault = None
@@ -450,7 +543,7 @@ class AttachedEngine:
                 fault = error
                 warn_user(f"{self.root}: step {one.step} is passed over: {error.message}")
                 continue
-            if fits(one.step, extras):
+            if fits(one, extras):
                 tell_passed_over(self.root, saved, one.step)
                 return one.step, extras
         if fault is not None:
@@ -472,6 +565,10 @@ class AttachedEngine:
 
     def _is_root(self, folder: str) -> bool:
         return _same(os.fspath(folder), self.root)
+
+    def _place(self, folder: str) -> str:
+        """The folder as a step keeps it; "" for the root."""
+        return "" if self._is_root(folder) else _absolute(os.fspath(folder))
 
 
 # -- folders --------------------------------------------------------------------------------------
@@ -500,6 +597,22 @@ def _is_latest(extras: dict[str, Any]) -> bool:
     return bool(extras.get(CLIENT, {}).get("latest", True))
 
 
+def _is_saved_at(folder: str, pointed: Pointed) -> bool:
+    """True if a step was saved under its tag in this folder: a run that was killed before it could write
+    the pointer leaves that of the step it has replaced."""
+    extras = looking.open(pointed.root, step=pointed.step).extras
+    place = _absolute(folder), pointed.tag
+    return any(_place_of(one) == place for one in _saves_of(extras.get(CLIENT, {})))
+
+
+def _run_of(root: str, step: int) -> int | None:
+    """The run that saved a step; None if that cannot be told, which reading the step tells."""
+    with suppress(HoldfastError):
+        saved = read_head(open_store(root), step, manifest_key(step))
+        return None if saved is None or not saved.is_proved else saved.run
+    return None
+
+
 def _latest_of(folder: str) -> str | None:
     """The tag that a folder's `latest` names; None if it has no such file."""
     try:
@@ -513,10 +626,17 @@ def _is_deepspeeds(folder: str, tag: str | None) -> bool:
     return tag is not None and any(Path(folder, tag).glob("*_states.pt"))
 
 
+def _is_pointer(folder: str, tag: str | None) -> bool:
+    """True if this tag points to a step of a root."""
+    return tag is not None and Path(folder, tag, POINTER).exists()
+
+
 def _write_pointer(pointed: Pointed, folder: str, latest: bool) -> None:
     place = Path(folder, pointed.tag)
     place.mkdir(parents=True, exist_ok=True)
-    pointer = {"root": _absolute(pointed.root), "step": pointed.step}
+    pointer: dict[str, Any] = {"root": _absolute(pointed.root), "step": pointed.step}
+    if pointed.run is not None:
+        pointer["run"] = pointed.run
     _replace(place / POINTER, json.dumps(pointer))
     if latest:
         _replace(Path(folder, LATEST), pointed.tag)
