@@ -22,6 +22,7 @@ from deepspeed.utils import set_log_level_from_string
 from torch import nn
 
 import holdfast
+import holdfast.integrations.deepspeed as integration
 from holdfast.errors import NotRecoverable, UsageError
 from holdfast.integrations.deepspeed import attach
 
@@ -271,6 +272,27 @@ def went_back(root: str) -> None:
         assert path == f"{folder}/global_step2"
 
 
+def late_pointer(root: str) -> None:
+    """Two ranks, of which the first writes pointers, and takes a second: both go on from the same one."""
+    write = integration._write_pointer
+
+    def late(*args: Any) -> None:
+        time.sleep(1)
+        write(*args)
+
+    integration._write_pointer = late
+    folder = str(Path(root).parent / "out")
+    engine = engine_of()
+    with attach(engine, root):
+        for step in (1, 2):
+            train(engine, 1)
+            engine.save_checkpoint(folder, client_state={"at": step})
+            path, client = engine.load_checkpoint(folder)
+            assert (path, client) == (f"{folder}/global_step{step}", {"at": step})
+        with pytest.raises(NotRecoverable, match="points to no step"):
+            engine.load_checkpoint(folder, "nothing")
+
+
 def deepspeeds_own(root: str) -> None:
     """What DeepSpeed has written, also where the root is now, is read by DeepSpeed."""
     engine = engine_of()
@@ -430,6 +452,7 @@ CASES = {
         behind,
         frozen,
         refused,
+        late_pointer,
         saves,
     )
 }

@@ -45,6 +45,10 @@ def test_attached(ranks: Ranks, tmp_path: Path, case: str) -> None:
     ranks.finish({"case": case, "root": str(tmp_path / "root")}, 1)
 
 
+def test_two_ranks_go_on_from_the_same_pointer(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.finish({"case": "late_pointer", "root": str(tmp_path / "root")}, 2)
+
+
 def test_killed_before_each_write_beside_the_root(ranks: Ranks, tmp_path: Path) -> None:
     """`load_checkpoint` of a folder gives the step that was saved there last, the only one that is kept."""
     whole = tmp_path / "whole"

@@ -28,7 +28,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
 
 import holdfast.checkpointer as core
 from holdfast import looking, once
@@ -49,6 +51,7 @@ from holdfast.roots import check_own
 from holdfast.state.deepspeed import COUNTERS, is_engine, zero_of
 from holdfast.state.trainable import trainable_only
 from holdfast.store import open_store
+from holdfast.wire import WireError
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.tidying import Keep
@@ -71,6 +74,8 @@ CLIENT = "client_state"
 _PLACES = {"durable": "the root", "memory": "memory", "upload": "the home behind the root"}
 """Where a step lies, in words."""
 TAG = re.compile(r"global_step(\d+)")
+
+T = TypeVar("T")
 
 Loaded = tuple[str | None, dict[str, Any] | None]
 
@@ -373,7 +378,8 @@ class AttachedEngine:
         found = self.ckpt.find() if is_root else None
         is_newest = tag is None
         if is_newest and found is None:
-            tag = _latest_of(folder)
+            tag = self._on_the_first(lambda: _latest_of(folder))
+        latest = tag
         is_universal = self.engine.load_universal_checkpoint() and not (
             found is not None if is_root else _is_pointer(folder, tag)
         )
@@ -387,13 +393,13 @@ class AttachedEngine:
         restored: int | None
         is_own = is_root
         if not is_root:
-            pointed = self._pointed(folder, tag)
-            if pointed is None:
+            look = self._newest_saved if is_newest else self._pointed
+            newest = self._on_the_first(lambda: look(folder, tag))
+            if newest is None:
                 return None, None
-            newest = self._newest_saved(folder, pointed) if is_newest else pointed
             restored, tag = self._load_pointed(folder, newest, wanted), newest.tag
             is_own = _same(newest.root, self.root)
-            if newest != pointed and self.engine.global_rank == 0:
+            if is_newest and newest.tag != latest and self.engine.global_rank == 0:
                 _write_pointer(newest, folder, True)
         elif tag is None:
             restored = self._load_newest(found, wanted)
@@ -406,23 +412,36 @@ class AttachedEngine:
         path = os.path.join(folder, tag or f"global_step{restored}")
         return path, self.client.restored(self._place(folder), tag)
 
+    def _on_the_first(self, read: Callable[[], T]) -> T:
+        """Return on all ranks what the first one has read, which alone writes pointers; or its error."""
+        found: list[Any] = [None]
+        if self.engine.global_rank == 0:
+            try:
+                found = [read()]
+            except Exception as error:
+                found = [WireError.of(error)]
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], WireError):
+            raise found[0].error()
+        value: T = found[0]
+        return value
+
     def _load_newest(self, found: Found | None, wanted: Wanted) -> int | None:
         """Restore the newest step, but for those that were saved with `save_latest=False`."""
         if found is None:
             return None
         if wanted.optimizer and _is_latest(found.extras):
             return self._load_own(None, wanted)  # restore() passes over what is damaged
-        newest = self._newest_where(lambda _, extras: _is_latest(extras))
-        if newest is None and found.tier != "upload" and not _is_latest(found.extras):
+        step = self._on_the_first(self._newest_of_all)
+        if step is None and found.tier != "upload" and not _is_latest(found.extras):
             return None
         where = f"{_PLACES[found.tier]}, and not in {self.root}"
-        if newest is None:
+        if step is None:
             raise NotRecoverable(
                 f"step {found.step} lies in {where}, from where only a whole state is loaded",
                 hint=f"load_checkpoint({self.root!r}, 'global_step{found.step}') with the "
                 "optimizer's states",
             )
-        step = newest[0]
         is_found = step == found.step and _run_of(self.root, step) in (None, found.at.run)
         if not is_found and _is_latest(found.extras):
             warn_user(f"the newest step, {found.step}, lies in {where}; step {step} is loaded")
@@ -478,13 +497,16 @@ class AttachedEngine:
                 hint=f"load_checkpoint({self.root!r}) goes on from the newest step of the root",
             ) from None
 
-    def _newest_saved(self, folder: str, pointed: Pointed) -> Pointed:
+    def _newest_saved(self, folder: str, tag: str | None) -> Pointed | None:
         """Return what `latest` points to or, if that is deleted, the newest step saved there after it.
 
         A run that is killed between a commit and the writing of `latest` leaves it naming a step that
         `keep` may have let go.
         """
-        if not _same(pointed.root, self.root) or pointed.step in looking.steps(self.root):
+        pointed = self._pointed(folder, tag)
+        if pointed is None or not _same(pointed.root, self.root):
+            return pointed
+        if pointed.step in looking.steps(self.root):
             return pointed
 
         def tags_of(extras: dict[str, Any]) -> list[str]:
@@ -528,6 +550,10 @@ class AttachedEngine:
         raise NotRecoverable(
             f"{self.root} has no step with the tag {tag!r}", hint=f"holdfast ls {self.root}"
         )
+
+    def _newest_of_all(self) -> int | None:
+        newest = self._newest_where(lambda _, extras: _is_latest(extras))
+        return None if newest is None else newest[0]
 
     def _newest_where(
         self, fits: Callable[[Saved, dict[str, Any]], bool]
