@@ -255,6 +255,7 @@ ONLY_TO_RESTORE = (
     "holdfast.checkpoint.reading",
     "holdfast.checkpoint.rows",
     "holdfast.codec.table",
+    "holdfast.layout.locating",
     "holdfast.restart",
     "holdfast.restore",
 )

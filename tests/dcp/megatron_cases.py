@@ -40,13 +40,14 @@ def state(fill: bool, ranks: int = 2) -> dict[str, Any]:
     }
 
 
-def saved(folder: Path, **options: Any) -> Any:
+def saved(folder: Path, tree: Any = None, **options: Any) -> Any:
     from megatron.core import dist_checkpointing
 
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True, parents=True)
     dist.barrier()
-    return dist_checkpointing.save(state(True), str(folder), ("holdfast", 1), **options)
+    tree = state(True) if tree is None else tree
+    return dist_checkpointing.save(tree, str(folder), ("holdfast", 1), **options)
 
 
 def check(folder: Path, ranks: int = 2) -> None:
@@ -103,11 +104,28 @@ def a_process_that_dies_commits_nothing(out: Path) -> None:
     assert not (out / "iter_0000008" / "metadata.json").exists()
 
 
+class Strange:
+    """No plain data."""
+
+
+def what_one_rank_cannot_save_is_told_on_both(out: Path) -> None:
+    tree = state(True)
+    if dist.get_rank() == 1:
+        tree["obj"].data = Strange()
+    with pytest.raises(CheckpointException, match="is no plain data"):
+        saved(out / "iter_0000009", tree, async_sharded_save=True)
+
+
 def die(*args: Any) -> None:
     os._exit(9)
 
 
-CASES = [at_the_call, in_the_background, a_process_that_dies_commits_nothing]
+CASES = [
+    at_the_call,
+    in_the_background,
+    a_process_that_dies_commits_nothing,
+    what_one_rank_cannot_save_is_told_on_both,
+]
 
 if __name__ == "__main__":
     on_cpu()

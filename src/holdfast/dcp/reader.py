@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from holdfast.arguments import flag_of, path_of
@@ -105,24 +105,36 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
         """Read, verify and place all that the plan wants.  Blocks."""
         if isinstance(plan.storage_data, int) and plan.storage_data != self.checkpoint.step:
             self._go_back(plan.storage_data)
-        saved, wants, tensors, values = self.checkpoint, [], [], Pickles()
+        saved, values = self.checkpoint, Pickles()
+        wants: list[Want] = []
+        taken: dict[int, tuple[ReadItem, torch.Tensor]] = {}
+        """Items whose tensors are to be filled, by address: a planner may hand out one buffer for many."""
+
+        def fill() -> None:
+            read_alone(saved.images, wants)
+            for item, target in taken.values():
+                planner.commit_tensor(item, target)
+            wants.clear()
+            taken.clear()
+
         for item in plan.items:
             value = self._listing[item.storage_index.fqn][1]
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, values.pickled(value))
                 continue
             target = planner.resolve_tensor(item)
+            address = _address(target) or -len(taken) - 1
+            if address in taken:
+                fill()
             start = tuple(item.storage_offsets)
             box = Box(start, tuple(a + n for a, n in zip(start, item.lengths)))
             if box.size:
                 number = saved.index(value.saved_name)
                 dtype = saved.manifest.tensors[number].dtype
                 wants.append(Want(number, box, target_of(target.detach(), dtype)))
-            tensors.append((item, target))
-        read_alone(saved.images, wants)
+            taken[address] = item, target
+        fill()
         self._wanted = None  # the next load says which it wants
-        for item, target in tensors:
-            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -137,6 +149,14 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
                 f"than step {step}",
                 hint="load again, or name the step by checkpoint_id",
             )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; 0 if it has none of its own."""
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:
+        return 0
 
 
 def _kind(value: Any) -> Any:

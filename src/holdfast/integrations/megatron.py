@@ -83,7 +83,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):
             _planner(),
             _DistWrapper(None, True, 0),
         )
-        state, metadata = _flat(sharded_state_dict), []
+        state, metadata, made_ready = _flat(sharded_state_dict), [], []
 
         def local() -> Any:
             writer.reset(str(step_of(checkpoint_dir)))
@@ -97,7 +97,8 @@ class SaveStrategy(AsyncSaveShardedStrategy):
             return writer.prepare_global_plan(plans)
 
         plan = planner.finish_plan(ranks.reduce_scatter("plan", local, together))
-        prepared = writer.prepare(plan, planner)
+        ranks.all_gather("prepare", lambda: made_ready.append(writer.prepare(plan, planner)))
+        prepared: Prepared = made_ready[0]
         handle, note = tempfile.mkstemp(prefix="holdfast-megatron-")
         os.close(handle)
 

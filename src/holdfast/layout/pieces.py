@@ -36,7 +36,6 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.layout.box import Box
 from holdfast.layout.fragment import Stored
 from holdfast.layout.mesh import Mesh
 from holdfast.layout.sharding import Sharding, part_of, parts_of
@@ -169,15 +168,15 @@ class Placement:
         order: dict[int, tuple[int, int]] = {}
         for key in dict.fromkeys(keys.tolist()):
             order[key] = (-(key % 64), len(order))
-        self._classes = []
-        self._class_of = np.zeros(len(keys), np.int64)
-        self._index = np.zeros(len(keys), np.int64)
+        self.classes = []
+        self.class_of = np.zeros(len(keys), np.int64)
+        self.index_in_class = np.zeros(len(keys), np.int64)
         for number, key in enumerate(sorted(order, key=order.__getitem__)):
             rows = np.flatnonzero(keys == key)
-            self._class_of[rows] = number
-            self._index[rows] = np.arange(len(rows))
+            self.class_of[rows] = number
+            self.index_in_class[rows] = np.arange(len(rows))
             sharding = self.table.shardings[int(self.table.sharding[rows[0]])]
-            self._classes.append(_Class(rows, sharding, key % 64))
+            self.classes.append(_Class(rows, sharding, key % 64))
 
     def fresh(self) -> Placement:
         """The same, with nothing cached yet."""
@@ -187,7 +186,7 @@ class Placement:
 
     def pieces(self, rank: int) -> Pieces:
         """The pieces that `rank` writes, in image order."""
-        parts = [self._pieces_of(number, rank) for number in range(len(self._classes))]
+        parts = [self._pieces_of(number, rank) for number in range(len(self.classes))]
         columns = [np.concatenate(c) for c in zip(*(p for p in parts if p is not None))]
         if not columns:
             none = np.zeros((0, self.table.shape.shape[1]), np.int64)
@@ -198,23 +197,23 @@ class Placement:
         return Pieces(tensor[keep], start[keep], stop[keep], np.cumsum(size) - size, size)
 
     def _pieces_of(self, number: int, rank: int) -> tuple[Ints, Ints, Ints, Ints] | None:
-        one = self._classes[number]
+        one = self.classes[number]
         if one.sharding.held is not None:
             return self._listed(number, rank)
         place = self.place(one.sharding, rank)
         if place is None:
             return None
-        cells = self._at(number, place[0])
+        cells = self.cells_of(number, place[0])
         lo, hi = cells.bounds[place[1]], cells.bounds[place[1] + 1]
         first = max(int(np.searchsorted(cells.ends, lo, "right")) - 1, 0)
         last = int(np.searchsorted(cells.ends, hi, "left"))
         rows = np.arange(first, max(last, first))
-        start, stop = _rows_between(cells, rows, lo, hi)
+        start, stop = rows_between(cells, rows, lo, hi)
         size = np.prod(stop - start, axis=1) * one.itemsize
         return one.tensors[rows], start, stop, size
 
     def _listed(self, number: int, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
-        one = self._classes[number]
+        one = self.classes[number]
         boxes = [box for holder, box in one.sharding.held or () if holder == rank]
         full = len(boxes), self.table.shape.shape[1]
         start, stop = np.zeros(full, np.int64), np.ones(full, np.int64)
@@ -260,14 +259,14 @@ class Placement:
             ranks = (ranks[:, None] + steps[None, :]).reshape(-1)
         return ranks
 
-    def _at(self, number: int, part: int) -> _Cells:
+    def cells_of(self, number: int, part: int) -> _Cells:
         found = self._cells.get((number, part))
         if found is None:
-            self._kept += len(self._classes[number].tensors)
+            self._kept += len(self.classes[number].tensors)
             if self._kept > KEPT_ROWS:
                 self._cells.clear()
                 self._kept = 0
-            found = self._cells[number, part] = self._make_cells(self._classes[number], part)
+            found = self._cells[number, part] = self._make_cells(self.classes[number], part)
         return found
 
     def _make_cells(self, one: _Class, part: int) -> _Cells:
@@ -298,113 +297,16 @@ class Placement:
 
         Empty boxes yield no rows.  Offsets count from the first piece of the image of `rank`.
         """
-        found = []
-        busy = np.all(stop > start, axis=1)
-        for number in np.unique(self._class_of[tensor[busy]]).tolist():
-            rows = np.flatnonzero(busy & (self._class_of[tensor] == number))
-            listed = self._classes[number].sharding.held is not None
-            find = self._locate_listed if listed else self._locate_regular
-            found.append(find(number, rows, tensor[rows], start[rows], stop[rows]))
-        if not found:
-            none = np.zeros((0, self.table.shape.shape[1]), np.int64)
-            return Located(none[:, 0], none[:, 0], none[:, 0], none, none, none, none)
-        want, rank, offset, a, b, c, d = (np.concatenate(column) for column in zip(*found))
-        return Located(want, rank, offset, a, b, c, d)
+        from holdfast.layout.locating import locate
 
-    def _locate_regular(
-        self, number: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
-    ) -> tuple[Ints, ...]:
-        one = self._classes[number]
-        rows, part = self._parts_touched(one.sharding, tensor, start, stop)
-        out = []
-        for place in np.unique(part).tolist():
-            mine = rows[part == place]
-            out.append(
-                self._within_cells(number, place, want[mine], tensor[mine], start[mine], stop[mine])
-            )
-        return tuple(np.concatenate(c) for c in zip(*out))
+        return locate(self, tensor, start, stop)
 
-    def _parts_touched(
-        self, sharding: Sharding, tensor: Ints, start: Ints, stop: Ints
-    ) -> tuple[Ints, Ints]:
-        """(want row, part) for every part that a want touches: nested cuts, each expanded."""
-        rows = np.arange(len(tensor))
-        part = np.zeros(len(tensor), np.int64)
-        lo = np.zeros_like(start)
-        hi = self.table.shape[tensor].copy()
-        for cut in sharding.cuts:
-            d, parts = cut.dim, parts_of(self.mesh, cut.axes)
-            step = np.maximum(-(-(hi[:, d] - lo[:, d]) // parts), 1)
-            first = (np.maximum(start[rows, d], lo[:, d]) - lo[:, d]) // step
-            last = (np.minimum(stop[rows, d], hi[:, d]) - 1 - lo[:, d]) // step
-            source, at = _expand(first, last)
-            rows, step = rows[source], step[source]
-            part = part[source] * parts + at
-            lo, hi = lo[source], hi[source]
-            low = lo[:, d].copy()
-            lo[:, d] = low + at * step
-            hi[:, d] = np.minimum(low + (at + 1) * step, hi[:, d])
-        return rows, part
-
-    def _within_cells(
-        self, number: int, part: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
-    ) -> tuple[Ints, ...]:
-        """Find which replicas wrote the wanted rows of one part, and at what offset."""
-        cells = self._at(number, part)
-        index = self._index[tensor]
-        dim = cells.row_dim[index]
-        each = np.arange(len(index))
-        base, unit, at = cells.start[index, dim], cells.row_bytes[index], cells.ends[index]
-        lo = at + (np.maximum(start[each, dim], base) - base) * unit
-        hi = at + (np.minimum(stop[each, dim], cells.stop[index, dim]) - base) * unit
-        shares = cells.bounds[cells.busy]
-        first = np.searchsorted(shares, lo, "right") - 1
-        last = np.searchsorted(shares, hi, "left") - 1
-        source, nth = _expand(first, last)
-        replica = cells.busy[nth]
-        ranks = self.holders(self._classes[number].sharding, part)[replica]
-        from_, to = cells.bounds[replica], cells.bounds[replica + 1]
-        piece_start, piece_stop = _rows_between(cells, index[source], from_, to)
-        begin = np.maximum(cells.ends[index[source]], from_)
-        bases = np.array([self._base(int(r), number) for r in ranks.tolist()], np.int64)
-        lower = np.maximum(start[source], piece_start)
-        upper = np.minimum(stop[source], piece_stop)
-        keep = np.all(upper > lower, axis=1)
-        columns = (
-            want[source],
-            ranks,
-            bases + begin - from_,
-            piece_start,
-            piece_stop,
-            lower,
-            upper,
-        )
-        return tuple(c[keep] for c in columns)
-
-    def _locate_listed(
-        self, number: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
-    ) -> tuple[Ints, ...]:
-        out, held = [], self._classes[number].sharding.held or ()
-        asked = Box(tuple(start.min(axis=0).tolist()), tuple(stop.max(axis=0).tolist()))
-        touched = {rank for rank, box in held if box & asked}  # mostly the rank's own part alone
-        for rank in sorted(touched or {rank for rank, _ in held[:1]}):
-            owner, begin, end, size = self._listed(number, rank)
-            offset = np.cumsum(size) - size + self._base(rank, number)
-            source, piece = np.nonzero(tensor[:, None] == owner[None, :])
-            lower = np.maximum(start[source], begin[piece])
-            upper = np.minimum(stop[source], end[piece])
-            keep = np.all(upper > lower, axis=1)
-            s, p = source[keep], piece[keep]
-            ranks = np.full(len(s), rank, np.int64)
-            out.append((want[s], ranks, offset[p], begin[p], end[p], lower[keep], upper[keep]))
-        return tuple(np.concatenate(c) for c in zip(*out))
-
-    def _base(self, rank: int, number: int) -> int:
+    def base(self, rank: int, number: int) -> int:
         """Byte at which class `number` begins, from the first piece of a rank's image."""
         bases = self._bases.get(rank)
         if bases is None:
             bases, at = {}, 0
-            for other, one in enumerate(self._classes):
+            for other, one in enumerate(self.classes):
                 bases[other] = at
                 at += self._share_bytes(other, one, rank)
             self._bases[rank] = bases
@@ -417,16 +319,8 @@ class Placement:
         place = self.place(one.sharding, rank)
         if place is None:
             return 0
-        bounds = self._at(number, place[0]).bounds
+        bounds = self.cells_of(number, place[0]).bounds
         return int(bounds[place[1] + 1] - bounds[place[1]])
-
-
-def _expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """For every i and every k in first[i]..last[i] inclusive: (i, k)."""
-    count = np.maximum(last - first + 1, 0)
-    source = np.repeat(np.arange(len(count)), count)
-    nth = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
-    return source, first[source] + nth
 
 
 def _divide(ends: Ints, size: Ints, row_bytes: Ints, replicas: int) -> Ints:
@@ -450,7 +344,7 @@ def _divide(ends: Ints, size: Ints, row_bytes: Ints, replicas: int) -> Ints:
     return ideal
 
 
-def _rows_between(cells: _Cells, index: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+def rows_between(cells: _Cells, index: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
     """The boxes of tensors `index` that lie in bytes `lo..hi` of the string."""
     start, stop = cells.start[index].copy(), cells.stop[index].copy()
     dim, unit, at = cells.row_dim[index], cells.row_bytes[index], cells.ends[index]
