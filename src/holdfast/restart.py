@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.checkpoint.listing import came_later, stated_attempt
-from holdfast.checkpoint.names import describe
+from holdfast.checkpoint.names import describe, read_manifest
+from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import alike
 from holdfast.checkpoint.recorded import last_recorded
@@ -466,7 +467,28 @@ class Restart:
         if taken.in_memory or self.behind is None or not is_recording:
             return taken.in_memory and at not in here
         there = {(s.run, s.step) for s in self.uploaded}
-        return at != max(here | there) and at not in here & there
+        if at == max(here | there) or at in here & there:
+            return False
+        return self.num_replayed > 0 or at not in here or not self._is_noted(taken.step)
+
+    def _is_noted(self, step: int) -> bool:
+        """True if a step of the root has labels, metrics or files, which another save of it would not have:
+        then it stays, and it is told what the home behind lacks.  Collective."""
+        store = self.tiers.store
+
+        def look() -> bytes:
+            notes, manifest = read_notes(store), read_manifest(store, step)
+            own = manifest.metrics or manifest.attached or notes.values(manifest.run, step)
+            return b"noted" if own or step in notes.pinned else b""
+
+        is_noted = bool(self.tiers.group.from_rank0(look))
+        if is_noted and self.behind is not None and self.tiers.group.rank == 0:
+            warn_user(
+                f"records lead on from step {step}, which {self.behind.url} has not: until the next full "
+                f"save is uploaded, they are of use with {store.url} alone",
+                hint="it has labels, metrics or files, so it is not saved anew",
+            )
+        return is_noted
 
 
 def origin_of(root: str, source: str | None, group: Group) -> str | None:

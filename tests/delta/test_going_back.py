@@ -207,6 +207,38 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
+def test_a_run_that_left_no_base_gives_nothing_up(root: Path) -> None:  # noqa: F811
+    """It began anew in the root of another one, and ended before its first full save was there."""
+    run, every = Plain(), holdfast.Every(durable=100, delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        expected = train(ckpt, run, range(5, 9), 0.01)[8]
+    run = Plain()
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        train(ckpt, run, range(1, 4), 0.02)
+    shutil.rmtree(root / "steps/0000000001")
+    run = Plain()
+    with (
+        holdfast.Checkpointer(root, run.state, delta=holdfast.Delta()) as ckpt,
+        pytest.warns(holdfast.HoldfastWarning, match="full save of step 1 by run 2"),
+    ):
+        assert ckpt.restore() == 8
+    check_equal(run.everything(), expected)
+
+
+def test_a_step_of_what_was_given_up_is_reached_from_its_own_base(root: Path) -> None:  # noqa: F811
+    run, every = Plain(), holdfast.Every(durable=4, delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        expected = train(ckpt, run, range(1, 8), 0.01)[7]
+    run, every = Plain(), holdfast.Every(delta=1)
+    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+        assert ckpt.restore(2) == 2
+        train(ckpt, run, (3,), 0.02)
+    check_equal(restored(root, 7), expected)
+    holdfast.save(root, Plain().state, step=6)  # only what was given up leads on from there
+    with pytest.raises(UsageError, match="lead on from its step 2"):
+        holdfast.save(root, Plain().state, step=2)
+
+
 def test_the_last_record_has_a_damaged_header(root: Path) -> None:  # noqa: F811
     """Nothing is behind it that would tell."""
     run, every = Plain(), holdfast.Every(durable=100, delta=1)

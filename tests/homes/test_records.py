@@ -23,6 +23,8 @@ from delta.test_exact import check_equal
 from delta.test_going_back import train
 from delta.test_offline import Plain
 from holdfast import Delta, Every
+from holdfast.checkpoint.names import read_manifest
+from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.recorded import parse_segment
 from holdfast.delta.log import LogStore
 from holdfast.errors import NotFound
@@ -107,6 +109,33 @@ def test_a_run_that_goes_back_saves_what_the_home_behind_has_not(tmp_path: Path)
     root.rename(tmp_path / "lost")
     run = Plain()
     with begin(run, Every(durable=100, delta=1)) as ckpt:
+        assert ckpt.restore() == 15
+    check_equal(run.everything(), expected)
+
+
+def test_a_step_that_has_metrics_is_not_saved_anew(tmp_path: Path) -> None:
+    """They would go: what the home behind lacks is told instead."""
+    root, behind = tmp_path / "root", tmp_path / "behind"
+
+    def begin(run: Plain) -> holdfast.Checkpointer:
+        every, keep = Every(durable=10, delta=1), holdfast.Keep(last=1)
+        return holdfast.Checkpointer(
+            root, run.state, every=every, delta=Delta(), upload=behind, upload_keep=keep
+        )
+
+    run = Plain()
+    with begin(run) as ckpt:
+        train(ckpt, run, range(1, 21), 0.01)
+        ckpt.metrics(10, loss=0.5)
+    run = Plain()
+    with begin(run) as ckpt:
+        with pytest.warns(holdfast.HoldfastWarning, match="records lead on from step 10, which"):
+            assert ckpt.restore(10) == 10
+        expected = train(ckpt, run, range(11, 16), 0.02)[15]
+    assert read_manifest(LocalStore(root), 10).run == 1
+    assert read_notes(LocalStore(root)).values(1, 10) == {"loss": 0.5}
+    run = Plain()
+    with begin(run) as ckpt:
         assert ckpt.restore() == 15
     check_equal(run.everything(), expected)
 

@@ -218,6 +218,32 @@ def twice(root: str) -> None:
         assert engine.load_checkpoint(f"{root}-2") == (f"{root}-2/global_step2", {"epoch": 2})
 
 
+def after_every(root: str) -> None:
+    """What is given at a step counts more than what `every=` had saved there; a pointer to a step that is
+    gone is mended though its tag is the same."""
+    folder = str(Path(root).parent / "out")
+    engine = engine_of()
+    with attach(engine, root, every=2):
+        train(engine, 2)
+        engine.save_checkpoint(root, client_state={"epoch": 1})
+    engine = engine_of(1)
+    with attach(engine, root, keep=holdfast.Keep(last=1)) as ckpt:
+        assert engine.load_checkpoint(root)[1] == {"epoch": 1}
+        train(engine, 1)
+        engine.save_checkpoint(folder, "last", client_state={"at": 3})
+        ckpt.wait()
+        engine.save_checkpoint(folder, "last", client_state={"at": 3})
+        before = Path(folder, "last/holdfast.json").read_text()
+        train(engine, 1)
+        engine.save_checkpoint(folder, "last", client_state={"at": 4})
+    assert holdfast.steps(root) == [4]
+    Path(folder, "last/holdfast.json").write_text(before)  # as if it had been killed before
+    engine = engine_of(1)
+    with attach(engine, root, keep=holdfast.Keep(last=1)):
+        assert engine.load_checkpoint(folder) == (f"{folder}/last", {"at": 4})
+        assert engine.load_checkpoint(folder, "last") == (f"{folder}/last", {"at": 4})
+
+
 def replaced(root: str) -> None:
     """What points to a step that another run has saved anew gives nothing else; an older file does."""
     best = str(Path(root).parent / "best")
@@ -445,6 +471,7 @@ CASES = {
         branched,
         elsewhere,
         twice,
+        after_every,
         went_back,
         replaced,
         deepspeeds_own,

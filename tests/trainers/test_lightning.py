@@ -347,6 +347,24 @@ def test_the_last_path_names_its_step_though_another_run_is_newer(tmp_path: Path
     assert begun.step == 36
 
 
+def test_a_last_path_of_an_unfinished_save_is_no_step_of_another_run(tmp_path: Path) -> None:
+    """That has the same number.  Nor is it settled to name that one."""
+    run, begun = settings(tmp_path, epochs=3), Begun()
+    fitted(run, checkpoint_each_epoch(run.paths))
+    back = replace(run, ckpt_path=f"{run.paths}/step=12.ckpt", epochs=-1)
+    fitted(back, ModelCheckpoint(run.paths + "2", every_n_train_steps=6), max_steps=18)
+    pointer = json.loads(Path(run.paths, "last.ckpt").read_text())
+    assert pointer.pop("step") == 36 and pointer.pop("run")
+    coming = json.dumps({**pointer, "step": 36, "is_coming": True})
+    for name in ("last", "other"):
+        Path(run.paths + "2", f"{name}.ckpt").write_text(coming)
+    run.ckpt_path, run.epochs = f"{run.paths}2/last.ckpt", 4
+    with pytest.warns(holdfast.HoldfastWarning, match="names step 36, which is not there"):
+        fitted(run, begun, checkpoint_each_epoch(run.paths + "2"))
+    assert begun.step == 18
+    assert not Path(run.paths + "2", "other.ckpt").exists()
+
+
 def test_a_path_whose_step_another_run_saved_anew_is_refused(tmp_path: Path) -> None:
     """But the last path stands for the newest step, and pointers without a run are taken."""
     run = settings(tmp_path, epochs=2)

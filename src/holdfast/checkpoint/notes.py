@@ -211,17 +211,17 @@ def unpin(store: Store, label: str) -> bool:
 
 
 def release(
-    store: Store, by: Manifest, replaced: str, spare: Collection[tuple[str, int]]
+    store: Store, by: Manifest, replaced: str, spare: Collection[tuple[str, int, int]]
 ) -> list[str]:
     """Take away the labels of a step whose attempt `replaced` was another run's, but for `spare`: labels,
-    each with the run for whose step it was given.  Return what the user is to be told."""
+    each with the run and the step that it was given to.  Return what the user is to be told."""
     former = parse_attempt(replaced)
     if former is None or former[0] == by.run:
         return []
     found: list[str] = []
 
     def edit(notes: Notes) -> Notes:
-        found[:] = [k for k in notes.pinned.get(by.step, ()) if (k, by.run) not in spare]
+        found[:] = [k for k in notes.pinned.get(by.step, ()) if (k, by.run, by.step) not in spare]
         return with_labels(notes, dict.fromkeys(found, None))
 
     try:

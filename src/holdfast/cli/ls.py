@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from holdfast.checkpoint.listing import Listing, Step, survey
@@ -64,8 +65,9 @@ def _found(listing: Listing, url: str) -> dict[str, Any]:
 
 def _recorded(store: Store, listing: Listing) -> dict[str, Any]:
     """The full step that newer records lead on from, if it is another one than the newest."""
-    sound = [Saved(s.run, s.step) for s in listing.steps if s.problem is None]
-    begins = leading(store, sound) if sound else None
+    sound, begins = [Saved(s.run, s.step) for s in listing.steps if s.problem is None], None
+    with suppress(HoldfastError):  # `holdfast log` says what is wrong with records
+        begins = leading(store, sound) if sound else None
     return {"went_back_to": begins if begins != listing.newest_good else None}
 
 

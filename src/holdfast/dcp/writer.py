@@ -207,7 +207,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
 
     def storage_meta(self) -> StorageMeta:
         """The store that the step goes to."""
-        return StorageMeta(checkpoint_id=self.root, save_id=str(self._turn.wanted or ""))
+        return StorageMeta(checkpoint_id=self.root, save_id=str(self._turn.asked or ""))
 
     # -- planning ---------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from holdfast.checkpoint.names import (
     step_prefix,
 )
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.recorded import last_recorded, parse_segment, segments
+from holdfast.checkpoint.recorded import parse_segment, segments
 from holdfast.delta.segment import (
     Applied,
     Identity,
@@ -55,9 +55,9 @@ class LogSegment(msgspec.Struct, frozen=True):
 
 
 def leads_on(store: Store, step: int, run: int | None) -> bool:
-    """True if a record leads on from `step` of `run`, or of any run."""
-    headers = read_headers(store, segments(store, step))
-    parents = {record.parent for one in headers for record in one.header.records}
+    """True if a record that was not given up leads on from `step` of `run`, or of any run."""
+    log = open_log(store)[0]
+    parents = {s.parent for s in log.steps.values() if not log.is_given_up(s.identity)}
     return any(at == step and run in (None, of_run) for of_run, at in parents)
 
 
@@ -184,7 +184,7 @@ def leading(store: Store, saved: Collection[Saved]) -> int:
     """The one of some full steps with which a restart begins: after a run went back, an older one than the
     newest."""
     newest = max(saved)
-    if not last_recorded(store.list("log/"), newest.run, newest.step):
+    if all((run_of_log(key) or 0) <= newest.run for key in segments(store)):
         return newest.step
     return newest_history(open_log(store)[0], saved)[0].step
 
@@ -255,9 +255,13 @@ class Log:
         self.store = store
         self._unread = {*keys} - {one.key for one in segments}
         self._begun: dict[int, int] = {}
-        """The least step of each run in the names of all segments."""
-        for run, first, _, _ in filter(None, map(parse_segment, keys)):
-            self._begun[run] = min(first, self._begun.get(run, first))
+        """The least step of each run that leads on from an earlier run's, or may do so."""
+        for run, first, _, _ in filter(None, map(parse_segment, self._unread)):
+            self._note_beginning(run, first)
+        for one in segments:
+            for record in one.header.records:
+                if record.parent[0] < one.header.run:
+                    self._note_beginning(one.header.run, record.step)
         self._plans: dict[tuple[int, str], Manifest] = {}
         self._read: dict[tuple[int, str], SegmentPlan] = {}
         self._left_out: set[str] = set()
@@ -272,6 +276,9 @@ class Log:
                 if (record.parent, h.world) == (step.parent, step.world) and h.rank < h.world:
                     step.records[h.rank] = (segment, record)
         self.steps = {s.identity: s for s in steps.values() if s.is_whole}
+
+    def _note_beginning(self, run: int, step: int) -> None:
+        self._begun[run] = min(step, self._begun.get(run, step))
 
     def copies(self, steps: Collection[RecordedStep]) -> list[str]:
         """Keys of the files of some steps that were read in the home behind the root, because they are
@@ -307,6 +314,9 @@ class Log:
     def leave_out(self, plans: Iterable[str]) -> None:
         """Leave out all records of these plans: nothing leads on by them."""
         self._left_out.update(plans)
+        for run, step in self.steps:
+            if plan_key(run, self.steps[run, step].plan) in self._left_out:
+                self._note_beginning(run, step)
 
     def after(self, base: Identity) -> list[RecordedStep]:
         """The steps that lead on from a state, in order.
@@ -315,18 +325,18 @@ class Log:
         also where the later run's are damaged.
         """
         chain: list[RecordedStep] = []
-        at, seen = base, {base}
+        at, seen, is_history = base, {base}, self.is_given_up(base)
         while ways := [step for step in self.follows.get(at, ()) if step.identity not in seen]:
             step = max(ways, key=lambda step: step.identity)
-            if self._is_given_up(step.identity):
+            if self.is_given_up(step.identity) and not is_history:
                 break
             chain.append(step)
             at = step.identity
             seen.add(at)
         return chain
 
-    def _is_given_up(self, state: Identity) -> bool:
-        """True if a later run has recorded a step of that number or a lower one: it went back before."""
+    def is_given_up(self, state: Identity) -> bool:
+        """True if a later run went back to before a state: it has recorded that number or a lower one."""
         run, step = state
         return any(later > run and first <= step for later, first in self._begun.items())
 
@@ -334,7 +344,7 @@ class Log:
         """Steps that are recorded after a state, by its run or a later one, and were not given up."""
         unread = filter(None, map(parse_segment, self._unread))
         found = {*self.steps, *((run, last) for run, _, last, _ in unread)}
-        return sorted(one[1] for one in found if one > state and not self._is_given_up(one))
+        return sorted(one[1] for one in found if one > state and not self.is_given_up(one))
 
     def open(
         self,

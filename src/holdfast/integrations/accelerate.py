@@ -272,7 +272,10 @@ class LoaderDraws:
         for loader, order in zip(self._of._dataloaders, saved["orders"]):
             if order is not None:
                 loader.synchronized_generator.set_state(order)
-        self._saved, self._is_to_put_back = list(saved["passes"]), True
+        self._saved, self._is_to_put_back = list(saved.get("passes", ())), True
+        if saved.get("active") is not None:  # of a step that has one pass, and not how far it is
+            one = {"loader": saved["active"], "done": -1, "order": saved["orders"][saved["active"]]}
+            self._saved = [{**one, "began": saved["began"], "ahead": saved["ahead"]}]
 
     def put_back(self) -> None:
         """Put the generators back to where the restored step had them, if no loader that went on has done
@@ -289,7 +292,8 @@ class LoaderDraws:
 
     def _begin(self, loader: Any) -> None:
         type(self._state)._add_dataloader(self._state, loader)
-        left_out = getattr(loader.batch_sampler, "skip_batches", 0)
+        samplers = loader.batch_sampler, loader.sampler
+        left_out = max(getattr(sampler, "skip_batches", 0) for sampler in samplers)
         before = None if self._is_to_put_back else self._rng.state_dict()
         saved = self._take(loader, left_out)
         if saved is not None:

@@ -249,7 +249,7 @@ class ClientState:
         """Return what was kept under a tag in a folder; without one, by the newest save that is to be found
         without one.  A folder that was moved, or a step by its number, is found as well."""
         found = self._restored
-        saves = [one for one in found if _place_of(one) == (folder, tag)]
+        saves = [one for one in found if tag is not None and _place_of(one) == (folder, tag)]
         saves = saves or [one for one in found if one["latest"]] or found
         own = [one for one in saves if _place_of(one)[0] == folder]
         return dict((own or saves)[-1]["values"]) if saves else {}
@@ -399,8 +399,9 @@ class AttachedEngine:
                 return None, None
             restored, tag = self._load_pointed(folder, newest, wanted), newest.tag
             is_own = _same(newest.root, self.root)
-            if is_newest and newest.tag != latest and self.engine.global_rank == 0:
-                _write_pointer(newest, folder, True)
+            if is_newest and self.engine.global_rank == 0:
+                if newest != self._pointed(folder, latest):
+                    _write_pointer(newest, folder, True)
         elif tag is None:
             restored = self._load_newest(found, wanted)
         else:

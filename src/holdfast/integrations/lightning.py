@@ -49,7 +49,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from holdfast.arguments import path_of
-from holdfast.checkpoint.names import manifest_key, read_head
+from holdfast.checkpoint.names import committed, manifest_key, read_head
 from holdfast.checkpoint.notes import read_notes, unpin
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
@@ -374,7 +374,7 @@ class _Saving:
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
         root, step = (self._root, None) if pointer is None else (pointer["root"], pointer["step"])
         if self._homes is not None and root == self._root:
-            rest = self._restore(path, step)
+            rest = self._restore(path, step, "is_coming" in (pointer or {}))
         else:
             own, module = _Rest(), self.lightning_module
             all_of_it = self._homes is not None and not (pointer or {}).get("weights_only")
@@ -388,13 +388,14 @@ class _Saving:
             rest["callbacks"] = extras.decode(pointer["callbacks"], _tensor)
         return {**rest, "state_dict": self.lightning_module_state_dict()}
 
-    def _restore(self, path: str, step: int | None) -> Any:
-        """Restore the fit's own step; return the rest of it, None if there was no step."""
+    def _restore(self, path: str, step: int | None, is_coming: bool) -> Any:
+        """Restore the fit's own step; return the rest of it, None if there was no step.  `is_coming`: when
+        the path was written, the step was not yet, and one of that number may be another run's."""
         self._has_begun, home = True, self._home(weights_only=False)
         if step is not None and _is_last(path):
             newest = home.ckpt.find()
             reached = 0 if newest is None else newest.step
-            if reached < step and not home.has(step):
+            if reached < step and (is_coming or not home.has(step)):
                 warn_user(
                     f"{path} names step {step}, which is not there, or damaged: "
                     f"training goes on from step {reached}"
@@ -411,10 +412,19 @@ class _Saving:
         if not restored.found:
             return None
         home.at = int(restored), self.writes()
-        if restored.tier == "durable" and not restored.replayed:
+        if not restored.replayed and self._lies_in_root(home, restored):
             home.go_on_from(int(restored), rest)
         self._resumed = rest["loops"]["fit_loop"]
         return rest
+
+    def _lies_in_root(self, home: _Home, restored: Any) -> bool:
+        """True if the root has what was restored, though it was read from memory.  Collective."""
+        if restored.tier != "memory":
+            return bool(restored.tier == "durable")
+        step = int(restored)
+        found, run = home.ckpt.find(step), _run_of(self._root, step) if self._is_first else None
+        run = self.broadcast(run)  # type: ignore[attr-defined]
+        return found is not None and not found.replays and run == found.at.run
 
     def _begin_pass(self, resumed: Any) -> None:
         """Have the loaders and generators where the step had them.
@@ -670,8 +680,10 @@ def _settle_left(folder: Any) -> None:
         pointer = None if os.path.islink(path) else _read(path)
         if pointer is None or not pointer.pop("is_coming", False):
             continue
-        if pointer["step"] in steps(pointer["root"]):
-            _write(path, pointer)
+        runs = {one.step: one.run for one in committed(open_store(pointer["root"]))}
+        run = runs.get(pointer["step"], -1)
+        if run == max(runs.values(), default=0):  # else it is not of the run that was killed
+            _write(path, {**pointer, "run": run})
         else:
             _unpin(pointer["root"], path)
             _remove(path)

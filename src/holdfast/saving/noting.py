@@ -32,7 +32,7 @@ class Noting:
         step, label = step_of(step, "Checkpointer.pin"), notes.label_of(label, "Checkpointer.pin")
         store, lock = self._steps.store, self._steps.committing
         if step in self._coming:
-            self._steps.pinned.add((label, self._coming[step]))
+            self._steps.pinned.add((label, self._coming[step], step))
         self._on_rank0(lambda: notes.pin(store, step, label, coming=self._coming, lock=lock))
 
     def unpin(self, label: Any) -> None:

@@ -42,8 +42,8 @@ class RootSteps:
         self._lock = threading.Lock()
         self.committing = threading.Lock()
         """Held while a step is committed, deleted or pinned."""
-        self.pinned: set[tuple[str, int]] = set()
-        """Labels that this process has given to steps on their way, each with the run."""
+        self.pinned: set[tuple[str, int, int]] = set()
+        """Labels that this process has given to steps on their way, each with the run and the step."""
         self.news: list[str] = []
         """Messages that the user is to be told."""
         self._is_blind = False

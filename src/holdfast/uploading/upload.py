@@ -443,7 +443,9 @@ class Upload:
         attempts = {
             s: (stated_attempt(self.root, s), stated_attempt(self.store, s)) for s in labelled
         }
-        return {step for step, (here, there) in attempts.items() if here and here != there}
+        return {
+            step for step, (here, there) in attempts.items() if here and there and here != there
+        }
 
     def _carry_now(self) -> None:
         try:
