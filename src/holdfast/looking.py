@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from holdfast.arguments import flag_of, path_of, step_of
-from holdfast.checkpoint.names import committed
+from holdfast.checkpoint.names import committed, manifest_key, read_head
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.unproved import tell_unreadable
-from holdfast.errors import NotRecoverable
+from holdfast.errors import HoldfastError, NotRecoverable
 from holdfast.interop.detect import detect, near_path, open_as, steps_as
 from holdfast.patience import bounded
 from holdfast.store import open_store
@@ -37,6 +38,14 @@ def _open(url: str, step: int | None, verify: bool) -> Checkpoint:
     except NotRecoverable as error:
         error.hint = near_path(url) or error.hint
         raise
+
+
+def run_of(path: str, step: int) -> int | None:
+    """Return the run that saved a step of a root; None if that cannot be told, which reading it tells."""
+    with suppress(HoldfastError):
+        saved = read_head(open_store(path), step, manifest_key(step))
+        return saved.run if saved is not None and saved.is_proved else None
+    return None
 
 
 def steps(path: str | os.PathLike[str]) -> list[int]:

@@ -23,7 +23,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
@@ -35,13 +34,12 @@ import torch.distributed as dist
 import holdfast.checkpointer as core
 from holdfast import looking, once
 from holdfast.arguments import path_of, unfit
-from holdfast.checkpoint.names import Saved, committed, manifest_key, read_head
+from holdfast.checkpoint.names import Saved, committed
 from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.unproved import tell_passed_over
 from holdfast.errors import (
     Corrupt,
     FormatError,
-    HoldfastError,
     NotRecoverable,
     UsageError,
     warn_user,
@@ -72,7 +70,7 @@ LATEST = "latest"
 CLIENT = "client_state"
 """Key of what the caller keeps in a checkpoint."""
 _PLACES = {"durable": "the root", "memory": "memory", "upload": "the home behind the root"}
-"""Where a step lies, in words."""
+"""Words for the places of steps."""
 TAG = re.compile(r"global_step(\d+)")
 
 T = TypeVar("T")
@@ -197,9 +195,9 @@ class ClientState:
         self._engine = engine
         self._ask = ask
         self._given: dict[str, Any] | None = None
-        """What is kept by a save that was asked for; None if the engine saves by itself."""
+        """The values of a save that was asked for; None if the engine saves by itself."""
         self._made: list[dict[str, Any]] = []
-        """What the state had when it was asked for last."""
+        """The saves that the state had when it was asked for last."""
         self._restored: list[dict[str, Any]] = []
         self._kept: tuple[int, list[dict[str, Any]]] = (-1, [])
         """The step that was saved or restored last, and what calls have kept in it."""
@@ -365,7 +363,7 @@ class AttachedEngine:
         for one in done:
             if one.save.error is None and self.engine.global_rank == 0:
                 step = one.save.step
-                pointed = Pointed(self.root, step, one.tag, _run_of(self.root, step))
+                pointed = Pointed(self.root, step, one.tag, looking.run_of(self.root, step))
                 _write_pointer(pointed, one.folder, one.latest)
 
     # -- loading ----------------------------------------------------------------------------------
@@ -380,10 +378,8 @@ class AttachedEngine:
         if is_newest and found is None:
             tag = self._on_the_first(lambda: _latest_of(folder))
         latest = tag
-        is_universal = self.engine.load_universal_checkpoint() and not (
-            found is not None if is_root else _is_pointer(folder, tag)
-        )
-        if is_universal or _is_deepspeeds(folder, tag):
+        has_own = found is not None if is_root else None
+        if self._on_the_first(lambda: self._is_for_deepspeed(folder, tag, has_own)):
             return self._load_by_deepspeed(folder, tag, wanted, custom_load_fn)
         if custom_load_fn is not None:
             raise UsageError(
@@ -412,6 +408,14 @@ class AttachedEngine:
             self.client.goes_on(restored)
         path = os.path.join(folder, tag or f"global_step{restored}")
         return path, self.client.restored(self._place(folder), tag)
+
+    def _is_for_deepspeed(self, folder: str, tag: str | None, has_own: bool | None) -> bool:
+        """True if DeepSpeed itself is to load.  `has_own`: whether the root has steps, if the folder is
+        that; None if it is another."""
+        if has_own is None:
+            has_own = _is_pointer(folder, tag)
+        is_universal = self.engine.load_universal_checkpoint() and not has_own
+        return bool(is_universal) or _is_deepspeeds(folder, tag)
 
     def _on_the_first(self, read: Callable[[], T]) -> T:
         """Return on all ranks what the first one has read, which alone writes pointers; or its error."""
@@ -443,7 +447,7 @@ class AttachedEngine:
                 hint=f"load_checkpoint({self.root!r}, 'global_step{found.step}') with the "
                 "optimizer's states",
             )
-        is_found = step == found.step and _run_of(self.root, step) in (None, found.at.run)
+        is_found = step == found.step and looking.run_of(self.root, step) in (None, found.at.run)
         if not is_found and _is_latest(found.extras):
             warn_user(f"the newest step, {found.step}, lies in {where}; step {step} is loaded")
         return self._load_own(step, wanted)
@@ -525,10 +529,10 @@ class AttachedEngine:
         step, extras = found
         names = f"{Path(folder, LATEST)} names {pointed.tag}, whose step is deleted"
         warn_user(f"{names}; loaded is step {step}, which was saved there after it")
-        return Pointed(self.root, step, tags_of(extras)[-1], _run_of(self.root, step))
+        return Pointed(self.root, step, tags_of(extras)[-1], looking.run_of(self.root, step))
 
     def _load_pointed(self, folder: str, pointed: Pointed, wanted: Wanted) -> int:
-        run = None if pointed.run is None else _run_of(pointed.root, pointed.step)
+        run = None if pointed.run is None else looking.run_of(pointed.root, pointed.step)
         if run not in (None, pointed.run) and not _is_saved_at(folder, pointed):
             raise NotRecoverable(
                 f"{Path(folder, pointed.tag)} names step {pointed.step} of run {pointed.run} in "
@@ -630,14 +634,6 @@ def _is_saved_at(folder: str, pointed: Pointed) -> bool:
     extras = looking.open(pointed.root, step=pointed.step).extras
     place = _absolute(folder), pointed.tag
     return any(_place_of(one) == place for one in _saves_of(extras.get(CLIENT, {})))
-
-
-def _run_of(root: str, step: int) -> int | None:
-    """The run that saved a step; None if that cannot be told, which reading the step tells."""
-    with suppress(HoldfastError):
-        saved = read_head(open_store(root), step, manifest_key(step))
-        return None if saved is None or not saved.is_proved else saved.run
-    return None
 
 
 def _latest_of(folder: str) -> str | None:

@@ -49,7 +49,8 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from holdfast.arguments import path_of
-from holdfast.checkpoint.names import committed, manifest_key, read_head
+from holdfast.checkpoint.claiming import newest_claim
+from holdfast.checkpoint.names import manifest_key, read_head
 from holdfast.checkpoint.notes import read_notes, unpin
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
@@ -64,7 +65,7 @@ from holdfast.errors import (
 )
 from holdfast.format import extras
 from holdfast.looking import open as open_step
-from holdfast.looking import steps
+from holdfast.looking import run_of, steps
 from holdfast.once import load, save
 from holdfast.saving import Save
 from holdfast.schedule import Every
@@ -374,7 +375,7 @@ class _Saving:
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
         root, step = (self._root, None) if pointer is None else (pointer["root"], pointer["step"])
         if self._homes is not None and root == self._root:
-            rest = self._restore(path, step, "is_coming" in (pointer or {}))
+            rest = self._restore(path, step)
         else:
             own, module = _Rest(), self.lightning_module
             all_of_it = self._homes is not None and not (pointer or {}).get("weights_only")
@@ -388,14 +389,13 @@ class _Saving:
             rest["callbacks"] = extras.decode(pointer["callbacks"], _tensor)
         return {**rest, "state_dict": self.lightning_module_state_dict()}
 
-    def _restore(self, path: str, step: int | None, is_coming: bool) -> Any:
-        """Restore the fit's own step; return the rest of it, None if there was no step.  `is_coming`: when
-        the path was written, the step was not yet, and one of that number may be another run's."""
+    def _restore(self, path: str, step: int | None) -> Any:
+        """Restore the fit's own step; return the rest of it, None if there was no step."""
         self._has_begun, home = True, self._home(weights_only=False)
         if step is not None and _is_last(path):
             newest = home.ckpt.find()
             reached = 0 if newest is None else newest.step
-            if reached < step and (is_coming or not home.has(step)):
+            if reached < step and not home.has(step):
                 warn_user(
                     f"{path} names step {step}, which is not there, or damaged: "
                     f"training goes on from step {reached}"
@@ -422,7 +422,7 @@ class _Saving:
         if restored.tier != "memory":
             return bool(restored.tier == "durable")
         step = int(restored)
-        found, run = home.ckpt.find(step), _run_of(self._root, step) if self._is_first else None
+        found, run = home.ckpt.find(step), run_of(self._root, step) if self._is_first else None
         run = self.broadcast(run)  # type: ignore[attr-defined]
         return found is not None and not found.replays and run == found.at.run
 
@@ -518,7 +518,7 @@ class _Home:
         self._to_remove: list[str] = []
         self._is_good = True
         self._own: dict[str, Any] = {}
-        """What hooks added to the newest save, as far as it is plain."""
+        """The plain values that hooks added to the newest save."""
         self._has_told = False
 
     def has_room(self, step: int) -> bool:
@@ -557,7 +557,8 @@ class _Home:
             self.at = step, self.strategy.writes()
         is_first = self.strategy.is_global_zero
         if is_first and not get_filesystem(path).exists(path):
-            _write(path, {**pointer, "is_coming": True})  # first: it tells a restart of the pin
+            coming = {**pointer, **_claimed_by(self.root), "is_coming": True}
+            _write(path, coming)  # first: it tells a restart of the pin
         try:
             self.ckpt.pin(step, f"{_label(path)}{step}")
         except NotFound:
@@ -598,7 +599,7 @@ class _Home:
 
     def _point(self, path: str, pointer: Pointer) -> None:
         if self._is_good:
-            run = _run_of(self.root, pointer["step"])
+            run = run_of(self.root, pointer["step"])
             before = _read(path)
             _write(path, pointer if run is None else {**pointer, "run": run})
             self.strategy.delete_root_of(path, before)
@@ -673,20 +674,24 @@ def _read(path: Any) -> Pointer | None:
 
 def _settle_left(folder: Any) -> None:
     """Have the paths in a folder name their steps that a killed run had not seen committed.  Those whose
-    steps are not there are removed."""
+    steps are not there are removed; where that cannot be told, they stay as they are."""
     files = get_filesystem(folder or "")
     for found in files.ls(folder, detail=False) if folder and files.isdir(folder) else ():
         path = f"{folder}/{os.path.basename(found)}"
         pointer = None if os.path.islink(path) else _read(path)
         if pointer is None or not pointer.pop("is_coming", False):
             continue
-        runs = {one.step: one.run for one in committed(open_store(pointer["root"]))}
-        run = runs.get(pointer["step"], -1)
-        if run == max(runs.values(), default=0):  # else it is not of the run that was killed
-            _write(path, {**pointer, "run": run})
-        else:
+        step = pointer["step"]
+        try:
+            saved = read_head(open_store(pointer["root"]), step, manifest_key(step))
+        except HoldfastError as error:
+            warn_user(f"{path} names step {step}, of which nothing can be told now: {error}")
+            continue
+        if saved is None or (saved.is_proved and saved.run != pointer.get("run", saved.run)):
             _unpin(pointer["root"], path)
             _remove(path)
+        elif saved.is_proved:
+            _write(path, {**pointer, "run": saved.run})
 
 
 def _is_last(path: str) -> bool:
@@ -697,18 +702,23 @@ def _replaced(pointer: Pointer | None) -> str:
     """Say so if the step that is there was saved by another run than the one that a pointer names."""
     if pointer is None or "run" not in pointer:
         return ""
-    step, run = pointer["step"], _run_of(pointer["root"], pointer["step"])
+    step, run = pointer["step"], run_of(pointer["root"], pointer["step"])
     if run in (None, pointer["run"]):
         return ""
-    return f"names step {step} of run {pointer['run']}, which was saved anew by run {run}"
+    what = (
+        "of which the save was not finished; the one there is of"
+        if "is_coming" in pointer
+        else ("which was saved anew by")
+    )
+    return f"names step {step} of run {pointer['run']}, {what} run {run}"
 
 
-def _run_of(root: str, step: int) -> int | None:
-    """The run that saved a step; None if that cannot be told, which reading the step tells."""
+def _claimed_by(root: str) -> Pointer:
+    """The part of a pointer that says which run is at work in a root, if that can be told."""
     with suppress(HoldfastError):
-        saved = read_head(open_store(root), step, manifest_key(step))
-        return None if saved is None or saved.run < 0 else saved.run
-    return None
+        claim = newest_claim(open_store(root))
+        return {} if claim is None else {"run": claim.run}
+    return {}
 
 
 def _remove(path: str) -> Pointer | None:
@@ -752,7 +762,7 @@ def _plain(callbacks: Any) -> Any:
 
 
 def _own_parts(rest: dict[str, Any]) -> dict[str, Any]:
-    """What hooks, and not loops and callbacks, have in a checkpoint, as JSON where it is plain."""
+    """Return the plain values that hooks, and not loops and callbacks, have in a checkpoint, as JSON."""
     moving = ("callbacks", "loops", "lr_schedulers", "epoch")
     return {name: _plain(value) for name, value in rest.items() if name not in moving}
 
