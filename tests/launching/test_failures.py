@@ -147,7 +147,11 @@ def test_a_spare_that_is_killed(tmp_path: Path, expected: dict[tuple[int, int], 
     check(run, expected)
 
 
-def test_spares_that_end_are_not_forked_for_ever(tmp_path: Path) -> None:
+def test_spares_that_end_are_not_forked_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are they given the RANK that the launcher's environment has: here they end if they have none."""
+    monkeypatch.setenv("RANK", "0")
     with soaked(tmp_path / "root", *ENDLESS, "--bad-spares", options=("--spares=1",)) as run:
         run.until(lambda: "no spare is forked" in run.printed, "it gives up")
         time.sleep(0.5)

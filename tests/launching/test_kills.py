@@ -102,12 +102,13 @@ def growth(run: Soaked) -> list[str]:
     found = []
     for pid, held in entries.items():
         for h in held:
-            if h["tensors"] > 10 or h["python_threads"] > 8:
+            if h["tensors"] > 10 or h["python_threads"] > 8 or h["storage_threads"] > 4:
                 found.append(f"process {pid} holds an attempt that it has left: {h}")
         for name in ("fds", "sockets", "threads", "maps", "groups"):
             numbers = [h[name] for h in held[2:]]
             if len(numbers) > 2 and min(numbers[-2:]) > max(numbers[:1]):
-                opened = Counter(held[-1]["links"]) - Counter(held[2]["links"])
+                late, early = ([*h["links"], *h["names"]] for h in (held[-1], held[2]))
+                opened = Counter(late) - Counter(early)
                 found.append(f"process {pid}: {name} {numbers}; open since: {dict(opened)}")
     return found
 
@@ -175,6 +176,6 @@ def test_survivors_do_not_grow(tiers: str, tmp_path: Path) -> None:
         assert len(held) >= KILLS * 0.9
         early, late = held[10], held[-1]
         print(f"from recovery 10 to {len(held)}: {early} {late}")
-        for name in ("fds", "sockets", "threads", "maps", "groups", "tensors"):
+        for name in ("fds", "sockets", "threads", "storage_threads", "maps", "groups", "tensors"):
             assert late[name] <= early[name] + 2, (name, [h[name] for h in held])
         assert late["rss"] <= 1.05 * early["rss"], [h["rss"] >> 20 for h in held]

@@ -23,12 +23,24 @@ from holdfast.run.forkserver import Start
 STACKS = signal.SIGRTMAX - 3
 """The signal upon which a worker writes the stacks of its threads to a file that the launcher reads."""
 
+_OF_A_RANK = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+"""Variables that say which rank a process is.  A spare is none yet."""
+
 
 def become(start: Start, end: socket.socket, stacks: int) -> None:
     """Run the script; it raises what the script raises.  `stacks`: a file for the stacks of its threads."""
     os.setsid()
     _redirect(start.stdout, 1)
     _redirect(start.stderr, 2)
+    if (
+        start.is_spare
+    ):  # what the launcher has of them may be of a node: Kubernetes' operators set RANK
+        for name in _OF_A_RANK:
+            os.environ.pop(name, None)
     os.environ.update(start.environment)
     faulthandler.register(STACKS, file=stacks, chain=False)
     _reseed()
