@@ -21,7 +21,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 EXIT_S = 0.05
-"""Seconds that the threads of gloo have, when Python ends, to let go of the last operation's tensors."""
+"""Seconds after which threads of gloo are looked at, when Python ends: they let go of the last operations'
+tensors."""
+LONGEST_EXIT_S = 2.0
+"""Seconds that this may take."""
 
 _groups: weakref.WeakSet[Gloo] = weakref.WeakSet()
 _has_made_any = False
@@ -78,21 +81,29 @@ def _end_all() -> None:
 
     When an operation is over, gloo's thread lets go of its tensors, and needs Python for it.  If Python is
     gone by then, torch calls `std::terminate`, and a run that did all its work ends with SIGABRT.  Threads
-    of our own groups are waited for.  Those of the job's groups are given a moment: also of one that was
-    destroyed, for meshes and DTensors hold it.
+    of our own groups are waited for.  Those of the job's groups are given time until they rest: also of one
+    that was destroyed, for meshes and DTensors hold it.
     """
     for group in tuple(_groups):
         group.end()
-    if _has_made_any or (dist.is_available() and (dist.is_initialized() or _gloo_runs())):
-        time.sleep(EXIT_S)
+    now = _threads()
+    if not (now or _has_made_any or (dist.is_available() and dist.is_initialized())):
+        return
+    before, until = None, time.monotonic() + LONGEST_EXIT_S
+    while (now != before or any("R (running)" in t for t in now)) and time.monotonic() < until:
+        time.sleep(EXIT_S)  # a thread that waits for Python has it now
+        before, now = now, _threads()
 
 
-def _gloo_runs() -> bool:
-    """Tell whether a thread of gloo is left in this process."""
-    names = Path("/proc/self/task").glob("*/comm")
-    with suppress(OSError):  # a thread may end just now
-        return any("gloo" in name.read_text() for name in names)
-    return True
+def _threads() -> list[str]:
+    """Return the state of each thread of gloo in this process, and how often it has come to rest."""
+    found = []
+    for path in Path("/proc/self/task").glob("*/status"):
+        with suppress(OSError):  # a thread may end just now
+            lines = path.read_text().splitlines()
+            if any("gloo" in t for t in lines[:1]):
+                found.append(" ".join(t for t in lines if t.startswith(("Pid", "State", "vol"))))
+    return sorted(found)
 
 
 atexit.register(_end_all)
