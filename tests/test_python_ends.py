@@ -55,6 +55,18 @@ def test_no_thread_is_left_in_torch(script: str, argument: str) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
+def test_none_is_left_on_a_busy_machine() -> None:
+    """More processes than cores end at once: threads of gloo come to their turn late."""
+    command = [sys.executable, "-c", GLOO_LETS_GO, "destroyed"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(4 * (os.cpu_count() or 1))
+    ]
+    told = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), told
+
+
 LOST_MEANWHILE = """
 import sys, threading
 from holdfast.group.line import StoreLine, lose_all

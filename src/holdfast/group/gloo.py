@@ -8,6 +8,7 @@ the ranks that wait for this one learn of it.
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 EXIT_S = 0.05
-"""Seconds after which threads of gloo are looked at, when Python ends: they let go of the last operations'
-tensors."""
+"""Seconds between two looks at the threads of gloo, when Python ends: whether they rest."""
 LONGEST_EXIT_S = 2.0
-"""Seconds that this may take."""
+"""Seconds that they have at most, to let go of the last operations' tensors."""
 
+_TASKS = Path("/proc/self/task")
 _groups: weakref.WeakSet[Gloo] = weakref.WeakSet()
 _has_made_any = False
 
@@ -90,18 +91,23 @@ def _end_all() -> None:
     if not (now or _has_made_any or (dist.is_available() and dist.is_initialized())):
         return
     before, until = None, time.monotonic() + LONGEST_EXIT_S
-    while (now != before or any("R (running)" in t for t in now)) and time.monotonic() < until:
+    while (now != before or any("S (sleeping)" not in t for t in now)) and time.monotonic() < until:
         time.sleep(EXIT_S)  # a thread that waits for Python has it now
         before, now = now, _threads()
 
 
 def _threads() -> list[str]:
-    """Return the state of each thread of gloo in this process, and how often it has come to rest."""
-    found = []
-    for path in Path("/proc/self/task").glob("*/status"):
-        with suppress(OSError):  # a thread may end just now
-            lines = path.read_text().splitlines()
-            if any("gloo" in t for t in lines[:1]):
+    """Return the state of each thread that may be gloo's, and how often it has come to rest.
+
+    `pt_gloo_runloop` has the tensors (`gloo_tcp_loop` never rests).  One that has not run yet has no name
+    of its own, but that of the process.
+    """
+    found, own = [], Path("/proc/self/comm").read_text().strip() if _TASKS.exists() else ""
+    of_python = {str(thread.native_id) for thread in threading.enumerate()}
+    for task in _TASKS.glob("*"):
+        with suppress(OSError, ValueError):  # a thread may end just now
+            name, *lines = (task / "status").read_text().splitlines()
+            if task.name not in of_python and ("pt_gloo" in name or name.endswith(f"\t{own}")):
                 found.append(" ".join(t for t in lines if t.startswith(("Pid", "State", "vol"))))
     return sorted(found)
 

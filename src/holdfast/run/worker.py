@@ -28,7 +28,8 @@ _OF_A_RANK = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-"""Variables that say which rank a process is.  A spare is none yet."""
+"""Variables that say which rank a process is.  A spare is none yet: what the launcher's environment has of
+them is another's, such as the RANK of a node, which Kubernetes' operators set."""
 
 
 def become(start: Start, end: socket.socket, stacks: int) -> None:
@@ -36,9 +37,7 @@ def become(start: Start, end: socket.socket, stacks: int) -> None:
     os.setsid()
     _redirect(start.stdout, 1)
     _redirect(start.stderr, 2)
-    if (
-        start.is_spare
-    ):  # what the launcher has of them may be of a node: Kubernetes' operators set RANK
+    if start.is_spare:
         for name in _OF_A_RANK:
             os.environ.pop(name, None)
     os.environ.update(start.environment)
