@@ -13,6 +13,7 @@ from builders import FSDP_TP, Tensor, build, memory, transformer
 from holdfast.checkpoint.diffing import Difference, batches, blocks, compare
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.format.dtypes import numpy_dtype
+from holdfast.format.extras import file_of
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Cut, Mesh, Sharding
 
@@ -84,12 +85,15 @@ def test_extras() -> None:
     mesh = Mesh((("dp", 2),))
     extras = {"s": {"lr": [0.1, 0.2], "nan": math.nan, "gone": 1, "a": np.ones(3)}}
     other = {"s": {"lr": [0.1, 0.3], "nan": math.nan, "a": np.ones(3)}, "new": True}
+    extras |= {"file": file_of(b"x", 1), "log": file_of(b"x", 0)}
+    other |= {"file": file_of(b"x", 1), "log": file_of(b"xy", 0)}
     x = build(a, mesh, tensors, extras=extras, per_rank={"rng": ("fresh", [1, 2])})
     y = build(b, mesh, tensors, extras=other, per_rank={"rng": ("fresh", [1, 5])})
     opened = Checkpoint(a, x), Checkpoint(b, y)
     assert compare(*opened).extras == [
         ("s.lr[1]", "0.2", "0.3"),
         ("s.gone", "1", "-"),
+        ("log", "BytesIO of 1 bytes, at 0", "BytesIO of 2 bytes, at 0"),
         ("new", "-", "True"),
         ("rank1.rng", "2", "5"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import warnings
@@ -92,8 +93,20 @@ def good(root: str, step: int) -> None:
 
 
 def every_layout_into_every_other(out: Path) -> None:
-    rest = {"epoch": 3, "note": ("a", 1.5), "of": {"x": [1, None], "y": torch.arange(5)}}
-    blank = {"epoch": 0, "note": None, "of": {"x": [], "y": torch.zeros(5, dtype=torch.int64)}}
+    losses = io.BytesIO(b"0.5 0.25")
+    losses.seek(4)
+    rest = {
+        "epoch": 3,
+        "note": ("a", b""),
+        "of": {"x": [1, None], "y": torch.arange(5)},
+        "losses": losses,
+    }
+    blank = {
+        "epoch": 0,
+        "note": None,
+        "of": {"x": [], "y": torch.zeros(5, dtype=torch.int64)},
+        "losses": io.BytesIO(),
+    }
     for number, layout in enumerate(("fsdp", "tp", "plain")):
         root, pair = str(out / layout), made(layout, seed=number)
         expected = values(pair)
@@ -103,7 +116,9 @@ def every_layout_into_every_other(out: Path) -> None:
             found, values_found = loaded(other, root, "10", **blank)
             assert same(found, expected), (layout, other)
             assert values_found.pop("of")["y"].tolist() == [0, 1, 2, 3, 4]
-            assert values_found == {"epoch": 3, "note": ("a", 1.5)}
+            losses = values_found.pop("losses")
+            assert losses.tell() == 4 and losses.read() == b"0.25"
+            assert values_found == {"epoch": 3, "note": ("a", b"")}
         ours = made("fsdp", seed=9)
         assert holdfast.load(root, {"model": ours[0], "optim": ours[1]}) == 10
         assert same(values(ours), expected), layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections import Counter, OrderedDict, deque
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from holdfast.errors import FormatError, UsageError
-from holdfast.format.extras import MAX_DEPTH, decode, encode
+from holdfast.format.extras import MAX_DEPTH, decode, encode, file_of
 
 SCALARS = (
     st.none()
@@ -24,6 +25,7 @@ SCALARS = (
     | st.text(max_size=5)
     | st.binary(max_size=5)
 )
+FILES = st.builds(file_of, st.binary(max_size=5), st.integers(0, 9))
 DTYPES = hnp.scalar_dtypes().filter(lambda d: d.kind in "biufc" and d.itemsize <= 16)
 ARRAYS = DTYPES.flatmap(
     lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
@@ -48,7 +50,7 @@ def containers(inner):
     )
 
 
-VALUES = st.recursive(SCALARS | ARRAYS, containers, max_leaves=10)
+VALUES = st.recursive(SCALARS | ARRAYS | FILES, containers, max_leaves=10)
 
 
 def same(a, b) -> bool:
@@ -57,6 +59,8 @@ def same(a, b) -> bool:
         return False
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, io.BytesIO):
+        return (a.getvalue(), a.tell()) == (b.getvalue(), b.tell())
     if isinstance(a, float):
         return (math.isnan(a) and math.isnan(b)) or (
             a == b and math.copysign(1, a) == math.copysign(1, b)
@@ -123,6 +127,7 @@ JUNK = st.recursive(
                     "$float",
                     "$complex",
                     "$bytes",
+                    "$bytesio",
                     "$scalar",
                     "$array",
                     "$deque",
@@ -180,6 +185,24 @@ def test_texts_that_no_manifest_can_have_are_named(value, path) -> None:
         encode(value, utf8=True)
     str(e.value).encode()
     assert encode(value)  # of a checkpoint that is only looked at
+
+
+@pytest.mark.parametrize("kind", ["closed", "attributes", "subclass"])
+def test_a_file_in_memory_that_is_more_than_bytes_is_refused(kind: str) -> None:
+    file = type("Log", (io.BytesIO,), {})(b"x") if kind == "subclass" else io.BytesIO(b"x")
+    if kind == "closed":
+        file.close()
+    if kind == "attributes":
+        file.name = "losses"
+    with pytest.raises(UsageError, match=f"^log: a .*{'Log' if kind == 'subclass' else kind}"):
+        encode({"log": file})
+
+
+def test_a_file_in_memory_has_no_place_in_a_set_or_a_key() -> None:
+    """What comes back is another object, which nobody would find."""
+    for value in ({io.BytesIO(b"x")}, frozenset([io.BytesIO()]), {io.BytesIO(b"x"): 1}):
+        with pytest.raises(UsageError, match="equals itself alone"):
+            encode({"in": value})
 
 
 def test_a_structure_that_holds_itself_is_refused() -> None:

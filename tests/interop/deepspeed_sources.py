@@ -17,6 +17,7 @@ from deepspeed_on_cpu import deepspeed
 # isort: split
 
 import copy
+import io
 import sys
 import traceback
 from argparse import Namespace
@@ -182,6 +183,7 @@ def groups_of(net: nn.Module, count: int) -> list[dict[str, Any]]:
 
 CLIENT = {
     "mine": [1, (2.5, None)],
+    "file": io.BytesIO(b"x"),
     "noise": torch.arange(3.0),
     "epoch": 7,
     "random": np.array([3, 1, 2]),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import os
 import pickle
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,41 @@ def test_values_are_extras(root: Path) -> None:
             [[0.1, 0.2]],
             [0.1, 0.2],
         )
+
+
+PLAIN: dict[str, Any] = {
+    "dataloader": {"dp_rank_0": pickle.dumps({"seen": 3}), "world_size": 1, "none": b""},
+    "array": np.arange(6, dtype="f4").reshape(2, 3),
+    "scalar": np.float32(2.5),
+    "members": {1, 2},
+    "place": Path("/data/x"),
+    "complex": 1 + 2j,
+    "args": argparse.Namespace(lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_values_of_every_kind_of_plain_data(name: str, tmp_path: Path) -> None:
+    """Bytes are where torchtitan keeps the position in its data."""
+    dcp.save({"w": torch.ones(2), name: PLAIN[name]}, checkpoint_id=tmp_path, no_dist=True)
+    found, value = holdfast.open(tmp_path).extras[name], PLAIN[name]
+    if isinstance(value, np.ndarray):
+        assert found.dtype == value.dtype and np.array_equal(found, value)
+    else:
+        assert found == {"place": "/data/x", "args": {"lr": 0.1}}.get(name, value)
+
+
+def test_a_file_in_memory(tmp_path: Path) -> None:
+    (file := io.BytesIO(b"losses")).seek(3)
+    dcp.save({"w": torch.ones(2), "file": file}, checkpoint_id=tmp_path, no_dist=True)
+    found = holdfast.open(tmp_path).extras["file"]
+    assert found.getvalue() == b"losses" and found.tell() == 3
+
+
+def test_a_value_that_is_no_plain_data_is_named(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2), "it": Fraction(1, 2)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(FormatError, match=r"fractions\.Fraction.*distcp"):
+        holdfast.open(tmp_path)
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, LRScheduler]:

@@ -183,6 +183,7 @@ def test_the_rest(sources: Callable[[int], Path], case: str) -> None:
     with holdfast.open(str(sources(2) / case / "save")) as found:
         extras = found.manifest.extras
         client = decode(extras["client"], lambda tag, body: {tag: body})
+        assert client.pop("file").getvalue() == b"x"
         assert client.pop("args") == {"lr": 0.5, "dtype": "float16", "stage": 2}
         assert client.pop("random").tolist() == [3, 1, 2]
         assert client == {"mine": [1, (2.5, None)], "noise": {"$at": "client.noise"}, "epoch": 7}

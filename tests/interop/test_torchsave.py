@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import holdfast
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StateMismatch, UsageError
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.extras import file_of
 from holdfast.interop.byindex import proved_names
 from holdfast.interop.verifying import verify_foreign
 from holdfast.store import open_store
@@ -342,6 +343,7 @@ def test_extras_of_every_kind(tmp_path: Path) -> None:
         "nan": float("nan"),
         "by number": {0: "x"},
         "complex": 1 + 2j,
+        "file": file_of(b"losses", 3),
     }
     found = checkpoint_of(tmp_path, {"model": net().state_dict(), "rest": values}).extras["rest"]
     assert found["args"] == {"lr": 0.1, "path": "/data/x", "betas": (0.9, 0.95)}
@@ -350,6 +352,7 @@ def test_extras_of_every_kind(tmp_path: Path) -> None:
     assert np.array_equal(found["state"][1], values["state"][1])
     assert found["bytes"] == b"\x00\xff" and found["names"] == {"a", "b"}
     assert found["counts"] == {"x": [1, 2]} and list(found["recent"]) == [1, 2]
+    assert found["file"].getvalue() == b"losses" and found["file"].tell() == 3
     assert found["version"] == torch.__version__ and found["size"] == (2, 3)
     assert (
         found["by number"] == {0: "x"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -294,6 +295,31 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"model": saved}, step=1)
     holdfast.load(tmp_path, {"model": loaded})
     assert [m.amax for m in loaded] == [3.5, "none"]
+
+
+def test_a_file_in_memory(tmp_path: Path) -> None:
+    """Losses in a value, and the state of a module, as Transformer Engine has it."""
+
+    class Scaled(nn.Linear):
+        scales = b""
+
+        def get_extra_state(self) -> io.BytesIO:
+            file = io.BytesIO()
+            file.write(self.scales)
+            return file
+
+        def set_extra_state(self, state: io.BytesIO) -> None:
+            assert state.tell() == len(state.getvalue())
+            self.scales = state.getvalue()
+
+    saved, loaded = Scaled(2, 2), Scaled(2, 2)
+    saved.scales = b"0.5"
+    log = io.BytesIO(b"0.5 0.25")
+    log.seek(4)
+    holdfast.save(tmp_path, {"model": saved, "log": log}, step=1)
+    state = {"model": loaded, "log": io.BytesIO()}
+    holdfast.load(tmp_path, state)
+    assert loaded.scales == b"0.5" and state["log"].read() == b"0.25"
 
 
 # -- torchdata ------------------------------------------------------------------------------------

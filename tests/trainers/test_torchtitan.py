@@ -12,11 +12,14 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
+from torch import nn
+
 import holdfast
 from holdfast.errors import UsageError
 from holdfast.integrations.torchtitan import HoldfastCheckpointManager
 from trainers import titan
 from trainers.forked import Ranks, losses, value
+from trainers.weights import digest
 
 pytestmark = [pytest.mark.soak, pytest.mark.distributed]
 
@@ -120,6 +123,23 @@ def test_a_seed_is_weights_alone_at_step_0(tmp_path: Path, ranks: Ranks) -> None
     assert holdfast.steps(made.config["folder"]) == [0]
     found = ranks.printed(settings(tmp_path, "fsdp2", steps=2).text(), 2)
     assert value(found, "BEGIN").split()[1:3] == ["0", "True"]
+
+
+def test_steps_of_torchtitans_own_are_read_without_it(tmp_path: Path, ranks: Ranks) -> None:
+    """With the position in the data, which is bytes of a pickle."""
+    theirs = settings(tmp_path, "fsdp2", theirs=True, steps=8, last_save_model_only=False)
+    ends = value(ranks.printed(theirs.text(), 2), "END").split()
+    with holdfast.open(tmp_path / "root" / "step-8") as saved:
+        assert saved.extras["train_state"] == {"step": 8, "ntokens_seen": 64}
+        assert {type(saved.extras["dataloader"][f"dp_rank_{rank}"]) for rank in (0, 1)} == {bytes}
+    parts = titan.parts_of("single", None)
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleDict({k: v for p in parts for k, v in p.layers.items()})}
+    )
+    assert holdfast.load(tmp_path / "root" / "step-8", {"model": model}) == 0
+    for part, (number, layer) in zip(parts, model["layers"].items()):
+        assert part.layers[number] is layer
+    assert [digest(part) for part in parts] == ends[3:]
 
 
 def test_steps_of_torchtitans_own_are_gone_on_from(tmp_path: Path, ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def trained() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def source(trained: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
     url = str(tmp_path_factory.mktemp("run"))
-    holdfast.save(url, {**trained, "more": {"a": [1, 2], "t": torch.arange(5)}}, step=3)
+    more = {"a": [1, 2], "t": torch.arange(5), "f": io.BytesIO(b"x")}
+    holdfast.save(url, {**trained, "more": more}, step=3)
     return url
 
 
@@ -105,12 +107,13 @@ def test_dcp(source: str, trained: dict[str, Any], tmp_path: Path) -> None:
     fresh = run(1, 1)
     model, optim = get_state_dict(fresh["model"], fresh["optim"])
     state = {"model": model, "optim": optim, "sched": fresh["sched"].state_dict(),
-             "more": {"a": None, "t": torch.zeros(5, dtype=torch.int64)}}  # fmt: skip
+             "more": {"a": None, "t": torch.zeros(5, dtype=torch.int64), "f": None}}  # fmt: skip
     dcp.load(state, checkpoint_id=tmp_path / "d")
     set_state_dict(fresh["model"], fresh["optim"], model_state_dict=state["model"],
                    optim_state_dict=state["optim"])  # fmt: skip
     assert_same(trained, fresh)
     assert state["more"]["a"] == [1, 2] and state["more"]["t"].tolist() == list(range(5))
+    assert state["more"]["f"] == b"x"
     assert state["sched"] == trained["sched"].state_dict()
 
 

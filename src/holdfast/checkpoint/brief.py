@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ def brief(value: Any, width: int = 60) -> str:
         return f"{value.dtype} array {list(value.shape)}"
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
+    if isinstance(value, io.BytesIO):
+        return f"BytesIO of {len(value.getvalue())} bytes, at {value.tell()}"
     if isinstance(value, dict):
         text = "{" + ", ".join(f"{k}: {brief(v, width)}" for k, v in list(value.items())[:20]) + "}"
     elif isinstance(value, (list, tuple)):

@@ -7,6 +7,7 @@ numbers.  NaN equals NaN; 0.0 and -0.0 differ in bits but by nothing in value.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -295,6 +296,8 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         same = type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape
         return same and bool(a.tobytes() == b.tobytes())
+    if isinstance(a, io.BytesIO) and isinstance(b, io.BytesIO):
+        return (a.getvalue(), a.tell()) == (b.getvalue(), b.tell())
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
         return True
     return type(a) is type(b) and bool(a == b)

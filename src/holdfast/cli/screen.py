@@ -48,10 +48,14 @@ def deliver(result: Result, as_json: bool) -> int:
 
 
 def _plain(value: Any) -> Any:
+    import io
+
     import numpy as np
 
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
     return value.item() if isinstance(value, np.generic) else repr(value)
 
 

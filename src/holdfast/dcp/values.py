@@ -24,19 +24,19 @@ HINT = (
 )
 
 
-def _numpys() -> list[Any]:
-    """What pickles of numpy's arrays and scalars name, which torch's unpickler does not know by itself."""
+def _kinds_of_data() -> list[Any]:
+    """What pickles of plain data may name that torch's unpickler does not know by itself."""
     array = np.zeros(1).__reduce__()[0]
     scalar = np.float64(1).__reduce__()[0]
     kinds = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDUSmM"}
-    return [array, scalar, np.ndarray, np.dtype, deque, *kinds]
+    return [array, scalar, np.ndarray, np.dtype, deque, bytes, io.BytesIO, *kinds]
 
 
 def encoded(data: io.BytesIO, name: str) -> Any:
     """The JSON tree of a value that torch.save has written.  UsageError for what is no plain data."""
     data.seek(0)
     try:
-        with torch.serialization.safe_globals(_numpys()):
+        with torch.serialization.safe_globals(_kinds_of_data()):
             value = torch.load(data, map_location="cpu", weights_only=True)
     except Exception as error:
         why = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or str(error)

@@ -11,6 +11,7 @@ one key that begins with `$`, and `decode` gives back what was put in.  A tensor
 from __future__ import annotations
 
 import base64
+import io
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,6 +88,8 @@ def encode(
         return {"$complex": [repr(value.real), repr(value.imag)]}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": _b64(bytes(value))}
+    if type(value) is io.BytesIO:
+        return {"$bytesio": _content(value, path)}
     if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS and not _is_masked(value):
         return {"$array": [str(value.dtype), list(value.shape), _b64(value.tobytes())]}
     return _encode_container(value, on_other, path, depth, utf8)
@@ -95,6 +98,15 @@ def encode(
 def _is_masked(array: np.ndarray[Any, Any]) -> bool:
     """True if some of an array's state, a mask, is not in its memory."""
     return isinstance(array, np.ma.MaskedArray)
+
+
+def _content(file: io.BytesIO, path: str) -> Json:
+    """The bytes of a file in memory, and the position in it."""
+    if file.closed:
+        raise Unsaved(path, "a BytesIO that is closed cannot be saved")
+    if vars(file):
+        raise Unsaved(path, f"a BytesIO with attributes ({', '.join(vars(file))}) cannot be saved")
+    return [_b64(file.getvalue()), file.tell()]
 
 
 def _digits(value: int, path: str) -> str:
@@ -144,6 +156,9 @@ def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int, utf
         return {"$tuple": items(value)}
     if isinstance(value, deque):
         return {"$deque": [value.maxlen, items(value)]}
+    if isinstance(value, (set, frozenset, Mapping)) and io.BytesIO in map(type, value):
+        why = "a BytesIO in a set or as a key cannot be saved: it equals itself alone"
+        raise Unsaved(path, why, "save its getvalue(), which is bytes")
     if isinstance(value, (set, frozenset)):
         kind = "$frozenset" if isinstance(value, frozenset) else "$set"
         return {kind: items(sorted(value, key=_order), member)}
@@ -206,6 +221,8 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
                 return complex(float(body[0]), float(body[1]))
             case "$bytes":
                 return base64.b64decode(body)
+            case "$bytesio":
+                return file_of(base64.b64decode(body[0]), body[1])
             case "$scalar":
                 return np.frombuffer(base64.b64decode(body[1]), np.dtype(body[0]))[0]
             case "$array":
@@ -228,6 +245,13 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
     except _MALFORMED as error:
         raise FormatError(f"malformed extras: {tag}: {error}") from None
     raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+
+def file_of(data: bytes, position: int) -> io.BytesIO:
+    """A file in memory with its position, which may lie behind its end."""
+    file = io.BytesIO(data)
+    file.seek(position)
+    return file
 
 
 def _hashable(value: Any) -> Any:

@@ -18,7 +18,7 @@ from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.dcptree import arranged
 from holdfast.interop.foreign import Foreign, StoredPart, foreign
-from holdfast.interop.plaindata import ints, text
+from holdfast.interop.plaindata import TABLE, ints, plain, text
 from holdfast.interop.sections import Archive, Place, Strided
 from holdfast.interop.torchfile import More, PartFile, TensorRef, kind_of, read_tree, table
 from holdfast.interop.unpickle import UnknownInstance, check_size, record, unpickle
@@ -191,12 +191,18 @@ def _value(store: Store, info: UnknownInstance) -> Any:
     """A value that is no tensor, as extras hold it; tensors in it stay behind."""
     path = str(info["relative_path"])
 
-    def refuse(leaf: Any, where: str) -> Any:
+    def other(leaf: Any, where: str) -> Any:
+        if isinstance(leaf, UnknownInstance):
+            return extras.encode(plain(leaf), other, where, where.count(".") + 1)
         raise FormatError(f"a value with a {type(leaf).__name__} at {where or 'its top'}", key=path)
 
-    value = section_tree(store, info)
+    value = section_tree(store, info, TABLE)
     check_size(value)
-    return extras.encode(value, refuse)
+    try:
+        return extras.encode(value, other)
+    except FormatError as error:
+        error.key = error.key or path
+        raise
 
 
 def _dict(value: Any) -> dict[Any, Any]:

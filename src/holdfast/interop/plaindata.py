@@ -1,18 +1,20 @@
 """Plain data of pickles: checks of it, and kinds that are not built in.
 
-`TABLE` names these kinds (numpy's arrays and scalars, namespaces, paths, versions); `plain` turns what the
-pickle interpreter has made of one into values that extras can hold.  Classes of users are not data: they
-are refused by name.  `text` and `ints` check a value before it is hashed, compared or shown: all three take
-exponential time for tuples of shared tuples, which a few bytes of a pickle can make.
+`TABLE` names these kinds (numpy's arrays and scalars, files in memory, namespaces, paths, versions);
+`plain` turns what the pickle interpreter has made of one into values that extras can hold.  Classes of
+users are not data: they are refused by name.  `text` and `ints` check a value before it is hashed, compared
+or shown: all three take exponential time for tuples of shared tuples, which a few bytes can make.
 """
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
 
 from holdfast.errors import FormatError
+from holdfast.format.extras import file_of
 from holdfast.interop.unpickle import UnknownInstance, new_set, record
 
 
@@ -60,6 +62,8 @@ TABLE: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): lambda *_: {},
     ("collections", "deque"): lambda *_: [],
     ("collections", "Counter"): lambda counts=(): dict(counts),
+    ("_io", "BytesIO"): record("BytesIO"),
+    ("io", "BytesIO"): record("BytesIO"),
     ("numpy", "ndarray"): "ndarray",
     ("numpy", "dtype"): record("dtype"),
     ("torch.torch_version", "TorchVersion"): lambda text="": text,
@@ -88,6 +92,8 @@ def plain(value: Any) -> Any:
     """Return the value that a Record of `TABLE` stands for.  FormatError for anything else."""
     if isinstance(value, UnknownInstance) and value.name == "Namespace":
         return dict(value.fields)
+    if isinstance(value, UnknownInstance) and value.name == "BytesIO":
+        return _file(value)
     if isinstance(value, UnknownInstance) and value.name in ("scalar", "ndarray", "dtype"):
         try:
             return _numpy(value)
@@ -95,6 +101,13 @@ def plain(value: Any) -> Any:
             raise FormatError(f"malformed {value.name} of numpy: {error}") from None
     kind = value.name if isinstance(value, UnknownInstance) else type(value).__name__
     raise FormatError(f"a {kind}, which is not known to be data")
+
+
+def _file(value: UnknownInstance) -> io.BytesIO:
+    match value.get("state"):
+        case [bytes(data), int(position), attributes] if not attributes and 0 <= position < 1 << 63:
+            return file_of(data, position)
+    raise FormatError("a BytesIO that is malformed, or has attributes")
 
 
 def _numpy(value: UnknownInstance) -> Any:

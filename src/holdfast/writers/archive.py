@@ -7,6 +7,7 @@ front to back; `CrcSeal` puts the CRCs in.  Archives may lie anywhere in a file 
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from bisect import bisect_left, bisect_right
@@ -109,13 +110,16 @@ def add_archive(plan: ArchivePlan, tree: Any) -> None:
 
 
 def for_torch(value: Any) -> Any:
-    """A decoded extra with arrays as tensors and numpy's scalars as Python's."""
+    """A decoded extra with arrays as tensors, numpy's scalars as Python's, and files in memory as their
+    bytes, which `torch.load` takes by itself."""
     if isinstance(value, np.ndarray):
         return ArchivedTensor(
             str(value.dtype), value.shape, data=np.ascontiguousarray(value).tobytes()
         )
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
     if isinstance(value, dict):
         return {for_torch(k): for_torch(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, deque)):

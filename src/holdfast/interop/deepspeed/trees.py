@@ -155,7 +155,7 @@ def read(store: Store, path: str, bare: str | None = None) -> Tree:
 
 def _plain(value: UnknownInstance) -> Any:
     """Return what a Record stands for, without its class."""
-    if value.name in ("scalar", "ndarray", "dtype", "Namespace"):
+    if value.name in ("scalar", "ndarray", "dtype", "Namespace", "BytesIO"):
         return plaindata.plain(value)
     if value.fields:
         return value.fields

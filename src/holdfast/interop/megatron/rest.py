@@ -61,8 +61,6 @@ def known() -> dict[tuple[str, str], Any]:
     return _Known(
         TABLE
         | {
-            ("_io", "BytesIO"): record("BytesIO"),
-            ("io", "BytesIO"): record("BytesIO"),
             ("signal", "Signals"): lambda number: number,
             ("builtins", "getattr"): _member,
             ("__builtin__", "getattr"): _member,
