@@ -140,17 +140,25 @@ def test_only_an_adapter_is_kept_and_its_config_beside_it(ranks: Ranks, tmp_path
         assert {"config.json", "adapter_config.json"} <= set(saved.files)
 
 
-@pytest.mark.soak
-def test_a_damaged_step_is_passed_over(ranks: Ranks, tmp_path: Path) -> None:
-    options, journal = run_of(tmp_path, "killed")
-    ranks.die({**options, "die": 40})
-    first = journal.read()
-    root = tmp_path / "killed" / "holdfast"
+def damage_the_newest(root: Path) -> int:
+    """Change one bit of the newest step's image; return the step."""
     newest = holdfast.steps(root)[-1]
     (image,) = (root / "steps" / f"{newest:010}").rglob("*.safetensors")
     content = bytearray(image.read_bytes())
     content[len(content) // 3] ^= 1
     image.write_bytes(content)
+    return newest
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hidden", [32, 4096], ids=["at first sight", "as it is restored"])
+def test_a_damaged_step_is_passed_over(hidden: int, ranks: Ranks, tmp_path: Path) -> None:
+    """A small image is read whole before the Trainer begins; of a large one, the weights are not."""
+    options, journal = run_of(tmp_path, "killed", hidden=hidden)
+    ranks.die({**options, "die": 40})
+    first = journal.read()
+    root = tmp_path / "killed" / "holdfast"
+    newest = damage_the_newest(root)
     assert ranks.run(options) == [0]
     again = journal.read()[len(first) :]
     assert again[0]["step"] == holdfast.steps(root)[0] + 1 or again[0]["step"] <= newest

@@ -33,9 +33,9 @@ class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Block(nn.Module):
-    def __init__(self, drop: float) -> None:
+    def __init__(self, drop: float, hidden: int) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+        self.inner = nn.Sequential(nn.Linear(WIDTH, hidden), nn.GELU(), nn.Linear(hidden, WIDTH))
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,9 +45,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A model as the Trainer wants it: it returns its loss."""
 
-    def __init__(self, drop: float = 0.2) -> None:
+    def __init__(self, drop: float = 0.2, hidden: int = 32) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(drop) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(drop, hidden) for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -75,8 +75,13 @@ def digest(model: nn.Module) -> str:
     found = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        if hasattr(p, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([p]):
+                whole = p.detach().float().clone()
         found.update(name.rpartition("module.")[2].encode())
-        found.update(whole.detach().contiguous().numpy().tobytes())
+        found.update(whole.detach().float().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.state import PartialState
 from accelerate.utils import (
+    DeepSpeedPlugin,
     DistributedType,
     FullyShardedDataParallelPlugin,
     ProjectConfiguration,
@@ -58,9 +59,16 @@ def made(options: dict[str, Any]) -> Accelerator:
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["Block"],
         )
+    steps = options.get("accumulate", 2)
+    if "zero" in options:
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+        kwargs["deepspeed_plugin"] = DeepSpeedPlugin(
+            hf_ds_config=zero_config(options["zero"], steps)
+        )
     return Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=options.get("accumulate", 2),
+        cpu="zero" not in options,
+        gradient_accumulation_steps=steps,
         dataloader_config=DataLoaderConfiguration(**options.get("loader", {})),
         project_config=ProjectConfiguration(
             options["folder"],
@@ -69,6 +77,16 @@ def made(options: dict[str, Any]) -> Accelerator:
         ),
         **kwargs,
     )
+
+
+def zero_config(stage: int, steps: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": steps,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40},
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
 
 
 def peek(loader: Any, journal: Journal) -> None:
@@ -98,6 +116,9 @@ def main(options: dict[str, Any]) -> None:
     judging = torch.utils.data.DataLoader(
         loader.dataset if options.get("same") else Data(64, noisy=True), batch_size=4, shuffle=True
     )
+    if options.get("apart"):
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        accelerator.prepare(scheduler)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     judging = accelerator.prepare(judging)
     mean, position = Mean(), Position()

@@ -75,7 +75,22 @@ def args_of(options: dict[str, Any]) -> TrainingArguments:
     if options.get("fsdp"):
         wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["Block"]}
         given |= {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap}
+    if "zero" in options:
+        config = zero_config(options["zero"]) | options.get("config", {})
+        given |= {"deepspeed": config, "bf16": options.get("bf16", False)}
     return TrainingArguments(**given | options.get("args", {}))
+
+
+def zero_config(stage: int) -> dict[str, Any]:
+    """A configuration of DeepSpeed's that leaves to the Trainer what it may."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return {
+        **dict.fromkeys((*names, "gradient_clipping"), "auto"),
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40},
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
 
 
 def with_lora() -> Any:
@@ -89,9 +104,10 @@ def with_lora() -> Any:
 
 
 def main(options: dict[str, Any]) -> None:
-    if options.get("fsdp"):  # which accelerate offers on accelerators alone
+    if options.get("fsdp") or "zero" in options:  # which accelerate offers on accelerators alone
         PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        kind = DistributedType.MULTI_GPU if options.get("fsdp") else DistributedType.DEEPSPEED
+        PartialState._shared_state["distributed_type"] = kind
     torch.manual_seed(3)
     if options.get("apart"):  # output_dir is a folder of each node
         os.makedirs(own := options["folder"] + "-" + os.environ["RANK"], exist_ok=True)
@@ -105,7 +121,7 @@ def main(options: dict[str, Any]) -> None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=50))
     noisy = options.get("noisy", False)
     kwargs: dict[str, Any] = {
-        "model": Net(options.get("drop", 0.2)),
+        "model": Net(options.get("drop", 0.2), options.get("hidden", 32)),
         "args": args,
         "train_dataset": Data(options.get("size", 50), noisy=noisy),
         "eval_dataset": Data(8),

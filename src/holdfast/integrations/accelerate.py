@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.arguments import instance_of, step_of
 from holdfast.checkpoint.tidying import Keep
@@ -40,11 +42,6 @@ from holdfast.restore.result import Restored
 from holdfast.state.rng import Rng
 
 __all__ = ["attach"]
-
-OTHERS = {
-    DistributedType.DEEPSPEED: "holdfast.integrations.deepspeed.attach(engine, root)",
-    DistributedType.MEGATRON_LM: "holdfast.integrations.megatron",
-}
 
 
 def attach(
@@ -57,7 +54,7 @@ def attach(
     as `every` says, in memory and records, too.  `total_limit` becomes `Keep(last=...)`.
     """
     accelerator = instance_of(accelerator, Accelerator, "attach", "accelerator", "an Accelerator")
-    _check_engine(accelerator)
+    _check_kind(accelerator)
     if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
         _refuse_hooks()
     if root is None:
@@ -89,8 +86,16 @@ class _Attached:
         self.load_native = accelerator.load_state
         accelerator.holdfast = self.checkpointer
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
-        for name in ("prepare", "register_for_checkpointing", "free_memory"):
+        for name in ("register_for_checkpointing", "free_memory"):
             setattr(accelerator, name, self._followed_by_a_look(getattr(accelerator, name)))
+        prepare = self._followed_by_a_look(accelerator.prepare)
+
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            result = prepare(*args, **kwargs)
+            _check_known(accelerator, args)
+            return result
+
+        accelerator.prepare = prepared
         accelerator.register_save_state_pre_hook = _refuse_hooks
         accelerator.register_load_state_pre_hook = _refuse_hooks
         end_training = accelerator.end_training
@@ -112,7 +117,7 @@ class _Attached:
 
     def look(self) -> None:
         """Hand over what the accelerator has by now."""
-        _check_engine(self.accelerator)
+        _check_kind(self.accelerator)
         state = self.checkpointer.state
         state.clear()
         state.update(self.own_state | state_of(self.accelerator))
@@ -159,10 +164,13 @@ class _Attached:
 def state_of(accelerator: Any) -> dict[str, Any]:
     """Return what an Accelerator has prepared and registered, as a state for holdfast."""
     loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        for engine in accelerator._models:
+            check_engine(engine)
     roles = {
         "model": accelerator._models,
-        "optimizer": accelerator._optimizers,
-        "scheduler": accelerator._schedulers,
+        "optimizer": list(map(bare, accelerator._optimizers)),
+        "scheduler": list(map(bare, accelerator._schedulers)),
         "custom": accelerator._custom_objects,
         "loader": loaders,
         "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
@@ -174,13 +182,47 @@ def state_of(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _check_engine(accelerator: Any) -> None:
-    instead = OTHERS.get(accelerator.distributed_type)
-    if instead is not None:
+def bare(wrapped: Any) -> Any:
+    """Return what Accelerate's wrappers for DeepSpeed hold: an engine knows its own optimizer and scheduler
+    alone."""
+    if isinstance(wrapped, DeepSpeedOptimizerWrapper):
+        return wrapped.optimizer
+    return wrapped.scheduler if isinstance(wrapped, DeepSpeedSchedulerWrapper) else wrapped
+
+
+def check_engine(engine: Any) -> None:
+    """UsageError for an engine of DeepSpeed's that cannot be saved whole, before the first save."""
+    from holdfast.state.deepspeed import zero_of
+
+    zero_of(engine)
+    if getattr(engine, "random_ltd_scheduler", None) is not None:
         raise UsageError(
-            f"attach(accelerator): {accelerator.distributed_type.value} has state that an Accelerator does "
-            "not show",
-            hint=f"use {instead}",
+            "random-LTD has state that a trainer does not show",
+            hint="with a loop of your own, hand engine.random_ltd_scheduler over under a key of its own",
+        )
+
+
+def _check_known(accelerator: Any, given: tuple[Any, ...]) -> None:
+    """UsageError for a scheduler that an Accelerator with DeepSpeed was given without its model: it forgets
+    such a one, and no step would have it."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return
+    known = [bare(one) for one in accelerator._schedulers]
+    known += [getattr(one, "scheduler", None) for one in accelerator._schedulers]
+    for one in given:
+        if isinstance(one, LRScheduler) and all(one is not other for other in known):
+            raise UsageError(
+                f"accelerator.prepare(): DeepSpeed's plugin does not keep a {type(one).__name__} that is "
+                "prepared without its model, so no checkpoint would have it",
+                hint="prepare them together: accelerator.prepare(model, optimizer, scheduler)",
+            )
+
+
+def _check_kind(accelerator: Any) -> None:
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        raise UsageError(
+            "attach(accelerator): Megatron-LM has state that an Accelerator does not show",
+            hint="use holdfast.integrations.megatron",
         )
 
 

@@ -39,7 +39,7 @@ from holdfast.arguments import step_of, unfit
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
-from holdfast.integrations.accelerate import LoaderDraws
+from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
 from holdfast.once import load
 from holdfast.state.trainable import trainable_only
 
@@ -85,11 +85,6 @@ class _Holdfast(_Mixin):
         self._check_usable()
 
     def _check_usable(self) -> None:
-        if self.is_deepspeed_enabled:
-            raise UsageError(
-                "HoldfastTrainer: DeepSpeed's engine has state that the Trainer does not show",
-                hint="use Trainer, and holdfast.integrations.deepspeed.attach(trainer.deepspeed, root)",
-            )
         if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             raise UsageError(
                 f"HoldfastTrainer: hub_strategy={self.args.hub_strategy.value!r} pushes the folder of each "
@@ -149,7 +144,22 @@ class _Holdfast(_Mixin):
             except NotRecoverable as error:
                 if self._found is None or self._is_restored or resume is not True:
                     raise
+                self._forget_the_engine(error)
                 warn_user(f"step {self._found.step} is damaged, and passed over: {error}")
+
+    def _forget_the_engine(self, error: NotRecoverable) -> None:
+        """Let the next attempt make another engine of DeepSpeed's, which stage 3 does once for a model."""
+        if not self.is_deepspeed_enabled:
+            return
+        if self.deepspeed.zero_optimization_partition_weights():
+            step = self._found.step
+            raise NotRecoverable(
+                f"step {step} is damaged, and at ZeRO stage 3 no other one is taken in the same process: "
+                f"{error}",
+                hint="train(resume_from_checkpoint=N) with an older step N: "
+                f"holdfast ls {self._root}",
+            ) from error
+        self.model_wrapped = self.model
 
     def _resumed_from(self, resume: Any, folder: str) -> Any:
         """Return the folder that the Trainer shall resume from, which has its state; None to begin."""
@@ -218,13 +228,23 @@ class _Holdfast(_Mixin):
     def _parts(self) -> dict[str, Any]:
         """The part of the state that exists once all is prepared."""
         if _is_peft_model(self.model):
-            trainable_only(self.model)
+            self._leave_out_frozen()
         if self.args.save_only_model:
             return {"model": self.model_wrapped}
-        parts = {"model": self.model_wrapped, "optimizer": self.optimizer}
-        parts["scheduler"] = self.lr_scheduler
+        if self.is_deepspeed_enabled:
+            check_engine(self.deepspeed)
+        parts = {"model": self.model_wrapped, "optimizer": bare(self.optimizer)}
+        parts["scheduler"] = bare(self.lr_scheduler)
         scaler = getattr(self.accelerator, "scaler", None)
         return parts if scaler is None else {**parts, "scaler": scaler}
+
+    def _leave_out_frozen(self) -> None:
+        if self.is_deepspeed_enabled and self.deepspeed.zero_optimization_partition_weights():
+            warn_user(
+                "ZeRO stage 3: the weights that the adapter leaves frozen are saved all the same"
+            )
+        else:
+            trainable_only(self.model)
 
     def _side_files(self) -> dict[str, bytes]:
         """The files that `from_pretrained` needs beside weights: configurations, and the tokenizer's."""
