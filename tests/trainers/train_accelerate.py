@@ -21,6 +21,9 @@ from holdfast.integrations.accelerate import attach
 from trainers.tiny import Data, Journal, Net, die_at, digest
 
 EPOCHS = 3
+KEPT: list[Any] = []
+"""Models, until the process is gone.  DDP holds the group that `end_training` destroys.  Where the group
+went with the model, torch waited for gloo's thread, and that for Python's lock to let go of a tensor."""
 
 
 class Mean:
@@ -165,5 +168,6 @@ def main(options: dict[str, Any]) -> None:
             if "leave" in options and position.done % per_pass == 0:
                 break
     whole = digest(model)
+    KEPT.append(model)
     accelerator.end_training()
     journal.add(end=whole, mean=mean.value)
