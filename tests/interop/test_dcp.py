@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import pathlib
 import pickle
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim.lr_scheduler import LRScheduler
 
 import holdfast
-from holdfast.errors import Corrupt, FormatError, NotFound, StateMismatch, UsageError
+from holdfast.errors import (
+    Corrupt,
+    FormatError,
+    HoldfastWarning,
+    NotFound,
+    StateMismatch,
+    UsageError,
+)
 from holdfast.format.dtypes import DTYPES
 
 
@@ -98,7 +107,18 @@ PLAIN: dict[str, Any] = {
     "place": Path("/data/x"),
     "complex": 1 + 2j,
     "args": argparse.Namespace(lr=0.1),
+    "bytes": bytearray(b"ab"),
+    "text": np.str_("abc"),
+    "counts": defaultdict(int, a=1),
+    "types": [bool, int, float, str, list, tuple, dict],
 }
+COMES_BACK_AS = {
+    "place": "/data/x",
+    "args": {"lr": 0.1},
+    "bytes": b"ab",
+    "types": ["bool", "int", "float", "str", "list", "tuple", "dict"],
+}
+"""Where it is another value."""
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -109,7 +129,7 @@ def test_values_of_every_kind_of_plain_data(name: str, tmp_path: Path) -> None:
     if isinstance(value, np.ndarray):
         assert found.dtype == value.dtype and np.array_equal(found, value)
     else:
-        assert found == {"place": "/data/x", "args": {"lr": 0.1}}.get(name, value)
+        assert found == COMES_BACK_AS.get(name, value)
 
 
 def test_a_file_in_memory(tmp_path: Path) -> None:
@@ -119,9 +139,50 @@ def test_a_file_in_memory(tmp_path: Path) -> None:
     assert found.getvalue() == b"losses" and found.tell() == 3
 
 
-def test_a_value_that_is_no_plain_data_is_named(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(2), "it": Fraction(1, 2)}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(FormatError, match=r"fractions\.Fraction.*distcp"):
+@pytest.mark.parametrize("by", ["Python 3.13", "torch 2.2"])
+def test_classes_that_had_other_names(
+    by: str, root: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What `.metadata` names when another Python, or an older torch, has written it."""
+    metadata = pickle.loads((root / ".metadata").read_bytes())
+    if by == "Python 3.13":
+        module, kind = "pathlib._local", PosixPath
+        monkeypatch.setitem(sys.modules, module, pathlib)
+    else:
+        module, kind = "torch.distributed._shard.sharded_tensor.metadata", TensorProperties
+        monkeypatch.setattr(sys.modules[module], "TensorProperties", TensorProperties)
+    monkeypatch.setattr(kind, "__module__", module)
+    data = pickle.dumps(metadata)
+    assert module.encode() in data
+    copy = copied(root, tmp_path / "ck")
+    (copy / ".metadata").write_bytes(data)
+    with holdfast.open(root) as expected, holdfast.open(copy) as found:
+        assert found.names() == expected.names() and found.extras == expected.extras
+        assert found.read("t.large").tobytes() == expected.read("t.large").tobytes()
+
+
+def test_a_value_that_is_no_plain_data_is_left_out_and_told(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "it": [1, Fraction(1, 2)], "epoch": 3}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.warns(HoldfastWarning, match=r"left out, .* data: it \(fractions\.Fraction\)"):
+        found = holdfast.open(tmp_path)
+    assert found.extras == {"epoch": 3} and found.names() == ["w"]
+
+
+def test_an_optimizers_setting_that_is_no_plain_data_is_refused(tmp_path: Path) -> None:
+    """The live one would stay, without a word."""
+    model, optimizer, _ = trained()
+    optimizer.param_groups[0]["kind"] = Fraction(1, 2)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(FormatError, match=r"fractions\.Fraction, which is not known to be data"):
+        holdfast.open(tmp_path)
+
+
+def test_a_value_that_holds_tensors_and_no_plain_data_is_refused(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "it": (torch.ones(2), Fraction(1, 2))}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(FormatError, match=r"fractions\.Fraction, which is not known to be data"):
         holdfast.open(tmp_path)
 
 

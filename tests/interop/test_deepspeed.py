@@ -22,7 +22,14 @@ from torch.nn import functional
 import holdfast
 from cli.calling import call
 from distributed.launch import launch
-from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, UsageError
+from holdfast.errors import (
+    Corrupt,
+    FormatError,
+    HoldfastError,
+    HoldfastWarning,
+    NotFound,
+    UsageError,
+)
 from holdfast.format.extras import decode
 from holdfast.interop.deepspeed.opening import open_deepspeed
 from holdfast.interop.deepspeed.tensors import Layouts
@@ -631,6 +638,17 @@ def test_a_pickle_that_runs_a_command(z2: Path, tmp_path: Path, file: str) -> No
     error = refused(z2, "system", Path(file).name)
     assert isinstance(error, FormatError)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_value_of_the_user_that_is_no_plain_data_is_left_out_and_told(z2: Path) -> None:
+    command = f"touch {z2 / 'ran'}".encode()
+    text = b"X" + len(command).to_bytes(4, "little") + command
+    one_more = b"X\x02\0\0\0mycposix\nsystem\n" + text + b"\x85Rs."  # state["my"] = system(...)
+    rewritten(z2 / MODEL, pickled(z2 / MODEL)[:-1] + one_more)
+    with pytest.warns(HoldfastWarning, match=r"left out, .* data: my \(posix\.system\)"):
+        found = holdfast.open(str(z2 / "global_step3"))
+    assert found.extras["client"]["epoch"] == 7 and "my" not in found.extras["client"]
+    assert not (z2 / "ran").exists()
 
 
 @pytest.mark.parametrize("file", [STATES.format(0), MODEL])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import enum
+import functools
 import io
+import os
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
 from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +31,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
-from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StateMismatch, UsageError
+from holdfast.errors import (
+    Corrupt,
+    FormatError,
+    HoldfastError,
+    HoldfastWarning,
+    NotFound,
+    StateMismatch,
+    UsageError,
+)
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.extras import file_of
 from holdfast.interop.byindex import proved_names
@@ -325,6 +338,13 @@ def test_tied_weights_load_into_tied_weights(tmp_path: Path) -> None:
     )
 
 
+def test_arrays_in_newer_pickles(tmp_path: Path) -> None:
+    saved = {"w": torch.ones(2), "a": np.arange(6, dtype="f4").reshape(2, 3).T, "s": np.int64(3)}
+    torch.save(saved, tmp_path / "x.pt", pickle_protocol=5)
+    found = holdfast.open(tmp_path / "x.pt").extras
+    assert np.array_equal(found["a"], saved["a"]) and found["a"].dtype == "f4" and found["s"] == 3
+
+
 def test_extras_of_every_kind(tmp_path: Path) -> None:
     values = {
         "args": argparse.Namespace(lr=0.1, path=Path("/data/x"), betas=(0.9, 0.95)),
@@ -344,6 +364,8 @@ def test_extras_of_every_kind(tmp_path: Path) -> None:
         "by number": {0: "x"},
         "complex": 1 + 2j,
         "file": file_of(b"losses", 3),
+        "chars": bytearray(b"ab"),
+        "text": np.str_("abc"),
     }
     found = checkpoint_of(tmp_path, {"model": net().state_dict(), "rest": values}).extras["rest"]
     assert found["args"] == {"lr": 0.1, "path": "/data/x", "betas": (0.9, 0.95)}
@@ -352,6 +374,7 @@ def test_extras_of_every_kind(tmp_path: Path) -> None:
     assert np.array_equal(found["state"][1], values["state"][1])
     assert found["bytes"] == b"\x00\xff" and found["names"] == {"a", "b"}
     assert found["counts"] == {"x": [1, 2]} and list(found["recent"]) == [1, 2]
+    assert found["chars"] == b"ab" and found["text"] == "abc"
     assert found["file"].getvalue() == b"losses" and found["file"].tell() == 3
     assert found["version"] == torch.__version__ and found["size"] == (2, 3)
     assert (
@@ -531,6 +554,109 @@ def test_a_pickle_that_would_run_something(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="not known to be data"):
             holdfast.open(tmp_path / "x.pt")
     assert not mark.exists()
+
+
+def test_a_value_that_would_run_something_is_left_out(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {mark}",)
+
+    torch.save({"w": torch.ones(2), "epoch": 3, "it": Hostile()}, tmp_path / "x.pt")
+    with pytest.warns(HoldfastWarning, match=r"it \(posix\.system\)"):
+        found = holdfast.open(tmp_path / "x.pt")
+    assert found.extras == {"epoch": 3} and not mark.exists()
+
+
+class Config(dict[str, Any]):
+    """As Hydra's configurations: a class of its own, with items and attributes."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(given)
+        self.parent = self
+
+
+class Schedule(enum.Enum):
+    COSINE = "cosine"
+
+
+@dataclass
+class Options:
+    lr: float
+    kind: Any
+
+
+UNKNOWN: dict[str, Any] = {
+    "a dict's": Config(lr=0.1, inner=Config(depth=3)),
+    "a dataclass": Options(0.1, Schedule.COSINE),
+    "a member": {"schedule": [Schedule.COSINE]},
+    "a class": {"optimizer": torch.optim.AdamW},
+    "a function": functools.partial(torch.optim.AdamW, lr=0.1),
+    "a factory": defaultdict(Config, a=Config()),
+    "a list's": type("Steps", (list,), {})([1, 2]),
+    "a time": datetime.timedelta(seconds=3),
+    "a key": {Schedule.COSINE: 1},
+    "a method": Options(0.1, None).__eq__,
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_values_of_which_nothing_is_known_are_left_out_and_told(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Lightning keeps what a module was made with."""
+    value = UNKNOWN[what]
+    if what == "a list's":
+        monkeypatch.setattr(sys.modules[__name__], "Steps", type(value), raising=False)
+    model = net()
+    saved = {"state_dict": model.state_dict(), "epoch": 3, "hyper_parameters": value}
+    torch.save(saved, tmp_path / "x.ckpt")
+    with pytest.warns(HoldfastWarning, match=r"left out, .* data: hyper_parameters \("):
+        found = holdfast.open(tmp_path / "x.ckpt")
+    assert found.extras == {"epoch": 3}
+    other = net()
+    with pytest.warns(HoldfastWarning, match="left out"):
+        holdfast.load(tmp_path / "x.ckpt", {"model": other})
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+class Projector:
+    def __init__(self) -> None:
+        self.matrix = torch.ones(3)
+
+
+def test_what_a_run_would_miss_is_refused(tmp_path: Path) -> None:
+    """An optimizer's settings, also where it is all that a file has, and a module's own state."""
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1).state_dict()
+    optimizer["param_groups"][0]["kind"] = Schedule.COSINE
+    weights = net().state_dict() | {"0._extra_state": Schedule.COSINE}
+    for value in (optimizer, {"optimizer": {**optimizer, "state": {0: torch.ones(1)}}}, weights):
+        torch.save(value, tmp_path / "x.pt")
+        with pytest.raises(FormatError, match="Schedule, which is not known to be data"):
+            holdfast.open(tmp_path / "x.pt")
+
+
+def test_a_value_that_one_rank_cannot_have_is_left_out_for_all(tmp_path: Path) -> None:
+    for rank, value in enumerate((Schedule.COSINE, None)):
+        saved = {"model": net().state_dict(), "epoch": 3, "it": value}
+        torch.save(saved, tmp_path / f"rank{rank}.pt")
+    with pytest.warns(HoldfastWarning, match=r"rank0.pt and 1 more files: left out.* it \("):
+        found = holdfast.open(tmp_path)
+    assert found.extras == {"epoch": 3} and "model.0.weight" in found.names()
+
+
+def test_unknown_objects_that_hold_tensors_are_refused(tmp_path: Path) -> None:
+    """A module, an optimizer's state with objects, a tensor of a class of its own."""
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    state = optimizer.state_dict()
+    state["state"] = {0: {"projector": Projector(), "step": torch.ones(1)}}
+    own = torch.ones(3).as_subclass(type("Own", (torch.Tensor,), {"__module__": __name__}))
+    globals()["Own"] = type(own)
+    for value in (net(), {"module": net()}, {"optimizer": state}, {"w": own}, Projector()):
+        torch.save(value, tmp_path / "x.pt")
+        with pytest.raises(FormatError, match="not known to be data"):
+            holdfast.open(tmp_path / "x.pt")
 
 
 def test_values_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pickle
 import struct
 import time
 import tracemalloc
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import FormatError
-from holdfast.interop.unpickle import UnknownInstance, check_size, record, unpickle
+from holdfast.interop.unpickle import OpaqueInstance, UnknownInstance, check_size, record, unpickle
 
 TABLE = {("collections", "OrderedDict"): lambda *items: dict(*items)}
 
@@ -117,25 +117,55 @@ def test_malformed(data: bytes) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=60))
-def test_any_bytes_end_in_a_value_or_a_format_error(data: bytes) -> None:
+@given(st.binary(max_size=60), st.booleans())
+def test_any_bytes_end_in_a_value_or_a_format_error(data: bytes, lenient: bool) -> None:
     try:
-        unpickle(b"\x80\x04" + data, TABLE)
+        check_size(unpickle(b"\x80\x04" + data, TABLE, lenient=lenient), 1 << 18)
     except FormatError:
         pass
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_flipped_bytes(data: Any) -> None:
-    whole = bytearray(
-        pickle.dumps({"a": [1, 2.5, "text", (None, True)], "b": OrderedDict(c=b"x")}, 4)
-    )
+@given(st.data(), st.booleans())
+def test_flipped_bytes(data: Any, lenient: bool) -> None:
+    card = Card()
+    card.own = card
+    value = {"a": [1, 2.5, "text", (None, True)], "b": OrderedDict(c=b"x"), "c": Counter({card: 1})}
+    whole = bytearray(pickle.dumps(value, 4))
     whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        unpickle(bytes(whole), TABLE)
+        check_size(unpickle(bytes(whole), TABLE, lenient=lenient), 1 << 18)
     except FormatError:
         pass
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_is_unknown_is_kept_by_its_name(tmp_path: Path, protocol: int) -> None:
+    """And not run; what a known function would make of it is unknown, too."""
+    mark = tmp_path / "mark"
+    card = Card()
+    card.own = [card]
+    value = {
+        "a": Hostile(os.system, f"touch {mark}"),
+        "b": card,
+        "c": Counter([card]),
+        "d": Card,
+        "e": 1,
+    }
+    known = TABLE | {("collections", "Counter"): lambda counts=(): dict(counts)}
+    found = unpickle(pickle.dumps(value, protocol), known, lenient=True)
+    names = {key: one.name for key, one in found.items() if isinstance(one, OpaqueInstance)}
+    card_name = f"{__name__}.Card"
+    assert names == {
+        "a": "posix.system",
+        "b": card_name,
+        "c": card_name,
+        "d": card_name,
+    }
+    assert found["e"] == 1 and not mark.exists()
+    check_size(found)
+    with pytest.raises(FormatError, match="_rebuild_x, which is not known"):
+        unpickle(b"\x80\x02cm\n_rebuild_x\n.", TABLE, lenient=True)
 
 
 def test_a_huge_memo_index_costs_nothing() -> None:
@@ -236,3 +266,45 @@ def test_what_functions_would_hash_or_format_for_ever(data: bytes) -> None:
             b"\x80\x02" + data, known, lambda pid: torchfile._Storage(str(pid)[:0], 0, 10, "x")
         )
     assert time.process_time() - began < 1.5
+
+
+class Set:
+    """Pickled with a function that sets its state."""
+
+    def __init__(self, value: Any, setter: Any) -> None:
+        self.value, self.setter = value, setter
+
+    def __reduce__(self) -> Any:
+        return record_like, (self.value,), {"scale": 3}, None, None, self.setter
+
+
+def record_like(value: Any) -> Any:
+    return value
+
+
+def set_state(value: Any, state: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_an_unknown_function_that_sets_a_state(protocol: int) -> None:
+    """Its result is thrown away, so what it was called with must not be lost."""
+    data = pickle.dumps({"a": Set(5, set_state)}, protocol)
+    known = TABLE | {(__name__, "record_like"): record("Known")}
+    with pytest.raises(FormatError, match="set_state, which is not known to be data"):
+        unpickle(data, known, lenient=True)
+    found = unpickle(data, TABLE, lenient=True)["a"]
+    assert found.name == f"{__name__}.record_like" and found.fields["held"][0].args[1] == {
+        "scale": 3
+    }
+
+
+def test_names_without_end() -> None:
+    """A long module that many globals share."""
+    long = b"\x8c\xff" + b"m" * 255
+    many = b"\x80\x04" + long + b"\x94" + b"h\0" * 5 + b"."
+    with pytest.raises(FormatError):
+        unpickle(many, TABLE, lenient=True)
+    module = b"X" + struct.pack("<I", 5000) + b"m" * 5000 + b"q\0"
+    with pytest.raises(FormatError, match="a name without end"):
+        unpickle(b"\x80\x04" + module + b"h\0\x93.", TABLE, lenient=True)

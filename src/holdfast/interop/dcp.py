@@ -21,12 +21,15 @@ from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.plaindata import TABLE, ints, plain, text
 from holdfast.interop.sections import Archive, Place, Strided
 from holdfast.interop.torchfile import More, PartFile, TensorRef, kind_of, read_tree, table
+from holdfast.interop.unknown import is_needed, not_data, tell, unknown_in
 from holdfast.interop.unpickle import UnknownInstance, check_size, record, unpickle
 from holdfast.layout import Box
 from holdfast.store import Store
 
 METADATA = ".metadata"
 _META = "torch.distributed.checkpoint.metadata"
+_META_BEFORE = "torch.distributed._shard.sharded_tensor.metadata"
+"""Where torch before 2.3 had what says of a tensor's dtype."""
 _PLANNER = "torch.distributed.checkpoint.planner"
 _KNOWN = {
     (_META, name): record(name)
@@ -34,6 +37,8 @@ _KNOWN = {
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
         "BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )
+} | {
+    (_META_BEFORE, name): record(name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
 } | {
     (_PLANNER, name): record(name)
     for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
@@ -69,7 +74,7 @@ def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
     if step not in (None, 0):
         raise NotFound(f"{store.url} is a dcp checkpoint; it has no step {step}")
     found = read_contents(store)
-    values = {n: _value(store, info) for n, info in found.objects.items()}
+    values = _values(store, found.objects)
     software = {"torch.distributed.checkpoint": text(found.meta.get("version") or "unknown")}
     tensors, values = arranged(store, found.tensors, values, found.meta)
     return foreign(
@@ -85,7 +90,9 @@ def read_contents(store: Store, folder: str = "", more: More | None = None) -> C
     key = folder + METADATA
     data = store.get(key)
     try:
-        return _contents(store, folder, unpickle(data, ChainMap(table() | _KNOWN, more or {})))
+        return _contents(
+            store, folder, unpickle(data, ChainMap(_KNOWN, TABLE, table(), more or {}))
+        )
     except FormatError as error:
         error.key = error.key or key
         raise
@@ -162,12 +169,15 @@ def section_range(info: UnknownInstance) -> Archive:
     return path, offset, offset + length
 
 
-def section_tree(store: Store, info: UnknownInstance, more: More | None = None) -> Any:
-    """Return what an archive in the middle of a file holds, tensors as `TensorRef`s."""
+def section_tree(
+    store: Store, info: UnknownInstance, more: More | None = None, *, lenient: bool = False
+) -> Any:
+    """Return what an archive in the middle of a file holds, tensors as `TensorRef`s; `lenient` as of
+    `unpickle`."""
     path, start, stop = section_range(info)
     section = PartFile.of(store, path, (start, stop))
     try:
-        return read_tree(section, path, more)
+        return read_tree(section, path, more, lenient=lenient)
     finally:
         section.close()
 
@@ -187,17 +197,32 @@ def _where(
     return found.path, found.offset
 
 
-def _value(store: Store, info: UnknownInstance) -> Any:
-    """A value that is no tensor, as extras hold it; tensors in it stay behind."""
-    path = str(info["relative_path"])
+def _values(store: Store, objects: dict[str, UnknownInstance]) -> dict[str, Any]:
+    """Values that are no tensors, by flat name, but for those of which something is unknown."""
+    found, strange = {}, {}
+    for flat, info in objects.items():
+        value = section_tree(store, info, TABLE, lenient=True)
+        check_size(value)
+        path = str(info["relative_path"])
+        name = unknown_in(value, path, set())
+        if name is None:
+            found[flat] = _encoded(value, path)
+        elif is_needed(flat.split(".")):
+            raise not_data(name, path)
+        else:
+            strange[flat] = name
+    tell(strange, [store.url])
+    return found
+
+
+def _encoded(value: Any, path: str) -> Any:
+    """A value as extras hold it; tensors in it stay behind."""
 
     def other(leaf: Any, where: str) -> Any:
         if isinstance(leaf, UnknownInstance):
             return extras.encode(plain(leaf), other, where, where.count(".") + 1)
         raise FormatError(f"a value with a {type(leaf).__name__} at {where or 'its top'}", key=path)
 
-    value = section_tree(store, info, TABLE)
-    check_size(value)
     try:
         return extras.encode(value, other)
     except FormatError as error:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import FormatError
-from holdfast.format.extras import file_of
+from holdfast.format.extras import NUMBERS, file_of
 from holdfast.interop.unpickle import UnknownInstance, new_set, record
 
 
@@ -39,6 +39,11 @@ def _encode(text: Any, how: Any) -> bytes:
     return text.encode("latin1")
 
 
+def _bytes(value: Any = b"", how: Any = "latin1") -> bytes:
+    """Return what a bytearray is made from: bytes, or a text in an encoding."""
+    return bytes(value) if isinstance(value, (bytes, bytearray)) else _encode(value, how)
+
+
 def _both(name: str, value: Any) -> dict[tuple[str, str], Any]:
     """A built-in, by its names in Python 2 (torch.save writes protocol 2) and 3."""
     return {("builtins", name): value, ("__builtin__", name): value}
@@ -48,6 +53,9 @@ def _path(*parts: Any) -> str:
     return "/".join(map(str, parts)).replace("//", "/")
 
 
+TEXTS = "SU"
+"""Kinds of numpy's dtypes of texts."""
+_OF_NUMPY = ("scalar", "ndarray", "frombuffer", "dtype")
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data",
@@ -70,15 +78,19 @@ TABLE: dict[tuple[str, str], Any] = {
     **_both("set", new_set),
     **_both("frozenset", lambda items=(): frozenset(new_set(items))),
     **_both("complex", lambda *parts: complex(*parts)),
-    **_both("bytearray", lambda text="", how="latin1": _encode(text, how)),
+    **_both("bytearray", _bytes),
     **_both("bytes", lambda: b""),
     **{
-        (b, t): t
+        (b, t): {"long": "int", "unicode": "str"}.get(t, t)  # as pickles of Python 2 name them
         for b in ("builtins", "__builtin__")
-        for t in ("int", "float", "str", "list", "dict")
+        for t in ("bool", "int", "long", "float", "str", "unicode", "list", "tuple", "dict")
     },
     **{(m, "scalar"): record("scalar") for m in _NUMPY},
     **{(m, "_reconstruct"): record("ndarray") for m in _NUMPY},
+    **{
+        (m, "_frombuffer"): record("frombuffer")
+        for m in ("numpy.core.numeric", "numpy._core.numeric")
+    },
     **{(m, "AttributeDict"): lambda *_: {} for m in _ATTRIBUTE_DICTS},
     **{
         (module, kind): _path
@@ -94,7 +106,7 @@ def plain(value: Any) -> Any:
         return dict(value.fields)
     if isinstance(value, UnknownInstance) and value.name == "BytesIO":
         return _file(value)
-    if isinstance(value, UnknownInstance) and value.name in ("scalar", "ndarray", "dtype"):
+    if isinstance(value, UnknownInstance) and value.name in _OF_NUMPY:
         try:
             return _numpy(value)
         except (TypeError, ValueError, IndexError, LookupError, AttributeError) as error:
@@ -115,16 +127,24 @@ def _numpy(value: UnknownInstance) -> Any:
         return str(_dtype(value))
     if value.name == "scalar":
         dtype, data = value.args
-        return np.frombuffer(data, _dtype(dtype), 1)[0]
+        return np.frombuffer(data, _dtype(dtype, NUMBERS + TEXTS), 1)[0]
+    if value.name == "frombuffer":
+        data, dtype, shape, order, *axes = value.args  # as numpy's own `_frombuffer` takes them
+        if not isinstance(data, (bytes, bytearray)):
+            raise FormatError(f"an array of a {type(data).__name__}")
+        flat = np.frombuffer(data, _dtype(dtype))
+        if order == "K" and axes and axes[0] is not None:
+            return flat.reshape(tuple(shape)).transpose(axes[0]).copy()
+        return flat.reshape(tuple(shape), order="F" if order == "F" else "C").copy()
     _, shape, dtype, in_columns, data = value["state"]
     array = np.frombuffer(data, _dtype(dtype))
     return array.reshape(tuple(shape), order="F" if in_columns else "C").copy()
 
 
-def _dtype(value: Any) -> np.dtype[Any]:
-    """Return a dtype of numbers.  FormatError for any other, which is not data."""
+def _dtype(value: Any, kinds: str = NUMBERS) -> np.dtype[Any]:
+    """Return a dtype of numbers, or of one of `kinds`.  FormatError for any other, which is not data."""
     order = value["state"][1]
     found = np.dtype(text(value.args[0]))
-    if found.kind not in "biufc" or order not in "<>|=":
+    if found.kind not in kinds or order not in "<>|=":
         raise FormatError(f"an array of numpy's type {value.args[0]!r}")
     return found.newbyteorder(order) if order in "<>" else found

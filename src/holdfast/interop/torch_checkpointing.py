@@ -24,7 +24,7 @@ from holdfast.interop.folder import top
 from holdfast.interop.plaindata import ints, text
 from holdfast.interop.ranks import Shards, box_of, merged
 from holdfast.interop.torchfile import TensorRef
-from holdfast.interop.torchfiles import tree_of
+from holdfast.interop.torchfiles import files_trees
 from holdfast.interop.torchsave import open_trees
 from holdfast.interop.unpickle import UnknownInstance, check_size, unpickle
 from holdfast.layout import Box
@@ -119,7 +119,8 @@ def _of_ranks(
         )
     groups = {} if known is None else _groups(known["nested_path_to_metadata"])
     ranks = sorted(files)
-    trees = [_placed(tree_of(store, files[r]), (), groups, r) for r in ranks]
+    read = files_trees(store, [files[r] for r in ranks])
+    trees = [_placed(tree, (), groups, r) for tree, r in zip(read, ranks)]
     return merged(trees, [files[r] for r in ranks], item)
 
 

@@ -97,7 +97,7 @@ def _one_of(box: Box, at: tuple[int, ...], again: list[Any]) -> Box:
 
 
 @dataclass(frozen=True)
-class _Storage:
+class Storage:
     dtype: str | None
     start: int
     bytes: int
@@ -311,8 +311,11 @@ def start_of(section: PartFile, member: ArchiveMember, path: str) -> int:
     return start
 
 
-def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
-    """Return what torch.save was given, tensors as `TensorRef`s.  FormatError or Corrupt if unsound."""
+def read_tree(
+    section: PartFile, path: str, more: More | None = None, *, lenient: bool = False
+) -> Any:
+    """Return what torch.save was given, tensors as `TensorRef`s; `lenient` as of `unpickle`.  FormatError
+    or Corrupt if unsound."""
     archive = read_archive(section, path)
     data = _read_member(section, archive, _TREE, path)
     if "byteorder" in archive.members:
@@ -321,7 +324,7 @@ def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
 
     starts = _starts(section, archive, path)
 
-    def storage(pid: Any) -> _Storage:
+    def storage(pid: Any) -> Storage:
         tag, kind, key, _, _ = pid
         if tag != "storage" or not isinstance(kind, _StorageKind):
             raise FormatError(f"unknown kind of reference: {tag!r}", key=path)
@@ -330,10 +333,10 @@ def read_tree(section: PartFile, path: str, more: More | None = None) -> Any:
             raise Corrupt(f"storage {key!r} is missing", key=path)
         start = starts[member] if member in starts else start_of(section, member, path)
         crc = member.crc if archive.has_crc else None
-        return _Storage(kind.dtype, start, member.bytes, path, crc)
+        return Storage(kind.dtype, start, member.bytes, path, crc)
 
     try:
-        return unpickle(data, ChainMap(more or {}, table()), storage)
+        return unpickle(data, ChainMap(more or {}, table()), storage, lenient=lenient)
     except FormatError as error:
         error.key = error.key or path
         raise
@@ -355,11 +358,11 @@ def _starts(section: PartFile, archive: Archive, path: str) -> dict[ArchiveMembe
     return found
 
 
-def read_file(store: Store, path: str, more: More | None = None) -> Any:
+def read_file(store: Store, path: str, more: More | None = None, *, lenient: bool = False) -> Any:
     """Return what a file of torch.save holds, as `read_tree`, with no more parts than a value may have."""
     section = PartFile.of(store, path)
     try:
-        tree = read_tree(section, path, more)
+        tree = read_tree(section, path, more, lenient=lenient)
         check_size(tree)
     except FormatError as error:
         error.key = error.key or path
@@ -418,7 +421,7 @@ def rebuild(
         raise FormatError(
             f"a tensor with {metadata}: its values are not what is stored", hint=RESOLVE
         )
-    if not isinstance(storage, _Storage):
+    if not isinstance(storage, Storage):
         raise FormatError("a tensor of no storage")
     kind = dtype or storage.dtype
     if kind is None or kind not in DTYPES:
@@ -450,7 +453,7 @@ def enumerated(owner: Any, name: Any) -> UnknownInstance:
     """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it; nothing is looked up."""
     if not isinstance(owner, UnknownInstance) or not isinstance(name, str):
         raise FormatError("an attribute of something that is no class")
-    return UnknownInstance(f"{owner.name}.{name}")
+    return type(owner)(f"{owner.name}.{name}")
 
 
 def table() -> dict[tuple[str, str], Any]:

@@ -15,6 +15,7 @@ from holdfast.interop.folder import OneFile, joined, top
 from holdfast.interop.huggingface import Index, missing_files, read_index
 from holdfast.interop.ranks import DISTRIBUTED, merged
 from holdfast.interop.torchfile import RESAVE, read_file
+from holdfast.interop.unknown import known_parts
 from holdfast.store import Store
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -66,10 +67,12 @@ def trees_of(store: Store) -> list[Any]:
     return [_indexed(store, indexes[0]) if indexes else _of_one(store, singles[0])]
 
 
-def tree_of(store: Store, file: str) -> Any:
-    """The tree of one file."""
+def files_trees(store: Store, files: list[str]) -> list[Any]:
+    """The trees of files that are one checkpoint, without values that hold something unknown, which is
+    told."""
     try:
-        return read_file(store, file, _KNOWN)
+        trees = [read_file(store, file, _KNOWN, lenient=True) for file in files]
+        return known_parts(trees, files)
     except FormatError as error:
         if "not known to be data" in error.message and error.hint is None:
             error.hint = f"it holds more than tensors and plain values; {RESAVE_PLAIN}"
@@ -77,7 +80,7 @@ def tree_of(store: Store, file: str) -> Any:
 
 
 def _of_one(store: Store, file: str) -> Any:
-    return merged([tree_of(store, file)], [file])
+    return merged(files_trees(store, [file]), [file])
 
 
 RESAVE_PLAIN = "save state_dict()s, not objects; or " + RESAVE
@@ -105,7 +108,7 @@ def _of_ranks(store: Store, files: dict[int, str]) -> Any:
             hint="open the folder that holds the file of every rank",
         )
     names = [files[rank] for rank in sorted(files)]
-    return merged([tree_of(store, name) for name in names], names)
+    return merged(files_trees(store, names), names)
 
 
 # -- shards of Hugging Face -----------------------------------------------------------------------

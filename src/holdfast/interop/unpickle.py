@@ -23,6 +23,8 @@ Table = Mapping[tuple[str, str], Any]
 MAX_STACK = 1 << 24
 MAX_NODES = 1 << 24
 """Most parts that a value may have, counting shared ones as often as they are met."""
+MAX_NAME = 1 << 10
+"""Most characters that a global's name may have."""
 MAX_KEY = 1 << 10
 """Most parts that a tuple may have that is a key."""
 COST_PER_BYTE, PART_COST = 64, 16
@@ -46,6 +48,27 @@ class UnknownInstance:
         return self.fields.get(field, default)
 
 
+class OpaqueInstance(UnknownInstance):
+    """An instance of a class that no table knows, with all that it was made from."""
+
+    is_stored = False
+    """True once a pickle has stored it; what a call has given, and nobody stored, is of no object's own."""
+
+    def keep(self, *values: Any) -> None:
+        """Keep what a pickle gives to it."""
+        self.fields.setdefault("held", []).extend(values)
+
+
+class _Stranger:
+    """A global that a pickle names and no table knows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any) -> OpaqueInstance:
+        return OpaqueInstance(self.name, args)
+
+
 def record(name: str) -> Callable[..., UnknownInstance]:
     """Return a table's entry for a class whose instances become Records."""
     return lambda *args: UnknownInstance(name, args)
@@ -66,14 +89,19 @@ class _Refuse(Exception):
 
 
 def unpickle(
-    data: bytes | memoryview, table: Table, persistent: Callable[[Any], Any] | None = None
+    data: bytes | memoryview,
+    table: Table,
+    persistent: Callable[[Any], Any] | None = None,
+    *,
+    lenient: bool = False,
 ) -> Any:
     """The value that a pickle of protocol 2 to 5 describes.
 
     FormatError for anything malformed, any opcode that data does not need, and any global that is not
-    in the table; nothing of the pickle is run.
+    in the table; nothing of the pickle is run.  `lenient`: what is not in the table, and makes no tensor,
+    becomes an `OpaqueInstance`, for which the caller has to look.
     """
-    machine = _Machine(memoryview(data), table, persistent)
+    machine = _Machine(memoryview(data), table, persistent, lenient=lenient)
     try:
         return machine.run()
     except _Refuse as error:
@@ -96,11 +124,20 @@ class Global:
 
 class _Machine:
     def __init__(
-        self, data: memoryview, table: Table, persistent: Callable[[Any], Any] | None
+        self,
+        data: memoryview,
+        table: Table,
+        persistent: Callable[[Any], Any] | None,
+        *,
+        lenient: bool,
     ) -> None:
         self.data = data
         self.table = table
         self.persistent = persistent
+        self.lenient = lenient
+        self.has_strangers = False
+        self.clean: dict[int, UnknownInstance] = {}
+        """Instances in which nothing unknown was found, by id."""
         self.at = 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
@@ -157,21 +194,37 @@ class _Machine:
         return value
 
     def find(self, module: str, name: str) -> None:
-        if (module, name) not in self.table:
-            raise _Refuse(f"it names {module}.{name}, which is not known to be data")
-        self.stack.append(Global(f"{module}.{name}", self.table[module, name]))
+        if len(module) + len(name) > MAX_NAME:
+            raise _Refuse("a name without end")
+        full_name = f"{module}.{name}"
+        if (module, name) in self.table:
+            self.stack.append(Global(full_name, self.table[module, name]))
+        elif self.lenient and not (name.startswith("_rebuild") or name.endswith("Storage")):
+            self.has_strangers = True
+            self.stack.append(Global(full_name, _Stranger(full_name)))
+        else:
+            raise _Refuse(f"it names {full_name}, which is not known to be data")
 
     def call(self, args: Any) -> None:
         function = self.pop()
-        if not isinstance(function, Global) or not callable(function.value):
+        if isinstance(function, OpaqueInstance):
+            self.stack.append(OpaqueInstance(function.name, (function, args)))
+            return
+        if not isinstance(function, Global) or not (callable(function.value) or self.lenient):
             raise _Refuse(f"it calls {getattr(function, 'name', type(function).__name__)}")
         if not isinstance(args, tuple):
             raise _Refuse("a call whose arguments are no tuple")
-        self.pay(args)
-        self.stack.append(function.value(*args))
+        make, unknown = function.value, self.pay(args)
+        if not callable(make):
+            unknown = function.name
+        # what a known function makes of something unknown is unknown, too
+        self.stack.append(make(*args) if unknown is None else OpaqueInstance(unknown, args))
 
-    def pay(self, value: Any) -> None:
-        """Count what a function may copy, hash or format: shared parts as often as they are met."""
+    def pay(self, value: Any) -> str | None:
+        """Count what a function may copy, hash or format: shared parts as often as they are met.  Return
+        the name of something unknown among it."""
+        unknown: str | None = None
+        seen: dict[int, UnknownInstance] = {}
         most, todo = COST_PER_BYTE * len(self.data) + (1 << 16), [value]
         for node in todo:
             if isinstance(node, (str, bytes, bytearray)):
@@ -180,22 +233,53 @@ class _Machine:
                 self.spent += PART_COST * len(node)
                 if self.spent <= most:
                     todo += _parts(node)
+            elif isinstance(node, OpaqueInstance):
+                unknown = unknown or node.name
+            elif (
+                self.has_strangers
+                and isinstance(node, UnknownInstance)
+                and id(node) not in self.clean
+            ):
+                seen[id(node)] = node
+                self.spent += PART_COST * (len(node.args) + len(node.fields))
+                if self.spent <= most:
+                    todo += (*node.args, *node.fields.values())
         if self.spent > most:
             raise _Refuse("it asks for more than it holds")
+        if unknown is None:
+            self.clean |= seen
+        return unknown
 
     def build(self) -> None:
         state, target = _value(self.pop()), self.stack[-1]
-        if isinstance(target, UnknownInstance):
+        if isinstance(target, OpaqueInstance):
+            target.keep(state)
+        elif isinstance(target, UnknownInstance):
+            if self.has_strangers:
+                self.clean.clear()
             parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
             for part in parts:
                 if isinstance(part, dict):
                     if not all(isinstance(k, (str, int)) for k in part):
                         raise _Refuse("a field whose name is no text")
                     target.fields.update({str(k): v for k, v in part.items()})
+                elif isinstance(part, OpaqueInstance):
+                    target.fields["unknown"] = part
                 elif part is not None:
                     target.fields["state"] = part
         elif not isinstance(target, (dict, list)):  # attributes of containers are nobody's data
             raise _Refuse(f"it sets the state of a {type(target).__name__}")
+
+    def drop(self, *values: Any) -> None:
+        """Take note of what a pickle throws away: the result of a function that sets an object's state, or
+        parts of a tuple that holds itself, which are stored."""
+        for value in values:
+            if not isinstance(value, OpaqueInstance) or value.is_stored:
+                continue
+            target = value.args[0] if value.args else None
+            if not isinstance(target, OpaqueInstance):
+                raise _Refuse(f"it names {value.name}, which is not known to be data")
+            target.keep(value)
 
 
 def _value(x: Any) -> Any:
@@ -203,6 +287,8 @@ def _value(x: Any) -> Any:
     if x is _MARK:
         raise _Refuse("a mark where a value should be")
     if isinstance(x, Global):
+        if isinstance(x.value, _Stranger):
+            return OpaqueInstance(x.name)
         if callable(x.value):
             return UnknownInstance(x.name)
         return x.value
@@ -212,17 +298,24 @@ def _value(x: Any) -> Any:
 def check_size(value: Any, most: int | None = None) -> None:
     """FormatError for a value of more parts than `most`, shared ones counted as often as they are met."""
     count, most, todo = 1, most or MAX_NODES, [value]
+    seen: set[int] = set()
     while todo:
-        node = todo.pop()
-        parts = (
-            (*node.args, *node.fields.values())
-            if isinstance(node, UnknownInstance)
-            else _parts(node)
-        )
+        parts = parts_of(todo.pop(), seen)
         count += len(parts)  # before they are held: a list may hold itself a thousand times
         if count > most:
             raise FormatError(f"malformed pickle: a value of more than {most} parts")
         todo += parts
+
+
+def parts_of(value: Any, seen: set[int]) -> Collection[Any]:
+    """Return what a container or an instance holds; nothing for other values, and for an `OpaqueInstance`
+    that was `seen`: such objects often hold each other."""
+    if isinstance(value, OpaqueInstance):
+        if id(value) in seen:
+            return ()
+        seen.add(id(value))
+    is_instance = isinstance(value, UnknownInstance)
+    return (*value.args, *value.fields.values()) if is_instance else _parts(value)
 
 
 def _parts(value: Any) -> Collection[Any]:
@@ -250,6 +343,9 @@ def _tuple(count: int) -> Callable[[_Machine], None]:
 
 def _set_items(m: _Machine, items: list[Any]) -> None:
     target = m.stack[-1]
+    if isinstance(target, OpaqueInstance):
+        target.keep(*items)
+        return
     if not isinstance(target, dict):
         raise _Refuse(f"it sets items of a {type(target).__name__}")
     target.update(zip(_keys(items[::2]), items[1::2], strict=True))
@@ -257,6 +353,9 @@ def _set_items(m: _Machine, items: list[Any]) -> None:
 
 def _append(m: _Machine, items: list[Any]) -> None:
     target = m.stack[-1]
+    if isinstance(target, OpaqueInstance):
+        target.keep(*items)
+        return
     if not isinstance(target, list):
         raise _Refuse(f"it appends to a {type(target).__name__}")
     target.extend(items)
@@ -264,6 +363,9 @@ def _append(m: _Machine, items: list[Any]) -> None:
 
 def _add_items(m: _Machine) -> None:
     items, target = m.since_mark(), m.stack[-1]
+    if isinstance(target, OpaqueInstance):
+        target.keep(*items)
+        return
     if not isinstance(target, set):
         raise _Refuse(f"it adds to a {type(target).__name__}")
     target.update(_keys(items))
@@ -293,6 +395,8 @@ def _set_item(m: _Machine) -> None:
 def _put(index: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     def step(m: _Machine) -> None:
         m.memo[index(m)] = m.stack[-1]
+        if isinstance(m.stack[-1], OpaqueInstance):
+            m.stack[-1].is_stored = True
 
     return step
 
@@ -309,6 +413,15 @@ def _stack_global(m: _Machine) -> None:
     if not isinstance(module, str) or not isinstance(name, str):
         raise _Refuse("a global whose name is no text")
     m.find(module, name)
+
+
+def _new_with_names(m: _Machine) -> None:
+    """NEWOBJ_EX, with arguments by name: plain data has none, what is unknown may."""
+    named, args = _value(m.pop()), m.pop()
+    function = m.stack[-1]
+    if not (isinstance(function, Global) and isinstance(function.value, _Stranger)):
+        raise _Refuse("opcode b'\\x92' has no place in data")
+    m.call((*args, named) if isinstance(args, tuple) else args)
 
 
 def _persistent(m: _Machine) -> None:
@@ -367,9 +480,10 @@ _STEPS: dict[int, Callable[[_Machine], object]] = {
     0x93: _stack_global,
     ord("R"): lambda m: m.call(m.pop()),
     0x81: lambda m: m.call(m.pop()),  # NEWOBJ: a call of the class
+    0x92: lambda m: _new_with_names(m),
     ord("b"): lambda m: m.build(),
     ord("Q"): _persistent,
-    ord("0"): lambda m: m.stack.pop(),
-    ord("1"): lambda m: m.since_mark(),
+    ord("0"): lambda m: m.drop(m.stack.pop()),
+    ord("1"): lambda m: m.drop(*m.since_mark()),
     ord("2"): lambda m: m.stack.append(m.stack[-1]),
 }

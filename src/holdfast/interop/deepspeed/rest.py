@@ -18,24 +18,12 @@ import numpy as np
 from holdfast.format.extras import inlined
 from holdfast.interop.byindex import hyper_of
 from holdfast.interop.deepspeed.tensors import plain
-from holdfast.interop.deepspeed.trees import Tree
+from holdfast.interop.deepspeed.trees import ENGINE, MODEL, Tree
 from holdfast.interop.deepspeed.zero import FlatGroup, param_groups
 from holdfast.interop.foreign import Foreign
 from holdfast.interop.torchfile import TensorRef
 from holdfast.interop.unpickle import UnknownInstance
 
-_MODEL = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler",
-}  # fmt: skip
-"""Keys of a model file that are looked at elsewhere."""
-_ENGINE = {
-    "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
-    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts",
-    "ds_autoep_layers", "universal_checkpoint_info", "sparse_tensor_module_names",
-    "csr_tensor_module_names",
-}  # fmt: skip
-"""Keys that DeepSpeed itself writes; all others are the user's."""
 _SCALER = (
     "loss_scaler", "dynamic_loss_scale", "overflow", "cur_scale", "cur_iter", "last_overflow_iter",
     "scale_factor", "scale_window",
@@ -53,8 +41,8 @@ _WEIGHTS = {
 def of_model(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
     """Extras of a model file, and the tensors in them."""
     tensors: list[Foreign] = []
-    engine = {k: v for k, v in tree.root.items() if k in _ENGINE and v is not None}
-    client = {k: v for k, v in tree.root.items() if k not in _ENGINE | _MODEL}
+    engine = {k: v for k, v in tree.root.items() if k in ENGINE and v is not None}
+    client = {k: v for k, v in tree.root.items() if k not in ENGINE | MODEL}
     found = {"deepspeed": _encoded(tree, engine, "deepspeed", tensors)}
     if client:
         found["client"] = _encoded(tree, client, "client", tensors)

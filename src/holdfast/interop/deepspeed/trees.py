@@ -20,6 +20,7 @@ from holdfast.format import extras
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop import plaindata
 from holdfast.interop.torchfile import TensorRef, enumerated, read_file, table
+from holdfast.interop.unknown import known_parts
 from holdfast.interop.unpickle import UnknownInstance, record
 from holdfast.store import Store
 
@@ -77,6 +78,21 @@ _KNOWN: ChainMap[tuple[str, str], Any] = ChainMap(
     plaindata.TABLE,
     _Packages(),
 )
+
+
+MODEL = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler",
+}  # fmt: skip
+"""Keys of a model file that are looked at elsewhere."""
+ENGINE = {
+    "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
+    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts",
+    "ds_autoep_layers", "universal_checkpoint_info", "sparse_tensor_module_names",
+    "csr_tensor_module_names",
+}  # fmt: skip
+"""Keys that DeepSpeed itself writes; all others are the user's."""
+OWN = MODEL | ENGINE | {"optimizer_state_dict", "base_optimizer_state", "param_groups", "state"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +159,7 @@ def read(store: Store, path: str, bare: str | None = None) -> Tree:
     A file of a bare value is read as a dict in which it has the key `bare`.
     """
     try:
-        root = read_file(store, path, _KNOWN)
+        (root,) = known_parts([read_file(store, path, _KNOWN, lenient=True)], [path], OWN)
     except MALFORMED as error:
         raise Corrupt(f"malformed: {type(error).__name__}: {error}", key=path) from None
     if bare is not None and not isinstance(root, dict):
@@ -155,7 +171,7 @@ def read(store: Store, path: str, bare: str | None = None) -> Tree:
 
 def _plain(value: UnknownInstance) -> Any:
     """Return what a Record stands for, without its class."""
-    if value.name in ("scalar", "ndarray", "dtype", "Namespace", "BytesIO"):
+    if value.name in ("scalar", "ndarray", "frombuffer", "dtype", "Namespace", "BytesIO"):
         return plaindata.plain(value)
     if value.fields:
         return value.fields
