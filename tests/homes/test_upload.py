@@ -295,6 +295,25 @@ def test_a_store_that_is_gone_at_the_end_is_told(monkeypatch) -> None:
     assert contents(homes.behind.inner) == {1: 1.0, 2: 2.0}
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_metrics_that_are_noted_while_the_store_is_gone(comes_back: bool, monkeypatch) -> None:
+    """They are there once it is back, at the latest when the run ends; or it is told."""
+    homes = Homes(behind=Away(store_like()))
+    with homes.run(monkeypatch) as run:
+        run.save_and_upload(1)
+        homes.behind.is_away = True
+        run.ckpt.metrics(1, loss=0.5)
+        until(lambda: homes.behind.asked)
+        homes.behind.is_away = not comes_back
+    homes.behind.is_away = False
+    noted = read_notes(homes.behind).metrics
+    assert (1 in noted) == comes_back
+    told = [
+        text for text in homes.told if "labels and metrics that changed last are not in" in text
+    ]
+    assert bool(told) != comes_back
+
+
 def test_close_ends_within_its_time(monkeypatch) -> None:
     gate = threading.Event()
     homes = Homes(behind=Held(store_like(), gate))

@@ -152,6 +152,8 @@ class Upload:
         self._last_uploaded: Saved | None = None
         """The newest step behind the root, as rank 0 knows it."""
         self._records: RecordUpload | None = None
+        self._notes_lag = False
+        """True if labels or metrics have changed that are not behind the root."""
         self._worker = Worker("holdfast-upload")
         self._begin()
 
@@ -190,6 +192,7 @@ class Upload:
 
     def renew_notes(self) -> None:
         """Carry labels and metrics, which have changed, without an upload.  On rank 0."""
+        self._notes_lag = True
         with suppress(RuntimeError):  # it is closed
             self._worker.submit(self._carry_now)
 
@@ -199,6 +202,8 @@ class Upload:
         if self._retry is not None:
             self._retry.cancel()
         self._begin()
+        if self._notes_lag:
+            self.renew_notes()
         until = time.monotonic() + limit_s
         with suppress(TimeoutError):
             self._worker.settle(limit_s)
@@ -213,13 +218,21 @@ class Upload:
         with self._lock:
             last = max(self._waiting, default=None)
             step = None if last is None else self._waiting[last].step
-        if step is None or self.group.rank != 0:
+        if self.group.rank != 0:
             return []
+        if step is None:
+            return [self._lagging()] if self._notes_lag else []
         why = f": {self._failure.text}" if self._failure is not None else ", which took too long"
         return [
             f"step {step} is not uploaded to {self.store.url}{why}; it lies in {self.root.url}, and the "
             "next run with this upload= begins with it"
         ]
+
+    def _lagging(self) -> str:
+        return (
+            f"labels and metrics that changed last are not in {self.store.url}; they are in "
+            f"{self.root.url}, and the next upload brings them"
+        )
 
     # -- any thread -------------------------------------------------------------------------------
 
@@ -436,6 +449,7 @@ class Upload:
                 noted, self.store, keys.manifests.keys() - self._others(noted, keys), replace=True
             )
             keys.known.has_notes = True
+        self._notes_lag = False
 
     def _others(self, noted: Notes, keys: RootKeys) -> set[int]:
         """Steps behind the root that have a label, and are others than the root's of these numbers."""
@@ -448,6 +462,7 @@ class Upload:
         }
 
     def _carry_now(self) -> None:
+        self._notes_lag = True  # also if what changed before has been carried since
         try:
             self._carry(RootKeys(self.store, self.known))
         except HoldfastError as error:  # the next upload does it again
