@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.run import recovery
 from holdfast.run.channel import (
@@ -221,6 +223,42 @@ def test_who_waits_to_be_connected_to_says_so(
     worker = forked(function)
     worker.end.say(Leave(1, [], []))
     assert worker.hears(Stuck).attempt == 1
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "full_tensor"])
+def test_who_waits_in_a_collective_that_nothing_ends_says_so(
+    call: str, forked: Callable[..., Forked], tmp_path: Path
+) -> None:
+    """Also where it lies below frames of torch's own, as autograd's are under a DTensor."""
+
+    def waits(rank: int) -> None:
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        mesh, part = init_device_mesh("cpu", (2,)), torch.ones(2, requires_grad=True)
+        whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        whole.full_tensor()  # which imports
+        if rank:
+            time.sleep(2 * LIMIT_S)
+        recovery.events.last_step += 1
+        if call == "all_reduce":
+            dist.all_reduce(part.detach())
+        else:
+            whole.full_tensor()
+
+    peer = os.fork()
+    if peer == 0:
+        try:
+            waits(1)
+        finally:
+            os._exit(1)
+    try:
+        worker = forked(lambda: waits(0))
+        worker.end.say(Leave(1, [], []))  # no connection is cut
+        assert worker.hears((Stuck, Left)).attempt == 1
+        assert any(isinstance(message, Stuck) for message in worker.said)
+    finally:
+        os.kill(peer, signal.SIGKILL)
+        os.waitpid(peer, 0)
 
 
 @pytest.mark.parametrize("cleans", ["heard", "of its own"])

@@ -347,16 +347,18 @@ class _Pulse:
 
 def _is_in_collective(thread: int) -> bool:
     """True if a thread is in a call of torch.distributed, but for reading and writing checkpoints."""
+    import torch
     import torch.distributed as dist
 
-    folder = os.path.dirname(dist.__file__)
-    frame = sys._current_frames().get(thread)
-    for _ in range(3):  # a call by way of torch.ops has a frame or two of torch's own below
-        if frame is None:
-            break
+    folder, frame = os.path.dirname(dist.__file__), sys._current_frames().get(thread)
+    torchs = os.path.dirname(torch.__file__)
+    of_a_call = tuple(os.path.join(torchs, name) for name in ("_ops.py", "_library", "autograd"))
+    others = 0
+    while frame is not None and others < 3:
         name = frame.f_code.co_filename
         if name.startswith(folder):
             return not name.startswith(os.path.join(folder, "checkpoint"))
+        others += not name.startswith(of_a_call)  # as calls by way of torch.ops have below them
         frame = frame.f_back
     return False
 
