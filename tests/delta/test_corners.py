@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -21,8 +22,9 @@ import torch
 
 import holdfast
 import holdfast.roots
-from holdfast import background
+from holdfast import background, events
 from holdfast.delta import capture, copying, queue, writer
+from holdfast.delta import log as log_module
 from holdfast.delta.log import open_log
 from holdfast.errors import (
     Deadline,
@@ -248,6 +250,26 @@ def test_segments_that_are_deleted_beside_are_not_damaged(
     monkeypatch.setattr(LocalStore, "list", then_deleted)
     log, damaged = open_log(open_store(str(root)))
     assert damaged == [] and 3 not in {step.step for step in log.steps.values()}
+
+
+def test_plans_that_are_deleted_beside_are_not_damaged(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They go with the last segments of their run, whose headers were read before."""
+    recorded(root, new, 5)
+    read = log_module.read_headers
+
+    def then_deleted(*args: Any) -> Any:
+        found = read(*args)
+        shutil.rmtree(root / "log")
+        return found
+
+    monkeypatch.setattr(log_module, "read_headers", then_deleted)
+    told: list[str] = []
+    with events.listen(lambda event: told.append(event.name)):
+        log, damaged = open_log(open_store(str(root)))
+    assert damaged == [] and not log.after((1, 0)) and "log.damaged" not in told
 
 
 class Drawing:

@@ -154,10 +154,11 @@ def open_log(store: Store) -> tuple[Log, list[str]]:
     keys = segments(store)
     sound = read_headers(store, keys)
     log = Log(store, sound, keys)
-    plans = log.damaged_plans()
+    plans = log.unread_plans()
     log.leave_out(plans)
     unread = {*keys} - {one.key for one in sound}
-    return log, sorted({*plans, *(key for key in unread if _is_there(store, key))})
+    damaged = {*plans} - log.deleted
+    return log, sorted(damaged | {key for key in unread if _is_there(store, key)})
 
 
 def _is_there(store: Store, key: str) -> bool:
@@ -265,6 +266,8 @@ class Log:
         self._plans: dict[tuple[int, str], Manifest] = {}
         self._read: dict[tuple[int, str], SegmentPlan] = {}
         self._left_out: set[str] = set()
+        self.deleted: set[str] = set()
+        """Plans that were deleted with their segments, since these were listed."""
         steps: dict[tuple[int, int, str], RecordedStep] = {}
         for segment in segments:
             h = segment.header
@@ -298,18 +301,28 @@ class Log:
                 follows.setdefault(step.parent, []).append(step)
         return follows
 
-    def damaged_plans(self) -> list[str]:
+    def unread_plans(self) -> list[str]:
         """Keys of the plans that cannot be read: without its plan a record is only bytes."""
-        damaged = []
+        unread = []
         for run, name in sorted({(s.run, s.plan) for s in self.steps.values()}):
+            key = plan_key(run, name)
             try:
                 self._read[run, name] = self._plan(run, name)
             except (UnsupportedVersion, Unavailable):
                 raise  # it may be sound
             except HoldfastError as error:
-                emit("log.damaged", key=plan_key(run, name), error=str(error))
-                damaged.append(plan_key(run, name))
-        return damaged
+                unread.append(key)
+                if isinstance(error, NotFound) and not self._has_segments(run, name):
+                    self.deleted.add(key)
+                else:
+                    emit("log.damaged", key=key, error=str(error))
+        return unread
+
+    def _has_segments(self, run: int, plan: str) -> bool:
+        """True if any segment with records of this plan is there still."""
+        steps = (step for step in self.steps.values() if (step.run, step.plan) == (run, plan))
+        keys = {segment.key for step in steps for segment in step.segments}
+        return any(_is_there(self.store, key) for key in keys)
 
     def leave_out(self, plans: Iterable[str]) -> None:
         """Leave out all records of these plans: nothing leads on by them."""

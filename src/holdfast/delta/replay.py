@@ -101,7 +101,7 @@ def survey(store: Store, group: Group, since: int, newest: int, run: int, keys: 
     log = Log(store, sound, keys)
     plans: list[str] = []
     with alike(group, since):
-        plans = log.damaged_plans()
+        plans = log.unread_plans()
     for data in group.share(msgspec.json.encode(plans)):
         log.leave_out(decode_json(data, list[str]))
     return log
