@@ -308,3 +308,13 @@ def test_names_without_end() -> None:
     module = b"X" + struct.pack("<I", 5000) + b"m" * 5000 + b"q\0"
     with pytest.raises(FormatError, match="a name without end"):
         unpickle(b"\x80\x04" + module + b"h\0\x93.", TABLE, lenient=True)
+
+
+def test_what_becomes_unknown_after_it_was_looked_at() -> None:
+    """A list that a record holds gets something unknown between two calls that are given the record."""
+    known = {("m", "Kind"): record("Kind"), ("m", "made"): record("made")}
+    a_list = b"cm\nKind\n(]q\1tRq\2"  # Kind([])
+    call = b"cm\nmade\nh\2\x85R"
+    data = b"\x80\x02(" + b"cm\nOdd\n)R0"[:-1] + a_list + call + b"h\1cm\nOdd\n)Ra" + call + b"t."
+    _, _, first, _, second = unpickle(data, known, lenient=True)
+    assert (first.name, second.name) == ("made", "m.Odd")

@@ -255,8 +255,7 @@ class _Machine:
         if isinstance(target, OpaqueInstance):
             target.keep(state)
         elif isinstance(target, UnknownInstance):
-            if self.has_strangers:
-                self.clean.clear()
+            self.changes(state)
             parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
             for part in parts:
                 if isinstance(part, dict):
@@ -269,6 +268,11 @@ class _Machine:
                     target.fields["state"] = part
         elif not isinstance(target, (dict, list)):  # attributes of containers are nobody's data
             raise _Refuse(f"it sets the state of a {type(target).__name__}")
+
+    def changes(self, *values: Any) -> None:
+        """Take note that something is given values: what was clean may hold it."""
+        if self.clean and any(isinstance(v, (UnknownInstance, *_CONTAINERS)) for v in values):
+            self.clean.clear()
 
     def drop(self, *values: Any) -> None:
         """Take note of what a pickle throws away: the result of a function that sets an object's state, or
@@ -348,6 +352,7 @@ def _set_items(m: _Machine, items: list[Any]) -> None:
         return
     if not isinstance(target, dict):
         raise _Refuse(f"it sets items of a {type(target).__name__}")
+    m.changes(*items)
     target.update(zip(_keys(items[::2]), items[1::2], strict=True))
 
 
@@ -358,6 +363,7 @@ def _append(m: _Machine, items: list[Any]) -> None:
         return
     if not isinstance(target, list):
         raise _Refuse(f"it appends to a {type(target).__name__}")
+    m.changes(*items)
     target.extend(items)
 
 
@@ -368,6 +374,7 @@ def _add_items(m: _Machine) -> None:
         return
     if not isinstance(target, set):
         raise _Refuse(f"it adds to a {type(target).__name__}")
+    m.changes(*items)
     target.update(_keys(items))
 
 
