@@ -87,6 +87,27 @@ def test_killed_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["alone", "ddp"])
+@pytest.mark.parametrize("step", [12, 13, 26], ids="step {}".format)
+def test_killed_about_the_end_of_an_epoch(
+    step: int, layout: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """An epoch has 13 batches, and an order of its own, which follows from its number.  At step 26 the pass
+    over the loader began where a killed run was, so it is one that skips batches."""
+    num, given = LAYOUTS[layout]
+    given = {**given, "accumulate": 1, "waits": True, "loader": {"use_seedable_sampler": True}}
+    own = uninterrupted(ranks, tmp_path, num, given)
+    options, journal = run_of(tmp_path, "killed", **given)
+    for die in [28] * (step == 26) + [2 * (step - 14 * (step == 26)), 0]:
+        (ranks.die if die else ranks.finish)({**options, "die": die}, num)
+    restored = [row["restored"] for row in journal.read() if "restored" in row]
+    assert restored[-1] == step
+    assert rows_of(journal) == rows_of(own)
+    assert journal.read()[-1] == own.read()[-1]
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_at_ten_random_moments(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     num, given = LAYOUTS[layout]
@@ -110,12 +131,16 @@ def test_two_ranks_and_then_one(layout: str, ranks: Ranks, tmp_path: Path) -> No
     given["period"] = 10**6
     given["loader"] = {"use_seedable_sampler": True, "data_seed": 5}
     own = uninterrupted(ranks, tmp_path, num, given)
-    options, journal = run_of(tmp_path, "killed", **given)
-    ranks.die({**options, "die": 40}, num)
-    assert ranks.run({**options, "fsdp": False, "batch": 4}) == [0]
     expected = {step: row["loss"] for step, row in rows_of(own).items()}
-    for row in journal.read():
-        if "step" in row:
+    draw = random.Random(layout)
+    for number in range(3):
+        (folder := tmp_path / str(number)).mkdir()
+        options, journal = run_of(folder, "killed", **given)
+        ranks.die({**options, "die": draw.randint(10, 60)}, num)
+        assert ranks.run({**options, "fsdp": False, "batch": 4}) == [0]
+        steps = [row for row in journal.read() if "step" in row]
+        assert {row["step"] for row in steps} == set(expected)
+        for row in steps:
             assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-4)
 
 

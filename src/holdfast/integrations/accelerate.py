@@ -256,14 +256,31 @@ class _Counters:
         self._of = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        passes = [getattr(d, "iteration", 0) for d in self._of._dataloaders]
-        return {"step": self._of.step, "passes": passes}
+        return {"step": self._of.step, "passes": self._next_passes()}
+
+    def _next_passes(self) -> list[int]:
+        """Return the number of the pass that each loader begins next, or is in the middle of: orders
+        follow from it.  A loader counts a pass after its last batch, and so after the save of that step."""
+        loaders = self._of._dataloaders
+        numbers = [getattr(loader, "iteration", 0) for loader in loaders]
+        for now in self._of.gradient_state.dataloader_references:
+            if now is not None and now.end_of_dataloader and hasattr(now, "iteration"):
+                for number in of_its_data(now, loaders):
+                    numbers[number] = now.iteration + 1
+        return numbers
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._of.step = saved["step"]
         for loader, number in zip(self._of._dataloaders, saved["passes"]):
             if hasattr(loader, "iteration"):
                 loader.iteration = number
+
+
+def of_its_data(loader: Any, loaders: list[Any]) -> list[int]:
+    """Return the numbers of the prepared loaders that a loader is: itself; all those over its data, if it
+    is one that skips what was done."""
+    itself = [number for number, whole in enumerate(loaders) if whole is loader]
+    return itself or [n for n, whole in enumerate(loaders) if whole.dataset is loader.dataset]
 
 
 # -- the generators that loaders draw from -----------------------------------------------------------
@@ -401,10 +418,9 @@ class LoaderDraws:
 
     def _end(self, loader: Any) -> None:
         type(self._state)._remove_dataloader(self._state, loader)
-        if any(whole is loader for whole in self._of._dataloaders):
-            return
-        for whole in self._of._dataloaders:  # it is one that skipped what was done
-            if whole.dataset is loader.dataset and hasattr(whole, "iteration"):
+        for number in of_its_data(loader, self._of._dataloaders):
+            whole = self._of._dataloaders[number]
+            if whole is not loader and hasattr(whole, "iteration"):
                 whole.iteration = getattr(loader, "iteration", whole.iteration + 1)
 
 
