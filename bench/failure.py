@@ -139,7 +139,7 @@ def note(job: Job, records: Path, number: int, after: dict[str, Any], marks: Any
 
 def guards(job: Job) -> dict[str, Any]:
     """Bytes of shared memory that agents keep for other ranks than their own, by scheme."""
-    from holdfast.memory.node import words as w
+    from holdfast.memory.node import messages as w
     from holdfast.memory.node.client import Client
     from state import State
 

@@ -33,7 +33,7 @@ def work(job: Job) -> dict[str, Any]:
     from holdfast.checkpoint.reading import BLOCK_CHUNKS, threads_here
     from holdfast.codec.digest import CHUNK_BYTES
     from holdfast.errors import HoldfastError
-    from holdfast.memory.node import words as w
+    from holdfast.memory.node import messages as w
     from holdfast.memory.node.client import Client
     from state import State
 

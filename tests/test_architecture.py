@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("background", "errors", "garbage", "here", "near", "version"),
+    ("background", "errors", "garbage", "host", "suggest", "version"),
     ("arguments", "wire"),
     ("events", "notices", "patience"),
     ("threads",),
@@ -33,7 +34,8 @@ LAYERS = (
     ("compression",),
     ("memory", "delta"),
     ("uploading",),
-    ("history", "tiers"),
+    ("tuning_store", "tiers"),
+    ("survey",),
     ("ending", "looking", "once", "restart", "run", "sigterm", "steering"),
     ("checkpointer",),
     ("converting",),
@@ -64,7 +66,7 @@ TORCH_FREE = (
     "holdfast.looking",
     "holdfast.memory.node.agent",
     "holdfast.memory.node.client",
-    "holdfast.memory.node.holdings",
+    "holdfast.memory.node.inventory",
     "holdfast.policy.survival",
     "holdfast.restore.candidates",
     "holdfast.rules",
@@ -186,13 +188,13 @@ def test_no_pickle() -> None:
 
 
 BESIDE_THE_CORE = (
-    "cli", "compression", "converting", "dcp", "delta", "history", "integrations", "interop", "memory",
-    "policy", "rules", "steering", "testing", "uploading", "writers",
+    "cli", "compression", "converting", "dcp", "delta", "integrations", "interop", "memory",
+    "policy", "rules", "steering", "testing", "tuning_store", "uploading", "writers",
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 
 SELDOM = (
-    "holdfast.checkpoint.dealing",
+    "holdfast.checkpoint.read_assignment",
     "holdfast.checkpoint.sharing",
     "holdfast.checkpoint.verifying",
     "holdfast.group.pulse",
@@ -203,7 +205,7 @@ SELDOM = (
     "holdfast.restore.beside",
     "holdfast.restore.former",
     "holdfast.restore.ranks",
-    "holdfast.restore.together",
+    "holdfast.restore.lbfgs",
     "holdfast.state.in_hooks",
     "holdfast.state.made",
     "holdfast.restore.masters",
@@ -258,6 +260,7 @@ ONLY_TO_RESTORE = (
     "holdfast.layout.locating",
     "holdfast.restart",
     "holdfast.restore",
+    "holdfast.survey",
 )
 """The half of the core that the first restore loads."""
 
@@ -368,3 +371,63 @@ def test_public_names_are_pinned() -> None:
     ]
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None
+
+
+MOST_ATTRIBUTES = 14
+"""Attributes that an `__init__` may set: who reads a class holds these in mind."""
+LONGEST_FUNCTION = 64
+HOMONYMS = {"Reader", "Writer"}
+"""Names of several classes: those of a store, and of `holdfast.dcp`, whose names torch has chosen."""
+FRAGMENTS = re.compile(r"\s*(Of|By|What|Whether|How|As|Where|Which|Who|That|Those) ")
+MOST_FRAGMENTS = 50
+"""Docstrings that begin with a part of a sentence."""
+
+
+def test_no_object_is_large() -> None:
+    """A class that needs more has two concerns."""
+    large = {}
+    for path in modules():
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                names = {
+                    target.attr
+                    for target in ast.walk(node)
+                    if isinstance(target, ast.Attribute)
+                    and isinstance(target.ctx, ast.Store)
+                    and isinstance(target.value, ast.Name)
+                    and target.value.id == "self"
+                }
+                if len(names) > MOST_ATTRIBUTES:
+                    large[f"{path.relative_to(SRC)}:{node.lineno}"] = len(names)
+    assert not large
+
+
+def test_no_function_is_long() -> None:
+    found = {
+        f"{path.relative_to(SRC)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in modules()
+        for node in nodes(path)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert {name: lines for name, lines in found.items() if lines > LONGEST_FUNCTION} == {}
+
+
+def test_the_name_of_a_class_means_one_thing() -> None:
+    classes = Counter(
+        node.name for path in modules() for node in nodes(path) if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, number in classes.items() if number > 1} == HOMONYMS
+
+
+def test_docstrings_are_sentences() -> None:
+    begun = [
+        f"{path.relative_to(SRC)}:{one.lineno}"
+        for path in modules()
+        for node in nodes(path)
+        for one in (node.body if isinstance(getattr(node, "body", None), list) else ())
+        if isinstance(one, ast.Expr)
+        and isinstance(one.value, ast.Constant)
+        and isinstance(one.value.value, str)
+        and FRAGMENTS.match(one.value.value)
+    ]
+    assert len(begun) <= MOST_FRAGMENTS, begun

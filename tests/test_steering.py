@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import events, here, steering
+from holdfast import events, host, steering
 from holdfast.checkpoint.recorded import parse_segment, segments
 from holdfast.delta import capture, copying
 from holdfast.errors import UsageError
 from holdfast.group import Group
-from holdfast.history import Keeper, Kept
 from holdfast.store import LocalStore, MemoryStore
 from holdfast.testing import Slow
+from holdfast.tuning_store import TuningState, TuningStore
 
 pytestmark = pytest.mark.slow
 
@@ -189,10 +189,10 @@ def test_where_requests_have_a_price_bytes_go_with_the_records() -> None:
 
 
 def test_the_price_of_a_request_is_that_of_a_small_object() -> None:
-    keeper = Keeper(Slow(MemoryStore(uuid.uuid4().hex), 0.05))
+    keeper = TuningStore(Slow(MemoryStore(uuid.uuid4().hex), 0.05))
     assert keeper.put_s is None
     for _ in range(3):
-        keeper.write(Kept())
+        keeper.write(TuningState())
     keeper.close()
     assert keeper.put_s is not None and 0.05 <= keeper.put_s < 5
 
@@ -204,10 +204,10 @@ def test_a_run_takes_the_price_where_storage_answers_requests(
     store = LocalStore(tmp_path) if is_local else MemoryStore(uuid.uuid4().hex)
     group = Group()
     one = steering.Steering(holdfast.Auto(), ("delta",), group, store, crashed=False)
-    while one._keeper.busy:
+    while one._store.busy:
         time.sleep(0.001)
     events.emit("delta.wrote", records=4, seconds=0.5, fixed_s=0.48)
-    put_s = one._keeper.put_s
+    put_s = one._store.put_s
     one.close()
     group.close()
     assert (put_s is None) == is_local
@@ -224,7 +224,7 @@ def test_memory_bounds_batches(
     """Where many ranks share the node's memory, or a container has little of it, there is none but for what
     the user asked for."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert capture.memory_bytes is here.memory_bytes  # which knows of containers
+    assert capture.memory_bytes is host.memory_bytes  # which knows of containers
     if limit is not None:
         monkeypatch.setattr(capture, "memory_bytes", lambda: limit)
     one, delta = Training(), holdfast.Delta(batch=5)

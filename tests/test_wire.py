@@ -35,8 +35,8 @@ from holdfast.group.exchange import Exchange
 from holdfast.group.line import StoreLine
 from holdfast.memory.decision import Decision
 from holdfast.memory.node import effects, machine
-from holdfast.memory.node import words as w
-from holdfast.memory.node.jobs import Job, Slot, State, Writing
+from holdfast.memory.node import messages as w
+from holdfast.memory.node.jobs import Job, PersistTask, Slot, State
 from holdfast.saving.messages import ReadyToSave, SaveOutcome, Verdict, Written
 from holdfast.store import MemoryStore
 from holdfast.wire import KINDS, WireError, decode_error, encode_error, rank_errors
@@ -135,7 +135,7 @@ class Pair:
     def any(self, flag: bool) -> bool:
         return True
 
-    def share(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         self._shared[self.rank] = data
         self._barrier.wait(120)
         return [self._shared[0], self._shared[1]]
@@ -187,7 +187,7 @@ def answered(state: State, message: w.Message) -> HoldfastError:
 
 def by_the_agent(error: HoldfastError) -> HoldfastError:
     order = w.Persist("j", "a1", 1, 10, "s", "k", 9.0)
-    state = State(100).with_job(Job("j"), writing={("a1", 1): Writing(order, 5)})
+    state = State(100).with_job(Job("j"), writing={("a1", 1): PersistTask(order, 5)})
     return answered(state, w.Wrote("j", "a1", 1, WireError.of(error)))
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from holdfast.errors import UsageError
-from holdfast.near import near
+from holdfast.suggest import did_you_mean
 
 T = TypeVar("T")
 
@@ -206,7 +206,7 @@ def choice_of(value: Any, choices: Sequence[str], call: str, name: str) -> str:
     if not isinstance(value, str):
         raise unfit(call, name, value, expected)
     if value not in choices:
-        raise unfit(call, name, value, expected, typed=False, hint=near(value, choices))
+        raise unfit(call, name, value, expected, typed=False, hint=did_you_mean(value, choices))
     return value
 
 
@@ -268,7 +268,7 @@ def rules_of(
     known = [str(key).split(".", 1)[0] for key in value] if keys is None else [*keys]
     for key, rule in value.items():
         if not isinstance(key, str) or key.split(".", 1)[0] not in known:
-            hint = near(key, known) if isinstance(key, str) else None
+            hint = did_you_mean(key, known) if isinstance(key, str) else None
             what = f"{call}({name}={{{shown(key)}: ...}}): the state has no such key"
             raise UsageError(what, hint=hint or f"its keys are {', '.join(map(repr, known))}")
         choice_of(rule, rules, call, f"{name}[{key!r}]")

@@ -1,7 +1,7 @@
 """The one object that a training script holds: `Checkpointer`.
 
 It decides when to save and says what failed.  Where the state goes is in `tiers`, what a run begins with in
-`restart`.
+`restart`, how saves end in `ending`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from holdfast.arguments import (
     unfit,
 )
 from holdfast.checkpoint.tidying import Keep
-from holdfast.ending import Ending
+from holdfast.ending import Ending, Saves
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.notices import Notices
-from holdfast.roots import check_own, open_shared
+from holdfast.roots import open_shared, require_native_root
 from holdfast.saving import Save
 from holdfast.schedule import Every, every_of
 from holdfast.state.collecting import RunState
@@ -113,7 +113,7 @@ class Checkpointer:
     ) -> None:
         call = "Checkpointer"
         root = path_of(path, call, "path")
-        check_own(root)
+        require_native_root(root)
         behind = None if upload is None else path_of(upload, call, "upload")
         state = {} if state is None else state
         if not isinstance(state, dict) or state:
@@ -131,33 +131,30 @@ class Checkpointer:
         self.when_busy = when_busy
         self._root = root
         self._state = RunState(state, on_resize)
-        self._saves: list[Save] = []
-        self._callbacks: list[Callable[[int], object]] = []
-        self._to_call: list[tuple[Callable[[int], object], int]] = []
         self._notices = Notices(on_error)
-        self._closed = False
         self._pid = os.getpid()
         self._prepared = False
         self._restored: Restored | None = None
-        self._group = Group(deadline_s, "Checkpointer()")
+        group = Group(deadline_s, "Checkpointer()")
+        self._saves = Saves(group, self._notices)
         self._tiers = Tiers(
-            open_shared(root, self._group),
-            self._group,
+            open_shared(root, group),
+            group,
             self._state.everything,
             keep=keep,
             mesh=named,
             replicas=replicas,
             carry_bytes=0 if memory is None else memory.carry_bytes,
-            upload=None if behind is None else open_shared(behind, self._group),
+            upload=None if behind is None else open_shared(behind, group),
             upload_keep=upload_keep,
         )
         self._tiers.keep(memory, delta, on_resize)
         self._steering = _steering(every, self._tiers)
         self.every = _in_force(every, self._steering)
         """The frequencies in force now."""
-        self._stop = None if sigterm_s is None else _stop_at_sigterm(self._group, sigterm_s)
+        self._stop = None if sigterm_s is None else _stop_at_sigterm(group, sigterm_s)
         uploads = list if self._tiers.upload is None else self._tiers.upload.unheard
-        self._ending = Ending(self._group, self._saves, WeakMethod(self._unheard), uploads)
+        self._ending = Ending(group, self._saves.untold, WeakMethod(self._unheard), uploads)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -258,7 +255,7 @@ class Checkpointer:
         with span("snapshot.call", step=step):
             must = self.when_busy == "queue"
             save = memory.begin(self._collect, step, durable=False, must=must)
-        self._saves.append(save)
+        self._saves.untold.append(save)
         if self._steering is not None:
             self._steering.saving("memory", save)
 
@@ -271,7 +268,7 @@ class Checkpointer:
     def _prepare(self) -> None:
         """Have memory ready before the first save is due."""
         if self._tiers.memory is not None:
-            self._saves.append(self._tiers.memory.prepare(self._collect))
+            self._saves.untold.append(self._tiers.memory.prepare(self._collect))
         elif self.every.durable is not None:
             self._tiers.durable.prepare(self._collect)
 
@@ -302,7 +299,7 @@ class Checkpointer:
         def complain(error: BaseException) -> None:
             self._notices.complain(error, f"the step is saved without a file: {error}")
 
-        is_first = self._group.rank == 0
+        is_first = self._tiers.group.rank == 0
         call = "Checkpointer.save"
         return attached(self._files or {}, files, metrics, call, complain, reads=is_first)
 
@@ -335,7 +332,7 @@ class Checkpointer:
                 save = self._tiers.durable.begin(
                     self._collect, step, must=must, yields=yields, attached=added
                 )
-        self._saves.append(save)
+        self._saves.untold.append(save)
         if self._steering is not None:
             self._steering.saving("durable", save)
         if self._tiers.upload is not None:
@@ -362,24 +359,7 @@ class Checkpointer:
         for tier in (self._tiers.durable, self._tiers.memory, self._tiers.upload):
             while tier is not None and tier.news:
                 self._notices.warn(tier.news.pop(0))
-        done = [s for s in self._saves if s.done()]
-        self._saves[:] = [s for s in self._saves if not s.done()]
-        for save in done:
-            if save.skipped and save.kind == "save":  # the next snapshot is a few steps away
-                self._notices.warn(f"the save of step {save.step} was left out: one was in flight")
-            if save.error is not None and not save.told and not self._group.lost:
-                self._notices.complain(save.error)  # of a lost rank the launcher tells, once
-            if save.error is None and not save.skipped and save.kind == "save":
-                self._to_call += [(call, save.step) for call in self._callbacks]
-        while self._to_call:
-            call, step = self._to_call.pop(0)
-            try:
-                call(step)
-            except Exception as error:
-                text = (
-                    f"what on_commit() is to call failed at step {step}, which is saved: {error!r}"
-                )
-                self._notices.complain(error, text)
+        self._saves.look_back()
 
     def _unheard(self) -> list[str]:
         """Return the news that a next call would tell, beside saves that have failed."""
@@ -412,7 +392,7 @@ class Checkpointer:
         """
         what = "that takes the number of a step"
         self._check_open()
-        self._callbacks.append(function_of(call, "Checkpointer.on_commit", "call", what, 1))
+        self._saves.calls.append(function_of(call, "Checkpointer.on_commit", "call", what, 1))
 
     def pin(self, step: int, label: str) -> None:
         """Let `label` name a step, and no longer another one.  A step that a label names stays, whatever
@@ -439,11 +419,11 @@ class Checkpointer:
         from holdfast.saving.noting import Noting
 
         self._check_open()
-        saving = [save.step for save in self._saves if save.kind == "save" and not save.done()]
+        saving = [s.step for s in self._saves.untold if s.kind == "save" and not s.done()]
         tiers, upload = self._tiers, self._tiers.upload
         changed = None if upload is None else upload.renew_notes
         coming = dict.fromkeys(saving, tiers.run)
-        return Noting(self._group, tiers.durable.steps, coming, changed)
+        return Noting(tiers.group, tiers.durable.steps, coming, changed)
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -501,10 +481,10 @@ class Checkpointer:
         self._restored = None
         restart = self._restart("restore()", cast=cast, strict=strict, verify=verify)
         origin = None
-        if found is None and not restart.candidates:
-            origin = origin_of(self._root, source, self._group)
+        if found is None and not restart.survey.candidates:
+            origin = origin_of(self._root, source, self._tiers.group)
         if self._steering is not None:
-            self._steering.lost(*restart.lost_with_nodes())
+            self._steering.lost(*restart.survey.lost_with_nodes())
         with span("restore") as fields:
             if origin is not None:
                 fields["source"] = origin
@@ -538,7 +518,7 @@ class Checkpointer:
         self.wait()
         if self._tiers.delta is not None:
             self._tiers.delta.settle()
-        self._group.together(call)  # all ranks' records are there when rank 0 lists them
+        self._tiers.group.together(call)  # all ranks' records are there when rank 0 lists them
         options = RestoreOptions(
             cast=cast, strict=strict, on_resize=self._state.on_resize, mesh=self._tiers.mesh
         )
@@ -580,22 +560,12 @@ class Checkpointer:
         timeout = timeout_of(timeout, "Checkpointer.wait")
         self._check_ours()
         until = None if timeout is None else time.monotonic() + timeout
-        self._await_saves(until)
+        self._saves.wait(until)
         if self._tiers.delta is not None:
             self._tiers.delta.handed_over(
                 None if until is None else max(until - time.monotonic(), 0.0)
             )
         self._report()
-
-    def _await_saves(self, until: float | None) -> None:
-        for save in list(self._saves):
-            told = save.told
-            try:
-                save.wait(None if until is None else max(until - time.monotonic(), 0.0))
-            except Exception:
-                if not save.done():
-                    raise
-                save.told = told  # if not yet, it is reported with the next look back
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
@@ -606,7 +576,7 @@ class Checkpointer:
     def _end(
         self, timeout: float | None, *, finished: bool, error: BaseException | None = None
     ) -> None:
-        if self._closed or not self._is_ours:
+        if self._ending.is_closed or not self._is_ours:
             return
         if error is None:
             try:
@@ -615,11 +585,10 @@ class Checkpointer:
                 self._notices.only_warn()  # what else has failed does not take its place
                 self._end(timeout, finished=False, error=interrupt)
                 raise
-        self._closed = True
         self._ending.close()
         try:
             with ExitStack() as last:
-                last.callback(self._group.close)
+                last.callback(self._tiers.group.close)
                 last.callback(self._tiers.release)
                 if self._stop is not None:
                     last.callback(self._stop.close)
@@ -638,11 +607,11 @@ class Checkpointer:
 
     def _call_the_last(self, timeout: float | None) -> float | None:
         """Have what is called at commits called while all is open; return the time that is left."""
-        if not self._callbacks:
+        if not self._saves.calls:
             return timeout
-        until = time.monotonic() + (self._group.deadline_s if timeout is None else timeout)
+        until = time.monotonic() + (self._tiers.group.deadline_s if timeout is None else timeout)
         with suppress(HoldfastError):  # it is told at the end
-            self._await_saves(until)
+            self._saves.wait(until)
         self._look_back()
         return None if timeout is None else max(until - time.monotonic(), 0.0)
 
@@ -660,7 +629,7 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         self._check_ours()
-        if self._closed:
+        if self._ending.is_closed:
             raise UsageError("this Checkpointer is closed", hint="make a new one")
 
     def _check_ready(self) -> None:

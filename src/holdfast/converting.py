@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -43,22 +43,25 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError, warn_user
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import encode
-from holdfast.here import boot_id
+from holdfast.host import boot_id
 from holdfast.interop.detect import split
 from holdfast.interop.folder import MARK, ListedFolder, OneFile, last_name
 from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Sections
 from holdfast.looking import open as open_checkpoint
-from holdfast.near import near
 from holdfast.sizes import MAX_BYTES
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.store.directories import fsync_directories, fsync_directory, walk
 from holdfast.store.oserrors import translated
+from holdfast.suggest import did_you_mean
 from holdfast.version import __version__
 from holdfast.wire import decode_json
 from holdfast.writers.bucket import ATTEMPT, BucketTarget, bucket_for
 from holdfast.writers.planned import Planned, Rename, WriteOptions, weights, with_attached
 from holdfast.writers.ranks import converting_ranks
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
 PARTIAL = ".partial"
@@ -140,7 +143,7 @@ def _options(
     call = "convert"
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         name = shown(dtype).strip("'").removeprefix("torch.")
-        hint = f"dtype={name!r}" if name in DTYPES else near(name, DTYPES)
+        hint = f"dtype={name!r}" if name in DTYPES else did_you_mean(name, DTYPES)
         what, typed = "the name of a dtype, such as 'bfloat16'", not isinstance(dtype, str)
         raise unfit(call, "dtype", dtype, what, typed=typed, hint=hint)
     if rename is not None:
@@ -187,10 +190,10 @@ class _Conversion:
             files = plan.outfiles if isinstance(plan, Consolidation) else list(plan.files)
             there = len(files)
             with ExitStack() as held:
-                if not ranks.first("begin", lambda: self._begin(plan, files, held)):
+                if not ranks.first("begin", partial(self._on_disk, self._begin, plan, files, held)):
                     with ranks.all("written"):
                         there = self._write(ranks.share(files))
-                ranks.first("end", lambda: self._end(plan, files))
+                ranks.first("end", partial(self._on_disk, self._end, plan, files))
         return Converted(
             self.target,
             self.to,
@@ -201,6 +204,11 @@ class _Conversion:
             time.monotonic() - begin,
             plan.left_out,
         )
+
+    def _on_disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a part of the conversion; what the file system says of it is a StoreError."""
+        with translated("convert into", "", self.target):
+            return work(*args, **kwargs)
 
     def _plan(self) -> Planned | Consolidation:
         plan = self._plan_state()
@@ -466,7 +474,9 @@ def _stamp(store: Store, key: str) -> tuple[int, ...]:
     """Return numbers that stay the same as long as a file is the one that it was."""
     if not isinstance(store, LocalStore):
         return (store.size(key),)
-    found = os.stat(os.path.join(store.root, key))
+    path = os.path.join(store.root, key)
+    with translated("read", key, path):
+        found = os.stat(path)
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 

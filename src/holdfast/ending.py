@@ -1,12 +1,14 @@
-"""The end of Python before `close()`.
+"""The ends of saves, and the end of Python before `close()`.
 
-A script that simply ends has saves under way in threads of its own.  They get `threads.EXIT_S` seconds;
-then this says what was dropped, and which saves have failed since anybody asked.  A process that is killed,
-or calls `os._exit`, has no end of this kind.
+How a save has ended is told at the next call of the script.  A script that simply ends makes none, and has
+saves under way in threads of its own.  They get `threads.EXIT_S` seconds; then `Ending` says what was
+dropped, and which saves have failed since anybody asked.  A process that is killed, or calls `os._exit`,
+has no end of this kind.
 """
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +16,7 @@ from weakref import WeakMethod
 
 from holdfast.errors import HoldfastError, HoldfastWarning, warn_user
 from holdfast.group import Group
+from holdfast.notices import Notices
 from holdfast.patience import slowest
 from holdfast.saving import Save
 from holdfast.threads import at_exit, idle
@@ -22,6 +25,53 @@ LINGER_S = 3.0
 """Seconds that ranks wait for each other, so that all hear what became of the last save."""
 LEAVE_S = 2.0
 """Seconds that threads have to see that nobody is waited for any more."""
+
+
+class Saves:
+    """The saves of a Checkpointer whose end has not been told, and what is called at commits.  For one
+    thread."""
+
+    def __init__(self, group: Group, notices: Notices) -> None:
+        self._group = group
+        self._notices = notices
+        self.untold: list[Save] = []
+        """Saves under way, and saves that have ended since the last look back."""
+        self.calls: list[Callable[[int], object]] = []
+        """Functions of the script, which are called with the step of each commit."""
+        self._due: list[tuple[Callable[[int], object], int]] = []
+        """Calls that are still to be made, in order, each with its step."""
+
+    def look_back(self) -> None:
+        """Note how saves have ended, and make the calls for those that are committed."""
+        done = [s for s in self.untold if s.done()]
+        self.untold[:] = [s for s in self.untold if s not in done]  # others may have ended since
+        for save in done:
+            if save.skipped and save.kind == "save":  # the next snapshot is a few steps away
+                self._notices.warn(f"the save of step {save.step} was left out: one was in flight")
+            if save.error is not None and not save.told and not self._group.lost:
+                self._notices.complain(save.error)  # of a lost rank the launcher tells, once
+            if save.error is None and not save.skipped and save.kind == "save":
+                self._due += [(call, save.step) for call in self.calls]
+        while self._due:
+            call, step = self._due.pop(0)
+            try:
+                call(step)
+            except Exception as error:
+                text = (
+                    f"what on_commit() is to call failed at step {step}, which is saved: {error!r}"
+                )
+                self._notices.complain(error, text)
+
+    def wait(self, until: float | None) -> None:
+        """Wait until all have ended.  Deadline if that is not before `until`, of `time.monotonic`."""
+        for save in list(self.untold):
+            told = save.told
+            try:
+                save.wait(None if until is None else max(until - time.monotonic(), 0.0))
+            except Exception:
+                if not save.done():
+                    raise
+                save.told = told  # if not yet, it is reported with the next look back
 
 
 class Ending:
@@ -44,17 +94,19 @@ class Ending:
         self._saves = saves
         self._unheard = unheard
         self._uploads = uploads
+        self.is_closed = False
         self._cancel = at_exit(self._end)
 
     def close(self) -> None:
         """Cancel the ending: there is nothing left to be told."""
+        self.is_closed = True
         self._cancel()
 
     def _end(self, waited_s: float) -> None:
         late = [save.step for save in self._saves if not save.done()]
         why = slowest(0.0)
         if late:
-            self._group.hurry()
+            self._group.abort_waits()
             idle(LEAVE_S)
         elif self._saves and self._group.size > 1:
             with suppress(HoldfastError):

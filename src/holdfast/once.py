@@ -24,7 +24,7 @@ from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
-from holdfast.roots import check_own, open_shared, sweep_host
+from holdfast.roots import open_shared, require_native_root, sweep_host
 from holdfast.saving import Saver
 from holdfast.saving.durable import Durable
 from holdfast.state.collecting import collect
@@ -51,7 +51,7 @@ def save(
     """
     url = path_of(path, "save", "path")
     choice_of(replicas, ("once", "trust"), "save", "replicas")
-    check_own(url)
+    require_native_root(url)
     check_keys(state)
     step, deadline_s = step_of(step, "save"), seconds_of(deadline_s, "save", "deadline_s")
     if files is not None:

@@ -1,39 +1,31 @@
-"""A restart: what there is over all tiers, the choice, the reading, and the steps that are done again."""
+"""A restart: the choice among what a survey has found, the reading, and the steps that are done again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from holdfast.checkpoint.listing import came_later, stated_attempt
-from holdfast.checkpoint.names import describe, read_manifest
+from holdfast.checkpoint.names import read_manifest
 from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.peers import alike
-from holdfast.checkpoint.recorded import last_recorded
-from holdfast.checkpoint.unproved import tell_passed_over
+from holdfast.checkpoint.peers import raise_on_all
 from holdfast.errors import (
     PASSED_OVER,
     HoldfastError,
-    NotFound,
     NotRecoverable,
     UsageError,
     warn_user,
 )
 from holdfast.events import emit, span
-from holdfast.format.manifest import Manifest
 from holdfast.group import Group
-from holdfast.restore.candidates import Candidate, newest_first, newest_good
+from holdfast.restore.candidates import Candidate, newest_good
 from holdfast.restore.plain import Plain, plain_values
 from holdfast.restore.reading import (
     detected,
     load_from,
     load_step,
     manifest_of,
-    saved_steps,
     tell_exactness,
     tell_unused_records,
 )
@@ -42,16 +34,26 @@ from holdfast.restore.targets import RestoreOptions
 from holdfast.saving.exactness import EXACT
 from holdfast.state.live import State
 from holdfast.state.rng import Rng
-from holdfast.wire import decode_json
+from holdfast.survey import Survey, gone
 
 if TYPE_CHECKING:
-    from holdfast.delta.log import Log, RecordedStep
+    from holdfast.delta.log import RecordedStep
     from holdfast.delta.segment import Identity
     from holdfast.tiers import Tiers
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The findings of a look, as of the state that it reached."""
+
+    attempt: str = ""
+    """The attempt of the full step."""
+    plain: Plain = field(default_factory=Plain)
+
+
 class Restart:
-    """All that the live state can be restored from.  Its methods are collective and block."""
+    """The choice of what the live state is restored from, and the restore.  Its methods are collective and
+    block."""
 
     def __init__(
         self, tiers: Tiers, state: State, options: RestoreOptions, *, verify: bool = True
@@ -62,68 +64,14 @@ class Restart:
         self.tiers = tiers
         self.state = state
         self.options = options
-        known = tiers.durable.steps.known
-        self.durable, self._records = saved_steps(tiers.store, tiers.group, known, records=True)
-        """The steps; and on rank 0 the keys of records."""
-        behind = None if tiers.upload is None else tiers.upload.store
-        self.behind = behind
-        """The home behind the root."""
-        self.uploaded, theirs = (
-            ([], []) if behind is None else saved_steps(behind, tiers.group, records=True)
-        )
-        self.snapshots = None if tiers.memory is None else tiers.memory.survey()
-        bases = [Candidate(s.run, s.step) for s in self.durable]
-        if behind is not None:
-            bases += [Candidate(s.run, s.step, home=behind.url) for s in self.uploaded]
-        if self.snapshots is not None:
-            replaced = self._replaced(self.snapshots.manifests)
-            bases += [
-                Candidate(m.run, m.step, m.attempt, replaced=m.attempt in replaced)
-                for m in self.snapshots.manifests
-            ]
-        since, newest = (
-            min((c.step for c in bases), default=0),
-            max((c.run for c in bases), default=0),
-        )
-        self.log: Log | None = (
-            None
-            if tiers.delta is None
-            else tiers.delta.survey(since, newest, self._records, behind, theirs)
-        )
-        """The records that may lead on from one of these steps, and those of later runs."""
-        self.candidates = newest_first(self._with_tip(base) for base in bases)
+        self.survey = Survey(tiers)
         self.taken: Candidate | None = None
         self.reached: Identity | None = None
         """The state that is live now."""
         self.num_replayed = 0
         """Number of recorded steps that were done again to reach it."""
         self.exactness = EXACT
-        self._attempt_found = ""
-        """In a look: the attempt of the full step that was seen last, and below its plain values."""
-        self._plain = Plain()
-        self._of_records = Plain()
-
-    def _replaced(self, snapshots: list[Manifest]) -> set[str]:
-        """The snapshots of steps that storage has a later save of, by a script that edits it, say.
-        Collective."""
-        tiers, saved = self.tiers, {(s.run, s.step) for s in self.durable}
-        both = sorted((m.step, m.attempt) for m in snapshots if (m.run, m.step) in saved)
-
-        def look() -> bytes:
-            found = [(stated_attempt(tiers.store, step), attempt) for step, attempt in both]
-            return msgspec.json.encode(
-                [a for stored, a in found if stored and came_later(stored, a)]
-            )
-
-        return decode_json(tiers.group.from_rank0(look), set[str]) if both else set()
-
-    def _after(self, base: Candidate) -> list[RecordedStep]:
-        """The recorded steps that lead on from it."""
-        return [] if self.log is None else self.log.after((base.run, base.step))
-
-    def _with_tip(self, base: Candidate) -> Candidate:
-        steps = self._after(base)
-        return replace(base, tip=steps[-1].identity) if steps else base
+        self._seen = _Look()
 
     # -- the choice -------------------------------------------------------------------------------
 
@@ -156,8 +104,8 @@ class Restart:
         if taken is None or self.reached is None:
             return None
         tip = None if self.reached == (taken.run, taken.step) else self.reached
-        at = FoundAt(self.tiers.store.url, taken.run, taken.step, self._attempt_found, tip)
-        plain = self._plain
+        at = FoundAt(self.tiers.store.url, taken.run, taken.step, self._seen.attempt, tip)
+        plain = self._seen.plain
         return Found(reached, tier_of(taken), plain.values, plain.undecided, self.num_replayed, at)
 
     def to_found(self, found: Found) -> int:
@@ -168,8 +116,8 @@ class Restart:
                 f"step {found.step} was found in {at.root}, and this run is in {self.tiers.store.url}",
                 hint="hand over what find() of this Checkpointer returned",
             )
-        steps = self._leading(at)
-        copies = [c for c in self.candidates if (c.run, c.step) == (at.run, at.step)]
+        steps = self.survey.leading(at)
+        copies = self.survey.copies(at.run, at.step)
         copies = [c for c in copies if c.attempt in ("", at.attempt)]
         copies.sort(key=lambda c: tier_of(c) != found.tier)  # which keeps the order of the rest
 
@@ -188,7 +136,7 @@ class Restart:
             error.hint = again
             raise
         if self.taken is None:
-            raise _gone(at.step)
+            raise gone(at.step)
         if self.reached is None or self.reached[1] != found.step:
             damaged = steps[self.num_replayed]
             unreached = self._unreached(found.step, again)
@@ -197,19 +145,21 @@ class Restart:
         return found.step
 
     def _newest(self, attempt: Callable[[Candidate], object]) -> int:
-        self.taken = newest_good(self.candidates, attempt, _passed_over)
-        self._warn_of_unproved()
+        survey = self.survey
+        self.taken = newest_good(survey.candidates, attempt, _passed_over)
+        if self.taken is not None:
+            survey.warn_of_unproved(self.taken.step)
         if self.reached is None:
-            self._warn_of_baseless()
+            survey.warn_of_baseless()
             return 0
-        self._warn_of_lost(self.reached)
+        survey.warn_of_lost(self.reached)
         if self.tiers.delta is None:
-            self._warn_of_unused(self.reached)
+            survey.warn_of_unused(self.reached)
         return self.reached[1]
 
     def _step(self, step: int, attempt: Callable[[Candidate, int], Identity]) -> int:
-        self.taken = best = self._leading_to(step)
-        copies = [c for c in self.candidates if (c.run, c.step) == (best.run, best.step) and c.home]
+        self.taken = best = self.survey.leading_to(step)
+        copies = [c for c in self.survey.copies(best.run, best.step) if c.home]
         if copies and not best.home:
             self.taken = newest_good([best, *copies], lambda c: attempt(c, step), _passed_over)
             return step if self.reached is None else self.reached[1]
@@ -223,81 +173,6 @@ class Restart:
             hint=hint,
         )
 
-    def _leading(self, at: FoundAt) -> list[RecordedStep]:
-        """The recorded steps that lead to a state that was found.  NotRecoverable if one is gone."""
-        steps: list[RecordedStep] = []
-        state, base = at.tip or (at.run, at.step), (at.run, at.step)
-        while state != base:
-            one = None if self.log is None else self.log.steps.get(state)
-            if one is None:
-                raise _gone(state[1])
-            steps.insert(0, one)
-            state = one.parent
-        return steps
-
-    def _leading_to(self, step: int) -> Candidate:
-        """Find what leads to the newest state of this number by the fewest records; older ones are
-        history."""
-        reached: list[tuple[Identity, int, Candidate]] = []
-        for c in self.candidates:
-            states = [(c.run, c.step), *(s.identity for s in self._after(c))]
-            reached += [(state, c.step, c) for state in states if state[1] == step]
-        way = max(reached, key=lambda way: way[:2], default=None)
-        if way is not None:
-            return way[2]
-        elsewhere = {"memory": sorted({c.step for c in self.candidates if c.in_memory})}
-        if self.behind is not None:
-            elsewhere[self.behind.url] = [s.step for s in self.uploaded]
-        if elsewhere := {place: steps for place, steps in elsewhere.items() if steps}:
-            raise NotFound(
-                f"no step {step} in {' or in '.join([self.tiers.store.url, *elsewhere])}; steps there: "
-                + describe([s.step for s in self.durable])
-                + "".join(f"; in {where}: {describe(have)}" for where, have in elsewhere.items())
-            )
-        return Candidate(0, step)  # nor in storage, which says what it has
-
-    def _warn_of_unproved(self) -> None:
-        """Warn of steps that count as the oldest because their manifests are damaged, and may be the
-        newest."""
-        if self.taken is not None and self.tiers.group.rank == 0:
-            tell_passed_over(self.tiers.store.url, self.durable, self.taken.step)
-            if self.behind is not None:
-                tell_passed_over(self.behind.url, self.uploaded, self.taken.step)
-
-    def _warn_of_baseless(self) -> None:
-        """Warn if there are records, and no step was ever complete that they lead on from."""
-        steps = [] if self.log is None else sorted({s.step for s in self.log.steps.values()})
-        if steps:
-            warn_user(
-                f"steps {steps[0]} to {steps[-1]} are recorded, and the full step before them is "
-                "not complete: nothing can be restored"
-            )
-
-    def _warn_of_unused(self, reached: Identity) -> None:
-        """Warn of records that a run with `delta=` would replay."""
-        run, step = reached
-        last = self.tiers.group.from_rank0(
-            lambda: str(last_recorded(self._records, run, step)).encode()
-        )
-        if int(last):
-            warn_user(
-                f"there are newer records than step {step}, up to step {int(last)}; without delta= none is "
-                "used"
-            )
-
-    def _warn_of_lost(self, reached: Identity) -> None:
-        """Warn of records that lead nowhere: behind one that is missing or damaged, or behind a full save
-        that is not complete."""
-        behind = [] if self.log is None else self.log.behind(reached)
-        if self.log is not None and behind:
-            why = f"the record of the step after {reached[1]} is missing or damaged"
-            known = {reached, *self.log.steps}
-            bases = {self.log.steps[one].parent for one in known if one > reached} - known
-            if bases and all(step <= reached[1] for _, step in bases):
-                run, step = max(bases)
-                why = f"the full save of step {step} by run {run}, from which they lead on, is not there"
-            warn_user(f"{why}: records up to step {behind[-1]} are there and cannot be used")
-
     def result(self, step: int) -> Restored:
         """Return what to tell the user of the step that was reached."""
         if self.taken is None or self.reached is None:
@@ -309,12 +184,12 @@ class Restart:
     def _attempt(self, candidate: Candidate, until: int | None = None) -> Identity:
         """Read a step, and do the recorded steps after it again; return the state reached."""
         self._fetch(candidate)
-        self.reached = self._replay(candidate, self._until(candidate, until))
+        self.reached = self._replay(candidate, self.survey.after(candidate, until))
         return self.reached
 
     def _fetch(self, candidate: Candidate, attempt: str = "") -> None:
         """Read a step.  NotFound if it is of another `attempt`."""
-        tiers, snapshots = self.tiers, self.snapshots
+        tiers, snapshots = self.tiers, self.survey.snapshots
         if candidate.in_memory and snapshots is not None and tiers.memory is not None:
             with span("restore.load", step=candidate.step, tier="memory"):
                 manifest = tiers.memory.load(
@@ -322,10 +197,9 @@ class Restart:
                 )
             self.exactness = tell_exactness(manifest)
         else:
-            behind = self.behind if candidate.home else None
             with span("restore.load", step=candidate.step, tier=tier_of(candidate)):
                 self.exactness = load_step(
-                    behind or tiers.store, tiers.group, candidate.step, self.state, self.options,
+                    self.survey.home(candidate), tiers.group, candidate.step, self.state, self.options,
                     verify=self.verify, attempt=attempt,
                 )  # fmt: skip
 
@@ -343,6 +217,19 @@ class Restart:
             tell_unused_records(url, group, found)
         return Restored(found, "source")
 
+    def _replay(self, base: Candidate, steps: list[RecordedStep]) -> Identity:
+        """Do `steps` after `base` again, as many as are sound; return the state reached."""
+        delta, log, self.num_replayed = self.tiers.delta, self.survey.log, 0
+        if delta is None or log is None or not steps:
+            return base.run, base.step
+        last = delta.replay(log, steps, self.state, self.options)
+        if last is None:
+            return base.run, base.step
+        self.num_replayed = steps.index(last) + 1
+        if not base.home:
+            self.survey.warn_of_copies(steps[: self.num_replayed])
+        return last.identity
+
     # -- the look, without reading tensors ---------------------------------------------------------
 
     def _look(self, candidate: Candidate, until: int | None = None) -> Identity:
@@ -353,97 +240,59 @@ class Restart:
         known = self.tiers.unsound.get(self._name(candidate, manifest.attempt))
         if known is not None:
             raise known
-        with alike(group, candidate.step):
+        with raise_on_all(group, candidate.step):
             for file in manifest.files[group.rank :: group.size]:
                 checkpoint.images.check_size(file)
                 if candidate.in_memory:  # whose sizes the manifest says
                     checkpoint.store.open(checkpoint.images.key(file)).close()
         rules = self.options.on_resize
-        with alike(group, candidate.step):
-            self._plain = plain_values(checkpoint, self.state, group, rules)
-        steps = self._sound(self._until(candidate, until))
-        if steps and self.log is not None:
-            self._plain.update(self._of_records)
-        self._attempt_found, self.num_replayed = manifest.attempt, len(steps)
+        with raise_on_all(group, candidate.step):
+            plain = plain_values(checkpoint, self.state, group, rules)
+        steps, newer = self._sound(self.survey.after(candidate, until))
+        plain.update(newer)
+        self._seen, self.num_replayed = _Look(manifest.attempt, plain), len(steps)
         self.reached = steps[-1].identity if steps else (candidate.run, candidate.step)
         return self.reached
 
     def _opened(self, candidate: Candidate) -> Checkpoint:
         """A candidate's step, opened.  Collective."""
-        tiers = self.tiers
-        if candidate.in_memory and tiers.memory is not None and self.snapshots is not None:
-            return tiers.memory.opened(self.snapshots, candidate.attempt)
-        store = tiers.store if self.behind is None or not candidate.home else self.behind
+        tiers, snapshots = self.tiers, self.survey.snapshots
+        if candidate.in_memory and tiers.memory is not None and snapshots is not None:
+            return tiers.memory.opened(snapshots, candidate.attempt)
+        store = self.survey.home(candidate)
         manifest = manifest_of(store, tiers.group, candidate.step)
         return Checkpoint(store, manifest, verify=self.verify)
 
-    def _sound(self, steps: list[RecordedStep]) -> list[RecordedStep]:
-        """The first of some recorded steps: those whose records are there, as far as their lengths and the
-        extras of the last tell.  Collective."""
-        if self.log is None or not steps:
-            return []
+    def _sound(self, steps: list[RecordedStep]) -> tuple[list[RecordedStep], Plain]:
+        """Return the first of some recorded steps: those whose records are there, as far as their lengths
+        and the extras of the last tell; and the plain values of the last.  Collective."""
+        log = self.survey.log
+        if log is None or not steps:
+            return [], Plain()
         from holdfast.delta.finding import num_there, recorded
 
         group, unsound = self.tiers.group, self.tiers.unsound
         known = (i for i, s in enumerate(steps) if (s.identity, s.plan) in unsound)
         steps = steps[: next(known, len(steps))]
         num = 0
-        with alike(group, steps[0].step if steps else 0):
-            num = num_there(self.log, steps, group.rank, group.size)
-        steps = steps[: -group.most(-num)]
+        with raise_on_all(group, steps[0].step if steps else 0):
+            num = num_there(log, steps, group.rank, group.size)
+        steps = steps[: -group.all_max(-num)]
         while steps:
             try:
-                with alike(group, steps[-1].step):
-                    self._of_records = plain_values(
-                        recorded(self.log, steps[-1]), self.state, group, self.options.on_resize
-                    )
-                break
+                with raise_on_all(group, steps[-1].step):
+                    newest = recorded(log, steps[-1])
+                    plain = plain_values(newest, self.state, group, self.options.on_resize)
+                return steps, plain
             except PASSED_OVER as error:
                 emit("replay.ended", step=steps[-1].step, error=str(error))
                 steps = steps[:-1]
-        return steps
+        return [], Plain()
 
     @staticmethod
     def _name(candidate: Candidate, attempt: str) -> tuple[object, ...]:
         """The key of a step in `Tiers.unsound`."""
         return tier_of(candidate), candidate.run, candidate.step, attempt
-
-    def lost_with_nodes(self) -> tuple[str, int]:
-        """The newest snapshot in memory, and how many nodes that had part of it have it no more."""
-        return ("", 0) if self.snapshots is None else self.snapshots.lost_nodes()
-
-    def needs_protection(self) -> bool:
-        """True if part of what was taken from memory had to be rebuilt: one more loss is one too many."""
-        taken = self.taken
-        if taken is None or not taken.in_memory or self.snapshots is None:
-            return False
-        return self.snapshots.lost_nodes(taken.attempt)[1] > 0
-
-    def _until(self, base: Candidate, until: int | None) -> list[RecordedStep]:
-        """The recorded steps that lead on from a step, all or up to one of that number."""
-        return [s for s in self._after(base) if until is None or s.step <= until]
-
-    def _replay(self, base: Candidate, steps: list[RecordedStep]) -> Identity:
-        """Do `steps` after `base` again, as many as are sound; return the state reached."""
-        delta, self.num_replayed = self.tiers.delta, 0
-        if delta is None or self.log is None or not steps:
-            return base.run, base.step
-        last = delta.replay(self.log, steps, self.state, self.options)
-        if last is None:
-            return base.run, base.step
-        self.num_replayed = steps.index(last) + 1
-        if not base.home:
-            self._warn_of_copies(self.log.copies(steps[: self.num_replayed]))
-        return last.identity
-
-    def _warn_of_copies(self, keys: list[str]) -> None:
-        """Warn of files of records that ought to be in the root, and were read behind it."""
-        if keys and self.behind is not None and self.tiers.group.rank == 0:
-            few = ", ".join(keys[:3]) + f" and {len(keys) - 3} more" * (len(keys) > 3)
-            warn_user(
-                f"records in {self.tiers.store.url} are damaged or missing, and their copies in "
-                f"{self.behind.url} were taken: {few}"
-            )
 
     # -- what follows -----------------------------------------------------------------------------
 
@@ -452,21 +301,28 @@ class Restart:
         delta = self.tiers.delta
         if delta is not None and self.tiers.group.any(delta.recorded):
             return True
-        if not self.candidates or self.reached is None:
+        if not self.survey.candidates or self.reached is None:
             return False
-        return self.reached != self.candidates[0].end
+        return self.reached != self.survey.candidates[0].end
+
+    def needs_protection(self) -> bool:
+        """True if part of what was taken from memory had to be rebuilt: one more loss is one too many."""
+        taken, snapshots = self.taken, self.survey.snapshots
+        if taken is None or not taken.in_memory or snapshots is None:
+            return False
+        return snapshots.lost_nodes(taken.attempt)[1] > 0
 
     def is_unsaved(self, *, is_recording: bool) -> bool:
         """True if what was taken is in memory only.  If `is_recording`, also if it is an older step that
         one of two homes has not: records that lead on from it come to both."""
-        taken = self.taken
+        taken, survey = self.taken, self.survey
         if taken is None:
             return False
         at = taken.run, taken.step
-        here = {(s.run, s.step) for s in self.durable}
-        if taken.in_memory or self.behind is None or not is_recording:
+        here = {(s.run, s.step) for s in survey.durable}
+        if taken.in_memory or survey.behind is None or not is_recording:
             return taken.in_memory and at not in here
-        there = {(s.run, s.step) for s in self.uploaded}
+        there = {(s.run, s.step) for s in survey.uploaded}
         if at == max(here | there) or at in here & there:
             return False
         return self.num_replayed > 0 or at not in here or not self._is_noted(taken.step)
@@ -474,7 +330,7 @@ class Restart:
     def _is_noted(self, step: int) -> bool:
         """True if a step of the root has labels, metrics or files, which another save of it would not have:
         then it stays, and it is told what the home behind lacks.  Collective."""
-        store = self.tiers.store
+        store, behind = self.tiers.store, self.survey.behind
 
         def look() -> bytes:
             notes, manifest = read_notes(store), read_manifest(store, step)
@@ -482,9 +338,9 @@ class Restart:
             return b"noted" if own or step in notes.pinned else b""
 
         is_noted = bool(self.tiers.group.from_rank0(look))
-        if is_noted and self.behind is not None and self.tiers.group.rank == 0:
+        if is_noted and behind is not None and self.tiers.group.rank == 0:
             warn_user(
-                f"records lead on from step {step}, which {self.behind.url} has not: until the next full "
+                f"records lead on from step {step}, which {behind.url} has not: until the next full "
                 f"save is uploaded, they are of use with {store.url} alone",
                 hint="it has labels, metrics or files, so it is not saved anew",
             )
@@ -522,14 +378,6 @@ def restore_generators(rng: Rng | None, restored: Restored | None) -> None:
 def tier_of(candidate: Candidate) -> Tier:
     """The tier that a candidate's full step is in."""
     return "memory" if candidate.in_memory else "upload" if candidate.home else "durable"
-
-
-def _gone(step: int) -> NotRecoverable:
-    return NotRecoverable(
-        f"step {step}, which find() has found, is not there any more",
-        step=step,
-        hint="call find() again, and restore what it finds now",
-    )
 
 
 def _passed_over(candidate: Candidate, error: HoldfastError) -> None:

@@ -25,7 +25,7 @@ PATIENT_SHARE = 0.9
 """Share of the deadline between ranks that one of several waits for storage."""
 
 
-def check_own(url: str | os.PathLike[str]) -> None:
+def require_native_root(url: str | os.PathLike[str]) -> None:
     """UsageError for a root that a prefix calls a foreign checkpoint, or whose scheme is unknown."""
     if split_prefix(os.fspath(url)) is not None:
         from holdfast.interop.detect import split
@@ -56,7 +56,7 @@ def patience_s(group: Group) -> float:
     return group.deadline_s * (PATIENT_SHARE if group.size > 1 else 1.0)
 
 
-def claim_together(store: Store, group: Group) -> tuple[Claim, bool]:
+def claim_root(store: Store, group: Group) -> tuple[Claim, bool]:
     """Rank 0 takes the root for all, and deletes what dead runs left.  Also: whether the run before did
     not end by closing.
 

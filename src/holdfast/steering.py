@@ -19,13 +19,13 @@ from holdfast.delta.tier import DeltaTier
 from holdfast.errors import Deadline
 from holdfast.events import Event, emit, subscribe
 from holdfast.group import Group
-from holdfast.history import Keeper, Kept
 from holdfast.policy.tuning import START, Auto, History, Kind, Tuner
 from holdfast.policy.wasted import Frequencies
 from holdfast.saving import Save
 from holdfast.schedule import Every
 from holdfast.store import LocalStore, Store
 from holdfast.tiers import Tiers
+from holdfast.tuning_store import TuningState, TuningStore
 from holdfast.wire import decode_msgpack
 
 LOOK_EVERY = 10
@@ -38,7 +38,7 @@ WRITE_SHARE, WRITE_LEAST_S, WRITE_S = 0.02, 1.0, 60.0
 """Trained time that a crash may make forget: a share of it, but within these bounds in seconds."""
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _Broadcast(msgspec.Struct, frozen=True):
     """The frequencies that rank 0 tells the others."""
 
     durable: int | None
@@ -63,11 +63,11 @@ class Steering:
         """`batch`: records per file, to begin with.  `crashed`: the run before did not close.
         Collective."""
         self._group = group
-        self._keeper = Keeper(store)
+        self._store = TuningStore(store)
         self._is_local = isinstance(store, LocalStore)
-        self._kept = self._keeper.read() if group.rank == 0 else Kept()
+        self._kept = self._store.read() if group.rank == 0 else TuningState()
         self._after_failure = crashed or self._kept.failed
-        self._tuner = self._made(auto, tiers, batch)
+        self._tuner = self._make_tuner(auto, tiers, batch)
         self._written_s = self._kept.trained_s
         self._flying: list[tuple[str, Save, float]] = []
         """Saves under way: tier, save, and seconds that the steps since have taken longer."""
@@ -83,11 +83,13 @@ class Steering:
             self._tuner.failed("process")
         if group.rank == 0 and (self._after_failure or not self._is_local):
             self._write()  # which tells what a request takes
-        told = group.from_rank0(lambda: msgspec.msgpack.encode(_told(self._tuner.frequencies)))
-        self._obey(decode_msgpack(told, _Told))
+        told = group.from_rank0(
+            lambda: msgspec.msgpack.encode(_broadcast_of(self._tuner.frequencies))
+        )
+        self._apply(decode_msgpack(told, _Broadcast))
         self._stop_listening: Callable[[], None] = subscribe(self._heard)
 
-    def _made(self, auto: Auto, tiers: tuple[str, ...], batch: int) -> Tuner:
+    def _make_tuner(self, auto: Auto, tiers: tuple[str, ...], batch: int) -> Tuner:
         """Make a tuner with what earlier runs learned, at their frequencies if the tiers are the same."""
         kept, start = self._kept, replace(START, batch=batch)
         found = Frequencies(*kept.frequencies)
@@ -129,7 +131,7 @@ class Steering:
         self._stop_listening()
         if self._group.rank == 0:
             self._write(failed=isinstance(error, Exception))
-        self._keeper.close()
+        self._store.close()
 
     # -- rank 0 -----------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class Steering:
     def _heard(self, event: Event) -> None:
         if self._group.rank != 0 or "error" in event.fields:
             return
-        request_s = None if self._is_local else self._keeper.put_s
+        request_s = None if self._is_local else self._store.put_s
         for what, seconds in costs_of(event, request_s):
             if what != "memory" or "memory" in self._tuner.tiers:
                 self._tuner.measured(what, seconds)
@@ -186,7 +188,7 @@ class Steering:
         due = trained_s - self._written_s > min(
             max(WRITE_LEAST_S, WRITE_SHARE * trained_s), WRITE_S
         )
-        if retuned is not None or (due and not self._keeper.busy):
+        if retuned is not None or (due and not self._store.busy):
             self._write()
         return self._tuner.frequencies
 
@@ -195,17 +197,17 @@ class Steering:
     def _look(self, step: int) -> None:
         key, self._looks = f"tune/{self._looks}", self._looks + 1
         if self._group.rank == 0:
-            told = _told(self._decide(step))
+            told = _broadcast_of(self._decide(step))
             if self._group.size > 1:
                 self._group.post(key, msgspec.msgpack.encode(told))
         else:
-            told = decode_msgpack(self._hear(key, step), _Told)
-        self._obey(told)
+            told = decode_msgpack(self._receive(key, step), _Broadcast)
+        self._apply(told)
 
-    def _obey(self, told: _Told) -> None:
+    def _apply(self, told: _Broadcast) -> None:
         self.every, self.batch = Every(told.durable, told.memory, told.delta), told.batch
 
-    def _hear(self, key: str, step: int) -> bytes:
+    def _receive(self, key: str, step: int) -> bytes:
         until = time.monotonic() + self._group.deadline_s
         while (data := self._group.peek(key)) is None:
             if time.monotonic() > until:
@@ -221,13 +223,13 @@ class Steering:
 
     def _write(self, *, failed: bool = False) -> None:
         history, f = self._tuner.history, self._tuner.frequencies
-        self._kept = Kept(
+        self._kept = TuningState(
             history.trained_s, history.failures["process"], history.failures["node"], failed,
             self._kept.lost_of, tuple(sorted(self._tuner.tiers)), (f.durable, f.memory, f.delta, f.batch),
             self._tuner.learned,
         )  # fmt: skip
         self._written_s = history.trained_s
-        self._keeper.write(self._kept)
+        self._store.write(self._kept)
 
 
 def costs_of(event: Event, request_s: float | None = None) -> Iterator[tuple[str, float]]:
@@ -254,8 +256,8 @@ def costs_of(event: Event, request_s: float | None = None) -> Iterator[tuple[str
             yield "memory", given["seconds"]
 
 
-def _told(f: Frequencies) -> _Told:
-    return _Told(f.durable, f.memory, f.delta, f.batch)
+def _broadcast_of(f: Frequencies) -> _Broadcast:
+    return _Broadcast(f.durable, f.memory, f.delta, f.batch)
 
 
 def steering_of(auto: Auto, tiers: Tiers) -> Steering:

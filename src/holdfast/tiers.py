@@ -15,7 +15,7 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.patience import within
-from holdfast.roots import claim_together, sweep_host
+from holdfast.roots import claim_root, sweep_host
 from holdfast.saving import Saver
 from holdfast.saving.durable import Durable
 from holdfast.state.live import State
@@ -82,7 +82,7 @@ class Tiers:
     def _take(self) -> tuple[Claim, bool]:
         """Take the homes of the run.  Collective."""
         if self._behind is None:
-            return claim_together(self.store, self.group)
+            return claim_root(self.store, self.group)
         from holdfast.uploading.claims import claim_both
 
         return claim_both(self.store, self._behind, self.group)
@@ -101,11 +101,11 @@ class Tiers:
             self._keep_records(delta, on_resize)
 
     def _keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
-        from holdfast.checkpoint.peers import alike
+        from holdfast.checkpoint.peers import raise_on_all
         from holdfast.delta.log import mark_log
         from holdfast.delta.tier import DeltaTier
 
-        with alike(self.group, 0):
+        with raise_on_all(self.group, 0):
             self.delta = DeltaTier(
                 self.state,
                 self.group,
@@ -125,11 +125,11 @@ class Tiers:
         if self.memory is not None:
             self.memory.settle(self.group.deadline_s)
         self.durable.settle(self.group.deadline_s)
-        with nullcontext() if self.upload is None else self.upload.committing:
+        with nullcontext() if self.upload is None else self.upload.home.committing:
             self.claim, _ = self._take()
             self.durable.adopt(self.claim)
             if self.upload is not None:
-                self.upload.claim = self.claim
+                self.upload.home.claim = self.claim
         if self.delta is not None:
             self.delta.adopt(self.run)
         if self.memory is not None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import files
-from holdfast.checkpoint.files import Readers
+from holdfast.checkpoint.files import OpenReaders
 from holdfast.errors import NotFound, Unavailable
 from holdfast.store import LocalStore, MemoryStore
 from holdfast.testing import Counting, Faulty
 
 
-def read(some: Readers, key: str, size: int = 3) -> bytes:
+def read(some: OpenReaders, key: str, size: int = 3) -> bytes:
     into = bytearray(size)
     some.read(key, 0, memoryview(into))
     return bytes(into)
@@ -34,7 +34,7 @@ def filled(root: Path, count: int) -> LocalStore:
 
 def test_opened_once_while_kept(tmp_path: Path) -> None:
     store = Counting(filled(tmp_path, 1))
-    some = Readers(store)
+    some = OpenReaders(store)
     with some.kept():
         assert [read(some, "k0") for _ in range(5)] == [b"000"] * 5
         assert store.calls["open"] == 1 and open_files(tmp_path) == 1
@@ -42,14 +42,14 @@ def test_opened_once_while_kept(tmp_path: Path) -> None:
 
 
 def test_closed_at_once_otherwise(tmp_path: Path) -> None:
-    some = Readers(filled(tmp_path, 1))
+    some = OpenReaders(filled(tmp_path, 1))
     assert read(some, "k0") == b"000"
     assert open_files(tmp_path) == 0
 
 
 def test_no_more_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_OPEN", 4)
-    some = Readers(filled(tmp_path, 20))
+    some = OpenReaders(filled(tmp_path, 20))
     with some.kept():
         for i in range(20):
             assert read(some, f"k{i}") == b"%03d" % i
@@ -58,7 +58,7 @@ def test_no_more_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_object_that_is_gone(tmp_path: Path) -> None:
-    some = Readers(LocalStore(tmp_path))
+    some = OpenReaders(LocalStore(tmp_path))
     with some.kept(), pytest.raises(NotFound):
         read(some, "k0")
 
@@ -69,7 +69,7 @@ def test_a_reader_that_became_stale_is_opened_anew() -> None:
     inner.put("k", b"abc")
     stale: list[bool] = []
     store = Faulty(inner, lambda op, _: stale.pop() and Unavailable("ESTALE") if stale else None)
-    some = Readers(store)
+    some = OpenReaders(store)
     with some.kept():
         assert read(some, "k") == b"abc"
         inner.put("k", b"new")
@@ -85,7 +85,7 @@ def test_a_store_that_stays_away_is_reported() -> None:
     inner = MemoryStore("away")
     inner.put("k", b"abc")
     away: list[bool] = []
-    some = Readers(Faulty(inner, lambda op, _: Unavailable("EIO") if away else None))
+    some = OpenReaders(Faulty(inner, lambda op, _: Unavailable("EIO") if away else None))
     with some.kept():
         read(some, "k")
         away.append(True)
@@ -99,7 +99,7 @@ def test_too_many_open_files_closes_idle_ones(tmp_path: Path) -> None:
     def fail(op: str, key: str) -> Exception | None:
         return Unavailable("EMFILE") if op == "open" and open_files(tmp_path) >= 3 else None
 
-    some = Readers(Faulty(inner, fail))
+    some = OpenReaders(Faulty(inner, fail))
     with some.kept():
         for i in range(6):
             assert read(some, f"k{i}") == b"%03d" % i

@@ -320,7 +320,7 @@ def test_a_writer_that_stands_still_is_not_waited_for_for_ever(root: Path) -> No
                 ckpt.wait()
                 for pid in writers():
                     os.kill(pid, signal.SIGSTOP)
-                capture._deadline_s = capture._queue.deadline_s = ckpt._group.deadline_s = 3.0
+                capture._deadline_s = capture._queue.deadline_s = ckpt._tiers.group.deadline_s = 3.0
                 began.append(time.monotonic())
 
     began: list[float] = []

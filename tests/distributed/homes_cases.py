@@ -24,6 +24,7 @@ from holdfast.checkpoint.verifying import verify
 from holdfast.errors import Unavailable
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.testing import Counting, Faulty
+from holdfast.uploading import behind as home_behind
 from holdfast.uploading import upload as uploading
 from holdfast.uploading.records import Outage
 
@@ -88,14 +89,14 @@ def is_good(root: Path, step: int) -> bool:
 
 def each_rank_uploads_its_own_file(root: Path) -> None:
     state, wanted = state_of(0), []
-    copy = uploading.transfer_files
+    copy = home_behind.transfer_files
 
     def watched(files: Any, target: Store, these: Any, **options: Any) -> int:
         wanted.extend(file.rank for file in these)
         return copy(files, target, these, **options)
 
     with (
-        patch.object(uploading, "transfer_files", watched),
+        patch.object(home_behind, "transfer_files", watched),
         holdfast.Checkpointer(state=state, **homes_of(root)) as ckpt,
     ):
         until_uploaded(save(ckpt, state, 3))
@@ -145,7 +146,7 @@ def what_fails_on_one_rank_is_uploaded_later(root: Path) -> None:
             holdfast.Checkpointer(state=state, **homes_of(root)) as ckpt,
         ):
             first = save(ckpt, state, 1)
-            while ckpt._tiers.upload is not None and ckpt._tiers.upload._failure is None:
+            while ckpt._tiers.upload is not None and ckpt._tiers.upload._news.failure is None:
                 threading.Event().wait(0.01)
             assert not first.uploaded
             dist.barrier()
@@ -187,7 +188,7 @@ def one_rank_tells_of_an_outage(root: Path) -> None:
         return int(found)
 
     with holdfast.Checkpointer(state=state, **homes_of(root)) as ckpt:
-        outage = Outage(ckpt._group)
+        outage = Outage(ckpt._tiers.group)
         for _ in range(3):
             assert count(outage.begins()) == 1
             outage.look()

@@ -211,7 +211,7 @@ def check_next_save(run: Run) -> None:
     """After a failure: training goes on, the next save works, nothing is left behind."""
     run.train(2)
     copy, step = run.copy(), run.state["step"]
-    run.ckpt._saves.clear()  # the failure has been looked at
+    run.ckpt._saves.untold.clear()  # the failure has been looked at
     run.ckpt.save(step).wait(WAIT_S)
     check_saved(run.root, step, copy)
     run.ckpt.close()
@@ -240,7 +240,7 @@ def a_busy_save_is_skipped_by_all(root: Path) -> None:
         run.ckpt.step(1)
         run.train()
         run.ckpt.step(2)
-        second = run.ckpt._saves[-1]
+        second = run.ckpt._saves.untold[-1]
         second.wait(WAIT_S)
         assert second.skipped
         gate.opened.set()
@@ -267,7 +267,7 @@ def a_busy_save_waits_in_the_queue(root: Path) -> None:
             run.train()
             copies[step] = run.copy()
             run.ckpt.step(step)
-        assert not any(save.done() for save in run.ckpt._saves)
+        assert not any(save.done() for save in run.ckpt._saves.untold)
         while not events.counters["save.queued"]:
             time.sleep(0.01)
         gate.opened.set()
@@ -342,7 +342,7 @@ def a_rank_that_never_saves_is_named_in_time(root: Path) -> None:
         with pytest.raises(Deadline, match="rank 2 has not begun the save of step 1 within 2 s"):
             run.ckpt.save(1).wait(WAIT_S)
         assert time.monotonic() - started < all_others_s / 2
-        run.ckpt._saves.clear()
+        run.ckpt._saves.untold.clear()
     dist.barrier()
     planner.deadline_s = all_others_s
     run.train()

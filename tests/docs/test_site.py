@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from docs.test_docs import DOCS, ROOT, name_of, without_code
+from holdfast.cli.main import LAUNCH, VERBS
 
 MOST_WORDS = 26_000
 MOST_IN_A_PARAGRAPH = 120
@@ -59,6 +60,17 @@ def test_every_page_is_in_the_contents() -> None:
     there = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
     assert there - listed == {n for n in there if re.match(r"decisions/\d", n)}
     assert {page for page in listed - there if not page.startswith("reference/")} == set()
+
+
+def test_every_command_is_in_the_contents() -> None:
+    """Their pages are made for the site; README and the page about looking name them all, too."""
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    verbs = (*VERBS, LAUNCH)
+    listed = [page for page in pages_of(settings["nav"]) if page.startswith("reference/cli/")]
+    assert listed == [f"reference/cli/{verb}.md" for verb in verbs]
+    for page in (ROOT / "README.md", DOCS / "how-to" / "look.md"):
+        named = re.findall(r"(?:`|\$ holdfast )([a-z]+)\b", page.read_text())
+        assert sorted(set(verbs) - set(named)) == [], name_of(page)
 
 
 def pages_of(nav: object) -> Iterator[str]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.codec.stripes import copy, rs
 from holdfast.state import snapshot
-from holdfast.state.carrying import Carried
+from holdfast.state.carrying import CarriedCopies
 from memory.agents import kill
 from memory.test_replica_guard import Replicas, Stepping, trained
 
@@ -150,15 +150,15 @@ def test_what_is_carried_over_is_of_the_moment(
         run.save()
         run.train()
         expected = run.values()
-        take, go = Carried.take, threading.Event()
+        take, go = CarriedCopies.take, threading.Event()
 
-        def slowly(self: Carried, number: int) -> torch.Tensor:
+        def slowly(self: CarriedCopies, number: int) -> torch.Tensor:
             found = take(self, number)
             time.sleep(0.05)
             assert not self.is_carried or go.wait(WAIT_S)
             return found
 
-        monkeypatch.setattr(Carried, "take", slowly)
+        monkeypatch.setattr(CarriedCopies, "take", slowly)
         run.ckpt.step(2)
         run.train(2)
         go.set()

@@ -20,7 +20,7 @@ import torch
 
 import holdfast
 from holdfast.codec.digest import hexdigest
-from holdfast.uploading import upload as uploading
+from holdfast.uploading import behind as home_behind
 
 
 def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -35,14 +35,14 @@ def tell(place: Path, line: dict[str, Any]) -> None:
 
 
 def hold() -> None:
-    copy = uploading.transfer_files
+    copy = home_behind.transfer_files
 
     def held(files: Any, target: Any, wanted: Any, **options: Any) -> int:
         if files.manifest.step > 10:
             threading.Event().wait()
         return copy(files, target, wanted, **options)
 
-    uploading.transfer_files = held
+    home_behind.transfer_files = held
 
 
 def main() -> None:

@@ -4,6 +4,7 @@
 
 KIND is `kill` or `raise`, done once each, in the middle of the forward pass of that step.  Each rank
 appends lines of JSON to ROOT.told: what each attempt began with, and at the end a digest of what it holds.
+TIER in the environment is `memory` or `records`, where no step is saved to storage but the first.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ import holdfast
 root, steps, layout, *faults = sys.argv[1:]
 WIDTH, ROWS = 16, 8
 DEADLINE_S = 60
+TIERS: dict[str, dict[str, Any]] = {
+    "durable": {"every": holdfast.Every(durable=1)},
+    "memory": {"every": holdfast.Every(durable=1000, memory=1), "memory": holdfast.Memory("none")},
+    "records": {"every": holdfast.Every(durable=1000, delta=1), "delta": holdfast.Delta()},
+}
+TIER = os.environ.get("TIER", "durable")
 
 
 def tell(**about: Any) -> None:
@@ -51,9 +58,10 @@ def tell(**about: Any) -> None:
 
 
 class Now:
-    """The step that is being taken: 1 is the first."""
+    """The step that is being taken: 1 is the first; and who saves it."""
 
     step = 0
+    ckpt: holdfast.Checkpointer | None = None
 
 
 def fail() -> None:
@@ -63,7 +71,10 @@ def fail() -> None:
         done = Path(f"{root}.fault{number}")
         if int(os.environ["RANK"]) != int(rank) or Now.step != int(step) or done.exists():
             continue
-        until_saved(Now.step - 1)
+        if TIER == "durable":
+            until_saved(Now.step - 1)
+        elif Now.ckpt is not None:
+            Now.ckpt.wait(DEADLINE_S)
         done.touch()
         if kind == "raise":
             raise ValueError(f"a fault at step {step}")
@@ -579,12 +590,12 @@ def main() -> None:
 
 
 def train(run: Run) -> None:
-    every = holdfast.Every(durable=1)
     with holdfast.Checkpointer(
-        root, run.state, every=every, when_busy="queue", deadline_s=DEADLINE_S
+        root, run.state, **TIERS[TIER], when_busy="queue", deadline_s=DEADLINE_S
     ) as ckpt:
-        step = int(ckpt.restore())
-        tell(begins=step, pids=[os.getpid()])
+        Now.ckpt, restored = ckpt, ckpt.restore()
+        step = int(restored)
+        tell(begins=step, tier=restored.tier, replayed=restored.replayed, pids=[os.getpid()])
         while step < int(steps):
             Now.step = step = step + 1
             run.step(step)

@@ -34,13 +34,20 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def started(launcher: list[str], root: Path, layout: str, *faults: str, status: int = 0) -> Ran:
+def started(
+    launcher: list[str],
+    root: Path,
+    layout: str,
+    *faults: str,
+    status: int = 0,
+    tier: str = "durable",
+) -> Ran:
     ranks = 4 if layout in OF_FOUR else 2
     command = [sys.executable, "-m", *launcher, f"--nproc-per-node={ranks}", str(SCRIPT)]
     paths = [str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")]
     running = subprocess.Popen(
         [*command, str(root), str(STEPS), layout, *faults],
-        env=environment() | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=environment() | {"PYTHONPATH": os.pathsep.join(paths), "TIER": tier},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -56,8 +63,8 @@ def whole(root: Path, layout: str) -> Ran:
     return started(["torch.distributed.run", "--standalone"], root, layout)
 
 
-def failing(root: Path, layout: str) -> Ran:
-    return started(["holdfast", "run"], root, layout, *FAULTS)
+def failing(root: Path, layout: str, **more: str) -> Ran:
+    return started(["holdfast", "run"], root, layout, *FAULTS, **more)
 
 
 def digests(ran: Ran) -> dict[int, str]:
@@ -83,6 +90,28 @@ def test_a_layout(layout: str, tmp_path: Path) -> None:
     ran = failing(tmp_path / "root", layout)
     assert digests(ran) == digests(expected) and len(digests(ran)) in (2, 4)
     check_in_place(ran)
+
+
+@pytest.mark.parametrize(
+    ("tier", "layout"),
+    [
+        *[("memory", layout) for layout in ("ddp", "hsdp", "fsdp_tp", "one_f_one_b", "zero3")],
+        *[("records", layout) for layout in ("ddp", "hsdp", "fsdp_tp")],
+    ],
+)
+def test_a_layout_from_memory_and_records(tier: str, layout: str, tmp_path: Path) -> None:
+    """No step is lost but the one under way, and none is in storage."""
+    if layout in NEEDS and importlib.util.find_spec(NEEDS[layout]) is None:
+        pytest.skip(f"{NEEDS[layout]} is not installed")
+    expected = whole(tmp_path / "whole", layout)
+    ran = failing(tmp_path / "root", layout, tier=tier)
+    assert digests(ran) == digests(expected) and len(digests(ran)) in (2, 4)
+    check_in_place(ran)
+    again = [line for attempt in ran.begun[1:] for line in attempt.values()]
+    if tier == "memory":
+        assert {line["tier"] for line in again} == {"memory"}
+    else:
+        assert all(line["replayed"] > 0 for line in again)
 
 
 def test_processes_that_load_data_end_with_their_attempt(tmp_path: Path) -> None:

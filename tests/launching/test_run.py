@@ -125,6 +125,53 @@ def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path, expected: str)
     assert ": it was killed by SIGKILL" in ran.printed
 
 
+PRINTING = """
+import os, signal, sys, time
+from pathlib import Path
+import torch.distributed as dist
+import holdfast
+
+@holdfast.recoverable
+def main():
+    dist.init_process_group("gloo")
+    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("rank", rank, "in", attempt)
+    print("error of rank", rank, "in", attempt, file=sys.stderr)
+    if (rank, attempt) == ("2", "0"):
+        while not spare.exists():
+            time.sleep(0.05)
+        time.sleep(2.0)  # until it waits for a rank
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    dist.destroy_process_group()
+
+spare = Path(sys.argv[1])
+if "RANK" not in os.environ:
+    spare.touch()
+main()
+"""
+"""Prints which rank it is; rank 2 is killed once, when there is a spare."""
+
+
+def test_a_spare_prints_to_the_log_of_its_rank(tmp_path: Path) -> None:
+    """To the file that torch keeps for the rank, and shows with the rank before each line."""
+    script = tmp_path / "script.py"
+    script.write_text(PRINTING)
+    options = ["--nproc-per-node=3", "--spares=1", "--redirects=3", "--tee=1"]
+    command = [sys.executable, "-m", "holdfast", "run", *options, f"--log-dir={tmp_path / 'logs'}"]
+    ran = subprocess.run(
+        [*command, str(script), str(tmp_path / "spare")],
+        env=environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    for rank in range(3):
+        (log,) = tmp_path.glob(f"logs/*/attempt_0/{rank}/stdout.log")
+        assert log.read_text().splitlines() == [f"rank {rank} in 0", f"rank {rank} in 1"]
+        errors = re.findall(r"error of rank (\d in \d)", log.with_name("stderr.log").read_text())
+        assert errors == [f"{rank} in 0", f"{rank} in 1"]
+        assert f"[default{rank}]:rank {rank} in 1" in ran.stdout
+
+
 @pytest.mark.parametrize("kind", ["raise", "exit"])
 def test_what_the_script_itself_does(kind: str, tmp_path: Path, expected: str) -> None:
     """An exception is recovered from in all processes; one that exits is replaced."""

@@ -38,6 +38,7 @@ parser.add_argument("--steps", type=int, default=1_000_000)
 parser.add_argument("--tiers", default="")
 parser.add_argument("--size", type=int, default=32, help="each of 4 layers has SIZE x SIZE weights")
 parser.add_argument("--raise-each", type=int, default=0, help="rank 1 raises after N steps")
+parser.add_argument("--kill-each", type=int, default=0, help="rank 1 is killed after N steps")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step takes besides")
 parser.add_argument("--quick", action="store_true", help="tell no digests, and count nothing")
 parser.add_argument(
@@ -182,6 +183,9 @@ def take(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if given.raise_each and step % given.raise_each == given.raise_each - 1:
         if dist.get_rank() == 1 and once(f"raised-{step}"):
             raise ValueError(f"a fault at step {step}")
+    if given.kill_each and step % given.kill_each == given.kill_each - 1:
+        if dist.get_rank() == 1 and once(f"killed-{step}"):
+            os.kill(os.getpid(), signal.SIGKILL)
     fail(step + 1)
     optimizer.step()
     optimizer.zero_grad()

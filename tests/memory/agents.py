@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.codec.digest import hexdigest
-from holdfast.here import started
-from holdfast.memory.node import words as w
+from holdfast.host import start_time
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.segment import mapped, with_table
 
@@ -29,7 +29,7 @@ def pid_of(root: Path) -> int:
 
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, waited for or not."""
-    return started(pid) is None
+    return start_time(pid) is None
 
 
 def await_gone(pid: int, limit_s: float = 120.0) -> None:
@@ -79,7 +79,7 @@ def hello(
     pid = pid or os.getpid()
     said = {"root": "file:///x", **more}
     client.ask(
-        w.Hello(JOB, run=run, rank=rank, pid=pid, started=started(pid) or "0", **said), w.Card
+        w.Hello(JOB, run=run, rank=rank, pid=pid, started=start_time(pid) or "0", **said), w.Card
     )
     held: w.Held = client.ask(w.Ask(JOB), w.Held)
     return held

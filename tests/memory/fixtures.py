@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from holdfast.delta.writer_registry import WriterEntry
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 from memory.agents import await_gone, pid_of
 from memory.zygote import Lives

@@ -33,9 +33,9 @@ from holdfast.errors import (
     SegmentLost,
     UsageError,
 )
-from holdfast.here import started
+from holdfast.host import start_time
 from holdfast.memory.node import client as c
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.agent import THREADS, Agent
 from holdfast.memory.node.client import Client
 from holdfast.memory.node.fetch import Peer
@@ -272,7 +272,7 @@ def test_a_token_opens_one_job_alone(root: Path) -> None:
         mine = hello(client).card
         put(client, "0001-000001", DATA)
         pid = os.getpid()
-        theirs = client.ask(w.Hello("f" * 16, "file:///y", 1, 0, pid, str(started(pid))), w.Card)
+        theirs = client.ask(w.Hello("f" * 16, "file:///y", 1, 0, pid, str(start_time(pid))), w.Card)
         assert (theirs.agent, theirs.address) == (mine.agent, mine.address)
         with pytest.raises(AgentUnreachable, match=r"refused.*401"):
             Peer(theirs).get(f"/v1/{JOB}")
@@ -334,7 +334,7 @@ def test_another_version_is_refused(root: Path) -> None:
         hello(client)
         put(client, "0001-000001", DATA)
         pid = os.getpid()
-        newer = w.Hello(JOB, "file:///x", 2, 0, pid, str(started(pid)), version=w.VERSION + 1)
+        newer = w.Hello(JOB, "file:///x", 2, 0, pid, str(start_time(pid)), version=w.VERSION + 1)
         with pytest.raises(UsageError, match=f"version {w.VERSION}, this process version 2"):
             client.ask(newer)
 
@@ -462,7 +462,7 @@ def test_who_waits_when_his_process_ends_is_told_so(root: Path, tmp_path: Path) 
         waiting = pool.submit(client.ask, order)
         while client._moved(order) == 0:
             time.sleep(0.02)
-        client.hurry()
+        client.abort_waits()
         with pytest.raises(AgentUnreachable, match=r"had not answered when .* came to its end"):
             waiting.result()
 

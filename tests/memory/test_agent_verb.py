@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.sizes import size_text
 from memory import agents
 from memory.agents import await_gone, is_gone, kill, pid_of

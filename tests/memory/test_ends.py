@@ -17,7 +17,7 @@ import holdfast
 from holdfast.checkpoint.verifying import verify
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning, NotFound, UsageError
 from holdfast.memory import job, tier
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 from holdfast.store import open_store
 from memory.agents import agent, kill
@@ -47,7 +47,7 @@ def saving(
         root, {"x": {"t": values}}, memory=holdfast.Memory(**SLOW), deadline_s=10
     )
     save = ckpt.save(1)
-    await_(lambda: len(list(root.glob("steps/*/*/.tmp-*"))) == ckpt._group.size)
+    await_(lambda: len(list(root.glob("steps/*/*/.tmp-*"))) == ckpt._tiers.group.size)
     return ckpt, save
 
 
@@ -137,7 +137,7 @@ def test_a_script_that_ends_when_all_is_saved_hurries_nobody(root: Path) -> None
     ckpt, save = saving(root)
     save.wait(120)
     tier._at_exit()
-    assert not ckpt._group._leaving
+    assert not ckpt._tiers.group._leaving
     ckpt.close()
 
 

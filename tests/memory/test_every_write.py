@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.here import started
+from holdfast.host import start_time
 from holdfast.memory.node import machine
+from holdfast.memory.node import messages as w
 from holdfast.memory.node import segment as seg
-from holdfast.memory.node import words as w
 from holdfast.memory.node.agent import Agent
 from holdfast.memory.node.jobs import Job
 from holdfast.memory.node.segment import Segments, mapped, with_table
@@ -42,7 +42,7 @@ async def life(root: Path, told: int) -> None:
         assert "error" not in answer, answer
         return answer["ok"]
 
-    await ask(w.Hello(JOB, "file:///x", 1, 0, pid, started(pid) or "0"))
+    await ask(w.Hello(JOB, "file:///x", 1, 0, pid, start_time(pid) or "0"))
     for number in range(1, SNAPSHOTS + 1):
         attempt = f"0001-{number:06d}"
         for kind in ("share", "guard"):

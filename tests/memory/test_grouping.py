@@ -9,7 +9,7 @@ from holdfast.codec.stripes import Stripes
 from holdfast.errors import OutOfSpace
 from holdfast.memory.decision import Decision, Filled, decided
 from holdfast.memory.grouping import Chosen, Grouping, check_room, chosen_for, kept_bytes, lack
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.policy.survival import none, rs
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import checkpointer, tiers
+from holdfast import checkpointer, ending, tiers
 from holdfast.memory import tier
 from memory.agents import agent
 
 pytestmark = pytest.mark.slow
 
-FILES = {checkpointer.__file__, tiers.__file__, tier.__file__}
+FILES = {module.__file__ for module in (checkpointer, ending, tiers, tier)}
 
 
 def threads() -> list[str]:
@@ -113,9 +113,7 @@ def left(ckpt: holdfast.Checkpointer, *, fails: bool) -> Iterator[None]:
     yield leave(ckpt, fails=fails)
 
 
-@pytest.mark.parametrize(
-    "where", ["MemoryTier.leave", "MemoryTier.settle", "Checkpointer._await_saves"]
-)
+@pytest.mark.parametrize("where", ["MemoryTier.leave", "MemoryTier.settle", "Saves.wait"])
 def test_while_it_waits(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an interrupt finds it mostly.  All of it is closed: nothing is left to Python's collector."""
 
@@ -124,7 +122,7 @@ def test_while_it_waits(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
     owner, name = where.split(".")
-    kind = {"MemoryTier": tier.MemoryTier, "Checkpointer": holdfast.Checkpointer}[owner]
+    kind = {"MemoryTier": tier.MemoryTier, "Saves": ending.Saves}[owner]
     with agent(tmp_path / "node"):
         leave(trained(tmp_path / "root"), fails=False)
         before = held()["threads"]
@@ -144,13 +142,13 @@ def test_an_interrupt_is_told_and_not_the_failed_save_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launcher takes it for the loss of another rank, and not for a failure of this one."""
-    await_saves = holdfast.Checkpointer._await_saves
+    wait = ending.Saves.wait
 
-    def interrupted(self: holdfast.Checkpointer, until: float) -> None:
-        await_saves(self, until)
+    def interrupted(self: ending.Saves, until: float) -> None:
+        wait(self, until)
         raise Lost
 
-    monkeypatch.setattr(holdfast.Checkpointer, "_await_saves", interrupted)
+    monkeypatch.setattr(ending.Saves, "wait", interrupted)
     state = {"model": torch.nn.Linear(4, 4)}
     files = {"config.json": tmp_path / "missing"}
     ckpt = holdfast.Checkpointer(tmp_path / "root", state, files=files, on_error="raise")

@@ -15,8 +15,8 @@ from holdfast.checkpoint.claiming import claim, newest_claim
 from holdfast.checkpoint.names import manifest_key, step_prefix
 from holdfast.errors import StoreError, UsageError
 from holdfast.format.manifest import Manifest, decode, encode
+from holdfast.memory.node import messages as w
 from holdfast.memory.node import persist
-from holdfast.memory.node import words as w
 from holdfast.memory.node.persist import commit_late
 from holdfast.store import LocalStore, open_store
 from memory.agents import kill_together, pid_of, trainers

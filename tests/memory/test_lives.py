@@ -14,7 +14,7 @@ import holdfast
 from holdfast.checkpoint.names import manifest_key
 from holdfast.codec.digest import CHUNK_BYTES
 from holdfast.format.manifest import decode
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 from holdfast.store import open_store
 from memory.agents import kill

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.jobs import Job, Slot, State
 from holdfast.wire import WireError
 

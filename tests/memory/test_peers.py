@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import AgentUnreachable, Corrupt
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.fetch import Peer
 
 

@@ -8,7 +8,7 @@ import holdfast
 from holdfast.checkpoint.reshaping import Reshape
 from holdfast.cli.plan import found_for
 from holdfast.layout import Mesh
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 from holdfast.policy.redundancy import Protection
 from memory.zygote import Lives, train

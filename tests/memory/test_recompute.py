@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from holdfast.errors import Corrupt, HoldfastError, SegmentLost, UsageError
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.protecting import Protector
 from holdfast.memory.recompute import shadow_of
 from holdfast.memory.twin import MOST_AHEAD, ParamPart, Twin

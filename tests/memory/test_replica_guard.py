@@ -19,10 +19,10 @@ from holdfast.memory import replica
 from holdfast.memory.replica import ReplicaGuard, replica_guard
 from holdfast.saving.planning import SavePlan, new_plan
 from holdfast.state.agreed import describe, merge
-from holdfast.state.carrying import Carried, Room
+from holdfast.state.carrying import CarriedCopies, CarryBuffer
 from holdfast.state.collecting import collect
 from holdfast.state.live import Live
-from holdfast.state.snapshot import Copies, Filling
+from holdfast.state.snapshot import Copies, FillProgress
 
 EXTRAS = 4096
 
@@ -75,7 +75,9 @@ class Replicas:
         pieces = self.plan.placement.pieces(rank)
         image = plan_image(self.plan.agreement.tensors, pieces, extras_bytes=EXTRAS)
         data = memoryview(bytearray(image.total_bytes))
-        Copies.plan(image, self.plan.agreement.tensors, self.live, {}, data).run(Filling(), None)
+        Copies.plan(image, self.plan.agreement.tensors, self.live, {}, data).run(
+            FillProgress(), None
+        )
         return image, bytes(data[: image.extras_start])
 
     def stripes(self, make: Callable[..., Stripes], number: int) -> Stripes:
@@ -123,11 +125,11 @@ def test_what_is_kept_is_of_the_moment(
     assert not np.array_equal(kept, expected)  # the state is another one now
 
 
-class Stepping(Carried):
+class Stepping(CarriedCopies):
     """The training makes its next step when so many have been taken."""
 
     def __init__(self, sources: list[torch.Tensor], before: int, step: Callable[[], None]) -> None:
-        super().__init__(sources, Room(8 << 20), sound=lambda: True)
+        super().__init__(sources, CarryBuffer(8 << 20), sound=lambda: True)
         self._before, self._step = before, step
 
     def take(self, number: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import holdfast
 from holdfast.errors import AgentUnreachable
 from holdfast.events import Event, listen
 from holdfast.memory.node import client as c
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.threads import in_threads
 from memory.agents import JOB, agent, hello, kill, pid_of, put
 from memory.zygote import Lives

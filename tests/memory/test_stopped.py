@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 from memory.agents import await_gone, pid_of
 from nodes import elastic_train

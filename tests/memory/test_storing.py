@@ -12,7 +12,7 @@ import torch
 import holdfast
 from holdfast.errors import AgentUnreachable, HoldfastWarning
 from holdfast.events import listen
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 from memory.agents import agent
 

@@ -5,12 +5,12 @@ import sys
 import threading
 from pathlib import Path
 
-from holdfast.here import started
+from holdfast.host import start_time
 from nodes.cluster import Cluster
 
 with Cluster(2, Path(sys.argv[1])) as cluster:
     for node in cluster.nodes:
         node.call(["sh", "-c", "setsid sleep 600 &"])
     pids = [pid for node in cluster.nodes for pid in node.processes().values()]
-    print(json.dumps([(pid, started(pid)) for pid in pids]), flush=True)
+    print(json.dumps([(pid, start_time(pid)) for pid in pids]), flush=True)
     threading.Event().wait()

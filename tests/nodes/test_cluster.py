@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.here import fate, started
+from holdfast.host import process_state, start_time
 
 from .cluster import Cluster, Node
 from .spaces import Process, can_delay
@@ -64,7 +64,7 @@ def hear(asking: Process, word: str) -> None:
 
 
 def test_a_node_has_its_own_name_place_and_memory(cluster: Cluster) -> None:
-    place = [sys.executable, "-c", "from holdfast.here import place; print(place())"]
+    place = [sys.executable, "-c", "from holdfast.host import host_id; print(host_id())"]
     boot = ["cat", "/proc/sys/kernel/random/boot_id"]
     a, b = cluster.nodes
     names = [node.call(place).split()[0] for node in (a, b)]
@@ -115,10 +115,10 @@ def test_a_killed_node_vanishes_in_silence(cluster: Cluster) -> None:
     a, b = cluster.nodes
     server, asking = talking(a, b)
     a.call(["sh", "-c", "echo kept > /dev/shm/x; setsid sleep 600 &"])
-    running = [(pid, started(pid)) for pid in a.processes().values()]
+    running = [(pid, start_time(pid)) for pid in a.processes().values()]
     assert len(running) > 3
     a.kill()
-    assert all(fate(pid, since) == "gone" for pid, since in running)
+    assert all(process_state(pid, since) == "gone" for pid, since in running)
     assert server.poll() == -signal.SIGKILL
     hear(asking, "silence")
     assert "closed" not in asking.text()
@@ -186,7 +186,7 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
     assert owner.stdout is not None
     running = json.loads(owner.stdout.readline())
     assert len(running) > 4
-    assert all(fate(*one) == "runs" for one in running)
+    assert all(process_state(*one) == "runs" for one in running)
     owner.kill()
     owner.communicate()
-    await_(lambda: all(fate(*one) == "gone" for one in running))
+    await_(lambda: all(process_state(*one) == "gone" for one in running))

@@ -82,7 +82,10 @@ class Four(Told):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
-    """The whole story; leaving the cluster asserts that no process or namespace is left."""
+    """The whole story; leaving the cluster asserts that no process or namespace is left.
+
+    Two losses are borne from one complete snapshot to the next, so each failure waits for one.
+    """
     folder = tmp_path_factory.mktemp("four")
     with Cluster(4, folder / "nodes", head=True) as cluster:
         nodes = cluster.nodes
@@ -90,8 +93,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
         told.links_fail()
         told.agents_die()
         told.kill_agent_in_rebuild(nodes[1], of=told.lose, lost=nodes[0])
+        told.commits(1)
         told.add(2)
+        told.commits(1)
         told.lose(nodes[1], nodes[4])
+        told.commits(1)
         told.lose(nodes[2])
         told.commits(1)
         told.story.end(told.here)

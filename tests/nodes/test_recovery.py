@@ -100,6 +100,32 @@ def test_a_standby_takes_the_place_of_a_node_whose_processes_are_gone(tmp_path: 
         assert "attempt 2 begins with 3 ranks" in run.job.agents[first[0]].text()
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("how", ["vanishes", "is cut off"])
+def test_a_standby_takes_the_place_of_a_node_that(how: str, size: int, tmp_path: Path) -> None:
+    """Nothing tells the others but that its signs of life are missing."""
+    with Cluster(size + 1, tmp_path / "nodes", head=True) as cluster:
+        lost, *others = cluster.nodes
+        standby = others.pop()
+        run = Run(cluster, tmp_path, nnodes=f"1:{size}", nodes=[lost, *others])
+        before = run.on([lost, *others], size)
+        run.join(standby)
+        run.job.await_(lambda: "this node waits" in run.job.agents[standby].text(), "a standby")
+        if how == "vanishes":
+            lost.kill()
+            run.job.agents.pop(lost)
+        else:
+            lost.cut()
+        left = [*others, standby]
+        after = run.on(left, size, after=time.time())
+        if how == "is cut off":
+            lost.join()  # it waits from now on, and ends with the run
+        run.end(left)
+        run.check([lost, *left])
+        begun(before, after)
+        assert not gone(run, before[1:], after)
+
+
 def test_a_node_vanishes_and_comes_back(tmp_path: Path) -> None:
     """Three of four go on; the fourth is taken in at a snapshot."""
     with Cluster(4, tmp_path / "nodes", head=True) as cluster:

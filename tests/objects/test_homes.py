@@ -102,7 +102,7 @@ def test_a_bucket_that_is_away_for_a_while(tmp_path: Path, monkeypatch: pytest.M
             server.kill()
             for step in (2, 3):
                 last = saved(ckpt, state, step)
-            while ckpt._tiers.upload is not None and ckpt._tiers.upload._failure is None:
+            while ckpt._tiers.upload is not None and ckpt._tiers.upload._news.failure is None:
                 threading.Event().wait(0.05)
             server.start()
             until_uploaded(last)

@@ -106,7 +106,7 @@ def learned(url: str, batch: int, num_files: int) -> Learned:
             if len(wrote) > num_files:
                 break
         ckpt.wait()
-    keeper, tuner = steering._keeper, steering._tuner
+    keeper, tuner = steering._store, steering._tuner
     assert keeper.put_s is not None
     assert tuner.learned["batch"] <= max(keeper._took_s)
     told = [

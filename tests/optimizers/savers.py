@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import holdfast
+from distributed.megatron_cpu import _Cuda
 
 from .zoo import Trained
 
@@ -51,6 +52,8 @@ class Dcp:
 
 
 class TorchCheckpointing:
+    """It gathers what it knows on CUDA, whatever the process group; here those tensors are on the CPU."""
+
     def __init__(self) -> None:
         from torch_checkpointing import CheckpointManager, ItemSpec
         from torch_checkpointing.config import SyncCheckpointSaverConfig
@@ -66,12 +69,14 @@ class TorchCheckpointing:
         self._manager = CheckpointManager(config)
 
     def save(self, root: str, run: Trained) -> None:
-        done = self._manager.save(root, _said(run))
-        if done is not None and hasattr(done, "result"):
-            done.result()
+        with _Cuda():
+            done = self._manager.save(root, _said(run))
+            if done is not None and hasattr(done, "result"):
+                done.result()
 
     def load(self, root: str, run: Trained) -> None:
-        found = self._manager.load(root, into=_said(run))
+        with _Cuda():
+            found = self._manager.load(root, into=_said(run))
         _put(run, found)
 
 

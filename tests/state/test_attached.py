@@ -16,8 +16,8 @@ from holdfast.checkpoint.verifying import verify
 from holdfast.cli.main import run
 from holdfast.errors import Corrupt, FormatError, StoreError, UsageError
 from holdfast.format.manifest import AttachedFile, decode, encode
+from holdfast.memory.node.messages import Persist
 from holdfast.memory.node.persist import commit_late
-from holdfast.memory.node.words import Persist
 from holdfast.store import LocalStore
 
 FILES = {"config.json": b'{"a": 1}', "tokenizer/vocab.txt": b"x" * 300_000, "empty": b""}

@@ -9,7 +9,11 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.notes import read_notes
+from holdfast.ending import Saves
 from holdfast.errors import HoldfastError, Unavailable, UsageError
+from holdfast.group import Group
+from holdfast.notices import Notices
+from holdfast.saving import Save
 from holdfast.store import LocalStore
 from holdfast.testing import Faulty
 
@@ -32,6 +36,26 @@ def test_every_commit_once_in_order_in_the_training_thread(tmp_path) -> None:
         ckpt.wait()
         ckpt.save(7)
     assert told[6:] == [(7, "one"), (7, "two")]
+
+
+def test_a_save_that_ends_during_a_look_back_is_called_for_at_the_next() -> None:
+    """Its thread ends it between two questions for it."""
+
+    class EndsWhenAsked(Save):
+        def done(self) -> bool:
+            was_done = super().done()
+            if not was_done:
+                self._conclude()
+            return was_done
+
+    called: list[int] = []
+    saves = Saves(Group(60.0, "test"), Notices("raise"))
+    saves.calls.append(called.append)
+    saves.untold.append(EndsWhenAsked(3))
+    saves.look_back()
+    assert not called
+    saves.look_back()
+    assert called == [3]
 
 
 def test_close_calls_before_it_ends_anything(tmp_path) -> None:

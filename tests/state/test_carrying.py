@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.state import snapshot
-from holdfast.state.carrying import Carried, Room
+from holdfast.state.carrying import CarriedCopies, CarryBuffer
 
 
 def slow(seconds: float):
@@ -83,7 +83,7 @@ def test_a_snapshot_spreads_over_steps_and_is_not_torn(
 def test_what_was_written_before_the_step_is_not_carried() -> None:
     """Then the copier finds out, as without carrying."""
     tensors = [torch.zeros(100) for _ in range(4)]
-    carried = Carried(tensors, Room(10_000), sound=lambda: False)
+    carried = CarriedCopies(tensors, CarryBuffer(10_000), sound=lambda: False)
     carried.take(0)
     carried.done()
     assert not carried.carry()
@@ -92,7 +92,7 @@ def test_what_was_written_before_the_step_is_not_carried() -> None:
 
 def test_it_waits_for_the_copy_under_way_and_for_room() -> None:
     tensors = [torch.full((1000,), float(i)) for i in range(4)]
-    carried = Carried(tensors, Room(8_200), sound=lambda: True)
+    carried = CarriedCopies(tensors, CarryBuffer(8_200), sound=lambda: True)
     carried.take(0)
     done = threading.Event()
     answers = []
@@ -118,7 +118,7 @@ def test_it_waits_for_the_copy_under_way_and_for_room() -> None:
 def test_a_batch_under_way_is_finished_first() -> None:
     """Several copies are given to a stream before one waits for them."""
     tensors = [torch.full((10,), float(i)) for i in range(4)]
-    carried = Carried(tensors, Room(10_000), sound=lambda: True)
+    carried = CarriedCopies(tensors, CarryBuffer(10_000), sound=lambda: True)
     carried.take(0)
     thread = threading.Thread(target=carried.carry)
     thread.start()
@@ -132,7 +132,7 @@ def test_a_batch_under_way_is_finished_first() -> None:
 def test_a_copy_that_fails_holds_up_nobody() -> None:
     """The training thread waits to carry while the copier dies in the middle of a copy."""
     tensors = [torch.zeros(10) for _ in range(2)]
-    carried = Carried(tensors, Room(10_000), sound=lambda: True)
+    carried = CarriedCopies(tensors, CarryBuffer(10_000), sound=lambda: True)
     carried.take(0)
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(carried.carry()), daemon=True)
@@ -143,7 +143,7 @@ def test_a_copy_that_fails_holds_up_nobody() -> None:
     assert answers == [False]
 
 
-def taken(carried: Carried, number: int) -> list[torch.Tensor]:
+def taken(carried: CarriedCopies, number: int) -> list[torch.Tensor]:
     """What the copier gets, if it gets anything within a few seconds."""
     found: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: found.append(carried.take(number)), daemon=True)
@@ -155,11 +155,11 @@ def taken(carried: Carried, number: int) -> list[torch.Tensor]:
 def test_room_that_cannot_be_had_holds_up_nobody() -> None:
     """Training waits for the copy, as without carrying, and the copier does not wait for training."""
     tensors = [torch.zeros(10) for _ in range(2)]
-    room = Room(1 << 60)
+    room = CarryBuffer(1 << 60)
     events: list[holdfast.events.Event] = []
     with holdfast.events.listen(events.append):
         for _ in range(2):
-            carried = Carried(tensors, room, sound=lambda: True)
+            carried = CarriedCopies(tensors, room, sound=lambda: True)
             assert not carried.carry()
             assert taken(carried, 0)[0] is tensors[0]
     assert [e.name for e in events] == ["window.not_carried"]
@@ -172,7 +172,7 @@ def test_an_error_while_the_rest_is_set_aside_holds_up_nobody() -> None:
     def unsound() -> bool:
         raise ValueError("versions cannot be read")
 
-    carried = Carried(tensors, Room(10_000), sound=unsound)
+    carried = CarriedCopies(tensors, CarryBuffer(10_000), sound=unsound)
     with pytest.raises(ValueError, match="cannot be read"):
         carried.carry()
     assert taken(carried, 0)[0] is tensors[0]
@@ -214,7 +214,7 @@ def test_what_is_carried_is_what_was(sizes: list[int], at: int, dtype: torch.dty
     """Whatever their sizes, and wherever the step comes: each copy gets the value of its moment."""
     tensors = [torch.arange(n).to(dtype) for n in sizes]
     expected = [t.clone() for t in tensors]
-    carried = Carried(tensors, Room(10_000), sound=lambda: True)
+    carried = CarriedCopies(tensors, CarryBuffer(10_000), sound=lambda: True)
     got = []
     for i in range(len(tensors)):
         if i == at:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.group import Group
-from holdfast.restore.extras import put_common
+from holdfast.restore.extras import restore_common_state
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
 
@@ -468,7 +468,7 @@ def test_what_lay_on_a_device_goes_to_that_of_the_parameters() -> None:
     """As far as that can be seen without one: the device here is `meta`."""
     optimizer = Counted([nn.Parameter(torch.zeros(3, device="meta"))])
     both = {"a": torch.ones(2), "b": {"of": [torch.ones(2)]}}
-    put_common(optimizer, {"state": both | {"c": torch.ones(2)}, "on_device": ["a", "b"]})
+    restore_common_state(optimizer, {"state": both | {"c": torch.ones(2)}, "on_device": ["a", "b"]})
     own: dict[Any, Any] = optimizer.state
     assert own["a"].is_meta and own["b"]["of"][0].is_meta and own["c"].device.type == "cpu"
 

@@ -12,7 +12,7 @@ from torch import nn
 import holdfast
 from distributed.launch import launch
 from holdfast import Checkpointer, Delta, Every, HoldfastWarning
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 
 pytestmark = pytest.mark.soak

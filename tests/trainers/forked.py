@@ -49,6 +49,8 @@ class Ranks:
         self, module: str, log: Path, *, is_group_of_one: bool = False, **env: str
     ) -> None:
         self.log, self._is_group_of_one, self._num_printing = log, is_group_of_one, 0
+        self.num_kills = 0
+        """Number of runs that `printed` has killed."""
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         inherited = {k: v for k, v in os.environ.items() if k not in TORCHRUNS}
         own = {
@@ -160,6 +162,7 @@ class Ranks:
                     os.kill(pid, signal.SIGKILL)
                     is_killed = True
         codes, text = self.wait(pids), out.read_text()
+        self.num_kills += is_killed
         is_killed = is_killed or (dies and codes == [-signal.SIGKILL] * num)
         assert is_killed or not any(codes), f"{codes}\n{text[-6000:]}"
         return text.splitlines()
@@ -176,9 +179,13 @@ class Ranks:
 
 
 def losses(found: list[str]) -> dict[str, str]:
-    """The losses that were printed, by what they are of: step and number of the batch."""
-    parts = [line.split() for line in found if line.startswith("L ")]
-    return {" ".join(key): value for _, *key, value in parts}
+    """The losses that were printed, by what they are of: step and number of the batch.  AssertionError if
+    one that was printed again, after a kill, was another."""
+    printed: dict[str, str] = {}
+    for _, *key, value in (line.split() for line in found if line.startswith("L ")):
+        name = " ".join(key)
+        assert printed.setdefault(name, value) == value, name
+    return printed
 
 
 def value(found: list[str], mark: str) -> str:

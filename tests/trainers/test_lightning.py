@@ -85,16 +85,20 @@ def test_killed_ten_times_it_is_the_uninterrupted_run(
     """Every loss and the final weights are those of Lightning's own, uninterrupted run."""
     num, draw = KINDS[kind], random.Random(kind)
     own = ranks.printed(settings(tmp_path, kind, root="", paths=f"{tmp_path}/own").text(), num)
-    seen: list[str] = []
-    for attempt in range(10):
+    kills, place, seen = ranks.num_kills, tmp_path / "0", list[str]()
+    for attempt in range(30):
         path = ("newest", "last")[attempt % 2]
         every = {"memory": 1, "durable": 1_000_000} if attempt % 2 == 0 and kind == "single" else {}
-        run = settings(tmp_path, kind, ckpt_path=path, every=every)
-        seen += ranks.printed(run.text(), num, draw.randint(4, 9), seed=attempt)
-    last = settings(tmp_path, kind, ckpt_path="newest")
-    seen += ranks.printed(last.text(), num)
-    assert losses(seen) == losses(own)
-    assert value(seen, "END") == value(own, "END")
+        run = settings(place, kind, ckpt_path=path, every=every)
+        has_all = ranks.num_kills == kills + 10
+        seen += ranks.printed(run.text(), num, 0 if has_all else draw.randint(4, 9), seed=attempt)
+        if any(line.startswith("END ") for line in seen):  # and another run from the beginning
+            assert losses(seen) == losses(own)
+            assert value(seen, "END") == value(own, "END")
+            if has_all:
+                return
+            place, seen = tmp_path / str(attempt + 1), []
+    raise AssertionError(f"{ranks.num_kills - kills} of 10 kills")
 
 
 @pytest.mark.timeout(1800)

@@ -102,13 +102,17 @@ def test_two_ranks_and_then_one(layout: str, ranks: Ranks, tmp_path: Path) -> No
     num, given = LAYOUTS[layout]
     given = {**given, "drop": 0.0, "size": 48}
     own = uninterrupted(ranks, tmp_path, num, given)
-    options, journal = run_of(tmp_path, "killed", **given)
-    ranks.die({**options, "die": 40}, num)
-    alone = {**options, "fsdp": False, "args": {"per_device_train_batch_size": 4}}
-    assert ranks.run(alone) == [0]
     expected = {row["step"]: row["loss"] for row in own.read() if "end" not in row}
-    for row in journal.read():
-        if "end" not in row:
+    draw = random.Random(layout)
+    for number in range(3):
+        (folder := tmp_path / str(number)).mkdir()
+        options, journal = run_of(folder, "killed", **given)
+        ranks.die({**options, "die": draw.randint(10, 50)}, num)
+        alone = {**options, "fsdp": False, "args": {"per_device_train_batch_size": 4}}
+        assert ranks.run(alone) == [0]
+        steps = [row for row in journal.read() if "end" not in row]
+        assert {row["step"] for row in steps} == set(expected)
+        for row in steps:
             assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-4)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
@@ -91,8 +92,8 @@ class Trained:
 
 def parts_of(kind: str, mesh: Any) -> list[nn.Module]:
     parts: list[nn.Module] = [Part(0, 8, 16), Part(1, 16, 4)]
-    for part in parts if kind == "fsdp2" else ():
-        fully_shard(part, mesh=mesh)
+    for part in parts if kind != "single" else ():
+        fully_shard(part, mesh=mesh) if kind == "fsdp2" else replicate(part, device_mesh=mesh)
     return parts
 
 

@@ -15,7 +15,7 @@ import msgspec
 from holdfast.checkpoint.names import WHOLE, RootKeys, parse_attempt, read_head, run_of_log
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Exists, NotFound, UsageError
-from holdfast.here import fate, place, started
+from holdfast.host import host_id, process_state, start_time
 from holdfast.store import Store
 from holdfast.wire import decode_json
 
@@ -42,7 +42,7 @@ class Claim(msgspec.Struct, frozen=True):
         return self.started == "closed" or self._fate() == "gone"
 
     def _fate(self) -> str:
-        return fate(self.pid, self.started) if self.boot == place() else "unknown"
+        return process_state(self.pid, self.started) if self.boot == host_id() else "unknown"
 
     def __str__(self) -> str:
         return f"run {self.run} (host {self.host}, pid {self.pid}, since {self.created})"
@@ -76,9 +76,9 @@ def take(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Claim | N
         mine = Claim(
             run=run,
             host=socket.gethostname(),
-            boot=place() or "",
+            boot=host_id() or "",
             pid=os.getpid(),
-            started=started(os.getpid()) or "",
+            started=start_time(os.getpid()) or "",
             job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
@@ -178,14 +178,16 @@ def once_attempt() -> str:
 
     To be made by the process that will commit it.
     """
-    where, pid = place(), os.getpid()
-    since = started(pid) if where else None
+    where, pid = host_id(), os.getpid()
+    since = start_time(pid) if where else None
     return f"once-{hexdigest((where or '').encode())}-{pid}-{since or 0}-{secrets.token_hex(4)}"
 
 
 def is_abandoned(attempt: str) -> bool:
     """True if an attempt is by a process that took no claim, ran in this place, and is gone."""
-    match, where = _ONCE.fullmatch(attempt), place()
+    match, where = _ONCE.fullmatch(attempt), host_id()
     if match is None or where is None:
         return False
-    return match[1] == hexdigest(where.encode()) and fate(int(match[2]), match[3]) == "gone"
+    return (
+        match[1] == hexdigest(where.encode()) and process_state(int(match[2]), match[3]) == "gone"
+    )

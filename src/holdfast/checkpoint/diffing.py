@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.brief import brief
+from holdfast.checkpoint.formatting import format_value
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Want
@@ -25,7 +25,7 @@ from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.extras import decode
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box, flat_range
-from holdfast.near import matching_nothing, near_pattern
+from holdfast.suggest import did_you_mean_pattern, matching_nothing
 
 BLOCK_BYTES = 64 << 20
 SLICE = 1 << 20
@@ -110,7 +110,8 @@ def _check_pattern(a: Checkpoint, b: Checkpoint, only: str) -> None:
     if matching_nothing([only], paths):
         raise UsageError(
             f"only={only!r} matches no tensor and no extra of either step",
-            hint=near_pattern(only, [*names, *paths]) or "`holdfast inspect` lists their names",
+            hint=did_you_mean_pattern(only, [*names, *paths])
+            or "`holdfast inspect` lists their names",
         )
 
 
@@ -272,14 +273,18 @@ def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
         for key in [*a, *(k for k in b if k not in a)]:
             below = f"{path}.{key}" if path else str(key)
             if key not in a or key not in b:
-                yield below, brief(a[key]) if key in a else "-", brief(b[key]) if key in b else "-"
+                yield (
+                    below,
+                    format_value(a[key]) if key in a else "-",
+                    format_value(b[key]) if key in b else "-",
+                )
             else:
                 yield from _differences(below, a[key], b[key])
     elif isinstance(a, (list, tuple)) and type(a) is type(b) and len(a) == len(b):
         for i, (x, y) in enumerate(zip(a, b)):
             yield from _differences(f"{path}[{i}]", x, y)
     elif not _equal(a, b):
-        yield path, brief(a), brief(b) + _extent(a, b)
+        yield path, format_value(a), format_value(b) + _extent(a, b)
 
 
 def _extent(a: Any, b: Any) -> str:

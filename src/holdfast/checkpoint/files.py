@@ -26,7 +26,7 @@ class _Open:
     num_users: int
 
 
-class Readers:
+class OpenReaders:
     """The objects of a store that are being read.  Thread-safe.
 
     Inside a `kept` block up to `MOST_OPEN` of them, and those in use, stay open.
@@ -132,7 +132,7 @@ class Files:
         self.prefix = prefix
         self.manifest = manifest
         self.verify = verify
-        self.readers = Readers(store)
+        self.readers = OpenReaders(store)
         self.store_reads = reads_of(store)
         self._tables: dict[str, DigestTable] = {}
         """Tables by file path, in order of use: the one used last comes last."""

@@ -31,8 +31,8 @@ from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.extras import FROZEN, decode
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.layout import Box, Sharding, whole
-from holdfast.near import near
 from holdfast.store import Store, open_store
+from holdfast.suggest import did_you_mean
 from holdfast.wire import decode_json
 
 Range = slice | tuple[int, int] | None
@@ -135,7 +135,8 @@ class Checkpoint:
         found = self.manifest.find(name)
         if found is None:
             raise UsageError(
-                f"no tensor {name!r:.300} in step {self.step}", hint=near(name, self.names())
+                f"no tensor {name!r:.300} in step {self.step}",
+                hint=did_you_mean(name, self.names()),
             )
         return found
 

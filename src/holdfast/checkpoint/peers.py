@@ -32,13 +32,13 @@ class Peers(Protocol):
     def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
         """The same, for payloads in parts."""
 
-    def share(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes."""
 
     def any(self, flag: bool) -> bool:
         """True if any rank says so; returns when all have said."""
 
-    def most(self, number: int) -> int:
+    def all_max(self, number: int) -> int:
         """The largest number that any rank says."""
 
     def window(self, size: int) -> SharedWindow:
@@ -54,7 +54,7 @@ def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
     RankErrors."""
     if not peers.any(error is not None):
         return
-    answers = peers.share(b"" if error is None else encode_error(error))
+    answers = peers.all_gather(b"" if error is None else encode_error(error))
     failed = {rank: wire_error(answer) for rank, answer in enumerate(answers) if answer}
     for kind in _SAME:
         for rank, one in failed.items():
@@ -65,7 +65,7 @@ def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
 
 
 @contextmanager
-def alike(peers: Peers, step: int) -> Iterator[None]:
+def raise_on_all(peers: Peers, step: int) -> Iterator[None]:
     """Make what fails in this block on one rank fail on all.  Collective."""
     error: Exception | None = None
     try:

@@ -2,8 +2,8 @@
 
 A cut along another dim touches every chunk of a tensor, and a replicated tensor is wanted whole by all;
 if each rank read for itself, the store would be read once per rank.  Instead the ranks agree who reads
-what (`holdfast.checkpoint.dealing`).  Chunks that one rank alone needs it reads alone, straight into
-place where it can.  The others go round by round: each rank reads and verifies its next chunks into its
+what (`read_assignment`).  Chunks that one rank alone needs it reads alone, straight into place where it
+can.  The others go round by round: each rank reads and verifies its next chunks into its
 window (shared memory on a host; another host's ranks get the bytes sent), all agree that the round is
 there, and each places what it needs from all windows, while the next round is being read.
 
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from holdfast.checkpoint.dealing import Deal, deal
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.peers import Peers, SharedWindow, agree
+from holdfast.checkpoint.read_assignment import ReadAssignment, assign_reads
 from holdfast.checkpoint.reading import (
     Block,
     block_chunks,
@@ -56,13 +56,13 @@ def by_round(runs: Iterable[Run], per_round: int) -> dict[int, list[Run]]:
 
 
 @dataclass
-class Rounds:
+class ExchangeRounds:
     """The exchange of shared chunks, round after round."""
 
     files: Files
     by_number: list[FileEntry]
     indexes: dict[str, RowIndex]
-    deal: Deal
+    deal: ReadAssignment
     peers: Peers
     threads: int
     """Number of threads that read, and of those that place: both go on at once."""
@@ -78,7 +78,7 @@ class Rounds:
         window = self.peers.window(2 * per_window * size)
         try:
             self.remote = set(range(self.peers.size)) - set(window.theirs) - {self.peers.rank}
-            self.most_remote = self.peers.most(len(self.remote))
+            self.most_remote = self.peers.all_max(len(self.remote))
             # a rank sends to, and gets from, every remote rank at once
             self.per_round = max(1, per_window // max(1, self.most_remote))
             self._cut_up()
@@ -201,7 +201,7 @@ def read_shared(files: Files, wants: list[Want], peers: Peers) -> None:
             needed = {number_of[path]: runs for path, runs in needs(indexes, size).items()}
     except Exception as failed:
         error = failed
-    dealt = deal(peers, needed)
+    dealt = assign_reads(peers, needed)
     alone = {by_number[n].path: sorted(runs) for n, runs in dealt.alone.items()}
     with files.readers.kept():
         if error is None:
@@ -210,9 +210,11 @@ def read_shared(files: Files, wants: list[Want], peers: Peers) -> None:
             except Exception as failed:
                 error = failed
         agree(peers, error, files.manifest.step)
-        longest = peers.most(sum(b - a for _, a, b in dealt.read))
+        longest = peers.all_max(sum(b - a for _, a, b in dealt.read))
         if longest:
-            error = Rounds(files, by_number, indexes, dealt, peers, cores_here()).run(longest)
+            error = ExchangeRounds(files, by_number, indexes, dealt, peers, cores_here()).run(
+                longest
+            )
             agree(peers, error, files.manifest.step)
 
 

@@ -12,11 +12,11 @@ from holdfast.cli.options import Argument, Option
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import dim, good, many, size
 from holdfast.errors import AgentUnreachable, UsageError
-from holdfast.here import fate
-from holdfast.memory.node import words as w
+from holdfast.host import process_state
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client, check_can_serve
-from holdfast.near import near
 from holdfast.sizes import parse_size
+from holdfast.suggest import did_you_mean
 
 ACTIONS = ("status", "start", "run", "stop", "clean")
 OPTIONS_OF = {
@@ -39,7 +39,7 @@ def run(
 ) -> Result:
     """Look after the agent of this node and user."""
     if action not in ACTIONS:
-        hint = near(action, ACTIONS) or ", ".join(ACTIONS)
+        hint = did_you_mean(action, ACTIONS) or ", ".join(ACTIONS)
         raise UsageError(f"there is no action {action!r}", hint=hint)
     _check_options(
         action, {"--job": job, "--host": host, "--budget": budget, "--free": free, "--tls": tls}
@@ -104,7 +104,7 @@ def _be_the_agent(client: Client, host: str, budget: int, tls: bool) -> int:
 def _stop(client: Client, free: bool) -> Result:
     agent, until = client.agent(), time.monotonic() + client.deadline_s
     client.ask(w.Stop(free))
-    while free and fate(*agent) == "runs":  # it deletes
+    while free and process_state(*agent) == "runs":  # it deletes
         if time.monotonic() > until:
             raise AgentUnreachable(f"process {agent[0]} has not ended: it may hang")
         time.sleep(0.05)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import to_builtins
 
-from holdfast.checkpoint.brief import brief, cut_short
+from holdfast.checkpoint.formatting import cut_short, format_value
 from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.cli.options import Argument, ShowAll, Target, opened
@@ -22,7 +22,7 @@ from holdfast.errors import UsageError
 from holdfast.format.extras import decode
 from holdfast.format.manifest import Manifest, TensorEntry, to_sharding
 from holdfast.interop.foreign import file_of
-from holdfast.near import near
+from holdfast.suggest import did_you_mean
 
 KINDS = ("param", "buffer", "tensor")
 """States that are not an optimizer's."""
@@ -54,7 +54,7 @@ def run(
     names = [n for n in c.names() if fnmatchcase(n, name)]
     if not names:
         plain = re.sub(r"[*?\[\]]", "", name)
-        raise UsageError(f"no tensor matches {name!r}", hint=near(plain, c.names()))
+        raise UsageError(f"no tensor matches {name!r}", hint=did_you_mean(plain, c.names()))
     m = c.manifest
     tensors = [(n, m.tensors[c.index(n)]) for n in names]
     return Result(
@@ -290,7 +290,7 @@ def value_text(value: Any, width: int) -> str:
         ]
         text = ", ".join(", ".join(f"{k} {v}" for k, v in _first(g)) for g in groups)
         return cut_short(f"{many(len(groups), 'group')}: {text}", width)
-    return brief(value, width)
+    return format_value(value, width)
 
 
 def _first(group: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from holdfast.cli.options import Parser, filled
 from holdfast.cli.screen import deliver, say
 from holdfast.cli.words import style
 from holdfast.errors import HoldfastError, HoldfastWarning, NotFound, NotRecoverable, UsageError
-from holdfast.near import near
+from holdfast.suggest import did_you_mean
 from holdfast.version import __version__
 
 VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "pin", "log", "replay",
@@ -28,8 +28,8 @@ VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", 
 LAUNCH = "run"
 """The verb that takes torchrun's options, and starts processes that are none of ours."""
 ABOUT = """\
-Look at, verify, compare, convert, copy and prune checkpoints; list and replay records; simulate failures; \
-look after the agent of a node; launch a training that recovers in place.
+Look at, verify, compare, convert, copy, prune and pin checkpoints; list and replay records; simulate \
+failures; look after the agent of a node; launch a training that recovers in place.
 
 URL is a folder of checkpoints; URL@STEP one step of it, URL alone the newest. Checkpoints of other \
 systems are found by what is there, or named by a prefix: dcp:PATH, deepspeed:PATH, megatron:PATH, \
@@ -73,12 +73,12 @@ def _run(words: Sequence[str]) -> int:
     if verb == LAUNCH:
         return _launch(words[1:])
     if verb.startswith("-"):
-        hint = near(verb, ("--version", "--help"), 1) or "`holdfast --help` lists the verbs"
+        hint = did_you_mean(verb, ("--version", "--help"), 1) or "`holdfast --help` lists the verbs"
         raise UsageError(f"holdfast has no option {verb!r}", hint=hint)
     if verb not in VERBS:
         raise UsageError(
             f"there is no verb {verb!r}; there are {', '.join((*VERBS, LAUNCH))}",
-            hint=near(verb, (*VERBS, LAUNCH)),
+            hint=did_you_mean(verb, (*VERBS, LAUNCH)),
         )
     function = _function(verb)
     parser = Parser(verb, function)

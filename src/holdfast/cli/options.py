@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
 
 from holdfast.arguments import shown, step_of
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.near import near
+from holdfast.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.opened import Checkpoint
@@ -142,7 +142,7 @@ class Parser:
         for word in rest:
             if word.startswith("-"):
                 name = word.partition("=")[0]
-                hint = near(name, self.names, 1) or f"it has {', '.join(self.names)}"
+                hint = did_you_mean(name, self.names, 1) or f"it has {', '.join(self.names)}"
                 raise UsageError(f"{self.prog} has no option {shown(name)}", hint=hint)
         placed = ["--", *rest, *words[end + 1 :]]
         found, besides = self.arguments.parse_known_args(placed, found)

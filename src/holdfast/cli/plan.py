@@ -73,7 +73,7 @@ def run(
 def _by_rules(
     target: str, mesh: Mesh, file: str, let: list[str], rank: int | None, show_all: bool
 ) -> Result:
-    from holdfast.checkpoint.ruling import Ruling
+    from holdfast.checkpoint.rule_plan import RulePlan
     from holdfast.cli import ruled
     from holdfast.rules import RuleSet
 
@@ -81,7 +81,7 @@ def _by_rules(
     if rank is not None and not 0 <= rank < mesh.world:
         raise UsageError(f"rank {rank} is not in 0..{mesh.world - 1} of mesh {mesh}")
     checkpoint = opened(target)
-    plan = Ruling.of(checkpoint.manifest, rules, mesh)
+    plan = RulePlan.of(checkpoint.manifest, rules, mesh)
     shares = [plan.share(r) for r in ([rank] if rank is not None else _ranks(mesh.world, show_all))]
     return Result(
         lambda: ruled.data(checkpoint, plan, shares),

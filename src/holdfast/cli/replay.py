@@ -23,10 +23,10 @@ def run(
     from holdfast.checkpoint.names import committed
     from holdfast.delta.offline import replay_to
     from holdfast.once import save
-    from holdfast.roots import check_own
+    from holdfast.roots import require_native_root
 
     store = own_root(url, "has no records")
-    check_own(into)
+    require_native_root(into)
     target = open_store(into)
     if any(s.step == to for s in committed(target)):
         raise Exists(f"step {to} is in {target.url} already", hint="give another root")

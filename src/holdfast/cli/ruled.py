@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.ruling import Ruled, Ruling, Share
+from holdfast.checkpoint.rule_plan import RuledTensor, RulePlan, Share
 from holdfast.cli.inspect import KINDS, fold
 from holdfast.cli.plan import coordinates
 from holdfast.cli.screen import Row, heading, say, table
@@ -30,7 +30,7 @@ def parse_let(texts: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def show(checkpoint: Checkpoint, plan: Ruling, shares: list[Share], show_all: bool) -> None:
+def show(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share], show_all: bool) -> None:
     """Show the tensors, then the ranks."""
     say(f"step {checkpoint.step}, by {plan.rules.path}, over {plan.mesh}", "bold")
     heading("Tensors")
@@ -63,7 +63,7 @@ def show(checkpoint: Checkpoint, plan: Ruling, shares: list[Share], show_all: bo
     say("Every element is held exactly once, copies aside.")
 
 
-def data(checkpoint: Checkpoint, plan: Ruling, shares: list[Share]) -> dict[str, Any]:
+def data(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share]) -> dict[str, Any]:
     """Return the same for programs: tensors one by one."""
     return {
         "url": checkpoint.store.url,
@@ -75,7 +75,7 @@ def data(checkpoint: Checkpoint, plan: Ruling, shares: list[Share]) -> dict[str,
     }
 
 
-def _tensor(plan: Ruling, ruled: Ruled) -> dict[str, Any]:
+def _tensor(plan: RulePlan, ruled: RuledTensor) -> dict[str, Any]:
     views = _views(plan, ruled)
     rule = ruled.layout.rule if ruled.layout else None
     return {
@@ -90,7 +90,7 @@ def _tensor(plan: Ruling, ruled: Ruled) -> dict[str, Any]:
     }
 
 
-def _fold(tensors: Sequence[Ruled]) -> list[tuple[str, list[Ruled]]]:
+def _fold(tensors: Sequence[RuledTensor]) -> list[tuple[str, list[RuledTensor]]]:
     """Tensors that differ in a layer's number alone become one row."""
     known = {r.entry.name: r for r in tensors}
 
@@ -102,7 +102,7 @@ def _fold(tensors: Sequence[Ruled]) -> list[tuple[str, list[Ruled]]]:
     return [(name, [known[t.name] for t in group]) for name, group in folded]
 
 
-def _row(plan: Ruling, name: str, group: list[Ruled]) -> tuple[str, ...]:
+def _row(plan: RulePlan, name: str, group: list[RuledTensor]) -> tuple[str, ...]:
     one = group[0]
     views = _views(plan, one)
     sizes = sorted({v.size * one.itemsize for v in views})
@@ -117,7 +117,7 @@ def _row(plan: Ruling, name: str, group: list[Ruled]) -> tuple[str, ...]:
     return name, shape_text(one.entry.shape), line, text, pieces, per_rank
 
 
-def _views(plan: Ruling, ruled: Ruled) -> list[View]:
+def _views(plan: RulePlan, ruled: RuledTensor) -> list[View]:
     if ruled.layout is None:
         return [View.whole(ruled.entry.shape)]
     return [view for _, view in ruled.layout.alike.views()]

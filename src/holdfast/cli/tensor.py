@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.brief import cut_short
+from holdfast.checkpoint.formatting import cut_short
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.cli.screen import Row, fields, heading, say, table
 from holdfast.cli.words import dim, many, ranks_text, shape_text, size

@@ -51,7 +51,7 @@ from holdfast.format.manifest import (
 from holdfast.group.handed import hand, handed, take_away
 from holdfast.layout import Pieces
 from holdfast.once import begin_once
-from holdfast.roots import check_own, sweep_host
+from holdfast.roots import require_native_root, sweep_host
 from holdfast.saving.writing import write_blocks
 from holdfast.state.kinds import check_kind
 from holdfast.state.placed import dtype_name
@@ -162,7 +162,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
 
     def __init__(self, root: str | os.PathLike[str], *, keep: Keep | None = None) -> None:
         self.root = path_of(root, "Writer", "root")
-        check_own(self.root)
+        require_native_root(self.root)
         if keep is not None and not isinstance(keep, Keep):
             raise unfit("Writer", "keep", keep, "a Keep", typed=True)
         self.keep = keep

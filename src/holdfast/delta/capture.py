@@ -41,11 +41,11 @@ from holdfast.delta.space import Space
 from holdfast.errors import AgentError, Deadline, HoldfastError
 from holdfast.events import emit, span
 from holdfast.group import Group
-from holdfast.here import memory_bytes
+from holdfast.host import memory_bytes
 from holdfast.layout import Mesh
 from holdfast.patience import slowest
 from holdfast.state.observer import hooks_after
-from holdfast.state.rest import encoded_hyper
+from holdfast.state.step_extras import encoded_hyper
 from holdfast.store import Store
 
 LEAST_S = 0.1

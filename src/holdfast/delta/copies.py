@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.peers import alike
+from holdfast.checkpoint.peers import raise_on_all
 from holdfast.checkpoint.reading import BLOCK_CHUNKS
 from holdfast.codec.digest import num_chunks
 from holdfast.delta.log import Log, LogSegment, RecordedStep, read_headers
@@ -42,7 +42,7 @@ def take_copies(log: Log, step: RecordedStep, group: Group) -> bool:
     if not isinstance(store, JoinedStore):
         return False
     keys: list[str] = []
-    with alike(group, step.step):
+    with raise_on_all(group, step.step):
         here, behind = log.open(step, {}, {}), log.open(step, {}, {}, store.second)
         for file in here.manifest.files[group.rank :: group.size]:
             key = step.records[file.rank][0].key
@@ -54,7 +54,7 @@ def take_copies(log: Log, step: RecordedStep, group: Group) -> bool:
 
 def _take_all(store: JoinedStore, keys: list[str], group: Group) -> bool:
     """Take what any rank has found damaged from the second home.  True if there is anything."""
-    shared = [decode_json(d, set[str]) for d in group.share(msgspec.json.encode(keys))]
+    shared = [decode_json(d, set[str]) for d in group.all_gather(msgspec.json.encode(keys))]
     store.damaged.update(*shared)
     return any(shared)
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.checkpoint.peers import alike
+from holdfast.checkpoint.peers import raise_on_all
 from holdfast.codec.digest import hexdigest
 from holdfast.compression.marks import HALVES, rounded_to
 from holdfast.delta.optimizers import GRAD, Groups, NamedOptimizer, grad_name, kind_of
@@ -177,7 +177,7 @@ class RecordPlanner:
                 there = self.group.from_rank0(lambda: str(needed_bytes(self.store)).encode())
                 self.space.add(int(there) // self.group.size)
             try:
-                with alike(self.group, 0):
+                with raise_on_all(self.group, 0):
                     self.space.check()
             except UsageError as error:
                 if is_first:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.peers import alike
+from holdfast.checkpoint.peers import raise_on_all
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.recorded import segments_in
 from holdfast.checkpoint.rows import ArrayTarget, Want
@@ -54,7 +54,7 @@ from holdfast.format import extras as tree
 from holdfast.group import Group
 from holdfast.layout import Box
 from holdfast.restore.compare import Problems, judge_together
-from holdfast.restore.extras import Extras, put_groups
+from holdfast.restore.extras import ExtrasRestorer, put_groups
 from holdfast.restore.former import are_former
 from holdfast.restore.targets import RestoreOptions, is_known, only_tensors, target_of
 from holdfast.saving.merging import merge_extras
@@ -84,7 +84,7 @@ def survey(store: Store, group: Group, since: int, newest: int, run: int, keys: 
     keys, others = decode_json(group.from_rank0(lambda: look(keys)), kind)
     if others:
         hang_up_former(one.pid for one in others.values() if one.is_here())
-        with alike(group, since):
+        with raise_on_all(group, since):
             if left := await_others(others):
                 raise Deadline(
                     f"a writer of an earlier run is still at work: {left[0]}",
@@ -96,13 +96,13 @@ def survey(store: Store, group: Group, since: int, newest: int, run: int, keys: 
     with span("log.headers", files=len(own)):
         mine = read_headers(store, own)
     mine += headers_behind(store, {*own} - {one.key for one in mine}, group)
-    headers = group.share(msgspec.msgpack.encode(mine))
+    headers = group.all_gather(msgspec.msgpack.encode(mine))
     sound = [f for data in headers for f in decode_msgpack(data, list[LogSegment])]
     log = Log(store, sound, keys)
     plans: list[str] = []
-    with alike(group, since):
+    with raise_on_all(group, since):
         plans = log.unread_plans()
-    for data in group.share(msgspec.json.encode(plans)):
+    for data in group.all_gather(msgspec.json.encode(plans)):
         log.leave_out(decode_json(data, list[str]))
     return log
 
@@ -184,7 +184,7 @@ class Replay:
         StateMismatch for gradients and changed values that no rank has a place for."""
         for step in steps:
             self._check_scales(step)
-        with alike(self.group, steps[0].step):
+        with raise_on_all(self.group, steps[0].step):
             self._check_dtypes(steps)
         lacking = self._lacking(steps)
         if lacking and self.options.strict:
@@ -232,7 +232,7 @@ class Replay:
             for module in stages(value) or ()
             for name, _ in named_parameters(module)
         }
-        masks = self.group.share(
+        masks = self.group.all_gather(
             np.packbits(np.array([n in own for n in recorded], bool)).tobytes()
         )
         bits = np.unpackbits(np.bitwise_or.reduce([np.frombuffer(t, np.uint8) for t in masks]))
@@ -299,14 +299,14 @@ class Replay:
 
     def _read(self, step: RecordedStep, into: Gradients) -> None:
         """Read what is used of a record: gradients, the buffers that it changed, extras.  Collective."""
-        with alike(self.group, step.step):
+        with raise_on_all(self.group, step.step):
             checkpoint = self.log.open(step, {}, {})
             wants, sparse = self._wanted(step, checkpoint, into)
             for file in checkpoint.manifest.files[self.group.rank :: self.group.size]:
                 checkpoint.file_extras(file)
         read_together(checkpoint.images, wants, self.group if self.group.size > 1 else None)
         if sparse or into.packed:
-            with alike(self.group, step.step):
+            with raise_on_all(self.group, step.step):
                 self._unpack(step, sparse, into.packed)
 
     def _read_copy(self, step: RecordedStep, into: Gradients) -> bool:
@@ -418,13 +418,13 @@ class Replay:
         """Put buffers and extras back as they were after the step."""
         checkpoint = recorded(self.log, step)
         live = Live(keys=set(self.state), tensors=dict(self.live.tensors))
-        plan = Extras(checkpoint, self.state, live, self.group, _lenient(self.options))
+        plan = ExtrasRestorer(checkpoint, self.state, live, self.group, _lenient(self.options))
         plan.resized = self._is_resized(step)
         plan.is_whole = False
-        with alike(self.group, step.step):
+        with raise_on_all(self.group, step.step):
             plan.check_rules()
         read_together(checkpoint.images, plan.wants, self.group if self.group.size > 1 else None)
-        with alike(self.group, step.step):
+        with raise_on_all(self.group, step.step):
             plan.put()
 
 

@@ -45,7 +45,7 @@ from holdfast.saving.messages import digests
 from holdfast.state.customised import asked_once
 from holdfast.state.live import Live, State
 from holdfast.state.observer import StepCall
-from holdfast.state.rest import collect_rest
+from holdfast.state.step_extras import collect_step_extras
 from holdfast.store import MemoryStore, Store
 from holdfast.store.views import JoinedStore
 
@@ -384,7 +384,7 @@ class DeltaTier:
         self._optimizers.rename(state)
         named, groups = self._optimizers.named, self._optimizers.groups
         values = self._watch.expect(state)
-        rest = collect_rest(state, groups, self.on_resize)
+        rest = collect_step_extras(state, groups, self.on_resize)
         objects = self._of_objects(rest, state)
         self._parts = _parts_of(rest, objects)
         values |= objects
@@ -418,7 +418,7 @@ class DeltaTier:
             return
         with self._clock.held(), span("delta.call", step=step), asked_once():
             state = self.state()
-            rest = collect_rest(state, self._optimizers.groups, self.on_resize)
+            rest = collect_step_extras(state, self._optimizers.groups, self.on_resize)
             changed = self._watch.changed(state)
             if self._watch.is_edited():
                 self._edited("after it")

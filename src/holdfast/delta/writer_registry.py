@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import HoldfastError, NotFound
 from holdfast.events import emit, span
-from holdfast.here import fate, place, started
+from holdfast.host import host_id, process_state, start_time
 from holdfast.store import Store
 from holdfast.wire import decode_json
 
@@ -32,7 +32,7 @@ class WriterEntry(msgspec.Struct, frozen=True):
 
     def is_here(self) -> bool:
         """True if it is known to be at work on this host."""
-        return self.place == place() and fate(self.pid, self.started) == "runs"
+        return self.place == host_id() and process_state(self.pid, self.started) == "runs"
 
 
 def writing_key(run: int, rank: int, pid: int) -> str:
@@ -43,7 +43,7 @@ def announce(store: Store, run: int, rank: int, pid: int) -> None:
     """Announce that a process writes what a rank records.  The rank does so before it hands
     anything over: it may be dead before its writer has so much as begun.  Blocks; StoreError.
     """
-    writer = WriterEntry(place() or "", pid, started(pid) or "")
+    writer = WriterEntry(host_id() or "", pid, start_time(pid) or "")
     store.put(writing_key(run, rank, pid), msgspec.json.encode(writer))
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from holdfast.errors import AgentError, Deadline
 from holdfast.group.line import StoreLine
 from holdfast.group.meeting import Meeting, Met, named
-from holdfast.here import own_address
+from holdfast.host import own_address
 from holdfast.wire import decode_error, decode_json, encode_error
 
 T = TypeVar("T")
@@ -297,7 +297,7 @@ class Board:
             return f"{who} {have} not {awaited} within {limit:g} s"
         return f"{who} did not answer within {limit:g} s"
 
-    def hurry(self) -> None:
+    def abort_waits(self) -> None:
         """From now on wait for nobody: every wait for a message ends with Deadline, if it is not there."""
         self._leaving = True
 

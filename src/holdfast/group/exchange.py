@@ -62,7 +62,7 @@ class Exchange:
             at += n
         return answers
 
-    def share(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, on every rank; one round trip if all are short.  Collective."""
         if (others := self._others) is None:
             return [data]
@@ -84,9 +84,9 @@ class Exchange:
 
     def any(self, flag: bool) -> bool:
         """True if any rank says so; returns when all have said.  Collective."""
-        return bool(self.most(int(flag)))
+        return bool(self.all_max(int(flag)))
 
-    def most(self, number: int) -> int:
+    def all_max(self, number: int) -> int:
         """The largest number that any rank says; returns when all have said.  Collective."""
         if (others := self._others) is None:
             return number

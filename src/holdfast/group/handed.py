@@ -6,9 +6,13 @@ and stays until it is taken away.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from holdfast.errors import AgentError
 
 PREFIX = "holdfast/handed"
 LIMIT_S = 60.0
@@ -21,24 +25,41 @@ def _store() -> dist.Store | None:
     return dist.PrefixStore(PREFIX, dist.distributed_c10d._get_default_store())
 
 
+@contextmanager
+def _from_torch(what: str) -> Iterator[None]:
+    """Raise what torch's store says as an AgentError."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        raise AgentError(
+            f"{what} through the store of the process group: {error}",
+            hint="the rank that hosts the store, or has to hand the value, has ended or hangs: its log "
+            "says more",
+        ) from error
+
+
 def hand(key: str, value: bytes) -> None:
-    """Set the value of a key, in place of one that is there."""
+    """Set the value of a key, in place of one that is there.  AgentError."""
     store = _store()
     if store is not None:
-        store.set(key, value)
+        with _from_torch(f"{key} was not handed to the other ranks"):
+            store.set(key, value)
 
 
 def handed(key: str) -> bytes | None:
-    """The value of a key, for which it waits `LIMIT_S` at most; None without a process group."""
+    """The value of a key, for which it waits `LIMIT_S` at most; None without a process group.
+    AgentError."""
     store = _store()
     if store is None:
         return None
-    store.wait([key], timedelta(seconds=LIMIT_S))
-    return bytes(store.get(key))
+    with _from_torch(f"no rank has handed {key} within {LIMIT_S:g} s"):
+        store.wait([key], timedelta(seconds=LIMIT_S))
+        return bytes(store.get(key))
 
 
 def take_away(key: str) -> None:
-    """Forget a key."""
+    """Forget a key.  AgentError."""
     store = _store()
     if store is not None:
-        store.delete_key(key)
+        with _from_torch(f"{key} was not taken away"):
+            store.delete_key(key)

@@ -9,7 +9,7 @@ import secrets
 import msgspec
 
 from holdfast.group.exchange import Exchange
-from holdfast.here import place
+from holdfast.host import host_id
 
 NONCE_BYTES = 16
 
@@ -36,11 +36,11 @@ class HostWindow:
             except OSError:
                 self.mine = memoryview(bytearray(size))
             card = msgspec.msgpack.encode((_host() if self._maps else "", os.getpid(), fd, nonce))
-            for rank, data in enumerate(group.share(card)):
+            for rank, data in enumerate(group.all_gather(card)):
                 if rank != group.rank and self._maps:
                     self._map(rank, msgspec.msgpack.decode(data), size)
             seen = msgspec.msgpack.encode(list(self.theirs))
-            for rank, data in enumerate(group.share(seen)):  # both ways, or not at all
+            for rank, data in enumerate(group.all_gather(seen)):  # both ways, or not at all
                 if group.rank not in msgspec.msgpack.decode(data):
                     self.theirs.pop(rank, None)
         finally:
@@ -81,5 +81,5 @@ class HostWindow:
 
 def _host() -> str:
     """Ranks that say the same are on one host and see each other's processes; empty: nobody knows."""
-    where = place()
+    where = host_id()
     return f"{where} {os.environ.get('HOLDFAST_TEST_HOST', '')}" if where else ""

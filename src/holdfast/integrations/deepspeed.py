@@ -45,7 +45,7 @@ from holdfast.errors import (
     warn_user,
 )
 from holdfast.patience import bounded
-from holdfast.roots import check_own
+from holdfast.roots import require_native_root
 from holdfast.state.deepspeed import COUNTERS, is_engine, zero_of
 from holdfast.state.trainable import trainable_only
 from holdfast.store import open_store
@@ -110,7 +110,7 @@ def attach(
     if client_state is not None and not callable(client_state):
         raise unfit("integrations.deepspeed.attach", "client_state", client_state, "a function")
     root = path_of(root, "integrations.deepspeed.attach", "root")
-    check_own(root)
+    require_native_root(root)
     zero_of(engine)  # refuses what cannot be saved, now and not at the first save
     client = ClientState(engine, client_state)
     state: dict[str, Any] = {"model": engine, CLIENT: client}
@@ -359,7 +359,9 @@ class AttachedEngine:
     def _point(self) -> None:
         """Write the pointers to steps that have been committed; rank 0's work."""
         done = [one for one in self.pending if one.save.done()]
-        self.pending = [one for one in self.pending if not one.save.done()]
+        self.pending = [
+            one for one in self.pending if one not in done
+        ]  # others may have ended since
         for one in done:
             if one.save.error is None and self.engine.global_rank == 0:
                 step = one.save.step

@@ -18,9 +18,9 @@ from holdfast.interop.folder import MARK, ListedFolder, OneFile, open_place, top
 from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open_huggingface
 from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_of_megatron
 from holdfast.interop.torchfiles import holds_torch, is_torch
-from holdfast.near import near
 from holdfast.store import SCHEMES, LocalStore, Store, open_store, split_prefix
 from holdfast.store.oserrors import obstacle
+from holdfast.suggest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def near_path(path: str) -> str | None:
     root, at, step = name.rpartition("@")
     if at and step.isdecimal() and root in beside:
         return f"there is no {place}; for step {step} of {root!r} give the step by itself"
-    hint = near(name, [n for n in beside if not n.startswith(".")])
+    hint = did_you_mean(name, [n for n in beside if not n.startswith(".")])
     return f"there is no {place}" + (f"; {hint}" if hint else "")
 
 
@@ -203,5 +203,5 @@ def _colon(prefix: str, rest: str, text: str) -> str:
     found = [f"for a path, write {os.path.join('.', text)!r}"]
     if prefix in SCHEMES and rest.startswith("/"):
         found = [f"for a URL, write '{prefix}://{rest.lstrip('/')}'", *found]
-    known = near(prefix, FORMATS)
+    known = did_you_mean(prefix, FORMATS)
     return "; ".join([known, *found] if known else found)

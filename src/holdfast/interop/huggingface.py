@@ -22,8 +22,8 @@ from holdfast.interop.folder import OneFile, joined, top
 from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.sections import at_place
 from holdfast.layout import whole
-from holdfast.near import near
 from holdfast.store import Store
+from holdfast.suggest import did_you_mean
 from holdfast.threads import in_threads
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
@@ -184,7 +184,7 @@ def _check_index(index: Index, headers: dict[str, Header]) -> None:
             raise FormatError(
                 f"{name!r} is not in {file}, as {index.key} says: {at}",
                 key=file,
-                hint=None if name in where else near(name, where),
+                hint=None if name in where else did_you_mean(name, where),
             )
     ours = {f for f, h in headers.items() if "holdfast" in h.metadata}
     more = [n for n, f in where.items() if n not in index.files and f not in ours]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.saving.exactness import REPLICA, Exactness
 from holdfast.wire import WireError
 

@@ -48,7 +48,7 @@ from holdfast.state.live import (
 )
 from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import Placed
-from holdfast.state.snapshot import Moment
+from holdfast.state.snapshot import StateView
 from holdfast.state.wrapped import ELEMENTWISE, is_zero1
 from holdfast.state.writes import Mark, Marks
 
@@ -59,7 +59,7 @@ Named = tuple[str, Any, list[tuple[str, torch.Tensor]]]
 
 
 @dataclass
-class Fed:
+class FedPart:
     """One part of a parameter in a twin, and under which names it is saved."""
 
     part: ParamPart
@@ -111,7 +111,7 @@ class Feed:
         self._state = state
         self._rank = rank
         self._deadline_s = deadline_s
-        self._fed: list[list[Fed]] = []
+        self._fed: list[list[FedPart]] = []
         """The parts in each twin, in the order of the twins."""
         self._named: list[Named] = []
         """Each optimizer's parameters by name, as found on the training thread: to name what is
@@ -176,7 +176,7 @@ class Feed:
                         fed.weight = fed.part.of(fed.part.param).cpu().clone()
                     fed.aside = {k: v.detach().cpu().clone() for k, v in states.items()}
 
-    def _is_saved(self, fed: Fed) -> bool:
+    def _is_saved(self, fed: FedPart) -> bool:
         """True if all of a part, its weight and states, is in this rank's image."""
         names = [fed.name, *(fed.prefix + s for s in fed.states)]
         return all((name, fed.box) in self._covered.where for name in names)
@@ -206,7 +206,7 @@ class Feed:
 
     # -- saving thread ----------------------------------------------------------------------------
 
-    def moment(self, op: SaveOperation, plan: SavePlan) -> Moment:
+    def moment(self, op: SaveOperation, plan: SavePlan) -> StateView:
         """The state of a snapshot, as the replica has it.  Blocks; HoldfastError if it is lost."""
         if plan is not self._made_for:
             self.twins.forget("the ranks have planned anew")
@@ -222,7 +222,7 @@ class Feed:
         versions = [
             called[n] if n in rest else t.version for n, t in live.tensors.items() if t.steady
         ]
-        return Moment(live, versions, op.moment.ready)
+        return StateView(live, versions, op.moment.ready)
 
     # -- memory thread ----------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Feed:
         pairs: list[tuple[str, torch.Tensor]],
         live: Live,
         boxes: dict[str, list[Box]],
-    ) -> Iterator[Fed]:
+    ) -> Iterator[FedPart]:
         weights = {id(t.source): t for t in live.tensors.values() if t.state == "param"}
         for name, p in pairs:
             weight, prefix = weights[id(p)], f"{key}.{name}."
@@ -295,7 +295,7 @@ class Feed:
                 self._covered.watched.append((optimizer, p))
             for box in found:
                 at = box.within(weight.placed.box.start) if box.shape else None
-                yield Fed(
+                yield FedPart(
                     ParamPart(f"{prefix}{box}", p, at), weight.name, prefix, box, optimizer,
                     frozenset(states.keys() - whole_ones),
                     {s: states[s].placed.local.dtype for s in whole_ones},
@@ -311,7 +311,9 @@ class Feed:
         if self.twins.learn(op.number, states):
             self._tensors, self.proof.is_passed = dict(self._saved()), False
 
-    def _state_of(self, fed: Fed, mine: torch.Tensor, view: memoryview) -> dict[str, torch.Tensor]:
+    def _state_of(
+        self, fed: FedPart, mine: torch.Tensor, view: memoryview
+    ) -> dict[str, torch.Tensor]:
         """Return the states of a part as they were in an image, and put its weight in place."""
         found = dict(fed.aside)
         if self._is_saved(fed):

@@ -13,9 +13,10 @@ from holdfast.checkpoint.claiming import newest_claim
 from holdfast.errors import AgentUnreachable, Exists, FormatError, HoldfastError
 from holdfast.events import emit
 from holdfast.group import Group
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 from holdfast.store import LocalStore, Store, open_store
+from holdfast.store.oserrors import translated
 from holdfast.wire import decode_json
 
 JOB_KEY = "job.json"
@@ -84,4 +85,7 @@ def _read_job(store: Store) -> JobFile:
 def _identity(store: Store) -> str:
     """Return what tells a root from its copies: the inode number of its directory, which all hosts
     see alike; the URL of a root that is no directory."""
-    return str(os.stat(store.root).st_ino) if isinstance(store, LocalStore) else store.url
+    if not isinstance(store, LocalStore):
+        return store.url
+    with translated("look at", "", store.root):
+        return str(os.stat(store.root).st_ino)

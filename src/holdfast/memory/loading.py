@@ -11,7 +11,7 @@ from holdfast.errors import Corrupt, NotFound
 from holdfast.events import emit
 from holdfast.format.manifest import Manifest
 from holdfast.group import Group
-from holdfast.memory.node.holdings import Holdings, Key, SnapshotStore, image_of
+from holdfast.memory.node.inventory import Inventory, Key, SnapshotStore, image_of
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
 from holdfast.state.live import State
@@ -20,13 +20,13 @@ from holdfast.wire import decode_json
 
 
 def load_snapshot(
-    holdings: Holdings,
+    inventory: Inventory,
     manifest: Manifest,
     behind: Store,
     group: Group,
     state: State,
     options: RestoreOptions,
-    again: Callable[[Holdings], None],
+    again: Callable[[Inventory], None],
     *,
     verify: bool,
 ) -> None:
@@ -38,7 +38,7 @@ def load_snapshot(
     """
     asked = False
     while True:
-        store = SnapshotStore(holdings, behind)
+        store = SnapshotStore(inventory, behind)
         try:
             restore(Checkpoint(store, manifest, verify=verify), state, group, options)
             return
@@ -48,17 +48,17 @@ def load_snapshot(
                 raise
             if not asked and isinstance(error, NotFound):
                 asked = True
-                again(holdings)
+                again(inventory)
                 continue
-            if not holdings.lose(_suspects(holdings, image, group)):
+            if not inventory.lose(_suspects(inventory, image, group)):
                 raise
             emit("memory.lost", key=error.key, error=str(error))
         finally:
             store.tally.tell()
 
 
-def _suspects(holdings: Holdings, image: tuple[str, int], group: Group) -> set[Key]:
+def _suspects(inventory: Inventory, image: tuple[str, int], group: Group) -> set[Key]:
     """Return all that some rank finds damaged or out of reach: all must leave out the same.
     Collective."""
-    told = group.share(msgspec.json.encode(holdings.suspects(*image)))
+    told = group.all_gather(msgspec.json.encode(inventory.suspects(*image)))
     return {key for one in told for key in decode_json(one, list[Key])}

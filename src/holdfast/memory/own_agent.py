@@ -14,9 +14,9 @@ import msgspec
 
 from holdfast.errors import AgentUnreachable, HoldfastError, SegmentLost, UsageError
 from holdfast.events import emit
-from holdfast.here import started
-from holdfast.memory.asking import tell_all, tell_finished
-from holdfast.memory.node import words as w
+from holdfast.host import start_time
+from holdfast.memory.discovery import tell_all, tell_finished
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory
 
@@ -74,7 +74,7 @@ class OwnAgent:
             durable.run,
             self.rank,
             pid,
-            started(pid) or "0",
+            start_time(pid) or "0",
             msgspec.json.encode(durable.steps.claim),
             options.flush_after_s or 0.0,
             options.bytes_per_s,
@@ -152,7 +152,7 @@ class OwnAgent:
             self.hello()
             mine = self.held(self._durable.saver.deadline_s)
         agent = mine.card.agent.encode() if mine is not None else b""
-        first = group.share(agent).index(agent)  # one rank says it for its node
+        first = group.all_gather(agent).index(agent)  # one rank says it for its node
         helds = tell_all(group, self.job, mine if self.rank == first else None)
         return helds, mine.card.agent if mine is not None else ""
 

@@ -15,14 +15,14 @@ from holdfast.events import emit, span
 from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
 from holdfast.memory.grouping import Grouping, check_room, kept_bytes
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.protect import guard_bytes
-from holdfast.memory.recompute import Shadow
+from holdfast.memory.recompute import RecomputedStates
 from holdfast.memory.replica import ReplicaGuard, replica_guard
 from holdfast.memory.slots import lease_of
 from holdfast.policy.survival import Scheme
 from holdfast.saving import Draft, SaveOperation
-from holdfast.state.carrying import Carried
+from holdfast.state.carrying import CarriedCopies
 from holdfast.wire import encode_error, wire_error
 
 if TYPE_CHECKING:
@@ -46,27 +46,27 @@ def _shape(file: FileEntry) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Making:
     """The guard of one snapshot, which is what this rank keeps for its group, still to be made in
-    the window (`Beside`)."""
+    the window (`CopyTap`)."""
 
     protector: Protector
     number: int
     """Number of the operation."""
     guard: ReplicaGuard
     view: memoryview
-    shadow: Shadow | None
+    shadow: RecomputedStates | None
 
     @property
     def sources(self) -> list[torch.Tensor]:
         return self.guard.sources
 
-    def run(self, carried: Carried | None, first: int, ready: torch.Event | None) -> None:
+    def run(self, carried: CarriedCopies | None, first: int, ready: torch.Event | None) -> None:
         self.protector.fill(self, carried, first, ready)
 
 
 class Protector:
     """The work of one rank for its group, from snapshot to snapshot."""
 
-    def __init__(self, tier: MemoryTier, redundancy: str, shadow: Shadow | None) -> None:
+    def __init__(self, tier: MemoryTier, redundancy: str, shadow: RecomputedStates | None) -> None:
         self._tier = tier
         self.shadow = shadow
         """The optimizer states of other ranks that are redone here, if any are."""
@@ -109,7 +109,7 @@ class Protector:
         try:
             lease = self._tier.lease(op, "guard", guard_bytes(guard.stripes))
             view = self._tier.slots.view(lease.name, draft.live)
-        except (HoldfastError, OSError):
+        except HoldfastError:
             return None  # the agents will say so when it is their turn
         self._begun = {op.number: (agreed.files, lease)}
         return Making(self, op.number, guard, view, shadow)
@@ -203,7 +203,7 @@ class Protector:
             return "peers"
         return "recomputed" if self._redone() is not None else "replica"
 
-    def _redone(self) -> Shadow | None:
+    def _redone(self) -> RecomputedStates | None:
         """Return the shadow that redoes states of other ranks, if there is one and it is
         current."""
         return self.shadow if self.shadow is not None and self.shadow.twins.current else None

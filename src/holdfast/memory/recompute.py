@@ -33,7 +33,7 @@ MOST_STRIKES = 3
 up."""
 
 
-class Shadow:
+class RecomputedStates:
     """The optimizer states of another rank that this rank redoes."""
 
     def __init__(self, optimizers: dict[str, Any], names: Callable[[Any], dict[int, str]]) -> None:
@@ -119,7 +119,7 @@ class Shadow:
         self._strikes = 0
 
 
-def shadow_of(state: State) -> Shadow:
+def shadow_of(state: State) -> RecomputedStates:
     """Return the shadow for the optimizers whose states each lie on one rank, while all have the
     gradients.
 
@@ -132,7 +132,7 @@ def shadow_of(state: State) -> Shadow:
             "all ranks have: torch's ZeroRedundancyOptimizer under DDP, which this state does not have",
             hint="choose copy or parity",
         )
-    return Shadow(found, lambda groups: param_names(state, groups))
+    return RecomputedStates(found, lambda groups: param_names(state, groups))
 
 
 def _read(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

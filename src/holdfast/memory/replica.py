@@ -30,7 +30,7 @@ from holdfast.format.manifest import FileEntry, TensorEntry
 from holdfast.layout import Box
 from holdfast.saving.planning import SavePlan
 from holdfast.state.arrays import raw_array
-from holdfast.state.carrying import Carried
+from holdfast.state.carrying import CarriedCopies
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.snapshot import first_device, on_stream
 
@@ -207,7 +207,7 @@ class ReplicaGuard:
     def fill(
         self,
         view: memoryview,
-        carried: Carried | None = None,
+        carried: CarriedCopies | None = None,
         first: int = 0,
         ready: torch.Event | None = None,
     ) -> None:
@@ -226,7 +226,7 @@ class ReplicaGuard:
         with on_stream(self._stream):
             self._fill(view, carried, first)
 
-    def _fill(self, view: memoryview, carried: Carried | None, number: int) -> None:
+    def _fill(self, view: memoryview, carried: CarriedCopies | None, number: int) -> None:
         self.seen = []
         kept: Any = np.frombuffer(view, np.uint8)
         for window in self._windows:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from holdfast.errors import AgentError, OutOfSpace
-from holdfast.memory.node import words as w
+from holdfast.errors import AgentError, StoreError
+from holdfast.memory.node import messages as w
 from holdfast.state.live import Live
 from holdfast.state.snapshot import Buffer, PrivateBuffer, lock_pages, unlock_pages
+from holdfast.store.oserrors import translated
 
 
 @dataclass
@@ -35,19 +36,17 @@ class Slots:
         self._mapped: dict[tuple[str, int], _Mapped] = {}
 
     def view(self, name: str, live: Live) -> memoryview:
-        """Return a view of all of a file; the same object each time."""
-        fd = os.open(self._directory / name, os.O_RDWR)
-        try:
-            stat = os.fstat(fd)
+        """Return a view of all of a file; the same object each time.  StoreError."""
+        path = str(self._directory / name)
+        with translated("map", "", path), open(path, "r+b", buffering=0) as file:
+            stat = os.fstat(file.fileno())
             key = (name, stat.st_ino)
             if key not in self._mapped:
                 self._forget_removed()
                 flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-                view = memoryview(mmap.mmap(fd, stat.st_size, flags))
+                view = memoryview(mmap.mmap(file.fileno(), stat.st_size, flags))
                 self._mapped[key] = _Mapped(view, lock_pages(view, live))
             return self._mapped[key].view
-        finally:
-            os.close(fd)
 
     def _forget_removed(self) -> None:
         for key in [k for k in self._mapped if not self._is_there(*k)]:
@@ -98,7 +97,7 @@ class SlotBuffer:
             try:
                 self.lease = self._ask(size)
                 self.view = self._slots.view(self.lease.name, live)
-            except (AgentError, OutOfSpace, OSError) as error:
+            except (AgentError, StoreError) as error:
                 if self._spare is None:
                     raise
                 self.lease, self.refusal = None, error

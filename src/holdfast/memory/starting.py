@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from holdfast.checkpoint.peers import alike
+from holdfast.checkpoint.peers import raise_on_all
 from holdfast.errors import UsageError, warn_user
-from holdfast.here import own_address
+from holdfast.host import own_address
 from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory
@@ -29,7 +29,7 @@ def start(
         )
     host = os.environ.get("HOLDFAST_HOST") or own_address()
     job = _job_in_memory(options, durable, host)
-    with alike(saver.group, 0):
+    with raise_on_all(saver.group, 0):
         return MemoryTier(saver, durable, options, job=job, host=host, state=state)
 
 
@@ -39,10 +39,10 @@ def _job_in_memory(options: Memory, durable: Durable, host: str) -> str:
     left in memory is not its own any more.  Called before any rank says hello."""
     store, group = durable.store, durable.group
     job, client = job_of(store, group), Client(deadline_s=group.deadline_s)
-    with alike(group, 0):
+    with raise_on_all(group, 0):
         client.start(host, options.budget_bytes, tls=options.tls)
         last, copied = last_run(client, job), is_anothers(client, job, store)
-    last = group.most(last)
+    last = group.all_max(last)
     if group.any(copied):
         return job_of(store, group, anew=True)
     if last < durable.run:

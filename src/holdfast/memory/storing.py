@@ -24,7 +24,7 @@ from holdfast.errors import (
 from holdfast.events import span
 from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.saving import SaveOperation
 from holdfast.threads import Worker
 from holdfast.wire import WireError, encode_error, wire_error

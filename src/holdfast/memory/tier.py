@@ -20,12 +20,12 @@ from holdfast.format.manifest import FileEntry, Manifest, encode
 from holdfast.memory.decision import Decision, Filled, decided, of_all
 from holdfast.memory.feed import Feed
 from holdfast.memory.loading import load_snapshot
-from holdfast.memory.node import words as w
-from holdfast.memory.node.holdings import Holdings, SnapshotStore
+from holdfast.memory.node import messages as w
+from holdfast.memory.node.inventory import Inventory, SnapshotStore
 from holdfast.memory.options import Memory
 from holdfast.memory.own_agent import OwnAgent
 from holdfast.memory.protecting import Protector
-from holdfast.memory.recompute import Shadow, shadow_of
+from holdfast.memory.recompute import RecomputedStates, shadow_of
 from holdfast.memory.slots import SlotBuffer, Slots, lease_of
 from holdfast.memory.storing import Storing
 from holdfast.patience import slowest
@@ -36,7 +36,7 @@ from holdfast.saving.durable import Durable
 from holdfast.saving.messages import Written
 from holdfast.saving.operation import Replica
 from holdfast.state.live import Live, State
-from holdfast.state.snapshot import Beside, PrivateBuffer
+from holdfast.state.snapshot import CopyTap, PrivateBuffer
 from holdfast.threads import Worker
 from holdfast.wire import WireError, decode_msgpack, rank_errors
 
@@ -115,7 +115,7 @@ class MemoryTier:
         _tiers.add(self)
 
     @property
-    def _followers(self) -> list[Shadow | Feed]:
+    def _followers(self) -> list[RecomputedStates | Feed]:
         return [one for one in (self._protector.shadow, self._feed) if one is not None]
 
     # -- training thread --------------------------------------------------------------------------
@@ -185,14 +185,14 @@ class MemoryTier:
         """The training ends early: wait for nobody any more.  What agents were told to do, they do."""
         if not self.saver.group.lost:
             self._settle_early()
-        self._hurry()
+        self._abort_waits()
 
     def leave_unclosed(self) -> None:
         """Do as `leave` does, if something is still under way in the end: Python ends, and nobody
         has closed this.  Else nobody waits any more, and the ranks may yet tell each other what
         became of the last save."""
         if not self._settle_early():
-            self._hurry()
+            self._abort_waits()
 
     def _settle_early(self) -> bool:
         """True if nothing is under way, after waiting for a moment; no longer than until ranks are lost."""
@@ -205,9 +205,9 @@ class MemoryTier:
                 return True
         return False
 
-    def _hurry(self) -> None:
-        self.agent.client.hurry()
-        self.saver.group.hurry()
+    def _abort_waits(self) -> None:
+        self.agent.client.abort_waits()
+        self.saver.group.abort_waits()
 
     def close(self, timeout: float | None, *, finished: bool) -> None:
         """Wait for what is under way.  `finished`: the snapshots are needed no more, if the last save is in
@@ -225,7 +225,7 @@ class MemoryTier:
                 self.settle(self.saver.deadline_s if timeout is None else timeout)
                 is_settled = True
             except BaseException:  # agents end what is under way, as long as ranks hear each other
-                self._hurry()
+                self._abort_waits()
                 with suppress(Deadline):
                     self.settle(LEAVE_S)
                 raise
@@ -242,23 +242,23 @@ class MemoryTier:
 
     # -- restoring --------------------------------------------------------------------------------
 
-    def survey(self) -> Holdings:
+    def survey(self) -> Inventory:
         """Return what the agents of all nodes hold of this job.  Collective.
 
         Also those of nodes that this job no longer runs on, if they still answer.
         """
         for follower in self._followers:
             follower.restart()
-        return Holdings(self.agent.job, *self.agent.ask_all())
+        return Inventory(self.agent.job, *self.agent.ask_all())
 
-    def opened(self, holdings: Holdings, attempt: str) -> Checkpoint:
+    def opened(self, inventory: Inventory, attempt: str) -> Checkpoint:
         """A snapshot, opened, of which nothing is read yet."""
-        store = SnapshotStore(holdings, self.durable.store)
-        return Checkpoint(store, holdings.find(attempt))
+        store = SnapshotStore(inventory, self.durable.store)
+        return Checkpoint(store, inventory.find(attempt))
 
     def load(
         self,
-        holdings: Holdings,
+        inventory: Inventory,
         attempt: str,
         state: State,
         options: RestoreOptions,
@@ -266,9 +266,9 @@ class MemoryTier:
         verify: bool,
     ) -> Manifest:
         """Read a snapshot into the live state; return its manifest.  Collective; see `load_snapshot`."""
-        manifest = holdings.find(attempt)
+        manifest = inventory.find(attempt)
         load_snapshot(
-            holdings,
+            inventory,
             manifest,
             self.durable.store,
             self.saver.group,
@@ -277,7 +277,7 @@ class MemoryTier:
             lambda stale: stale.renew(*self.agent.ask_all()),
             verify=verify,
         )
-        self.adopt(manifest, holdings.cards(attempt))
+        self.adopt(manifest, inventory.cards(attempt))
         return manifest
 
     def adopt(self, manifest: Manifest, cards: tuple[w.Card, ...]) -> None:
@@ -309,7 +309,7 @@ class MemoryTier:
     def attempt(self, op: SaveOperation) -> str:
         return self.durable.attempt_of(op)
 
-    def beside(self, op: SaveOperation, draft: Draft) -> Beside | None:
+    def beside(self, op: SaveOperation, draft: Draft) -> CopyTap | None:
         """Return what makes, in the window, what this rank keeps for its group; None where it
         cannot be."""
         return self._protector.begin(op, draft)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.errors import UsageError
-from holdfast.near import near
 from holdfast.policy.survival import exponential
 from holdfast.policy.wasted import Costs, Rates
+from holdfast.suggest import did_you_mean
 
 HOUR_S = 3600.0
 GROUP = 8
@@ -207,7 +207,7 @@ def _read(
         if kind not in KINDS:
             raise UsageError(
                 f"{where}: {kind!r} is no kind of failure",
-                hint=near(kind, KINDS) or "process or node",
+                hint=did_you_mean(kind, KINDS) or "process or node",
             )
         node = int(rng.integers(num_nodes))
         try:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
-from holdfast.near import near
 from holdfast.policy.survival import (
     Scheme,
     copy,
@@ -22,6 +21,7 @@ from holdfast.policy.survival import (
     rs,
     time_to_loss,
 )
+from holdfast.suggest import did_you_mean
 
 MAX_GROUP = 8
 """Members of a group: more cost less memory, and are likelier to lose two at once."""
@@ -42,7 +42,7 @@ def parse(text: str) -> Scheme | None:
         return copy(int(call[2]))
     if call and call[1] == "rs" and int(call[2]) >= 1:
         return rs(int(call[2]))
-    hint = near(text, _FORMS) or "one of " + ", ".join(_FORMS)
+    hint = did_you_mean(text, _FORMS) or "one of " + ", ".join(_FORMS)
     raise UsageError(f"redundancy={shown(text)} is no scheme", hint=hint)
 
 

@@ -19,7 +19,6 @@ from typing import Literal
 
 from holdfast.arguments import number_of
 from holdfast.errors import UsageError
-from holdfast.near import near
 from holdfast.policy.wasted import (
     MAX_BATCH,
     Costs,
@@ -31,6 +30,7 @@ from holdfast.policy.wasted import (
     floors,
     wasted,
 )
+from holdfast.suggest import did_you_mean
 
 Kind = Literal["process", "node"]
 
@@ -162,7 +162,7 @@ class Tuner:
     def measured(self, what: str, seconds: float) -> None:
         """Note a cost, once it is known: a field of `Costs` without its `_s`, other than `step`."""
         if what not in _COSTS:
-            raise UsageError(f"{what!r} is no cost", hint=near(what, _COSTS))
+            raise UsageError(f"{what!r} is no cost", hint=did_you_mean(what, _COSTS))
         self._recent.setdefault(what, deque(maxlen=RECENT)).append(seconds)
 
     def failed(self, kind: Kind, count: int = 1) -> None:

@@ -15,10 +15,10 @@ from holdfast.events import emit
 from holdfast.format.extras import MADE_OF
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
-from holdfast.near import matching_nothing, near, near_pattern
 from holdfast.restore.targets import RestoreOptions, is_known
 from holdfast.state.customised import OWN
 from holdfast.state.live import Live, State
+from holdfast.suggest import did_you_mean, did_you_mean_pattern, matching_nothing
 from holdfast.wire import decode_msgpack
 
 MAX_UNTOUCHED = 20
@@ -239,7 +239,7 @@ def _left_out_in_vain(
 
 
 def _near(name: str, names: Iterable[str]) -> str:
-    hint = near(name, names)
+    hint = did_you_mean(name, names)
     return f" ({hint})" if hint else ""
 
 
@@ -294,7 +294,7 @@ def _idle_patterns(
     out = []
     for pattern in options.only or ():
         if all(pattern in f.matching_nothing for f in found):
-            hint = near_pattern(pattern, names)
+            hint = did_you_mean_pattern(pattern, names)
             given = ", ".join(map(repr, sorted(keys)))
             why = hint or f"the state that was handed over has {given}"
             out.append(f"only={pattern!r} matches no tensor that is saved and in the state ({why})")

@@ -125,7 +125,7 @@ class Fitting:
         old = frozenset(s for s, v in live.items() if v is not None)
         kind = type(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
-            from holdfast.restore.together import misfit
+            from holdfast.restore.lbfgs import misfit
 
             if why := misfit(self.checkpoint, self.key, self.pairs[number]):
                 self._misfits.setdefault(why, []).append(name)

@@ -22,7 +22,6 @@ from holdfast.format import extras
 from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
-from holdfast.near import near
 from holdfast.restore.compare import Problems
 from holdfast.restore.groups import HOW, beside_plain, match_groups
 from holdfast.restore.nested import (
@@ -64,11 +63,12 @@ from holdfast.state.placed import local_of, place, torch_dtype
 from holdfast.state.several import Several
 from holdfast.state.wrapped import stepping
 from holdfast.state.wrappers import parts
+from holdfast.suggest import did_you_mean
 
 _RULES = ", ".join(RULES)
 
 
-class Extras:
+class ExtrasRestorer:
     """The non-tensor part of a restore: planned before anything is written, put back at the end."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Extras:
             optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
                 if not optional and self.options.strict:
-                    hint = near(key, [*manifest.extras, *manifest.per_rank])
+                    hint = did_you_mean(key, [*manifest.extras, *manifest.per_rank])
                     self.problems.lines.append(
                         f"missing in the checkpoint: {key}{f' ({hint})' if hint else ''}"
                     )
@@ -360,7 +360,7 @@ class Extras:
             common = common_name(key)
             if self.is_whole and (common in manifest.extras or common in manifest.per_rank):
                 if self._has_common(value):
-                    put_common(value, self._common(common, own))
+                    restore_common_state(value, self._common(common, own))
             if key in manifest.per_rank:
                 self._put_own(key, value, own)
             elif key in manifest.extras:
@@ -580,7 +580,7 @@ def _of_no_part(key: str, names: list[str], live: Any) -> str:
     return f"{key}: state that belongs to no parameter was saved ({', '.join(names)}); {why}"
 
 
-def put_common(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
+def restore_common_state(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
     """Put back state that belongs to no parameter: what was not saved is deleted; tensors are filled where
     they are, for a captured graph may hold them."""
     state: dict[Any, Any] = stepping(optimizer).state

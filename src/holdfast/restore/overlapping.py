@@ -99,7 +99,7 @@ class Aside:
         return 1 + int(sum((n - 1) * stride for n, stride in steps))
 
 
-def set_aside(checkpoint: Checkpoint, live: Live) -> dict[int, Aside]:
+def read_overlapping(checkpoint: Checkpoint, live: Live) -> dict[int, Aside]:
     """An `Aside` for each part, by its id, that shares its memory with itself and is to be loaded.
 
     Reads what was saved of them, alone.  LayoutError if it cannot be in such memory.

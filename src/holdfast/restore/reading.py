@@ -18,7 +18,7 @@ from holdfast.checkpoint.names import (
     step_numbers,
 )
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.peers import alike
+from holdfast.checkpoint.peers import raise_on_all
 from holdfast.checkpoint.recorded import is_recorded, last_recorded
 from holdfast.checkpoint.unproved import tell_passed_over
 from holdfast.errors import FormatError, NotFound, NotRecoverable, warn_user
@@ -52,7 +52,7 @@ def load_from(
     if found:  # rank 0 decides: ranks may see a file system differently
         from holdfast.interop.detect import open_as
 
-        with alike(group, step or 0), opening(patience_s(group)):
+        with raise_on_all(group, step or 0), opening(patience_s(group)):
             foreign = open_as(found, url, step)
         restore(foreign, state, group, options)
         return foreign.step

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.peers import alike
+from holdfast.checkpoint.peers import raise_on_all
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.rows import Want
 from holdfast.errors import Deadline, HoldfastError, warn_user
@@ -26,8 +26,8 @@ from holdfast.garbage import uncollected
 from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.restore.compare import Problems, compare, judge_together
-from holdfast.restore.extras import Extras
-from holdfast.restore.overlapping import Aside, set_aside
+from holdfast.restore.extras import ExtrasRestorer
+from holdfast.restore.overlapping import Aside, read_overlapping
 from holdfast.restore.targets import RestoreOptions, materialise, target_of, targets
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
@@ -78,13 +78,13 @@ def _restore(checkpoint: Checkpoint, state: State, group: Group, options: Restor
     try:
         with span("restore.read", step=checkpoint.step):
             read_together(checkpoint.images, prepared.wants, group if group.size > 1 else None)
-        with alike(group, checkpoint.step):
+        with raise_on_all(group, checkpoint.step):
             for aside in prepared.asides.values():
                 aside.put()
             for put in prepared.live.puts:
                 put()
             prepared.put_extras()
-        with alike(group, checkpoint.step):
+        with raise_on_all(group, checkpoint.step):
             for source in prepared.live.sources.of_frameworks():
                 source.refresh()
     except BaseException as error:  # a KeyboardInterrupt, too: a notebook goes on
@@ -149,9 +149,9 @@ def _prepare(
             masters = _master_changes(checkpoint, state, live, options)
             problems = compare(checkpoint, live, state, options)
             _tell_unfit(problems, live, options)
-            extras = Extras(checkpoint, state, live, group, options)
+            extras = ExtrasRestorer(checkpoint, state, live, group, options)
         problems.add(extras.problems)
-        asides = {} if problems.lines else set_aside(checkpoint, live)
+        asides = {} if problems.lines else read_overlapping(checkpoint, live)
     except Exception as error:
         problems.lines.append(str(error))
         _read_numbers(checkpoint, state, [], group)
@@ -161,9 +161,9 @@ def _prepare(
     _read_numbers(checkpoint, state, masters, group)
     problems.lines += [line for change in masters for line in change.problems]
     extras.resized = judge_together(checkpoint, live, problems, None, group, options)
-    with alike(group, checkpoint.step):
+    with raise_on_all(group, checkpoint.step):
         extras.check_rules()
-    with alike(group, checkpoint.step):
+    with raise_on_all(group, checkpoint.step):
         for change in changes:
             change.apply()
         for master in masters:
@@ -179,7 +179,7 @@ def _read_numbers(
     if is_of_framework(state):
         from holdfast.restore.masters import read_numbers
 
-        with alike(group, checkpoint.step):
+        with raise_on_all(group, checkpoint.step):
             read_numbers(checkpoint, masters)
 
 
@@ -243,7 +243,7 @@ def _tell_unfit(problems: Problems, live: Live, options: RestoreOptions) -> None
             warn_user(f"{what}: {'; '.join(lines)}")
 
 
-def _put_extras(plan: Extras, seen: State, given: State) -> None:
+def _put_extras(plan: ExtrasRestorer, seen: State, given: State) -> None:
     """Put the extras back; plain values, which are put into the state itself, into the user's own."""
     plan.put()
     if seen is not given:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from holdfast.errors import RuleError
-from holdfast.near import near
 from holdfast.rules.statements import Rule
+from holdfast.suggest import did_you_mean
 
 MAX_PROBLEMS = 20
 
@@ -107,5 +107,5 @@ def _unused(rule: Rule, taken: tuple[str, Rule] | None, names: Sequence[str]) ->
         name, winner = taken
         where = winner.span
         return f"{text}\n  hint: {name!r} goes to {where.source.path}:{where.line} above it"
-    hint = near(rule.pattern.text, names)
+    hint = did_you_mean(rule.pattern.text, names)
     return f"{text}\n  hint: {hint}" if hint else text

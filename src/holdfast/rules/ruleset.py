@@ -32,13 +32,13 @@ from pathlib import Path
 
 from holdfast.errors import RuleError
 from holdfast.layout import Mesh
-from holdfast.near import near
 from holdfast.rules.checking import MAX_PROBLEMS, check_covered, matching, problems_of_names
 from holdfast.rules.expression import SIZE, Expression
 from holdfast.rules.layout import Layout, Shape
 from holdfast.rules.parser import statements_of
 from holdfast.rules.source import Text, source_of, unknown
 from holdfast.rules.statements import Axes, Let, Need, Rename, Rule, Statement
+from holdfast.suggest import did_you_mean
 
 Captures = tuple[tuple[str, str], ...]
 
@@ -93,7 +93,7 @@ class RuleSet:
         texts = [rule.pattern.text for rule in self.rules]
         raise RuleError(
             f"{self.path}: no rule matches {name!r}",
-            hint=near(name, texts) or "write a rule for it",
+            hint=did_you_mean(name, texts) or "write a rule for it",
         )
 
     def rename(self, name: str) -> str:
@@ -123,7 +123,7 @@ class RuleSet:
             used.add(id(rename))
         for rename in self.renames:
             if id(rename) not in used and not rename.optional:
-                hint = near(rename.old.text, names)
+                hint = did_you_mean(rename.old.text, names)
                 raise rename.old.span.error("this rename is used by no name", hint)
         return found
 
@@ -162,7 +162,7 @@ class RuleSet:
                 known = self.axes + self.copies
                 raise RuleError(
                     f"{self.path}: the mesh has an axis {axis!r} that no `axes` or `copies` names",
-                    hint=near(axis, known) or f"they name {', '.join(known) or 'none'}",
+                    hint=did_you_mean(axis, known) or f"they name {', '.join(known) or 'none'}",
                 )
         numbers = {a: Fraction(mesh.sizes.get(a, 1)) for a in self.axes + self.copies}
         numbers.update(self._given)
@@ -197,7 +197,10 @@ class RuleSet:
             declared |= {n.name for e in rule.expressions for n in e.names()}
         for name in self._given:
             if name not in declared or name in self.axes + self.copies:
-                hint = near(name, declared) or f"they are {', '.join(sorted(declared)) or 'none'}"
+                hint = (
+                    did_you_mean(name, declared)
+                    or f"they are {', '.join(sorted(declared)) or 'none'}"
+                )
                 raise RuleError(f"{self.path}: {name!r} is none of its variables", hint=hint)
 
     def _check_names(self, statements: list[Statement]) -> None:
@@ -309,4 +312,4 @@ def _back(renames: Sequence[Rename], name: str, path: str) -> str:
 
 
 def _unmatched(name: str, texts: Sequence[str], path: str) -> RuleError:
-    return RuleError(f"{path}: no rename matches {name!r}", hint=near(name, texts) or KEEP)
+    return RuleError(f"{path}: no rename matches {name!r}", hint=did_you_mean(name, texts) or KEEP)

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from holdfast.errors import RuleError
-from holdfast.near import near
+from holdfast.suggest import did_you_mean
 
 MAX_TEXT = 1 << 20
 SUFFIX = ".rules"
@@ -67,7 +67,7 @@ def unknown(what: str, name: str, known: Iterable[str], span: Span) -> RuleError
     """Make the error for a name that is not there; it names near misses, or what there is."""
     names = sorted(set(known))
     some = f"there are {', '.join(names[:12])}" if names else "there are none"
-    return span.error(f"there is no {what} {name!r}", near(name, names) or some)
+    return span.error(f"there is no {what} {name!r}", did_you_mean(name, names) or some)
 
 
 def presets() -> list[str]:
@@ -92,5 +92,5 @@ def source_of(what: str, folder: Path | None = None) -> Text:
         raise RuleError(f"{path}: no file of rules")
     raise RuleError(
         f"there is neither a preset nor a file {what!r}",
-        hint=near(what, presets()) or f"presets are {', '.join(presets())}",
+        hint=did_you_mean(what, presets()) or f"presets are {', '.join(presets())}",
     )

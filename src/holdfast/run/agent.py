@@ -37,7 +37,8 @@ from holdfast.run.nodes import (
     may_be_of_a_peer,
     of_others,
 )
-from holdfast.run.rendezvous import Rendezvous, Round, quick
+from holdfast.run.rendezvous import Rendezvous, quick
+from holdfast.run.round import Round
 from holdfast.run.workers import Launch, Workers
 
 UNSAVED_S = 60.0

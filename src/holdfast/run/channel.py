@@ -34,8 +34,12 @@ class Marked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True):
+    """`stdout`, `stderr`: files of the rank, to which a spare appends from now on; empty: as before."""
+
     attempt: int
     environment: dict[str, str]
+    stdout: str = ""
+    stderr: str = ""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.near import near
 from holdfast.run.forkserver import ForkServer
+from holdfast.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from holdfast.run.workers import Launch
@@ -153,7 +153,7 @@ def _refuse(found: argparse.ArgumentParser, message: str) -> NoReturn:
     if unknown:
         options = [name for option in found._actions for name in option.option_strings]
         name = unknown[0].partition("=")[0]
-        hint = near(name, [o for o in options if "_" not in o], 1) or hint
+        hint = did_you_mean(name, [o for o in options if "_" not in o], 1) or hint
         message = f"there is no option {name!r}"
     elif message.endswith("training_script_args"):
         message, hint = "no script is given", f"{found.format_usage().strip()}; {hint}"

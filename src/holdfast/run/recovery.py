@@ -222,6 +222,7 @@ class _Launched:
     def _enter(self, word: Enter) -> None:
         self._attempt = word.attempt
         os.environ.update(word.environment)
+        write_to(word.stdout, word.stderr)
 
     def _left(self, error: BaseException) -> Left:
         is_own = not isinstance(error, PeerLost)
@@ -464,6 +465,16 @@ def end_if_device_is_lost(left: Left) -> None:
         )
         sys.stderr.flush()
         os._exit(1)
+
+
+def write_to(stdout: str, stderr: str) -> None:
+    """Append what this process prints from now on to these files; where one is empty, as before."""
+    for path, stream, fd in ((stdout, sys.stdout, 1), (stderr, sys.stderr, 2)):
+        if path:
+            stream.flush()
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, fd)
+            os.close(file)
 
 
 def refuse_a_group() -> None:

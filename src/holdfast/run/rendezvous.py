@@ -9,8 +9,8 @@ no sign of life for a while.  Its nodes look once in a second; these look as oft
 first round waits long for nodes that begin later, as torch's does.  Later ones begin as soon as all are
 there that lived when the one before ended.
 
-A connection that fails, or is silent while the nodes are to meet, is replaced by a new one: to the next of
-several endpoints, if there are several.  The node stays the same to the others.
+A connection that fails, or is silent while the nodes are to meet, is replaced by a new one, and the
+node stays the same to the others: see `torch_rendezvous`.  What nodes say to each other is in `round`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -35,31 +33,23 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
-    RendezvousTimeoutError,
     dynamic_rendezvous,
     registry,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from holdfast.run.door import Door, Neighbour
 from holdfast.run.nodes import EndOfRound, Introduction
+from holdfast.run.round import Round, RoundView
+from holdfast.run.torch_rendezvous import SILENT_S, TorchRendezvous
 from holdfast.wire import decode_json
 
 T = TypeVar("T")
 
-LATER_CALL_S = 3.0
-"""Seconds that a later round with at least MIN nodes waits for those that lived when the last one ended."""
 SLICE_S = 0.2
 """Seconds for which a signal to the launcher may wait."""
 KEEP_ALIVE_S, KEEP_ALIVES = 1, 5
 """How often a node gives a sign of life, and how many of them may fail, if `--rdzv-conf` does not say."""
-SILENT_S = 10.0
-"""Seconds without an answer after which a connection is given up, while the nodes are to meet."""
-MOVE_S = 2.0
-"""The same where there is another endpoint, and at any time."""
 KEEP_ALIVES_OF_SEVERAL = 10
 """Signs of life that may fail where nodes may have to move to another endpoint."""
 AGAIN_S = 1.0
@@ -70,93 +60,12 @@ TOLD_S = 2.0
 ALONE_S = 30.0
 """Seconds that ranks that are done wait for the others, where the rendezvous is lost."""
 THREAD = "holdfast-rendezvous"
-ENDS = "holdfast/ends"
 _LOST = (RendezvousConnectionError, RendezvousStateError, dist.DistError, OSError)
 
 
 def pause_s(num_nodes: int) -> float:
     """Return the seconds between two looks: so many nodes ask one store."""
     return min(max(0.02, 0.001 * num_nodes), 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundView:
-    """The rendezvous as it was when it was looked at last."""
-
-    at_s: float = 0.0
-    waiting: int = 0
-    """Nodes that wait to be taken in."""
-    members: frozenset[Any] = frozenset()
-    ends: bool = False
-    """Some node has said that the round is over."""
-    are_done: bool = False
-    """The ranks of all nodes have done what there was to do."""
-    are_out: bool = False
-    """They have ended, too."""
-    cards: dict[int, EndOfRound] = field(default_factory=dict)
-
-
-@dataclass
-class Round:
-    """The nodes of one round, in the order of their ranks."""
-
-    store: Any
-    me: int
-    members: list[Any]
-    nodes: list[Introduction]
-    said: dict[str, bytes] = field(default_factory=dict)
-    """What this node has said of itself: `done`, `out`, and its card."""
-
-    def lost(self, view: RoundView) -> list[int]:
-        """Return the nodes that were struck off without a word."""
-        if view.at_s == 0:
-            return []
-        return [
-            n
-            for n, member in enumerate(self.members)
-            if member not in view.members and n not in view.cards
-        ]
-
-    def named(self, numbers: list[int]) -> str:
-        return ", ".join(self.nodes[n].host for n in numbers)
-
-
-class _Calls(RendezvousTimeout):  # type: ignore[misc]
-    """torch's limits, with a last call that depends on the round."""
-
-    def __init__(self, known: RendezvousTimeout, round_number: Callable[[], int]) -> None:
-        super().__init__(known.join, known.last_call, known.close, known.heartbeat)
-        self._round_number = round_number
-
-    @property
-    def last_call(self) -> timedelta:
-        return self._last_call if self._round_number() == 0 else timedelta(seconds=LATER_CALL_S)
-
-
-class _Backend:
-    """torch's backend, that tells when it has answered, and can be given up."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.answered_at = time.monotonic()
-        self.is_given_up = False
-
-    @property
-    def name(self) -> str:
-        return str(self._backend.name)
-
-    def get_state(self) -> Any:
-        return self._ask(self._backend.get_state)
-
-    def set_state(self, state: bytes, token: Any = None) -> Any:
-        return self._ask(lambda: self._backend.set_state(state, token))
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        if self.is_given_up:
-            raise RendezvousConnectionError("this connection was given up")
-        answer = question()
-        self.answered_at = time.monotonic()
-        return answer
 
 
 class Rendezvous(RendezvousHandler):  # type: ignore[misc]
@@ -173,25 +82,19 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self.round: Round | None = None
         self.problem = ""
         """Why the rendezvous cannot be asked; empty: it can be."""
-        self._create, self._given, self._say = create, given, say
-        self._endpoints = given.endpoint.split(",") if given.backend != "c10d" else [given.endpoint]
-        self._pause_s = pause_s(given.max_nodes)
-        self._door = Door()
-        self._neighbour: Neighbour | None = None
-        self._timers: list[Any] = []
-        self._expected = 0
-        """Number of nodes with which the next round is complete; 0: not known."""
-        self._turned_at = time.monotonic()
-        self._is_connecting, self._waits_since, self._last_said_at = False, 0.0, 0.0
         self.is_left = False
         """This node goes, and the others stay: the rendezvous is not to be closed."""
-        self._handler = self._connected()
-        self._settle()
+        self._say = say
+        self._pause_s = pause_s(given.max_nodes)
+        self._waits_since = 0.0
+        self._door = Door()
+        self._neighbour: Neighbour | None = None
+        self._torchs = TorchRendezvous(create, given, self._pause_s)
         self._begin()
 
     def check(self) -> None:
         """Move to another endpoint, if there is one, where this one is silent."""
-        if len(self._endpoints) > 1 and self._silent_s > MOVE_S:
+        if self._torchs.can_move and self._torchs.is_silent:
             self._complain(self._given_up())
 
     # -- what the agent says and asks -------------------------------------------------------------
@@ -205,8 +108,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def end_round(self) -> Callable[[], bool]:
         """Say that the round is over; what is returned tells later if nobody had said so before."""
-        of = self.current
-        answer = self._asked(lambda: int(of.store.add(ENDS, 1)) == 1)
+        answer = self._asked(self.current.end)
         return lambda: answer.done() and answer.exception() is None and answer.result()
 
     def are_all(self, what: str) -> bool:
@@ -215,15 +117,15 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         Where the rendezvous is lost, the others are taken to be so after a while.
         """
         self.say(what)
-        is_alone = bool(self.problem) and time.monotonic() - self._last_said_at > ALONE_S
+        is_alone = bool(self.problem) and time.monotonic() - self.current.last_said_at > ALONE_S
         return is_alone or (self.view.are_done if what == "done" else self.view.are_out)
 
     def say(self, what: str, value: bytes = b"1") -> None:
         """Say something of this node to the others of the round; nobody waits for it."""
         of = self.current
         if what not in of.said:
-            of.said[what], self._last_said_at = value, time.monotonic()
-            self._asked(lambda: of.store.set(f"holdfast/{what}/{of.me}", value))
+            of.said[what], of.last_said_at = value, time.monotonic()
+            self._asked(lambda: of.put(what))
 
     def cards(self) -> tuple[dict[int, EndOfRound], list[int]]:
         """Wait for the cards of all nodes that are not lost; return them, and the lost ones."""
@@ -232,28 +134,28 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         while True:
             cards, lost = self.view.cards, of.lost(self.view)
             if of.me in lost or (of.me in cards and len(cards) + len(lost) == len(of.members)):
-                state = self._handler._state_holder.state
+                state = self._torchs.state
                 others = {*state.wait_list, *state.redundancy_list} - set(of.members)
-                self._expected = 0 if of.me in lost else len(cards) + len(others)
+                self._torchs.expected = 0 if of.me in lost else len(cards) + len(others)
                 return cards, lost
-            if time.monotonic() > until or self.problem or self._silent_s > SILENT_S:
+            if time.monotonic() > until or self.problem or self._torchs.silent_s > SILENT_S:
                 return cards, [n for n in range(len(of.members)) if n not in cards]
             time.sleep(self._pause_s / 2)
 
     @property
     def least(self) -> int:
         """Number of nodes without which there is no round."""
-        return int(self._given.min_nodes)
+        return self._torchs.least
 
     @property
     def num_others(self) -> int:
         """Number of nodes that there are without this one, those that wait included."""
-        state = self._handler._state_holder.state
+        state = self._torchs.state
         return len({*state.participants, *state.wait_list, *state.redundancy_list}) - 1
 
     def is_new(self, cause: str) -> bool:
         """Note why something is left out; False if it was noted before, by any node."""
-        store, text = self._handler._store, f"{self.get_run_id()} {cause}"
+        store, text = self._torchs.store, f"{self.get_run_id()} {cause}"
         key = f"holdfast/left-out/{zlib.crc32(text.encode()):08x}"
         answer = self._asked(lambda: int(store.add(key, 1)) == 1)
         with suppress(TimeoutError, *_LOST):
@@ -263,22 +165,15 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def leave(self) -> None:
         """Leave the others at once, who go on: nobody need find out."""
         self.is_left = True
-        handler = self._handler
-
-        def leave() -> None:
-            handler._stop_heartbeats()
-            deadline = time.monotonic() + SILENT_S
-            handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
-
         with suppress(TimeoutError, *_LOST):
-            self._asked(leave).result(SILENT_S / 2)
+            self._asked(self._torchs.leave).result(SILENT_S / 2)
         self._end()
 
     # -- what torch asks --------------------------------------------------------------------------
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.round, self.view, self._waits_since = None, RoundView(), time.monotonic()
-        until = time.monotonic() + self._handler.settings.timeout.join.total_seconds()
+        until = time.monotonic() + self._torchs.handler.settings.timeout.join.total_seconds()
         while True:
             try:
                 met = _awaited(self._asked(self._met), self._while_it_waits)
@@ -295,25 +190,17 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         """Meet the others, and exchange introductions; None if one was lost before that."""
         if self.problem:
             self._reconnect()
-        for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
-            setattr(
-                self._handler, name, None
-            )  # else the ranks of this round would see the last one's
-        try:
-            info = self._handler.next_rendezvous()
-            self._expected = 0
-        except RendezvousTimeoutError:
-            if self._handler._state_holder.state.complete:
-                return None  # the others train, and this node waits to be taken in
-            raise
-        state = self._handler._state_holder.state
+        info = self._torchs.meet()
+        if info is None:
+            return None
+        state = self._torchs.state
         members = sorted(state.participants, key=lambda node: int(state.participants[node]))
         store, mine = info.store, msgspec.structs.replace(self.introduction, door=self._door.port)
         store.set(f"holdfast/node/{info.rank}", msgspec.json.encode(mine))
         keys = [f"holdfast/node/{n}" for n in range(info.world_size)]
         while not store.check(keys):
-            self._handler.num_nodes_waiting()
-            now = self._handler._state_holder.state.participants
+            self._torchs.handler.num_nodes_waiting()
+            now = self._torchs.state.participants
             for key, member in zip(keys, members, strict=True):
                 if member not in now and not store.check([key]):
                     return None
@@ -328,26 +215,26 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         return 0
 
     def get_backend(self) -> str:
-        return str(self._handler.get_backend())
+        return str(self._torchs.handler.get_backend())
 
     @property
     def use_agent_store(self) -> bool:
-        return bool(self._handler.use_agent_store)
+        return bool(self._torchs.handler.use_agent_store)
 
     def is_closed(self) -> bool:
-        return bool(_awaited(self._asked(self._handler.is_closed)))
+        return bool(_awaited(self._asked(self._torchs.handler.is_closed)))
 
     def set_closed(self) -> None:
-        _awaited(self._asked(self._handler.set_closed))
+        _awaited(self._asked(self._torchs.handler.set_closed))
 
     def get_run_id(self) -> str:
-        return str(self._handler.get_run_id())
+        return str(self._torchs.handler.get_run_id())
 
     def shutdown(self) -> bool:
         """Close the rendezvous: the run is over, unless this node alone leaves it."""
         is_closed = True
         if not self.problem and not self.is_left:
-            answer = self._asked(self._handler.shutdown)
+            answer = self._asked(self._torchs.handler.shutdown)
             with suppress(TimeoutError):
                 is_closed = bool(answer.result(SILENT_S))
         self._end()
@@ -364,7 +251,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def _end(self) -> None:
         """End the thread: torch ends a process in which one is inside it when Python is gone."""
         self._words = SimpleQueue()
-        self._handler._stop_heartbeats()
+        self._torchs.stop_heartbeats()
         self._thread.join(SILENT_S)
 
     def _asked(self, work: Callable[[], T]) -> Future[T]:
@@ -383,7 +270,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def _work(self, words: SimpleQueue[Callable[[], None]]) -> None:
         pause = self._pause_s
         while words is self._words:
-            self._turned_at = time.monotonic()
+            self._torchs.turned_at = time.monotonic()
             try:
                 words.get(timeout=pause)()
             except Empty:
@@ -402,134 +289,50 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         if of is None:
             return
         self._door.visitors()
-        waiting = int(self._handler.num_nodes_waiting())
-        members = frozenset(self._handler._state_holder.state.participants)
+        waiting = int(self._torchs.handler.num_nodes_waiting())
+        members = frozenset(self._torchs.state.participants)
         if self._neighbour is not None and self._neighbour.is_gone():
-            self._strike(of.members[self._neighbour.number])
+            self._torchs.strike(of.members[self._neighbour.number])
             self._neighbour = None
-        view = RoundView(
-            at_s=time.monotonic(),
-            waiting=waiting,
-            members=members,
-            are_done=self._have_all_said(of, "done"),
-            are_out=self._have_all_said(of, "out"),
-            ends=bool(of.store.check([ENDS])),
-            cards=self._cards(of) if "card" in of.said else {},
-        )
+        view = of.look(members, waiting)
         if self.round is of:
             self.view = view
 
-    def _have_all_said(self, of: Round, what: str) -> bool:
-        keys = [f"holdfast/{what}/{n}" for n in range(len(of.members))]
-        return what in of.said and bool(of.store.check(keys))
-
-    def _cards(self, of: Round) -> dict[int, EndOfRound]:
-        keys = {n: f"holdfast/card/{n}" for n in range(len(of.members))}
-        here = {n: key for n, key in keys.items() if of.store.check([key])}
-        return {n: decode_json(of.store.get(key), EndOfRound) for n, key in here.items()}
-
-    def _strike(self, member: Any) -> None:
-        """Strike off a node whose launcher has ended, as if it had been silent for long."""
-        holder = self._handler._state_holder
-        with self._handler._heartbeat_lock:
-            while True:
-                holder.sync()
-                if member not in holder.state.participants:
-                    return
-                holder.state.last_heartbeats[member] = datetime.min.replace(tzinfo=timezone.utc)
-                holder.mark_dirty()
-
     # -- the connection ---------------------------------------------------------------------------
-
-    def _connected(self) -> DynamicRendezvousHandler:
-        """Return a handler with a new connection, to the first endpoint that answers."""
-        self._is_connecting = True
-        try:
-            for _ in self._endpoints[1:]:
-                self._given.endpoint = self._endpoints[0]
-                with suppress(RendezvousConnectionError):
-                    return self._create(self._given)
-                self._turn()
-            self._given.endpoint = self._endpoints[0]
-            return self._create(self._given)
-        finally:
-            self._is_connecting, self._turned_at = False, time.monotonic()
-
-    def _turn(self) -> None:
-        """Have the next endpoint be the first."""
-        self._endpoints = [*self._endpoints[1:], self._endpoints[0]]
-
-    def _settle(self) -> None:
-        """Have the handler look often, and wait for nobody who will not come."""
-        handler = self._handler
-        holder = handler._state_holder
-        holder._cache_duration = self._pause_s
-        self._backend = holder._backend = _Backend(holder._backend)
-        executor = handler._op_executor
-        add = executor._add_to_participants
-
-        def add_and_begin() -> None:
-            add()
-            count = len(holder.state.participants)
-            if not holder.state.complete and self._given.min_nodes <= self._expected <= count:
-                executor._mark_rendezvous_complete()
-
-        executor._add_to_participants = add_and_begin
-        if self._given.get("last_call_timeout") is None:
-            calls = _Calls(handler.settings.timeout, lambda: int(holder.state.round))
-            object.__setattr__(handler.settings, "timeout", calls)
 
     def _reconnect(self) -> None:
         """Go on over a new connection, as the same node."""
-        self._turn()
-        fresh, handler = self._connected(), self._handler
-        handler._store, handler._heartbeat_lock = fresh._store, threading.Lock()
-        backend = fresh._state_holder._backend
-        self._backend = handler._state_holder._backend = _Backend(backend)
+        self._torchs.reconnect()
         of = self.round
         if of is not None:
-            of.store = handler._get_store()
-            for what, value in of.said.items():
-                of.store.set(f"holdfast/{what}/{of.me}", value)
-        timer, handler._keep_alive_timer = handler._keep_alive_timer, None
-        if timer is not None:
-            timer._ctx.stop_event.set()
-            self._timers.append(timer)  # who lets go of it waits for its thread
-        if of is not None:
-            handler._start_heartbeats()
+            of.go_on(self._torchs.store_of_round)
+        self._torchs.renew_heartbeats(begin=of is not None)
         self.problem = ""
         self._say("the rendezvous answers again")
 
     def _complain(self, error: Exception) -> None:
         if not self.problem:
             why = str(error.__cause__ or error).partition("\n")[0]
-            self._say(f"the rendezvous at {self._given.endpoint} does not answer: {why}")
+            self._say(f"the rendezvous at {self._torchs.endpoint} does not answer: {why}")
         self.problem = str(error) or type(error).__name__
-
-    @property
-    def _silent_s(self) -> float:
-        last = max(self._backend.answered_at, self._turned_at)
-        return 0.0 if self._is_connecting else time.monotonic() - last
 
     def _while_it_waits(self) -> None:
         """Say once that this node is not needed now; give up a connection that is silent, with the thread
         that waits for it."""
-        state, node = self._handler._state_holder.state, self._handler._this_node
         now = time.monotonic()
-        if not state.complete or node not in {*state.redundancy_list, *state.wait_list}:
+        if not self._torchs.is_waiting:
             self._waits_since = now
         elif self._waits_since + TOLD_S < now:
             self._waits_since = math.inf
             self._say("this node waits: the others train, and it takes part when it is needed")
-        if self._silent_s > (SILENT_S if len(self._endpoints) == 1 else MOVE_S):
+        if self._torchs.is_silent:
             raise self._given_up()
 
     def _given_up(self) -> RendezvousConnectionError:
         """Give up a connection, with the thread that waits for it; return the error."""
-        silent_s = self._silent_s
-        self._backend.is_given_up = True
+        error = self._torchs.give_up()
         self._begin()
-        return RendezvousConnectionError(f"no answer for {silent_s:.0f} s")
+        return error
 
 
 def is_inside() -> bool:

@@ -35,8 +35,7 @@ them is another's, such as the RANK of a node, which Kubernetes' operators set."
 def become(start: Start, end: socket.socket, stacks: int) -> None:
     """Run the script; it raises what the script raises.  `stacks`: a file for the stacks of its threads."""
     os.setsid()
-    _redirect(start.stdout, 1)
-    _redirect(start.stderr, 2)
+    recovery.write_to(start.stdout, start.stderr)
     if start.is_spare:
         for name in _OF_A_RANK:
             os.environ.pop(name, None)
@@ -62,14 +61,6 @@ def fail(error: BaseException) -> None:
         kind = "".join(traceback.format_exception_only(error)).strip()
         with suppress(OSError), open(path, "w") as file:
             json.dump({"message": {"message": kind[-500:], "extraInfo": about}}, file)
-
-
-def _redirect(path: str, to: int) -> None:
-    """Append what is written to a file descriptor to a file."""
-    if path:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(fd, to)
-        os.close(fd)
 
 
 def _reseed() -> None:

@@ -290,7 +290,8 @@ class Workers(PContext):  # type: ignore[misc]
         if worker.status is not None or worker.is_ending:
             return False
         if worker.is_marked and (worker.is_out or worker.is_spare):
-            return worker.end.say(Enter(self.attempt, self._environment(rank)))
+            files = (self.stdouts[rank], self.stderrs[rank]) if worker.is_spare else ()
+            return worker.end.say(Enter(self.attempt, self._environment(rank), *files))
         return not worker.is_marked and worker.attempt == self.attempt
 
     def _bury(self, worker: RankProcess) -> None:

@@ -8,7 +8,7 @@ A save goes through five phases, on three threads.  Each thread ends where it ha
     the tier's   keep      put the bytes where they stay, behind the copier
                  commit    rank 0 makes the step exist, if every rank has kept its part
 
-Each phase returns what the next one needs: a `Moment`, an `AgreedSave`, a `Draft`, a file.  An error on
+Each phase returns what the next one needs: a `StateView`, an `AgreedSave`, a `Draft`, a file.  An error on
 one rank is told to the others where they agree next, so that a save ends alike on all of them; what fails
 where no other rank waits ends the operation at once.  However it ends, the window is closed, the memory is
 released, and the handle says what became of it, in this order.
@@ -32,12 +32,12 @@ from holdfast.saving.planning import Layout, SavePlan
 from holdfast.state.live import Live
 from holdfast.state.snapshot import (
     MAX_RETAKES,
-    Beside,
     Buffer,
-    Filling,
-    Moment,
+    CopyTap,
+    FillProgress,
     Shot,
-    copy_steadily,
+    StateView,
+    copy_consistently,
     set_aside,
 )
 from holdfast.state.window import Window
@@ -84,8 +84,8 @@ class Draft:
     """This rank's part of a save, which is being copied: what a tier keeps."""
 
     agreed: AgreedSave
-    moment: Moment
-    filling: Filling
+    moment: StateView
+    filling: FillProgress
     """How far the image is filled."""
     layout: Layout | None = None
     """The image, and the copies that fill it; None if it could not be laid out, as `filling` says."""
@@ -136,7 +136,7 @@ class Replica(Protocol):
     def exactness(self) -> Exactness:
         """How exact it is."""
 
-    def moment(self, op: SaveOperation, plan: SavePlan) -> Moment:
+    def moment(self, op: SaveOperation, plan: SavePlan) -> StateView:
         """The state at the call, as the replica has it.  Blocks; HoldfastError if it has it no more."""
 
 
@@ -146,7 +146,7 @@ class Companion(Protocol):
     def replica(self, op: SaveOperation) -> Replica | None:
         """What to copy from; None for the live tensors.  On the training thread, at the call."""
 
-    def beside(self, op: SaveOperation, draft: Draft) -> Beside | None:
+    def beside(self, op: SaveOperation, draft: Draft) -> CopyTap | None:
         """A reader of whatever else is to be read from the live tensors at the same moment."""
 
 
@@ -181,7 +181,7 @@ class SaveOperation:
         self.companion = companion
         self.save = Save(request.step, self.kind)
         self.window = Window(request.step)
-        self.moment = Moment.of(Live())
+        self.moment = StateView.of(Live())
         self.replica: Replica | None = None
         """What is copied in the place of the live tensors."""
         self.error: BaseException | None = None
@@ -229,7 +229,7 @@ class SaveOperation:
                 # what was set aside for earlier saves must have gone into their images
                 self.saver.settle(None)
                 set_aside(live, self.saver.aside)
-            self.moment = Moment.of(live)
+            self.moment = StateView.of(live)
             if self.companion is not None and not busy and not self.request.is_rehearsal:
                 self.replica = self.companion.replica(self)
         except Exception as error:
@@ -306,7 +306,7 @@ class SaveOperation:
 
     def _draft(self, agreed: AgreedSave) -> Draft:
         """Lay the image out in the memory taken.  A failure is the tier's to tell: others wait for it."""
-        filling = Filling()
+        filling = FillProgress()
         try:
             moment, exactness = self._moment_to_copy(agreed.plan)
             layout = self.saver.planner.lay_out(agreed, moment.live, self.saver.aside)
@@ -316,13 +316,13 @@ class SaveOperation:
             filling.fail(error)
             return Draft(agreed, self.moment, filling)
 
-    def _moment_to_copy(self, plan: SavePlan) -> tuple[Moment, Exactness | None]:
+    def _moment_to_copy(self, plan: SavePlan) -> tuple[StateView, Exactness | None]:
         """The moment as the replica has it, and how exactly; without a replica, that of the call."""
         if self.replica is None:
             return self.moment, None
         return self.replica.moment(self, plan), self.replica.exactness
 
-    def _beside(self, draft: Draft) -> Beside | None:
+    def _beside(self, draft: Draft) -> CopyTap | None:
         """The companion's reader; None if it fails: it is dispensable, and other ranks wait for this."""
         if self.companion is None or self.replica is not None or draft.layout is None:
             return None
@@ -336,14 +336,14 @@ class SaveOperation:
         """Let the tier keep the image, on its own thread, while it is being filled."""
         self.tier.worker.submit(self.guarded, self.tier.keep, self, draft)
 
-    def _copy(self, draft: Draft, beside: Beside | None) -> None:
+    def _copy(self, draft: Draft, beside: CopyTap | None) -> None:
         """Fill the image; a failure is the tier's to tell."""
         if draft.layout is None:
             return
         image, copies = draft.layout
         is_live = self.replica is None
         try:
-            copy_steadily(
+            copy_consistently(
                 Shot(copies, draft.moment, draft.filling, image.table_start, self.step, beside),
                 self.window,
                 room=self.saver.room if is_live else None,

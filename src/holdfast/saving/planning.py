@@ -20,7 +20,7 @@ from holdfast.layout import Mesh, Placement
 from holdfast.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
 from holdfast.state.agreed import Agreement, merge
 from holdfast.state.live import Live
-from holdfast.state.snapshot import Copies, Kept, fingerprint
+from holdfast.state.snapshot import Copies, SetAside, fingerprint
 from holdfast.wire import WireError, decode_msgpack
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Planner:
             self.plan.copies.pop(id(view), None)
 
     @uncollected()
-    def lay_out(self, agreed: AgreedSave, live: Live, aside: Kept) -> Layout:
+    def lay_out(self, agreed: AgreedSave, live: Live, aside: SetAside) -> Layout:
         """The image for this save: the last one, if nothing that it depends on has changed."""
         plan = agreed.plan
         if plan.description != agreed.description:

@@ -15,10 +15,10 @@ from holdfast.saving.handle import Save
 from holdfast.saving.operation import Companion, Draft, Request, SaveOperation, Tier
 from holdfast.saving.planning import Planner
 from holdfast.state.agreed import describe
-from holdfast.state.carrying import Room
+from holdfast.state.carrying import CarryBuffer
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.replicas import Replicas
-from holdfast.state.snapshot import Kept
+from holdfast.state.snapshot import SetAside
 from holdfast.state.window import Gate, resting
 from holdfast.threads import Worker
 
@@ -42,10 +42,10 @@ class Saver:
         self.group = group
         self.deadline_s = deadline_s
         self.replicas = Replicas(replicas)
-        self.room = Room(carry_bytes)
+        self.room = CarryBuffer(carry_bytes)
         """Memory for what is not copied when the window ends."""
         self.planner = Planner(group, mesh, deadline_s)
-        self.aside: Kept = {}
+        self.aside: SetAside = {}
         """Tensors that were set aside at the last call."""
         self._number = 0
         self._gate = Gate()

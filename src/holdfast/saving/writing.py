@@ -13,7 +13,7 @@ from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chu
 from holdfast.events import count
 from holdfast.format.image import Image
 from holdfast.format.manifest import FileEntry
-from holdfast.state.snapshot import Filling, Refilled
+from holdfast.state.snapshot import FillProgress, FillRestarted
 from holdfast.store import Store, Writer
 from holdfast.store.contract import part_bytes
 from holdfast.threads import in_threads
@@ -40,7 +40,7 @@ class ImageToFill:
 
     memory: memoryview
     image: Image
-    filling: Filling
+    filling: FillProgress
     turn: int
     check: Callable[[], None]
 
@@ -64,7 +64,7 @@ def write_image(
     rank: int,
     view: memoryview,
     image: Image,
-    filling: Filling,
+    filling: FillProgress,
     check: Callable[[], None],
 ) -> FileEntry:
     """Digest and write an image while it is being filled, as `path` below a step's folder.
@@ -76,7 +76,7 @@ def write_image(
         blocks = ImageToFill(view, image, filling, filling.turn, check)
         try:
             return write_blocks(store, step, path, rank, image, blocks)
-        except Refilled:
+        except FillRestarted:
             pass
 
 

@@ -16,7 +16,7 @@ import torch
 from holdfast.events import emit
 
 
-class Room:
+class CarryBuffer:
     """Memory of `size` bytes for what is carried over, on its device."""
 
     def __init__(self, size: int) -> None:
@@ -50,11 +50,11 @@ class Room:
         return found
 
 
-class Carried:
+class CarriedCopies:
     """The sources of a list of copies, each taken in turn by the copier; the rest may be carried over."""
 
     def __init__(
-        self, sources: Sequence[torch.Tensor], room: Room, sound: Callable[[], bool]
+        self, sources: Sequence[torch.Tensor], room: CarryBuffer, sound: Callable[[], bool]
     ) -> None:
         self._sources = list(sources)
         self._room = room

@@ -3,7 +3,7 @@
 A module may say more of itself: it overrides `_save_to_state_dict` or `state_dict`, or it has state-dict
 hooks.  bitsandbytes keeps the scales of quantised weights that way, torch's dynamic quantisation the
 weights themselves.  Only such modules are asked.  Names do not matter, for hooks rename things: what lies
-in the memory of a parameter or buffer is saved already (both in `state.asking`).
+in the memory of a parameter or buffer is saved already (both in `state.own_state_dicts`).
 
 Of the rest there are two kinds.  *Live* tensors are attributes of the module: two calls give the same
 memory.  They are saved and restored in place, as buffers are.  *Made* values (a packed weight that is
@@ -34,9 +34,16 @@ import torch
 from torch import nn
 
 from holdfast.errors import HoldfastError, UsageError, warn_user
-from holdfast.state.asking import SavedTensors, asked, asks_whole, entries_of, is_same, memory_of
 from holdfast.state.ignoring import Ignored
 from holdfast.state.live import Live, encode, unwrap
+from holdfast.state.own_state_dicts import (
+    SavedTensors,
+    asked,
+    asks_whole,
+    entries_of,
+    is_same,
+    memory_of,
+)
 from holdfast.state.wrappers import Names, parts
 
 OWN = "_own_extra_state"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from holdfast.arguments import text_of, unfit
 from holdfast.errors import UsageError
-from holdfast.near import near
+from holdfast.suggest import did_you_mean
 
 T = TypeVar("T")
 
@@ -83,5 +83,6 @@ class Ignored:
         raise UsageError(
             f"ignore({where}, {pattern!r}) matches nothing that would not be saved anyway; there is "
             + (few or "nothing of that kind"),
-            hint=near(pattern, known) or "take the pattern away, or write the name as it is there",
+            hint=did_you_mean(pattern, known)
+            or "take the pattern away, or write the name as it is there",
         )

@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from holdfast.errors import HoldfastError, StateMismatch, warn_user
-from holdfast.state.asking import SavedTensors, asks_whole, entries_of, is_same
 from holdfast.state.customised import Own, form, named_entries
 from holdfast.state.deriving import load_alone
+from holdfast.state.own_state_dicts import SavedTensors, asks_whole, entries_of, is_same
 from holdfast.state.quantised import has_quant_states, put_quant_states
 from holdfast.state.wrappers import Names
 

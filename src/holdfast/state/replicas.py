@@ -33,7 +33,7 @@ from holdfast.group import Group
 from holdfast.layout import Placement
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live, LiveTensor
-from holdfast.state.snapshot import Kept
+from holdfast.state.snapshot import SetAside
 from holdfast.wire import WireError, decode_msgpack, rank_errors
 
 Class = tuple[int, int, bool]
@@ -81,7 +81,7 @@ class Replicas:
         self,
         name: str,
         live: Live | None,
-        kept: Kept,
+        kept: SetAside,
         placement: Placement,
         group: Group,
         limit_s: float,
@@ -133,7 +133,7 @@ class Replicas:
 
 def _digests(
     wanted: Mapping[str, LiveTensor],
-    kept: Kept,
+    kept: SetAside,
     placement: Placement,
     rank: int,
     *,

@@ -6,7 +6,7 @@ on in the background until step t + 1's optimizer step begins (`window`).  What 
 version counters: then the copy is taken again, whole, while the training thread is at rest; of several
 ranks, some may have been done before the edit, so there the save fails aloud instead.
 
-The writer follows the copier through the image (`Filling`), so that storage is busy from the start.
+The writer follows the copier through the image (`FillProgress`), so that storage is busy from the start.
 
 The image's memory and the list of copies are made once and used again while shapes and addresses stay.
 """
@@ -30,7 +30,7 @@ from holdfast.format.image import Image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box
 from holdfast.state.arrays import array_of
-from holdfast.state.carrying import Carried, Room
+from holdfast.state.carrying import CarriedCopies, CarryBuffer
 from holdfast.state.live import Live
 from holdfast.state.window import Window
 from holdfast.state.writes import address_and_strides
@@ -119,22 +119,22 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
-class Beside(Protocol):
+class CopyTap(Protocol):
     """A reader of the same tensors at the same moment, for somebody else."""
 
     @property
     def sources(self) -> list[torch.Tensor]:
         """The tensors that it reads, in the order in which it does."""
 
-    def run(self, carried: Carried | None, first: int, ready: torch.Event | None) -> None:
+    def run(self, carried: CarriedCopies | None, first: int, ready: torch.Event | None) -> None:
         """Read them, not before `ready`; `carried` has them from number `first` on."""
 
 
-class Refilled(Exception):
+class FillRestarted(Exception):
     """The image is being filled again; what was read of it is stale."""
 
 
-class Filling:
+class FillProgress:
     """Tells how far an image is filled: the copier advances, the writer waits.  Thread-safe.
 
     The waits need no deadline of their own: a copier completes or fails, whatever becomes of it.
@@ -190,15 +190,15 @@ class Filling:
             if self._error is not None:
                 raise self._error
             if self.turn != turn:
-                raise Refilled
+                raise FillRestarted
 
 
-Kept = dict[tuple[str, int], torch.Tensor]
+SetAside = dict[tuple[str, int], torch.Tensor]
 """Tensors that were copied at the call, by name and number of the part."""
 
 
 @torch.inference_mode(False)  # type: ignore[untyped-decorator]  # torch refuses such copies outside
-def set_aside(live: Live, kept: Kept) -> None:
+def set_aside(live: Live, kept: SetAside) -> None:
     """Copy what may change before the next optimizer step into `kept`, which is reused."""
     for name, t in live.tensors.items():
         if t.steady:
@@ -240,7 +240,7 @@ class Copies:
         image: Image,
         entries: tuple[TensorEntry, ...],
         live: Live,
-        kept: Kept,
+        kept: SetAside,
         memory: memoryview,
     ) -> Copies:
         """One copy per piece; the header is written now."""
@@ -279,7 +279,7 @@ class Copies:
         ]
 
     def run(
-        self, filling: Filling, ready: torch.Event | None, carried: Carried | None = None
+        self, filling: FillProgress, ready: torch.Event | None, carried: CarriedCopies | None = None
     ) -> None:
         """Do them all, in the image's order; those that were `carried` over from where they are now.
 
@@ -299,7 +299,7 @@ class Copies:
                 filling.advance(stop)
                 marked = stop
 
-    def _run_device(self, ready: torch.Event | None, carried: Carried | None) -> None:
+    def _run_device(self, ready: torch.Event | None, carried: CarriedCopies | None) -> None:
         """Copy in batches if the rest may have to be carried over: what a stream was given cannot be."""
         streams = {}
         for device in dict.fromkeys(source.device for _, source in self.device):
@@ -353,7 +353,7 @@ PORTABLE = 1
 
 
 @dataclass(frozen=True)
-class Moment:
+class StateView:
     """The training thread's side of a snapshot: what the state was when it was asked for."""
 
     live: Live
@@ -361,8 +361,8 @@ class Moment:
     ready: torch.Event | None
 
     @staticmethod
-    def of(live: Live) -> Moment:
-        return Moment(live, versions(live), device_event(live))
+    def of(live: Live) -> StateView:
+        return StateView(live, versions(live), device_event(live))
 
 
 @dataclass(frozen=True)
@@ -370,21 +370,21 @@ class Shot:
     """The copies of one snapshot into its image, and what else is read of the same moment."""
 
     copies: Copies
-    moment: Moment
-    filling: Filling
+    moment: StateView
+    filling: FillProgress
     stop: int
     """End of the part of the image that the copies fill, in bytes."""
     step: int
-    beside: Beside | None
+    beside: CopyTap | None
 
-    def carried(self, room: Room) -> Carried:
+    def carried(self, room: CarryBuffer) -> CarriedCopies:
         """All that is read; with `room`, what is left when the window ends is carried over."""
         beside = self.beside.sources if self.beside is not None else []
-        return Carried(
+        return CarriedCopies(
             self.copies.sources + beside, room, partial(self.unchanged, self.moment.versions)
         )
 
-    def take(self, ready: torch.Event | None, carried: Carried | None = None) -> float:
+    def take(self, ready: torch.Event | None, carried: CarriedCopies | None = None) -> float:
         """Read it once.  Returns the seconds that it took."""
         began = time.perf_counter()
         with span("snapshot.copy", step=self.step):
@@ -406,8 +406,8 @@ class Shot:
         return max(PAUSE_S, PAUSE_COPIES * took_s * max(sizes, default=0) / copied)
 
 
-def copy_steadily(
-    shot: Shot, window: Window, *, room: Room | None, retakes: int, rest_s: float
+def copy_consistently(
+    shot: Shot, window: Window, *, room: CarryBuffer | None, retakes: int, rest_s: float
 ) -> None:
     """Copy until nothing changed meanwhile, at most `retakes` times more.
 

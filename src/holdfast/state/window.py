@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 
 from holdfast.events import span
-from holdfast.state.carrying import Carried
+from holdfast.state.carrying import CarriedCopies
 from holdfast.state.observer import before_every_step
 from holdfast.threads import before_exit
 
@@ -70,7 +70,7 @@ class Window:
         self.step = step
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._phase = Phase.WAITING
-        self._carried: Carried | None = None
+        self._carried: CarriedCopies | None = None
         self._unchanged: Callable[[], bool] = _nothing_is_copied
         """Reads the counters: True if nothing was written while it was copied."""
         with _moves:
@@ -115,7 +115,7 @@ class Window:
 
     # -- saving thread ----------------------------------------------------------------------------
 
-    def begin(self, carried: Carried | None) -> None:
+    def begin(self, carried: CarriedCopies | None) -> None:
         """Say that the copy begins; `carried` is what can be carried over of it."""
         self._carried = carried
         self._go(Phase.COPYING)

@@ -22,10 +22,10 @@ from urllib.parse import unquote_to_bytes
 
 from holdfast.arguments import function_of, path_of, unfit
 from holdfast.errors import UsageError
-from holdfast.near import near
 from holdfast.patience import Patience
 from holdfast.store.contract import Bulk, Entry, Reader, Store, Writer
 from holdfast.store.local import LocalStore
+from holdfast.suggest import did_you_mean
 from holdfast.threads import in_threads
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _factory(url: str, scheme: str) -> Callable[[str], Store]:
             raise UsageError(
                 f"cannot open '{url}': unknown scheme '{scheme}'; there are a path, "
                 f"{', '.join(f'{one}://' for one in known)}",
-                hint=near(scheme, known),
+                hint=did_you_mean(scheme, known),
             )
         found = _registered[scheme] = brought[scheme].load()
     return found

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode
 
 from holdfast.errors import UsageError
-from holdfast.near import near
+from holdfast.suggest import did_you_mean
 
 _COMMON = {"endpoint", "anonymous", "unsafe"}
 _OPTIONS = {
@@ -96,7 +96,7 @@ def _check_option(scheme: str, name: str, value: str, url: str) -> None:
         raise UsageError(
             f"cannot open '{url}?{name}={value}': unknown option {name!r}; {scheme}:// has "
             f"{', '.join(sorted(known))}",
-            hint=near(name, known),
+            hint=did_you_mean(name, known),
         )
     if name in _FLAGS and value.lower() not in _YES | _NO:
         raise UsageError(f"cannot open '{url}?{name}={value}': {name} is neither yes nor no")

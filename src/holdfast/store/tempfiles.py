@@ -31,7 +31,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from holdfast.here import place
+from holdfast.host import host_id
 from holdfast.store.contract import BLOCK_BYTES
 from holdfast.store.directories import (
     fsync_directories,
@@ -49,7 +49,7 @@ _TEMP_NAME = re.compile(r"\.tmp-(?P<place>.+)-(?P<pid>\d{1,9})-[0-9a-f]{16}")
 
 def owner() -> str:
     """Name of where this process runs, for file names; `unknown` if that cannot be told apart."""
-    where = place()
+    where = host_id()
     return "unknown" if where is None else hashlib.sha256(where.encode()).hexdigest()[:16]
 
 
@@ -83,7 +83,7 @@ def sweep(
 
 
 def _is_stale(match: re.Match[str]) -> bool:
-    if place() is None or match["place"] != owner():
+    if host_id() is None or match["place"] != owner():
         return False
     try:
         os.kill(int(match["pid"]), 0)

@@ -18,7 +18,7 @@ from holdfast.wire import decode_json
 
 
 def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
-    """Claim two homes, as `roots.claim_together` one.  Collective.
+    """Claim two homes, as `roots.claim_root` one.  Collective.
 
     UsageError if either is in use: two runs must not upload to one place, whatever their roots.  What a
     dead run has begun to upload stays until this run has uploaded a step: it may be completed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.checkpoint.tidying import Keep
 from holdfast.errors import UsageError
-from holdfast.roots import check_own
+from holdfast.roots import require_native_root
 from holdfast.store import open_store
 
 
@@ -16,7 +16,7 @@ def check_homes(root: str, upload: str | None, upload_keep: Keep | None) -> None
                 "upload_keep= says which steps stay behind the root: give upload=, too"
             )
         return
-    check_own(upload)
+    require_native_root(upload)
     (one, _, at), (other, _, other_at) = (open_store(p).url.partition("?") for p in (root, upload))
     one, other = (f"{url.rstrip('/')}/" for url in (one, other))
     if at == other_at and (one.startswith(other) or other.startswith(one)):

@@ -51,19 +51,12 @@ class RecordUpload:
         flush: Callable[[float], None],
         news: list[str],
     ) -> None:
-        """`flush`: waits, so many seconds at most, until all records that were made are in the root.
-        `news`: takes the messages that the user is to be told."""
-        self.root = root
-        self.store = store
+        """`flush`: waits, so many seconds at most, until all records that were made are in the
+        root.  `news`: takes the messages that the user is to be told."""
+        self._files = RecordFiles(root, store, group, news)
         self._news = news
         self._group = group
-        self._rank, self._size = group.rank, group.size
-        self._every_s = every_s
         self._flush = flush
-        self._there: set[str] | None = None
-        """Keys that need not be copied any more; None until it has been looked what there is."""
-        self._chunk_bytes: dict[str, int] = {}
-        """Bytes of a chunk of the records of a plan, by the plan's key."""
         self._outage = Outage(group)
         self._end = threading.Event()
         self._must_flush = False
@@ -71,7 +64,7 @@ class RecordUpload:
         """True when the last pass has copied all."""
         self._cancel = before_exit(self._at_exit)
         self._worker = Worker("holdfast-upload-log")
-        self._last = self._worker.submit(self._run)
+        self._worker.submit(self._run, every_s)
 
     def close(self, limit_s: float) -> None:
         """Copy what is left, at most so long.  What is not copied then is told, by one rank."""
@@ -88,8 +81,8 @@ class RecordUpload:
         if self._is_complete:
             return []
         return [
-            f"not all records are uploaded to {self.store.url}; they lie in {self.root.url}, and the "
-            "next run with this upload= begins with them"
+            f"not all records are uploaded to {self._files.store.url}; they lie in "
+            f"{self._files.root.url}, and the next run with this upload= begins with them"
         ]
 
     def _at_exit(self) -> None:
@@ -98,8 +91,8 @@ class RecordUpload:
 
     # -- upload thread ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._end.wait(self._every_s):
+    def _run(self, every_s: float) -> None:
+        while not self._end.wait(every_s):
             self._pass()
         is_flushed = self._flushed() if self._must_flush else True
         self._is_complete = self._pass() and is_flushed
@@ -117,20 +110,51 @@ class RecordUpload:
         """Copy what has come since the last pass, older steps first; True if all was copied."""
         self._outage.look()
         try:
-            if self._there is None:
-                self._there = set(self.store.list("log/"))
-            if new := self._new(self._there):
+            if new := self._files.new():
                 with span("upload.records", files=len(new)) as fields:
-                    fields["bytes"] = sum(self._copy(key) for key in new)
+                    fields["bytes"] = sum(self._files.copy(key) for key in new)
         except Exception as error:
             self._failed(error)
             return False
         self._recovered()
         return True
 
-    def _new(self, there: set[str]) -> list[str]:
-        """The files to copy, in the order of their steps, without a gap: one that came during a listing may
-        be in it without the one before, but not in the next listing."""
+    def _failed(self, error: Exception) -> None:
+        emit("upload.failed", error=_text(error))
+        if self._outage.begins() and not self._end.is_set():
+            self._news.append(
+                f"records were not uploaded to {self._files.store.url}; they go on being made, and "
+                f"their upload is tried again: {_text(error)}"
+            )
+
+    def _recovered(self) -> None:
+        away_s = self._outage.ends()
+        if away_s is not None:
+            self._news.append(
+                f"records are uploaded to {self._files.store.url} again, after {away_s:.0f} s"
+            )
+
+
+class RecordFiles:
+    """The files of records, and the plans, that one rank copies.  For one thread."""
+
+    def __init__(self, root: Store, store: Store, group: Group, news: list[str]) -> None:
+        """`news`: as of `RecordUpload`."""
+        self.root = root
+        self.store = store
+        self._rank, self._size = group.rank, group.size
+        self._news = news
+        self._there: set[str] | None = None
+        """Keys that need not be copied any more; None until it has been looked what there is."""
+        self._chunk_bytes: dict[str, int] = {}
+        """Bytes of a chunk of the records of a plan, by the plan's key."""
+
+    def new(self) -> list[str]:
+        """Return the keys to copy, in the order of their steps, without a gap: one that came during
+        a listing may be in it without the one before, but not in the next listing."""
+        if self._there is None:
+            self._there = set(self.store.list("log/"))
+        there = self._there
 
         def look() -> list[str]:
             listed = self.root.list("log/")
@@ -141,15 +165,16 @@ class RecordUpload:
         return [key for key in look() if _order(key) <= _order(seen[-1])] if seen else []
 
     def _is_mine(self, key: str) -> bool:
-        """True if this rank copies it: its own files and, of a run on more ranks, its share; rank 0 all
-        plans."""
+        """True if this rank copies it: its own files and, of a run on more ranks, its share; rank 0
+        all plans."""
         parsed = parse_segment(key)
         if parsed is None:
             return self._rank == 0 and "/plan-" in key and run_of_log(key) is not None
         return parsed[3] % self._size == self._rank
 
-    def _copy(self, key: str) -> int:
-        """Copy a file of records, or a plan; return its bytes."""
+    def copy(self, key: str) -> int:
+        """Copy a file of records, or a plan; return its bytes.  One that is gone from the root is
+        left out, and so is a damaged one, of which the user is told."""
         assert self._there is not None
         num_bytes = 0
         try:
@@ -187,8 +212,6 @@ class RecordUpload:
             self._chunk_bytes[key] = read_plan(self.root, run, plan).chunk_bytes
         return self._chunk_bytes[key]
 
-    # -- what is told -----------------------------------------------------------------------------
-
     def _damaged(self, key: str, error: FormatError) -> None:
         """Tell of a file that is not copied, because it is not what was written."""
         emit("log.damaged", key=key, error=error.message)
@@ -198,24 +221,9 @@ class RecordUpload:
             _, first, last, rank = parsed
             what = f"rank {rank}'s records of steps {first} to {last} are"
         self._news.append(
-            f"{what} damaged in {self.root.url} and not uploaded to {self.store.url}: if the root is lost, "
-            f"no record after this one counts until the next full save ({error.message})"
+            f"{what} damaged in {self.root.url} and not uploaded to {self.store.url}: if the root is "
+            f"lost, no record after this one counts until the next full save ({error.message})"
         )
-
-    def _failed(self, error: Exception) -> None:
-        emit("upload.failed", error=_text(error))
-        if self._outage.begins() and not self._end.is_set():
-            self._news.append(
-                f"records were not uploaded to {self.store.url}; they go on being made, and their "
-                f"upload is tried again: {_text(error)}"
-            )
-
-    def _recovered(self) -> None:
-        away_s = self._outage.ends()
-        if away_s is not None:
-            self._news.append(
-                f"records are uploaded to {self.store.url} again, after {away_s:.0f} s"
-            )
 
 
 class Outage:

@@ -17,7 +17,7 @@ from holdfast.checkpoint.outfiles import Outfile
 from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.manifest import TensorEntry
-from holdfast.near import near
+from holdfast.suggest import did_you_mean
 
 Rename = Callable[[str], str]
 
@@ -107,7 +107,7 @@ def _of_key(source: Checkpoint, key: str) -> list[tuple[str, int, TensorEntry]]:
     if not prefix and keys:
         raise UsageError(
             f"no weights under {key!r}; there are some under {', '.join(keys)}",
-            hint=near(key, keys) or "say which with --key",
+            hint=did_you_mean(key, keys) or "say which with --key",
         )
     chosen = [(i, t) for i, t in tensors if t.name.startswith(prefix)]
     typed = [(i, t) for i, t in chosen if t.state in WEIGHTS]

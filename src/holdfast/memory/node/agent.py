@@ -1,7 +1,7 @@
 """The agent process: one per node and user, in a session of its own.
 
 It listens on a Unix socket for the processes of this node and on TCP for other nodes'; who is let in says
-`doors`.  What it decides is in `machine`; here are only the effects.
+`servers`.  What it decides is in `machine`; here are only the effects.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from holdfast.background import weigh_session
 from holdfast.errors import HoldfastError, OutOfSpace
 from holdfast.events import counters
 from holdfast.format.manifest import decode
-from holdfast.here import fate, memory_bytes, own_address, started
+from holdfast.host import memory_bytes, own_address, process_state, start_time
 from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
-from holdfast.memory.node import words as w
-from holdfast.memory.node.doors import inside, outside
+from holdfast.memory.node import messages as w
+from holdfast.memory.node.job_notes import JobNotes
 from holdfast.memory.node.jobs import Job, Slot
-from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import Encoding, protect
-from holdfast.memory.node.segment import SOCKET, JobNote, Segments, check_home, home, job_note
+from holdfast.memory.node.requests import Requests
+from holdfast.memory.node.segment import SOCKET, Segments, check_home, home
+from holdfast.memory.node.servers import local_app, peer_app
+from holdfast.memory.node.throttle import Throttle
 from holdfast.memory.node.tls import serving
 from holdfast.wire import WireError
 
@@ -64,8 +66,8 @@ class Agent:
         self._secret = secrets.token_bytes(32)
         self.state = machine.adopted(budget, segments.find(), time.monotonic(), stay=stay)
         self.stopped = asyncio.Event()
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self._number = 0
+        self._requests = Requests()
+        self._notes = JobNotes(segments)
         self._pools = {
             name: ThreadPoolExecutor(number, f"holdfast-{name}", partial(os.nice, 19))
             for name, number in THREADS.items()
@@ -74,10 +76,8 @@ class Agent:
         """The training goes on, and this process gives way to it; not at a restart, which waits for it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._encodings: list[Encoding] = []
-        self._paces: dict[tuple[str, int, int], Pace] = {}
+        self._throttles: dict[tuple[str, int, int], Throttle] = {}
         """Paces by job, rank and cap: one for all that is done for a rank."""
-        self._noted: dict[str, JobNote] = {}
-        self._peers: dict[str, tuple[w.Card, ...]] = {}
         self._freed: Counter[str] = Counter()
         """Number of times that each job was freed."""
 
@@ -85,15 +85,7 @@ class Agent:
 
     async def ask(self, message: w.Message) -> bytes:
         """The answer to a message, encoded."""
-        self._number += 1
-        number = self._number
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
-        try:
-            self.tell(message, number)
-            return await answer
-        finally:
-            self._waiting.pop(number, None)
+        return await self._requests.answered(partial(self.tell, message))
 
     def _give_way(self, message: w.Message) -> None:
         """Yield to the training from its first snapshot on, until ranks leave, or ask what there is."""
@@ -125,32 +117,33 @@ class Agent:
     def _do(self, effect: e.Effect) -> None:
         match effect:
             case e.Reply(ask, value):
-                self._reply(ask, {"ok": value})
+                self._requests.reply(ask, {"ok": value})
             case e.Refuse(ask, error):
                 log.warning("refused: %s: %s", error.kind, error.message)
-                self._reply(ask, error)
+                self._requests.reply(ask, error)
             case e.Answer(ask, job):
-                self._reply(ask, {"ok": self.held(job) if job else self.report()})
+                self._requests.reply(ask, {"ok": self.held(job) if job else self.report()})
             case e.Greet(ask, job):
-                self._note_job(self.state.jobs[job])
-                self._reply(ask, {"ok": self.card_of(job)})
+                self._notes.note(self.state.jobs[job])
+                self._requests.reply(ask, {"ok": self.card_of(job)})
             case e.Note(job, slot):
                 self.segments.note(job, slot)
             case e.KeepManifest(job, attempt, step, manifest, cards):
                 if cards:
-                    self._keep_peers(job, cards)
+                    self._notes.keep_peers(job, cards)
                 self.segments.keep_manifest(job, attempt, step, manifest)
             case e.KeepPeers(job, cards):
-                self._keep_peers(job, cards)
+                self._notes.keep_peers(job, cards)
             case e.Remove(job, names, attempts):
                 self.segments.remove(job, names, attempts)
                 self._later(self._bury())
             case e.RemoveJob(job):
                 self.segments.remove_job(job)
                 self._freed[job] += 1
-                self._paces = {key: pace for key, pace in self._paces.items() if key[0] != job}
-                self._noted.pop(job, None)
-                self._peers.pop(job, None)
+                self._throttles = {
+                    key: throttle for key, throttle in self._throttles.items() if key[0] != job
+                }
+                self._notes.forget(job)
                 self._later(self._bury())
             case e.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
@@ -164,9 +157,9 @@ class Agent:
                 needed = partial(self._is_needed, job, slot)
                 work = Encoding(needed)
                 self._encodings.append(work)
-                pace = self._pace(job, slot.rank)
+                throttle = self._throttle(job, slot.rank)
                 fill = partial(
-                    protect, self.segments, self.card.agent, files, slot, order, pace, work
+                    protect, self.segments, self.card.agent, files, slot, order, throttle, work
                 )
                 self._later(self._digest(job, slot, "peers", fill))
             case e.Write(slot, order):
@@ -176,38 +169,15 @@ class Agent:
             case e.Exit():
                 self.stopped.set()
 
-    def _note_job(self, job: Job) -> None:
-        """Write `job.json` for the next agent, if it is news; where there is no room, at the next
-        occasion."""
-        note = job_note(job)
-        if self._noted.get(job.name) == note and self.segments.path(job.name, "job.json").exists():
-            return
-        try:
-            self.segments.note_job(job.name, note)
-            self._noted[job.name] = note
-        except OSError as error:
-            log.error("%s: %s", self.segments.path(job.name, "job.json"), error.strerror or error)
-
-    def _keep_peers(self, job: str, cards: tuple[w.Card, ...]) -> None:
-        """Write the peers' cards, if they are news: each rank of this node tells them."""
-        if self._peers.get(job) != cards:
-            self.segments.keep_peers(job, cards)
-            self._peers[job] = cards
-
     def _is_needed(self, job: str, slot: Slot) -> bool:
         """True if somebody still waits for what a slot is being filled with.  From any thread."""
         known = self.state.jobs.get(job, Job(job)).slots.get(slot.name)
         return known is not None and known.owner != 0
 
-    def _pace(self, job: str, rank: int) -> Pace:
-        """The one pace of all that protects and stores a rank's images."""
+    def _throttle(self, job: str, rank: int) -> Throttle:
+        """The one throttle of all that protects and stores a rank's images."""
         cap = self.state.jobs.get(job, Job(job)).bytes_per_s
-        return self._paces.setdefault((job, rank, cap), Pace(cap))
-
-    def _reply(self, ask: int, value: Any) -> None:
-        waiting = self._waiting.get(ask)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(w.encode(value))
+        return self._throttles.setdefault((job, rank, cap), Throttle(cap))
 
     def _later(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -253,8 +223,8 @@ class Agent:
     async def _write(self, slot: Slot, order: w.Persist) -> None:
         error = None
         try:
-            pace = self._pace(order.job, order.rank)
-            await self._in_thread("storage", persist, self.segments, slot, order, pace)
+            throttle = self._throttle(order.job, order.rank)
+            await self._in_thread("storage", persist, self.segments, slot, order, throttle)
         except Exception as failed:
             log.warning("%s to storage: %s", order.key, failed)
             error = WireError.of(failed)
@@ -279,7 +249,9 @@ class Agent:
         while not self.stopped.is_set():
             for job in list(self.state.jobs.values()):
                 trainers = job.trainers.items()
-                gone = tuple(pid for pid, (_, since) in trainers if fate(pid, since) == "gone")
+                gone = tuple(
+                    pid for pid, (_, since) in trainers if process_state(pid, since) == "gone"
+                )
                 if gone:
                     log.info("gone: %s", gone)
                     self.tell(w.Gone(job.name, gone))
@@ -352,7 +324,9 @@ class Agent:
 
     def _moved(self, name: str) -> dict[str, int]:
         """Bytes that were moved so far for a job's ranks, by kind of work."""
-        return dict(sum((p.let for (job, *_), p in self._paces.items() if job == name), Counter()))
+        return dict(
+            sum((p.let for (job, *_), p in self._throttles.items() if job == name), Counter())
+        )
 
     async def is_sound(self, job: str, name: str) -> bool:
         """True if an image is what was written."""
@@ -365,7 +339,7 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) ->
     agent = Agent(Segments(root), host, budget, stay=stay)
     runners = [
         web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=idle_s)
-        for app, idle_s in ((inside(agent), 3600.0), (outside(agent), IDLE_S))
+        for app, idle_s in ((local_app(agent), 3600.0), (peer_app(agent), IDLE_S))
     ]
     for runner in runners:
         await runner.setup()
@@ -380,7 +354,7 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) ->
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.stopped.set)
-    card = {"pid": os.getpid(), "started": started(os.getpid()), "address": agent.card.address}
+    card = {"pid": os.getpid(), "started": start_time(os.getpid()), "address": agent.card.address}
     _write(root / "agent.json", msgspec.json.encode(card))
     log.info("agent %s at %s, budget %d bytes", agent.card.agent, agent.card.address, budget)
     await agent.watch()

@@ -19,9 +19,10 @@ import msgspec
 from holdfast.background import ending, spawn
 from holdfast.errors import AgentUnreachable, UsageError
 from holdfast.events import emit
-from holdfast.here import fate
-from holdfast.memory.node import words as w
+from holdfast.host import process_state
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.segment import SOCKET, check_home, home
+from holdfast.store.oserrors import translated
 from holdfast.wire import decode_error, decode_msgpack
 
 START_S = (
@@ -78,7 +79,7 @@ class Client:
         """Seconds for which an agent that was silent is left alone; 0: it was not silent."""
         self._again_at = 0.0
 
-    def hurry(self) -> None:
+    def abort_waits(self) -> None:
         """End every call under way with AgentUnreachable, and later ones after a second."""
         with self._lock:
             self.leaving = True
@@ -198,7 +199,7 @@ class Client:
 
     def is_running(self) -> bool:
         """True if the agent's process runs, though it may answer no more."""
-        return fate(*self.agent()) == "runs"
+        return process_state(*self.agent()) == "runs"
 
     def agent(self) -> tuple[int, str]:
         """Process and start time of the last agent that was here; 0 if none was."""
@@ -212,7 +213,7 @@ class Client:
         """True if an agent that was silent is not to be asked yet."""
         if time.monotonic() >= self._again_at:
             return False
-        if fate(*self.agent()) == "gone":
+        if process_state(*self.agent()) == "gone":
             self.ask_again()
         return self._again_at > 0.0
 
@@ -245,7 +246,8 @@ class Client:
         if found == "silent" and self._silent_s:
             raise self._was_silent()
         check_can_serve()
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with translated("make", "", str(self.root)):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_home(self.root)
         options = [f"--host={host}"] + [f"--budget={budget}"] * bool(budget)
         options += ["--stay"] * stay + ["--tls"] * tls
@@ -267,11 +269,11 @@ class Client:
             time.sleep(0.02)
 
     def _spawn(self, options: list[str]) -> subprocess.Popen[bytes]:
-        with open(
-            os.open(self.root / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
-        ) as log:
-            variables = {"HOLDFAST_MEMORY_DIR": str(self.root)}
-            return spawn("holdfast.memory.node.agent", options, variables=variables, log=log)
+        path, variables = self.root / "agent.log", {"HOLDFAST_MEMORY_DIR": str(self.root)}
+        with translated("begin an agent that logs to", "", str(path)):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with open(fd, "ab") as log:
+                return spawn("holdfast.memory.node.agent", options, variables=variables, log=log)
 
     def _last_words(self) -> str:
         """The last line of the agent's log; empty if there is none."""

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.checkpoint.names import step_prefix
 from holdfast.errors import SegmentLost, UsageError
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.effects import (
     CommitLate,
     Effect,
@@ -21,7 +21,7 @@ from holdfast.memory.node.effects import (
     Write,
     refuse,
 )
-from holdfast.memory.node.jobs import Job, State, Writing
+from holdfast.memory.node.jobs import Job, PersistTask, State
 
 FLUSH_DEADLINE_S = 600.0
 """Seconds that an agent waits for what the others flush, before it gives up committing."""
@@ -72,7 +72,7 @@ def persist(state: State, job: Job, m: w.Persist, ask: int) -> Result:
     if not found:
         text = f"the image of rank {m.rank} of attempt {m.attempt} is not here"
         return state, [refuse(ask, SegmentLost(text))]
-    writing = {**job.writing, (m.attempt, m.rank): Writing(m, ask)}
+    writing = {**job.writing, (m.attempt, m.rank): PersistTask(m, ask)}
     return state.with_job(job, writing=writing), [Write(found[0], m)]
 
 
@@ -122,6 +122,6 @@ def flush(state: State, job: Job) -> Result:
         order = w.Persist(
             job.name, attempt, slot.rank, 0, job.root, key, FLUSH_DEADLINE_S, job.claim
         )
-        writing[attempt, slot.rank] = Writing(order, 0)
+        writing[attempt, slot.rank] = PersistTask(order, 0)
         effects.append(Write(slot, order))
     return state.with_job(job, writing=writing, flushed=attempt), effects

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import HoldfastError
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.jobs import Slot, State
 from holdfast.wire import WireError
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 from holdfast.errors import AgentUnreachable, Corrupt, HoldfastError, NotFound
 from holdfast.events import count
+from holdfast.memory.node.messages import Card
 from holdfast.memory.node.tls import PinnedConnection
-from holdfast.memory.node.words import Card
 
 PATIENCE_S = 30.0
 """Seconds to wait for each part of an answer: a peer that says nothing for so long counts as

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 
 Phase = Literal["making", "empty", "filling", "ready"]
 
@@ -44,7 +44,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Writing:
+class PersistTask:
     """An image on its way to storage, which must not be given out."""
 
     order: w.Persist
@@ -64,7 +64,7 @@ class Job:
     """(attempt, step), the newest last: those of which an image may still be here."""
     trainers: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Rank and start time of each training process, by pid."""
-    writing: dict[tuple[str, int], Writing] = field(default_factory=dict)
+    writing: dict[tuple[str, int], PersistTask] = field(default_factory=dict)
     """Images on their way to storage, by attempt and rank."""
     crashed: bool = False
     finished: bool = False

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from holdfast.errors import OutOfSpace, SegmentLost, UsageError
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.effects import (
     Digest,
     Effect,

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.errors import SegmentLost, UsageError
 from holdfast.memory.node import commits, leases
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.effects import (
     Answer,
     Effect,

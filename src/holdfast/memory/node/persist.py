@@ -14,10 +14,10 @@ from holdfast.codec.digest import CHUNK_BYTES
 from holdfast.codec.table import DigestTable
 from holdfast.errors import Corrupt, NotFound, StoreError, UsageError
 from holdfast.format.manifest import Manifest
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.jobs import Slot
-from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.segment import Segments, mapped, table_in
+from holdfast.memory.node.throttle import Throttle
 from holdfast.store import Store, be_patient, open_store
 from holdfast.store.contract import part_bytes
 from holdfast.threads import in_threads
@@ -29,7 +29,7 @@ POLL_S = 0.25
 SECOND_LOOK_S = 1.0
 
 
-def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> None:
+def persist(segments: Segments, slot: Slot, order: w.Persist, throttle: Throttle) -> None:
     """Write an image, durable when this returns.  Blocks; StoreError.
 
     UsageError for a flush into a root that is there no more: a file would bring its directory back.
@@ -49,7 +49,7 @@ def persist(segments: Segments, slot: Slot, order: w.Persist, pace: Pace) -> Non
 
         def one(start: int) -> None:
             stop = min(start + part_of_file, slot.bytes)
-            pace.wait(stop - start, w.STORED)
+            throttle.wait(stop - start, w.STORED)
             with view[start:stop] as part:
                 writer.write(start, part)
                 with part[: max(slot.table - start, 0)] as digested:

@@ -9,12 +9,12 @@ import numpy as np
 
 from holdfast.codec.stripes import Contribution, Stripes
 from holdfast.errors import Corrupt, NotFound, SegmentLost, UsageError
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.jobs import Slot
-from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.segment import Segments, mapped, put_table, with_table
 from holdfast.memory.node.sources import LocalImage, RemoteImage, Verified, room
+from holdfast.memory.node.throttle import Throttle
 from holdfast.store import LocalStore, Reader
 
 WINDOW_BYTES = 8 << 20
@@ -56,7 +56,7 @@ def protect(
     names: Mapping[int, str],
     slot: Slot,
     order: w.Protect,
-    pace: Pace,
+    throttle: Throttle,
     encoding: Encoding,
 ) -> str:
     """Fill a guard; the digest of its table.  Blocks; what is read of others is verified.
@@ -87,7 +87,7 @@ def protect(
                 if c.source.member not in opened:
                     member = order.members[c.source.member]
                     opened[c.source.member] = _open(segments, agent, names, order, member, encoding)
-                _add(stripes, view, c, opened[c.source.member][1], memory, begun, pace)
+                _add(stripes, view, c, opened[c.source.member][1], memory, begun, throttle)
             return put_table(view, stripes.kept_bytes)
     finally:
         encoding.over = True
@@ -124,7 +124,7 @@ def _add(
     source: Verified,
     memory: memoryview,
     begun: int | None,
-    pace: Pace,
+    throttle: Throttle,
 ) -> None:
     """One contribution, window by window, or what is missing of one that has `begun`."""
     unit = stripes.code.unit_bytes
@@ -136,7 +136,7 @@ def _add(
         ]
         lead = max(skip - at, 0)
         start = c.source.start + at + lead
-        pace.wait(len(row) - lead, w.PROTECTED)
+        throttle.wait(len(row) - lead, w.PROTECTED)
         data = source.read(start, min(c.source.start + at + len(row), c.source.stop), memory)
         block = np.frombuffer(data, np.uint8)
         if lead:

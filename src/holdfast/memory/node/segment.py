@@ -34,7 +34,7 @@ from holdfast.codec.digest import digest_chunks, hexdigest, num_chunks
 from holdfast.codec.table import DigestTable
 from holdfast.errors import Corrupt, UnsupportedVersion, UsageError
 from holdfast.memory.node.jobs import Job, Slot
-from holdfast.memory.node.words import VERSION, Card
+from holdfast.memory.node.messages import VERSION, Card
 from holdfast.wire import decode_json
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")

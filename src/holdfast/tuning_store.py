@@ -26,7 +26,7 @@ CLOSE_S = 10.0
 """Seconds that the last writing may take."""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class TuningState(msgspec.Struct, frozen=True):
     """The content of `tuning.json`: what is known over all runs of a root."""
 
     trained_s: float = 0.0
@@ -46,7 +46,7 @@ class Kept(msgspec.Struct, frozen=True):
     """Costs in seconds, by their names in `policy.wasted.Costs`."""
 
 
-class Keeper:
+class TuningStore:
     """Reads and writes `tuning.json`."""
 
     def __init__(self, store: Store) -> None:
@@ -61,22 +61,22 @@ class Keeper:
         took = list(self._took_s)  # its thread adds to it
         return median(took) if took else None
 
-    def read(self) -> Kept:
-        """Return what is there; an empty `Kept` if it cannot be read."""
+    def read(self) -> TuningState:
+        """Return what is there; an empty `TuningState` if it cannot be read."""
         with suppress(HoldfastError, msgspec.DecodeError, UnicodeDecodeError):
-            return decode_json(self._store.get(HISTORY_KEY), Kept)
-        return Kept()
+            return decode_json(self._store.get(HISTORY_KEY), TuningState)
+        return TuningState()
 
     @property
     def busy(self) -> bool:
         """True if the last writing is still under way."""
         return self._last is not None and not self._last.done()
 
-    def write(self, kept: Kept) -> None:
+    def write(self, kept: TuningState) -> None:
         """Begin to write it; return at once."""
         self._last = self._pool.submit(self._put, kept)
 
-    def _put(self, kept: Kept) -> None:
+    def _put(self, kept: TuningState) -> None:
         began = time.perf_counter()
         try:
             self._store.put(HISTORY_KEY, msgspec.json.encode(kept))

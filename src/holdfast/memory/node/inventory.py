@@ -1,8 +1,8 @@
 """The images that the agents of all nodes hold of a job, as a store that the ordinary reader reads.
 
-holdings = Holdings(job, [held, ...], here="agent name")
-for manifest in holdings.manifests: ...
-Checkpoint(SnapshotStore(holdings), manifest)
+inventory = Inventory(job, [held, ...], here="agent name")
+for manifest in inventory.manifests: ...
+Checkpoint(SnapshotStore(inventory), manifest)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.codec.stripes import Stripes
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, NotRecoverable
 from holdfast.events import emit
 from holdfast.format.manifest import Manifest, decode
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.node.segment import is_sound, mapped
 from holdfast.memory.node.sources import (
@@ -55,7 +55,7 @@ class Location:
     image: w.HeldImage
 
 
-class Holdings:
+class Inventory:
     """The images and parity blocks that each agent holds.  `here`: name of this node's agent, whose
     files are read directly."""
 
@@ -253,9 +253,9 @@ class SnapshotStore(ViewStore):
 
     shows = "what agents hold"
 
-    def __init__(self, holdings: Holdings, behind: Store | None = None) -> None:
+    def __init__(self, inventory: Inventory, behind: Store | None = None) -> None:
         self.url = "memory of the nodes"
-        self._holdings = holdings
+        self._inventory = inventory
         self._behind = behind
         self.tally = Tally()
 
@@ -266,7 +266,7 @@ class SnapshotStore(ViewStore):
     def _find(self, key: str) -> AnImage:
         attempt, rank = _parse(key)
         try:
-            return self._holdings.reader(attempt, rank, key)
+            return self._inventory.reader(attempt, rank, key)
         except NotFound as error:
             reason = error
         if self._behind is not None:
@@ -280,7 +280,7 @@ class SnapshotStore(ViewStore):
 
     def size(self, key: str) -> int:
         attempt, rank = _parse(key)
-        return self._holdings.find(attempt).file_of[rank].bytes
+        return self._inventory.find(attempt).file_of[rank].bytes
 
 
 def image_of(key: str | None) -> tuple[str, int] | None:

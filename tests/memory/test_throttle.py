@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.codec.stripes import Stripes, copy
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
-from holdfast.memory.node.pace import Pace
 from holdfast.memory.node.persist import WRITE_BYTES
 from holdfast.memory.node.protect import WINDOW_BYTES, guard_bytes
+from holdfast.memory.node.throttle import Throttle
 from holdfast.threads import in_threads
 from memory.agents import JOB, agent, hello, kill, noise, put
 
@@ -32,7 +32,7 @@ GRAIN_S = 0.05
 
 def test_several_threads_share_a_cap() -> None:
     """61 MB at 200 MB/s."""
-    pace, began = Pace(200_000_000), time.monotonic()
+    pace, began = Throttle(200_000_000), time.monotonic()
     in_threads(lambda _: pace.wait(1_000_000), list(range(61)), 4)
     assert 0.28 < time.monotonic() - began < 60
 

@@ -29,7 +29,7 @@ class Hello(Message, frozen=True):
     rank: int
     pid: int
     started: str
-    """Start time from `holdfast.here.started`: tells the process from a later one of its number."""
+    """Start time from `holdfast.host.start_time`: tells the process from a later one of its number."""
     claim: bytes = b""
     flush_s: float = 0.0
     """Seconds after the last process died at which the newest snapshot goes to storage, by this

@@ -9,32 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.here import fate, memory_bytes, place, started
+from holdfast.host import host_id, memory_bytes, process_state, start_time
 
 
 def test_a_process_that_runs() -> None:
-    assert fate(os.getpid(), started(os.getpid()) or "") == "runs"
+    assert process_state(os.getpid(), start_time(os.getpid()) or "") == "runs"
 
 
 def test_a_process_that_is_gone() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
-    since = started(child.pid) or ""
+    since = start_time(child.pid) or ""
     child.wait()
-    assert fate(child.pid, since) == "gone"
+    assert process_state(child.pid, since) == "gone"
 
 
 def test_a_zombie_is_gone() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    since = started(child.pid) or ""
-    assert fate(child.pid, since) == "runs"
+    since = start_time(child.pid) or ""
+    assert process_state(child.pid, since) == "runs"
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert fate(child.pid, since) == "gone"
+    assert process_state(child.pid, since) == "gone"
     child.wait()
 
 
 def test_another_process_of_the_same_number() -> None:
-    assert fate(os.getpid(), "1") == "gone"
+    assert process_state(os.getpid(), "1") == "gone"
 
 
 def test_a_process_that_cannot_be_seen_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,17 +45,17 @@ def test_a_process_that_cannot_be_seen_is_not_gone(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "kill", refuse)
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert fate(os.getpid(), "1") == "unknown"
+    assert process_state(os.getpid(), "1") == "unknown"
 
 
 @pytest.mark.parametrize("pid", [2**40, 2**80])
 def test_impossible_numbers(pid: int) -> None:
-    assert fate(pid, "1") in ("unknown", "gone")
+    assert process_state(pid, "1") in ("unknown", "gone")
 
 
 @pytest.mark.parametrize("since", ["", "0", "?", "closed"])
 def test_a_start_that_is_no_time_proves_nothing(since: str) -> None:
-    assert fate(os.getpid(), since) == "unknown"
+    assert process_state(os.getpid(), since) == "unknown"
 
 
 def test_a_process_with_half_a_letter_in_its_name(tmp_path: Path) -> None:
@@ -64,14 +64,14 @@ def test_a_process_with_half_a_letter_in_its_name(tmp_path: Path) -> None:
     script.write_text(f"#!{sys.executable}\ninput()\n")
     script.chmod(0o755)
     child = subprocess.Popen([script], stdin=subprocess.PIPE)
-    assert fate(child.pid, started(child.pid) or "") == "runs"
+    assert process_state(child.pid, start_time(child.pid) or "") == "runs"
     child.kill()
     child.wait()
 
 
 def test_place() -> None:
-    assert place() == place()
-    assert place()
+    assert host_id() == host_id()
+    assert host_id()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 
-class Pace:
+class Throttle:
     """Lets `bytes_per_s` bytes through, in the long run; 0: as many as come.  Thread-safe."""
 
     def __init__(self, bytes_per_s: int) -> None:

@@ -12,7 +12,7 @@ from holdfast.state.live import Live, State, add_extra_states, encode, is_optimi
 from holdfast.state.optimizers import hyper
 
 
-def collect_rest(
+def collect_step_extras(
     state: State, groups: Mapping[str, Sequence[Sequence[str]]], on_resize: dict[str, str]
 ) -> Live:
     """Extras as `collect` finds them, but with nothing of an optimizer but its hyper-parameters.

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 
-def near(name: str, known: Iterable[str], most: int = 3) -> str | None:
+def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str | None:
     """`did you mean a, b?`, or None.  Bounded work however many names there are."""
     names = list(known)
     tail = name.rsplit(".", 1)[-1]
@@ -23,7 +23,7 @@ def matching_nothing(patterns: Iterable[str], names: Iterable[str]) -> list[str]
     return [p for p in patterns if not any(fnmatchcase(name, p) for name in known)]
 
 
-def near_pattern(pattern: str, names: Iterable[str]) -> str | None:
+def did_you_mean_pattern(pattern: str, names: Iterable[str]) -> str | None:
     """`did you mean 'model.*'?` for a pattern that matches none of the names, or None.
 
     Near are names, and patterns of all that begins as some names do, at the pattern's depth.
@@ -35,4 +35,4 @@ def near_pattern(pattern: str, names: Iterable[str]) -> str | None:
             ".".join(n.split(".")[:depth]) for n in known if n.count(".") >= depth
         )
         known = [f"{begin}.*" for begin in begins] + known
-    return near(pattern, known)
+    return did_you_mean(pattern, known)

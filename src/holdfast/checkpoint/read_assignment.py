@@ -25,7 +25,7 @@ AGAIN = 0.01
 
 
 @dataclass
-class Deal:
+class ReadAssignment:
     """Chunks that one rank reads for others and gets from others, as (file, first, stop, ...)."""
 
     alone: dict[int, list[Interval]] = field(default_factory=dict)
@@ -74,11 +74,11 @@ def _unpack(data: bytes | memoryview, width: int) -> list[tuple[int, ...]]:
     return [tuple(r) for r in np.frombuffer(data, np.int64).reshape(-1, width).tolist()]
 
 
-def deal(peers: Peers, needed: dict[int, list[Interval]]) -> Deal:
+def assign_reads(peers: Peers, needed: dict[int, list[Interval]]) -> ReadAssignment:
     """Agree who reads what.  `needed`: chunks by file number."""
     mine = [(file, a, b) for file, intervals in needed.items() for a, b in intervals]
-    if peers.most(len(mine)) * peers.size <= OPEN_CLAIMS:
-        return _deal_openly(peers, needed, peers.share(_pack(mine)))
+    if peers.all_max(len(mine)) * peers.size <= OPEN_CLAIMS:
+        return _deal_openly(peers, needed, peers.all_gather(_pack(mine)))
     out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
     for claim in mine:
         out[claim[0] % peers.size].append(claim)
@@ -95,14 +95,16 @@ def _claims(packed: Sequence[bytes | memoryview]) -> dict[int, list[tuple[int, i
     return claims
 
 
-def _deal_openly(peers: Peers, needed: dict[int, list[Interval]], packed: list[bytes]) -> Deal:
+def _deal_openly(
+    peers: Peers, needed: dict[int, list[Interval]], packed: list[bytes]
+) -> ReadAssignment:
     """Every rank knows all claims and decides the same."""
     claims, load = _claims(packed), dict[int, int]()
     orders = [(file, *order) for file in sorted(claims) for order in assign(claims[file], load)]
     again = sum((b - a) * (len(needers) - 1) for _, a, b, _, needers in orders)
     if again <= AGAIN * sum(b - a for _, a, b, _, _ in orders):
-        return Deal(alone=needed)
-    result = Deal()
+        return ReadAssignment(alone=needed)
+    result = ReadAssignment()
     positions = [0] * peers.size
     for file, a, b, reader, needers in orders:
         if needers == (reader,):
@@ -131,9 +133,9 @@ def _orders(
     return sorted(r for data in answers for r in _unpack(data, 4))  # type: ignore[misc]
 
 
-def _spread(peers: Peers, orders: list[tuple[int, int, int, int]]) -> Deal:
+def _spread(peers: Peers, orders: list[tuple[int, int, int, int]]) -> ReadAssignment:
     """Number the shared chunks that this rank reads and tell each recipient where its own come."""
-    result = Deal()
+    result = ReadAssignment()
     runs: dict[tuple[int, int, int], list[int]] = {}
     for file, a, b, rank in orders:
         runs.setdefault((file, a, b), []).append(rank)

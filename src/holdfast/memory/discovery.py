@@ -14,9 +14,9 @@ import msgspec
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import HoldfastError
 from holdfast.group import Group
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.memory.node.fetch import Peer
-from holdfast.memory.node.holdings import ELSEWHERE_S, ELSEWHERE_THREADS, elsewhere
+from holdfast.memory.node.inventory import ELSEWHERE_S, ELSEWHERE_THREADS, elsewhere
 from holdfast.threads import in_threads
 from holdfast.wire import decode_msgpack
 
@@ -31,7 +31,7 @@ def tell_all(group: Group, job: str, mine: w.Held | None) -> list[w.Held]:
     `mine`: what this node's agent holds, given on one of its ranks.  Collective.
     """
     own = manifests_of([mine] if mine is not None else [])
-    told = group.share(w.encode(_brief(mine)) if mine is not None else b"")
+    told = group.all_gather(w.encode(_brief(mine)) if mine is not None else b"")
     helds = {r: decode_msgpack(data, w.Held) for r, data in enumerate(told) if data}
     having: dict[bytes, int] = {}
     for rank, held in helds.items():

@@ -1,4 +1,4 @@
-"""The doors of an agent: they let in processes of this node by their user, other nodes by a job's
+"""The servers of an agent: they let in processes of this node by their user, other nodes by a job's
 token.
 
 To all others every question, whatever its path, has the same answer: 401, of which nothing can be learned.
@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web, web_response
 
 from holdfast.errors import UsageError
-from holdfast.memory.node import words as w
+from holdfast.memory.node import messages as w
 from holdfast.wire import decode_msgpack, encode_error
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 setattr(web_response, "SERVER_SOFTWARE", "")  # noqa: B010
 
 
-def inside(agent: Agent) -> web.Application:
+def local_app(agent: Agent) -> web.Application:
     """The server for processes of this node: it takes messages."""
 
     @web.middleware
@@ -54,7 +54,7 @@ def inside(agent: Agent) -> web.Application:
     return app
 
 
-def outside(agent: Agent) -> web.Application:
+def peer_app(agent: Agent) -> web.Application:
     """The server for other nodes: it tells what a job has, gives ranges of images, checks if one is
     sound, and takes rank 0's last word."""
 

@@ -21,7 +21,7 @@ OF_THE_MODEL = ("param", "buffer", "tensor")
 
 
 @dataclass(frozen=True)
-class Ruled:
+class RuledTensor:
     """A tensor, the parameter that it belongs to, and its layout; None if it is kept whole."""
 
     entry: TensorEntry
@@ -49,16 +49,16 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Ruling:
+class RulePlan:
     """The tensors of a step by rules, over a mesh."""
 
     manifest: Manifest
     rules: RuleSet
     mesh: Mesh
-    tensors: tuple[Ruled, ...]
+    tensors: tuple[RuledTensor, ...]
 
     @staticmethod
-    def of(manifest: Manifest, rules: RuleSet, mesh: Mesh) -> Ruling:
+    def of(manifest: Manifest, rules: RuleSet, mesh: Mesh) -> RulePlan:
         """RuleError if names and rules do not fit each other, or ranks would not hold everything once."""
         shapes = {
             parameter_of(t): t.shape for t in manifest.tensors if t.state in OF_THE_MODEL
@@ -71,8 +71,8 @@ class Ruling:
             name = parameter_of(t)
             other = t.state not in OF_THE_MODEL and t.shape != shapes.get(name)
             layout = None if other else rules.layout(name, t.shape, mesh, state=_state(t))
-            found.append(Ruled(t, name, layout))
-        return Ruling(manifest, rules, mesh, tuple(found))
+            found.append(RuledTensor(t, name, layout))
+        return RulePlan(manifest, rules, mesh, tuple(found))
 
     def share(self, rank: int) -> Share:
         """The amount that a rank stores."""
@@ -109,7 +109,7 @@ def _state(t: TensorEntry) -> str:
     return "param" if t.state in OF_THE_MODEL else t.state
 
 
-def _bytes(ruled: Ruled) -> int:
+def _bytes(ruled: RuledTensor) -> int:
     size = ruled.itemsize
     for n in ruled.entry.shape:
         size *= n

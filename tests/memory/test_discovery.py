@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.memory import asking
-from holdfast.memory.node import words as w
+from holdfast.memory import discovery
+from holdfast.memory.node import messages as w
 from holdfast.threads import in_threads
 from memory.agents import noise
 
@@ -34,7 +34,7 @@ class Rank:
         self.ranks = ranks
         self.rank = rank
 
-    def share(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         return self._talk(data, list)
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
@@ -60,12 +60,12 @@ def held(agent: str, *manifests: bytes) -> w.Held:
 def test_each_manifest_goes_to_each_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a node that the job no longer runs on; the third rank speaks for no node."""
     away = held("away", C, D)
-    monkeypatch.setattr(asking, "elsewhere", lambda job, helds: [away])
+    monkeypatch.setattr(discovery, "elsewhere", lambda job, helds: [away])
     ranks, heard = Ranks(4), dict[int, list[w.Held]]()
     mine = [held("one", A, B), held("two", B, C), None, held("three")]
 
     def ask(number: int) -> None:
-        heard[number] = asking.tell_all(ranks.rank(number), "job", mine[number])  # type: ignore[arg-type]
+        heard[number] = discovery.tell_all(ranks.rank(number), "job", mine[number])  # type: ignore[arg-type]
 
     in_threads(ask, [0, 1, 2, 3], 4)
     expected = [one for one in mine if one is not None] + [away]

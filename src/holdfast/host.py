@@ -23,7 +23,7 @@ def boot_id() -> str:
 
 
 @cache
-def place() -> str | None:
+def host_id() -> str | None:
     """Host, boot and pid namespace in one line; None if the system does not say."""
     boot = boot_id()
     try:
@@ -64,7 +64,7 @@ def _status(pid: int) -> tuple[bool, str] | None:
     return (fields[0] not in b"ZX", fields[19].decode()) if len(fields) > 19 else None
 
 
-def started(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """Start time of a process: tells it from a later one of its number.
 
     None if there is no such process, or if it cannot be seen.
@@ -73,7 +73,7 @@ def started(pid: int) -> str | None:
     return seen[1] if seen is not None and seen[0] else None
 
 
-def fate(pid: int, since: str) -> Literal["runs", "gone", "unknown"]:
+def process_state(pid: int, since: str) -> Literal["runs", "gone", "unknown"]:
     """Tell what became of the process that had number `pid` in this place, started at `since`."""
     if pid <= 0 or not since.isdigit() or int(since) == 0:
         return "unknown"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 
-def brief(value: Any, width: int = 60) -> str:
+def format_value(value: Any, width: int = 60) -> str:
     """A value on one short line."""
     if isinstance(value, np.ndarray):
         if value.size == 1:
@@ -19,9 +19,13 @@ def brief(value: Any, width: int = 60) -> str:
     if isinstance(value, io.BytesIO):
         return f"BytesIO of {len(value.getvalue())} bytes, at {value.tell()}"
     if isinstance(value, dict):
-        text = "{" + ", ".join(f"{k}: {brief(v, width)}" for k, v in list(value.items())[:20]) + "}"
+        text = (
+            "{"
+            + ", ".join(f"{k}: {format_value(v, width)}" for k, v in list(value.items())[:20])
+            + "}"
+        )
     elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(brief(v, width) for v in value[:20])
+        text = "[" + ", ".join(format_value(v, width) for v in value[:20])
         text += f", ... {len(value):,} in all]" if len(value) > 20 else "]"
     else:
         text = repr(value)

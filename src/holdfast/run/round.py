@@ -1,0 +1,102 @@
+"""One round of the nodes, and what they say in it, by keys of the round's store.
+
+    holdfast/done/N     the ranks of node N have done what there was to do
+    holdfast/out/N      they have ended, too
+    holdfast/ends       number of nodes that have said that the round is over
+    holdfast/card/N     what failed at node N, put there when its ranks have left
+
+A node says a thing once in a round.  What it has said is kept here, too, and said again over a new
+connection, whose host may know nothing of it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.run.nodes import EndOfRound, Introduction
+from holdfast.wire import decode_json
+
+ENDS = "holdfast/ends"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundView:
+    """The rendezvous as it was when it was looked at last."""
+
+    at_s: float = 0.0
+    waiting: int = 0
+    """Nodes that wait to be taken in."""
+    members: frozenset[Any] = frozenset()
+    ends: bool = False
+    """Some node has said that the round is over."""
+    are_done: bool = False
+    """The ranks of all nodes have done what there was to do."""
+    are_out: bool = False
+    """They have ended, too."""
+    cards: dict[int, EndOfRound] = field(default_factory=dict)
+
+
+@dataclass
+class Round:
+    """The nodes of one round, in the order of their ranks."""
+
+    store: Any
+    me: int
+    members: list[Any]
+    nodes: list[Introduction]
+    said: dict[str, bytes] = field(default_factory=dict)
+    """What this node has said of itself: `done`, `out`, and its card."""
+    last_said_at: float = 0.0
+    """When it said the last of it."""
+
+    def lost(self, view: RoundView) -> list[int]:
+        """Return the nodes that were struck off without a word."""
+        if view.at_s == 0:
+            return []
+        return [
+            n
+            for n, member in enumerate(self.members)
+            if member not in view.members and n not in view.cards
+        ]
+
+    def named(self, numbers: list[int]) -> str:
+        return ", ".join(self.nodes[n].host for n in numbers)
+
+    # -- in the store: each waits for its answer --------------------------------------------------
+
+    def put(self, what: str) -> None:
+        """Put something that this node has said into the store."""
+        self.store.set(f"holdfast/{what}/{self.me}", self.said[what])
+
+    def go_on(self, store: Any) -> None:
+        """Go on in the store of a new connection, and say there what this node has said."""
+        self.store = store
+        for what in self.said:
+            self.put(what)
+
+    def end(self) -> bool:
+        """Say that the round is over; return whether nobody had said so before."""
+        return int(self.store.add(ENDS, 1)) == 1
+
+    def look(self, members: frozenset[Any], waiting: int) -> RoundView:
+        """Return what is known now: `members` and `waiting` by torch, the rest from the store."""
+        return RoundView(
+            at_s=time.monotonic(),
+            waiting=waiting,
+            members=members,
+            are_done=self._have_all_said("done"),
+            are_out=self._have_all_said("out"),
+            ends=bool(self.store.check([ENDS])),
+            cards=self._cards() if "card" in self.said else {},
+        )
+
+    def _have_all_said(self, what: str) -> bool:
+        keys = [f"holdfast/{what}/{n}" for n in range(len(self.members))]
+        return what in self.said and bool(self.store.check(keys))
+
+    def _cards(self) -> dict[int, EndOfRound]:
+        keys = {n: f"holdfast/card/{n}" for n in range(len(self.members))}
+        here = {n: key for n, key in keys.items() if self.store.check([key])}
+        return {n: decode_json(self.store.get(key), EndOfRound) for n, key in here.items()}
