@@ -105,7 +105,7 @@ def convert(
     `deepspeed`: its universal format.  `dcp`: torch.distributed.checkpoint.  `huggingface`, `torch`: the
     weights under `key`, cast to `dtype`, renamed by `rename`; safetensors, or one file of torch.save.
     Any other target must not exist.  Blocks; `memory_bytes` bounds buffers; `verify` reads everything
-    back.  UsageError, FormatError, OutOfSpace, Corrupt: then there is no target.
+    back.  UsageError, FormatError, StoreError, Corrupt: then there is no target.
     """
     call = "convert"
     source = source if isinstance(source, Checkpoint) else path_of(source, call, "source")

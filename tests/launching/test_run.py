@@ -153,11 +153,14 @@ main()
 """Prints which rank it is; rank 2 is killed once, when there is a spare."""
 
 
-def test_a_spare_prints_to_the_log_of_its_rank(tmp_path: Path) -> None:
-    """To the file that torch keeps for the rank, and shows with the rank before each line."""
+@pytest.mark.parametrize("redirected", [(0, 1, 2), (0,)], ids=["all", "rank 0"])
+def test_a_spare_prints_to_the_log_of_its_rank(redirected: tuple[int, ...], tmp_path: Path) -> None:
+    """To the file that torch keeps for the rank, and shows with the rank before each line; that of a rank
+    without such a file to the launcher's output."""
     script = tmp_path / "script.py"
     script.write_text(PRINTING)
-    options = ["--nproc-per-node=3", "--spares=1", "--redirects=3", "--tee=1"]
+    which = ",".join(f"{rank}:3" for rank in redirected)
+    options = ["--nproc-per-node=3", "--spares=1", f"--redirects={which}", "--tee=0:1"]
     command = [sys.executable, "-m", "holdfast", "run", *options, f"--log-dir={tmp_path / 'logs'}"]
     ran = subprocess.run(
         [*command, str(script), str(tmp_path / "spare")],
@@ -165,11 +168,16 @@ def test_a_spare_prints_to_the_log_of_its_rank(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     for rank in range(3):
-        (log,) = tmp_path.glob(f"logs/*/attempt_0/{rank}/stdout.log")
-        assert log.read_text().splitlines() == [f"rank {rank} in 0", f"rank {rank} in 1"]
-        errors = re.findall(r"error of rank (\d in \d)", log.with_name("stderr.log").read_text())
+        printed, told = [f"rank {rank} in 0", f"rank {rank} in 1"], ran.stderr
+        if rank in redirected:
+            (log,) = tmp_path.glob(f"logs/*/attempt_0/{rank}/stdout.log")
+            assert log.read_text().splitlines() == printed
+            told = log.with_name("stderr.log").read_text()
+        else:
+            assert [one for one in ran.stdout.splitlines() if one in printed] == printed
+        errors = re.findall(rf"error of rank ({rank} in \d)", told)
         assert errors == [f"{rank} in 0", f"{rank} in 1"]
-        assert f"[default{rank}]:rank {rank} in 1" in ran.stdout
+    assert "[default0]:rank 0 in 1" in ran.stdout
 
 
 @pytest.mark.parametrize("kind", ["raise", "exit"])

@@ -420,6 +420,10 @@ def refused(root: str) -> None:
         attach(engine, root, client_state={"epoch": 1})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="does not know the gradients"):
         attach(engine, root, delta=holdfast.Delta())
+    engine.random_ltd_enabled = lambda: True
+    with pytest.raises(UsageError, match="uses random-LTD, whose state"):
+        attach(engine, root)
+    del engine.random_ltd_enabled
     with attach(engine, root), pytest.raises(UsageError, match="attached already"):
         attach(engine, root)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,6 +51,41 @@ class Position:
 
     def load_state_dict(self, saved: dict[str, int]) -> None:
         self.done = saved["done"]
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Samples in an order that follows from the number of the epoch."""
+
+    def __init__(self, data: Data) -> None:
+        self.data, self.epoch = data, 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        for number in torch.randperm(len(self.data), generator=generator).tolist():
+            yield self.data[number]
+
+
+class Ordered(torch.utils.data.Sampler[int]):
+    """An order of its own for each epoch."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        yield from torch.randperm(self.size, generator=generator).tolist()
 
 
 def made(options: dict[str, Any]) -> Accelerator:
@@ -106,11 +142,14 @@ def main(options: dict[str, Any]) -> None:
     model = Net(options.get("drop", 0.2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, options.get("period", 5))
+    data: Any = Data(options.get("size", 50), noisy=options.get("noisy", False))
     loader = torch.utils.data.DataLoader(
-        Data(options.get("size", 50), noisy=options.get("noisy", False)),
+        Stream(data) if options.get("streams") else data,
         batch_size=options.get("batch", 4),
-        shuffle=True,
+        shuffle=None if options.get("streams") or options.get("ordered") else True,
+        sampler=Ordered(len(data)) if options.get("ordered") else None,
         num_workers=options.get("workers", 0),
+        generator=torch.Generator().manual_seed(5) if options.get("generator") else None,
     )
     uses = options.get("use", "save_state")
     if uses != "own":
@@ -134,8 +173,11 @@ def main(options: dict[str, Any]) -> None:
     die, moment = options.get("die", 0), 0
     stateful = options.get("loader", {}).get("use_stateful_dataloader", False)
     per_pass = options.get("leave", len(loader))
-    for _ in range(position.done // per_pass, EPOCHS):
-        skipped = 0 if stateful else position.done % per_pass
+    first = position.done // per_pass
+    if options.get("skips_all") and position.done:  # at the end of an epoch, one without a batch
+        first = (position.done - 1) // per_pass
+    for epoch in range(first, EPOCHS):
+        skipped = 0 if stateful else position.done - epoch * per_pass
         batches = skip_first_batches(loader, skipped) if skipped else loader
         others: Any = itertools.repeat({"x": torch.zeros(())})
         if options.get("beside"):

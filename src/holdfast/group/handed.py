@@ -52,7 +52,9 @@ def handed(key: str) -> bytes | None:
     store = _store()
     if store is None:
         return None
-    with _from_torch(f"no rank has handed {key} within {LIMIT_S:g} s"):
+    with _from_torch(
+        f"{key} was not handed by another rank, for which it waits {LIMIT_S:g} s at most,"
+    ):
         store.wait([key], timedelta(seconds=LIMIT_S))
         return bytes(store.get(key))
 

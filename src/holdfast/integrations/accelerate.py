@@ -33,6 +33,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import IterableDataset
 
 from holdfast.arguments import instance_of, step_of
 from holdfast.checkpoint.tidying import Keep
@@ -42,6 +43,9 @@ from holdfast.restore.result import Restored
 from holdfast.state.rng import Rng
 
 __all__ = ["attach"]
+
+MOST_SAMPLERS = 10
+"""Samplers inside of each other that are looked into."""
 
 
 def attach(
@@ -254,6 +258,8 @@ class _Counters:
 
     def __init__(self, accelerator: Any) -> None:
         self._of = accelerator
+        self._left: list[Any] = []
+        """Passes that had begun when a step was restored: nobody goes on with them."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._of.step, "passes": self._next_passes()}
@@ -262,14 +268,21 @@ class _Counters:
         """Return the number of the pass that each loader begins next, or is in the middle of: orders
         follow from it.  A loader counts a pass after its last batch, and so after the save of that step."""
         loaders = self._of._dataloaders
-        numbers = [getattr(loader, "iteration", 0) for loader in loaders]
-        for now in self._of.gradient_state.dataloader_references:
-            if now is not None and now.end_of_dataloader and hasattr(now, "iteration"):
+        counted = [getattr(loader, "iteration", 0) for loader in loaders]
+        numbers = list(counted)
+        for now in self._under_way():  # what began later says more
+            if hasattr(now, "iteration") and now._holdfast not in self._left:
                 for number in of_its_data(now, loaders):
-                    numbers[number] = now.iteration + 1
+                    numbers[number] = max(counted[number], now.iteration + now.end_of_dataloader)
         return numbers
 
+    def _under_way(self) -> list[Any]:
+        """Return the loaders over which passes have begun and not ended, or were left, in that order."""
+        known = self._of.gradient_state.dataloader_references
+        return [now for now in known if now is not None and "_holdfast" in vars(now)]
+
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._left = [now._holdfast for now in self._under_way()]
         self._of.step = saved["step"]
         for loader, number in zip(self._of._dataloaders, saved["passes"]):
             if hasattr(loader, "iteration"):
@@ -279,8 +292,16 @@ class _Counters:
 def of_its_data(loader: Any, loaders: list[Any]) -> list[int]:
     """Return the numbers of the prepared loaders that a loader is: itself; all those over its data, if it
     is one that skips what was done."""
-    itself = [number for number, whole in enumerate(loaders) if whole is loader]
-    return itself or [n for n, whole in enumerate(loaders) if whole.dataset is loader.dataset]
+    whose = [getattr(s, "batch_sampler", None) for s in (loader.batch_sampler, loader.sampler)]
+    orders = [id(one) for one in whose if one is not None]
+    itself, of_its_order, of_its_dataset = [], [], []
+    for number, whole in enumerate(loaders):
+        itself += [number] * (whole is loader)
+        of_its_order += [number] * any(
+            id(s) in orders for s in (whole.batch_sampler, whole.sampler)
+        )
+        of_its_dataset += [number] * (whole.dataset is loader.dataset)
+    return itself or of_its_order or of_its_dataset
 
 
 # -- the generators that loaders draw from -----------------------------------------------------------
@@ -294,6 +315,11 @@ class _Pass:
         self.began, self.order, self.left_out = began, order, left_out
         self.ahead: Any = None
         self.fetched = 0
+        self.is_over = False
+        """It had come to its last batch when the restored step was saved, and a loader that skips all of it
+        goes through it once more: that is no pass, and draws nothing."""
+        self.before: Any = None
+        """The generators before it, unless those of the restored step are still to be put back."""
 
 
 class LoaderDraws:
@@ -309,6 +335,8 @@ class LoaderDraws:
         self._of, self._rng = accelerator, Rng()
         self._saved: list[dict[str, Any]] = []
         """The passes of the restored step that have not gone on."""
+        self._over: set[int] = set()
+        """Numbers of the loaders whose pass was in its last batch when the restored step was saved."""
         self._is_to_put_back = False
         self._state = accelerator.gradient_state
         self._state._add_dataloader = self._begin
@@ -317,21 +345,25 @@ class LoaderDraws:
     # -- as state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        passes = []
+        passes, over = [], []
         for loader in dict.fromkeys(self._state.dataloader_references):
             now = None if loader is None else vars(loader).get("_holdfast")
-            if now is None or loader.end_of_dataloader or (index := self._index_of(loader)) is None:
+            if now is None or (index := self._index_of(loader)) is None:
+                continue
+            if loader.end_of_dataloader:
+                over.append(index)
                 continue
             done = now.left_out + now.fetched
             kept = {"began": now.began, "ahead": now.ahead, "order": now.order}
             passes.append({"loader": index, "done": done, **kept})
-        return {"orders": [_order(d) for d in self._of._dataloaders], "passes": passes}
+        orders = [_order(d) for d in self._of._dataloaders]
+        return {"orders": orders, "passes": passes, "over": over}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for loader, order in zip(self._of._dataloaders, saved["orders"]):
-            if order is not None:
-                loader.synchronized_generator.set_state(order)
+            _put_order(loader, order)
         self._saved, self._is_to_put_back = list(saved.get("passes", ())), True
+        self._over = set(saved.get("over", ()))
         if saved.get("active") is not None:  # of a step that has one pass, and not how far it is
             one = {"loader": saved["active"], "done": -1, "order": saved["orders"][saved["active"]]}
             self._saved = [{**one, "began": saved["began"], "ahead": saved["ahead"]}]
@@ -345,7 +377,7 @@ class LoaderDraws:
 
     def forget(self) -> None:
         """Let no later pass go on where the restored step was."""
-        self._saved, self._is_to_put_back = [], False
+        self._saved, self._over, self._is_to_put_back = [], set(), False
 
     # -- as loaders go on ---------------------------------------------------------------------------
 
@@ -354,13 +386,19 @@ class LoaderDraws:
         samplers = loader.batch_sampler, loader.sampler
         left_out = max(getattr(sampler, "skip_batches", 0) for sampler in samplers)
         before = None if self._is_to_put_back else self._rng.state_dict()
-        saved = self._take(loader, left_out)
+        is_over = self._is_over(loader, left_out)
+        saved = None if is_over else self._take(loader, left_out)
         if saved is not None:
             self._rng.load_state_dict(saved["began"])
-            if saved["order"] is not None:
-                loader.synchronized_generator.set_state(saved["order"])
+            _put_order(loader, saved["order"])
         now = loader._holdfast = _Pass(self._rng.state_dict(), _order(loader), left_out)
+        now.is_over, now.before = is_over, before
         base, skipped = loader.base_dataloader, getattr(loader, "skip_batches", 0)
+        for one in _samplers(base) if left_out or skipped else ():
+            if hasattr(one, "set_epoch") and hasattr(loader, "iteration"):
+                one.set_epoch(
+                    loader.iteration
+                )  # Accelerate tells those one or two levels below alone
         dispatches = hasattr(loader, "_fetch_batches")
         name = "_fetch_batches" if dispatches else "_update_state_dict"
         method, now.fetched = getattr(type(loader), name), -1 if dispatches else 0
@@ -401,6 +439,14 @@ class LoaderDraws:
         loaders = enumerate(self._of._dataloaders)
         return next((number for number, d in loaders if d.dataset is loader.dataset), None)
 
+    def _is_over(self, loader: Any, left_out: int) -> bool:
+        """True if a loader skips all of the pass in whose last batch the restored step was saved: the first
+        one since over these data, if it skips any."""
+        index = self._index_of(loader)
+        was_at_its_end = index in self._over
+        self._over.discard(-1 if index is None else index)
+        return was_at_its_end and left_out + getattr(loader, "skip_batches", 0) > 0
+
     def _take(self, loader: Any, done: int) -> dict[str, Any] | None:
         """Return the saved pass that a loader goes on with, which is then no longer there for others."""
         places_itself = any(
@@ -418,6 +464,14 @@ class LoaderDraws:
 
     def _end(self, loader: Any) -> None:
         type(self._state)._remove_dataloader(self._state, loader)
+        now = vars(loader).get("_holdfast")
+        if now is not None and now.is_over:
+            _put_order(loader, now.order)
+            if now.before is None:
+                self.put_back()
+            else:
+                self._rng.load_state_dict(now.before)
+            return
         for number in of_its_data(loader, self._of._dataloaders):
             whole = self._of._dataloaders[number]
             if whole is not loader and hasattr(whole, "iteration"):
@@ -443,6 +497,38 @@ class _Watched:
         return getattr(self._sampler, name)
 
 
-def _order(loader: Any) -> torch.Tensor | None:
-    generator = getattr(loader, "synchronized_generator", None)
-    return None if generator is None else generator.get_state()
+def _order(loader: Any) -> list[torch.Tensor]:
+    """Return the states of the generators from which a loader's order is drawn."""
+    return [generator.get_state() for generator in _generators(loader)]
+
+
+def _put_order(loader: Any, order: list[torch.Tensor] | torch.Tensor | None) -> None:
+    """Put these generators back.  `order` is a tensor, or None, in a step of an older release."""
+    states = [] if order is None else [order] if isinstance(order, torch.Tensor) else order
+    for generator, state in zip(_generators(loader), states):
+        generator.set_state(state)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a loader, its samplers and a stream of data draw from, but for the default
+    one: that which ranks share comes first."""
+    base = loader.base_dataloader
+    holders = [base, *_samplers(base)]
+    holders += [loader.dataset] * isinstance(loader.dataset, IterableDataset)
+    found = [getattr(loader, "synchronized_generator", None)]
+    found += [getattr(holder, "generator", None) for holder in holders]
+    known = {id(one): one for one in found if isinstance(one, torch.Generator)}
+    return list(known.values())
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Return the samplers of a loader, each of which asks the next."""
+    found: list[Any] = []
+    holder = loader
+    while len(found) < MOST_SAMPLERS:
+        inner = getattr(holder, "batch_sampler", None)
+        holder = getattr(holder, "sampler", None) if inner is None else inner
+        if holder is None:
+            break
+        found.append(holder)
+    return found

@@ -112,6 +112,7 @@ def attach(
     root = path_of(root, "integrations.deepspeed.attach", "root")
     require_native_root(root)
     zero_of(engine)  # refuses what cannot be saved, now and not at the first save
+    _refuse_efficiency(engine)
     client = ClientState(engine, client_state)
     state: dict[str, Any] = {"model": engine, CLIENT: client}
     if engine.optimizer is not None:
@@ -123,6 +124,19 @@ def attach(
     )
     _replace_methods(AttachedEngine(engine, root, ckpt, client, has_every=every is not None))
     return ckpt
+
+
+def _refuse_efficiency(engine: Any) -> None:
+    """UsageError for what of DeepSpeed's data efficiency its own checkpoints have, and an attached engine's
+    would not."""
+    samples = engine.training_dataloader is not None and engine.curriculum_learning_enabled()
+    if samples or engine.random_ltd_enabled():
+        what = "curriculum learning" if samples else "random-LTD"
+        whose = "training_dataloader.data_sampler" if samples else "random_ltd_scheduler"
+        raise UsageError(
+            f"this engine uses {what}, whose state an attached engine does not save",
+            hint=f"a Checkpointer in a loop of your own, with engine.{whose} under a key of its own",
+        )
 
 
 def _replace_methods(attached: AttachedEngine) -> None:

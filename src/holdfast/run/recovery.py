@@ -468,13 +468,19 @@ def end_if_device_is_lost(left: Left) -> None:
 
 
 def write_to(stdout: str, stderr: str) -> None:
-    """Append what this process prints from now on to these files; where one is empty, as before."""
-    for path, stream, fd in ((stdout, sys.stdout, 1), (stderr, sys.stderr, 2)):
+    """Append what this process prints from now on to these files; where one is empty, or cannot be opened,
+    it goes where it went."""
+    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+        with suppress(Exception):  # whatever a script has put there, or nothing
+            stream.flush()  # type: ignore[union-attr]
+    for path, fd in ((stdout, 1), (stderr, 2)):
         if path:
-            stream.flush()
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(file, fd)
-            os.close(file)
+            try:
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.dup2(file, fd)
+                os.close(file)
+            except OSError as error:
+                os.write(2, f"holdfast: no log is kept in {path}: {error}\n".encode())
 
 
 def refuse_a_group() -> None:

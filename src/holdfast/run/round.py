@@ -73,7 +73,7 @@ class Round:
     def go_on(self, store: Any) -> None:
         """Go on in the store of a new connection, and say there what this node has said."""
         self.store = store
-        for what in self.said:
+        for what in list(self.said):  # more may be said meanwhile
             self.put(what)
 
     def end(self) -> bool:

@@ -334,8 +334,8 @@ class Workers(PContext):  # type: ignore[misc]
             words=self.launch.words,
             is_module=self.launch.is_module,
             environment={} if is_spare else self._environment(rank),
-            stdout=self.stdouts[rank],
-            stderr=self.stderrs[rank],
+            stdout="" if is_spare else self.stdouts[rank],
+            stderr="" if is_spare else self.stderrs[rank],
             is_spare=is_spare,
         )
         pid = self.launch.server.start(start, end.other, end.stacks)

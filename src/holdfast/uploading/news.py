@@ -57,8 +57,8 @@ class UploadNews:
         return f"{what}; training and saves go on, and {then}: {error.text}"
 
     def recovered(self, step: int | None) -> None:
-        """Note that a round has not failed, which is the end of an outage.  `step`: what it has
-        uploaded; None if that is gone from the root."""
+        """Note that the store has answered, which is the end of an outage.  `step`: what was
+        uploaded; None if there was nothing to upload."""
         if self._failed_since is not None:
             away_s = time.monotonic() - self._failed_since
             self._failed_since = self.failure = None

@@ -85,8 +85,9 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of a round: `uploaded`; `gone`, with the step, from the root; `given up`, as the
-    step is damaged; to be tried `again`, later; `ended`, with all uploads of this run."""
+    """The outcome of a round: `uploaded`; `nothing`, as there was no such step in the root; `gone`,
+    with the step, from the root; `given up`, as the step is damaged; to be tried `again`, later;
+    `ended`, with all uploads of this run."""
 
     verdict: str
     error: WireError | None = None
@@ -218,7 +219,7 @@ class Upload:
         choice = Choice(0)
         try:
             choice = self._choose()
-            outcome = RoundOutcome("uploaded") if not choice.attempt else self._upload(choice)
+            outcome = self._upload(choice) if choice.attempt else RoundOutcome("nothing")
         except Exception as error:  # the other ranks cannot be reached
             outcome = RoundOutcome("again", WireError.of(error))
         self._tell(choice, outcome, time.monotonic() - began)
@@ -318,10 +319,13 @@ class Upload:
     def _tell(self, choice: Choice, outcome: RoundOutcome, took_s: float) -> None:
         """Tell of a round: by an event, and the user, on rank 0, of each outage once."""
         error, step = outcome.error, choice.step
+        if outcome.verdict == "uploaded":
+            emit("upload.committed", step=step, seconds=round(took_s, 3))
+            self._news.recovered(step)
+            return
         if error is None:
-            if choice.attempt:
-                emit("upload.committed", step=step, seconds=round(took_s, 3))
-            self._news.recovered(step if choice.attempt else None)
+            if choice.number == 0:  # it was looked for behind the root, which has answered
+                self._news.recovered(None)
             return
         if outcome.verdict == "gone":  # a newer one has taken its place
             emit("upload.skipped", step=step)

@@ -248,7 +248,7 @@ class Client:
         check_can_serve()
         with translated("make", "", str(self.root)):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_home(self.root)
+            check_home(self.root)
         options = [f"--host={host}"] + [f"--budget={budget}"] * bool(budget)
         options += ["--stay"] * stay + ["--tls"] * tls
         process, again = self._spawn(options), time.monotonic() + RESTART_S
