@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from torch.optim.lr_scheduler import LRScheduler
@@ -83,7 +84,7 @@ class _Attached:
     ) -> None:
         self.accelerator, self.root = accelerator, os.fspath(root)
         self.last_step = 0
-        self.is_told = False
+        self.is_told = self.has_told_of_loaders = False
         self.draws = LoaderDraws(accelerator)
         self.own_state = {"accelerate": _Counters(accelerator), "draws": self.draws}
         self.checkpointer = Checkpointer(root, **options)
@@ -125,6 +126,21 @@ class _Attached:
         state = self.checkpointer.state
         state.clear()
         state.update(self.own_state | state_of(self.accelerator))
+        loaders = self.accelerator._dataloaders
+        if not self.has_told_of_loaders and any(map(self._goes_on_elsewhere, loaders)):
+            self.has_told_of_loaders = True
+            warn_user(
+                "a loader on several processes dispatches its batches, or reads a stream: a run that goes "
+                "on in the middle of an epoch may have other data there than the uninterrupted one",
+                hint="save at the ends of epochs, or use dispatch_batches=False with a dataset that is no "
+                "stream",
+            )
+
+    def _goes_on_elsewhere(self, loader: Any) -> bool:
+        """True for a loader whose place in the middle of an epoch is not known on each process."""
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        dispatches = isinstance(loader, DataLoaderDispatcher)
+        return self.accelerator.num_processes > 1 and (is_stream or dispatches)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True) -> str:
         """Save durably, in the background; the step's number is the one that the folder's name ends with,
@@ -396,9 +412,7 @@ class LoaderDraws:
         base, skipped = loader.base_dataloader, getattr(loader, "skip_batches", 0)
         for one in _samplers(base) if left_out or skipped else ():
             if hasattr(one, "set_epoch") and hasattr(loader, "iteration"):
-                one.set_epoch(
-                    loader.iteration
-                )  # Accelerate tells those one or two levels below alone
+                one.set_epoch(loader.iteration)  # Accelerate's own call does not reach all of them
         dispatches = hasattr(loader, "_fetch_batches")
         name = "_fetch_batches" if dispatches else "_update_state_dict"
         method, now.fetched = getattr(type(loader), name), -1 if dispatches else 0
