@@ -26,6 +26,7 @@ LATENCY_S = 0.1
 """Both are far above what moto takes, on a busy machine too."""
 STEP_S = 0.5
 MANY = 6
+TRIES = 3
 
 
 class Network:
@@ -119,10 +120,7 @@ def learned(url: str, batch: int, num_files: int) -> Learned:
     )
 
 
-@pytest.mark.soak
-def test_requests_have_a_price_and_bytes_have_one(moto: Moto, slow: Proxy) -> None:
-    """The one follows the latency, the other does not.  So a file of many records is foretold from files of
-    one, and where requests are slow, there are fewer and larger ones."""
+def check_once(moto: Moto, slow: Proxy) -> None:
     found = {}
     for latency_s in (0.0, LATENCY_S):
         slow.choose = Network(latency_s)
@@ -137,3 +135,19 @@ def test_requests_have_a_price_and_bytes_have_one(moto: Moto, slow: Proxy) -> No
     assert far.request_s - near.request_s == pytest.approx(LATENCY_S, abs=LATENCY_S / 2)
     assert far.record_s < near.record_s + LATENCY_S
     assert (near.best.batch or 0) < (far.best.batch or 0)
+
+
+@pytest.mark.soak
+def test_requests_have_a_price_and_bytes_have_one(moto: Moto, slow: Proxy) -> None:
+    """The one follows the latency, the other does not.  So a file of many records is foretold from files of
+    one, and where requests are slow, there are fewer and larger ones.
+
+    The load of a machine may change between two of the four runs; so the measurement is made again then."""
+    for attempt in range(TRIES):
+        try:
+            check_once(moto, slow)
+            break
+        except AssertionError as error:
+            if attempt == TRIES - 1:
+                raise
+            print(f"once more: {error}")

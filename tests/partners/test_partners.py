@@ -98,7 +98,7 @@ MORE = [
 ]
 """What `make test` does as well; where a rank is full, none has to wait."""
 REST = [case for case in (*LET_DOWN, *FULL) if case not in (*FIRST, *MORE)]
-BATCH = 6
+BATCH = 16
 
 
 def lines_of(folder: Path, cases: list[str]) -> list[dict[str, object]]:
