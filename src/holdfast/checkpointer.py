@@ -41,7 +41,7 @@ from holdfast.roots import open_shared, require_native_root
 from holdfast.saving import Save
 from holdfast.schedule import Every, every_of
 from holdfast.state.collecting import RunState
-from holdfast.state.live import RULES, Live, State, check_keys
+from holdfast.state.live import RULES, Live, State, check_keys, is_loader, stages
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
 from holdfast.tiers import Tiers
@@ -540,13 +540,19 @@ class Checkpointer:
             delta is not None and delta.parent is not None
         )
         generators = Rng().state_dict()
-        if must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None)):
+        saves = must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None))
+        protects = not saves and memory is not None and restart.needs_protection()
+        for value in self.state.values() if saves or protects else ():
+            if is_loader(value) and stages(value) is None:
+                value.state_dict()  # the first time that it is asked, it may draw
+        Rng().load_state_dict(generators)
+        if saves:
             self._begin(int(restored), must=True)
-        elif memory is not None and restart.needs_protection():
+        elif protects and memory is not None:
             self._snapshot(int(restored), memory)
         if records is not None:
             records.prepare()
-        Rng().load_state_dict(generators)  # a loader may draw when it is asked for its state
+        Rng().load_state_dict(generators)
 
     # -- ending -----------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ def loaders() -> tuple[Any, Any]:
         train = StatefulDataLoader(data, batch_size=4 // world(), sampler=sampler)
     else:
         train = StatefulDataLoader(data, batch_size=4, shuffle=True)
-    return train, torch.utils.data.DataLoader(data, batch_size=8, generator=seeded(7))
+    return train, torch.utils.data.DataLoader(data, batch_size=8)
 
 
 def checkpoints(settings: Settings) -> ModelCheckpoint:

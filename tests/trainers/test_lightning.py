@@ -19,7 +19,7 @@ pytest.importorskip("lightning")
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
@@ -29,6 +29,7 @@ from holdfast.checkpoint import notes
 from holdfast.checkpoint.notes import read_notes
 from holdfast.errors import NotRecoverable, UsageError
 from holdfast.integrations import lightning as integration
+from holdfast.integrations.lightning_pointers import label_of
 from holdfast.store import open_store
 from trainers import lit
 from trainers.forked import Ranks, losses, value
@@ -122,7 +123,7 @@ def test_killed_at_each_write_of_a_path(sign: int, tmp_path: Path, ranks: Ranks)
         assert value(seen, "END") == value(own, "END"), number
         pointers = {str(p): json.loads(p.read_text()) for p in Path(run.paths).glob("*.ckpt")}
         assert not any("is_coming" in pointer for pointer in pointers.values())
-        named = {f"{integration._label(p)}{pointers[p]['step']}" for p in pointers}
+        named = {f"{label_of(p)}{pointers[p]['step']}" for p in pointers}
         labels = set(read_notes(open_store(run.root)).live_labels)
         assert labels <= named and len(named - labels) <= (not has_ended), (number, named, labels)
         assert any(label.startswith("last ") for label in labels)
@@ -165,6 +166,160 @@ def test_an_epoch_after_a_save_at_its_end_is_the_uninterrupted_one(
     assert rest == {epoch: whole[epoch] for epoch in (2, 3)}
 
 
+class Watched(Noted):
+    """What it learns depends on metrics: of a batch, of an epoch, of validations."""
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = super().training_step(batch, number)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        watched = {"both_epoch": "epoch", "most": "epoch", "val": "epoch", "both_step": "step"}
+        return [optimizer], [
+            {
+                "scheduler": plateau(optimizer, factor=0.9, patience=0, threshold=0.5),
+                "monitor": monitor,
+                "interval": interval,
+            }
+            for monitor, interval in watched.items()
+        ]
+
+
+class Failed(Exception):
+    pass
+
+
+class Fails(L.Callback):
+    """Fails in a hook, before callbacks that save there."""
+
+    def __init__(self, hook: str, step: int) -> None:
+        self.step = step
+        setattr(self, hook, self.fail)
+
+    def fail(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise Failed
+
+
+SAVED: dict[str, dict[str, Any]] = {
+    "batch": {"every_n_train_steps": 1},
+    "validation": {"save_on_train_epoch_end": False},
+    "epoch": {},
+}
+
+
+@pytest.mark.parametrize("by", ["epochs", "steps"])
+@pytest.mark.parametrize(
+    ("saved", "hook", "step"),
+    [
+        ("batch", "on_train_batch_start", 5),
+        ("batch", "on_validation_start", 6),
+        ("batch", "on_validation_end", 6),
+        ("batch", "on_validation_start", 24),
+        ("batch", "on_train_epoch_end", 24),
+        ("validation", "on_train_batch_start", 6),
+        ("validation", "on_train_batch_end", 13),
+        ("validation", "on_train_epoch_end", 24),
+        ("epoch", "on_train_epoch_start", 24),
+        ("epoch", "on_train_batch_end", 26),
+    ],
+)
+def test_what_comes_after_a_save_is_done(
+    saved: str, hook: str, step: int, by: str, tmp_path: Path
+) -> None:
+    """Validations, schedulers and callbacks that look at metrics, and the sums of these over an epoch."""
+
+    def fit(name: str, *fails: Any, ckpt_path: str | None = None) -> dict[str, Any]:
+        run, module = settings(tmp_path / name, epochs=3 if by == "epochs" else -1), Watched()
+        stops = [
+            EarlyStopping(metric, patience=100, check_on_train_epoch_end=metric != "val")
+            for metric in ("both_epoch", "most", "val")
+        ]
+        train, valid = lit.loaders()
+        saves = ModelCheckpoint(run.paths, save_top_k=-1, **SAVED[saved])
+        more = {"val_check_interval": 0.25} if saved != "epoch" else {}
+        steps = {"max_steps": 36} if by == "steps" else {}
+        trainer = lit.trainer_of(run, *fails, *stops, saves, **more, **steps)
+        try:
+            trainer.fit(module, train, valid, ckpt_path=ckpt_path)
+        except Failed:
+            assert fails
+        schedulers = [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs]
+        return {
+            "digest": lit.digest(module),
+            "losses": module.losses,
+            "schedulers": schedulers,
+            "stops": [stop.state_dict() for stop in stops],
+            "epoch": trainer.current_epoch,
+            "batches": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        }
+
+    L.seed_everything(4, verbose=False)
+    whole = fit("whole")
+    L.seed_everything(4, verbose=False)
+    first = fit("in parts", Fails(hook, step))
+    L.seed_everything(5, verbose=False)
+    rest = fit("in parts", ckpt_path="newest")
+    losses = whole.pop("losses")
+    assert sum(map(len, losses.values())) == 36
+    for part in (first, rest):
+        for epoch, found in part.pop("losses").items():
+            expected = losses[epoch]
+            assert found in (expected[: len(found)], expected[-len(found) :])
+    assert rest == whole
+
+
+def test_the_end_of_an_epoch_of_which_nothing_was_seen_may_fail(tmp_path: Path) -> None:
+    """As it asks for what training_step has kept."""
+
+    class Keeps(lit.Net):
+        def on_train_epoch_start(self) -> None:
+            self.outputs: list[torch.Tensor] = []
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            self.outputs.append(super().training_step(batch, number))
+            return self.outputs[-1]
+
+        def on_train_epoch_end(self) -> None:
+            torch.stack(self.outputs)
+
+    def fit(*fails: Any, **more: Any) -> L.Trainer:
+        run = settings(tmp_path, epochs=3, **more)
+        return fitted(
+            run, *fails, ModelCheckpoint(run.paths, every_n_train_steps=1), module=Keeps()
+        )
+
+    with pytest.raises(Failed):
+        fit(Fails("on_train_epoch_end", 24))
+    with pytest.warns(holdfast.HoldfastWarning, match="the end of epoch 1 failed, of which"):
+        trainer = fit(ckpt_path="newest")
+    assert (trainer.global_step, trainer.current_epoch) == (36, 3)
+    assert not vars(trainer.fit_loop).keys() & {"on_advance_end"}
+    assert "advance" not in vars(trainer.fit_loop.epoch_loop)
+
+
+def test_what_a_save_has_not_got_is_told(tmp_path: Path) -> None:
+    class Hooked(lit.Net):
+        def on_train_batch_end(self, *_: Any) -> None:
+            pass
+
+    def told(*, expected: str, module: Any = None, **more: Any) -> int:
+        run = settings(tmp_path / expected[:5], epochs=1, accumulate=more.pop("accumulate", 1))
+        saves = ModelCheckpoint(run.paths, save_top_k=-1, **more.pop("saves"))
+        with pytest.warns(holdfast.HoldfastWarning, match=f"has not got {expected}") as found:
+            fitted(run, saves, module=module, **more)
+        return len([one for one in found if "has not got" in str(one.message)])
+
+    amid = {"accumulate": 4, "val_check_interval": 6, "saves": {"save_on_train_epoch_end": False}}
+    assert told(expected="the gradients", **amid) == 1
+    each = {"every_n_train_steps": 1}
+    assert told(expected=r"what on_train_batch_end\(\)", module=Hooked(), saves=each) == 1
+
+
 def test_paths_that_a_killed_run_left_are_settled_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +337,7 @@ def test_paths_that_a_killed_run_left_are_settled_by_the_next(
     for name, step in (("done", last["step"]), ("gone", 999)):
         path = f"{run.paths}/{name}.ckpt"
         Path(path).write_text(json.dumps({**last, "step": step, "is_coming": True}))
-        notes.pin(store, step, f"{integration._label(path)}{step}", coming=[step])
+        notes.pin(store, step, f"{label_of(path)}{step}", coming=[step])
     run.ckpt_path, run.epochs = "newest", 2
     fitted(run)
     assert json.loads(Path(run.paths, "done.ckpt").read_text()) == last
@@ -269,8 +424,8 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 
 def test_a_link_is_a_last_path_too(tmp_path: Path) -> None:
-    run = settings(tmp_path, epochs=2, save_last="link")
-    fitted(run)
+    run = settings(tmp_path, epochs=2)
+    fitted(run, ModelCheckpoint(run.paths, "{step}", save_top_k=-1, save_last="link"))
     last = Path(run.paths, "last.ckpt")
     assert last.is_symlink() and json.loads(last.read_text())["step"] == 24
     run.ckpt_path, run.epochs = "last", 3

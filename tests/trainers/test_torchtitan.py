@@ -77,8 +77,8 @@ def test_memory_and_records_lose_no_step(
     own = ranks.printed(theirs.text(), num)
     made = settings(tmp_path, kind, **given, **options).text()
     kills, seen = ranks.num_kills, list[str]()
-    for attempt in range(3):
-        seen += ranks.printed(made, num, 6 + attempt, seed=attempt)
+    for attempt, num_lines in enumerate((6, 1, 8)):  # 1: it may go on from what a restore has saved
+        seen += ranks.printed(made, num, num_lines, seed=attempt)
         begun = int(value(seen, "BEGIN").split()[1])
         assert begun > 0 or not attempt
     assert ranks.num_kills == kills + 3

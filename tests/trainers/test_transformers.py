@@ -17,7 +17,7 @@ import pytest
 
 import holdfast
 from trainers.forked import Ranks
-from trainers.tiny import KILLED, OFFLINE, Journal, Net, digest, run_of
+from trainers.tiny import KILLED, OFFLINE, Data, Journal, Net, Stream, digest, run_of
 
 BEST = {
     "eval_strategy": "steps",
@@ -169,6 +169,109 @@ def test_a_damaged_step_is_passed_over(hidden: int, ranks: Ranks, tmp_path: Path
     assert losses(first) & losses(again) == {
         one for one in losses(first) if dict(one)["step"] >= again[0]["step"]
     }
+
+
+STREAMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "not dispatched": {"args": {"accelerator_config": {"dispatch_batches": False}}},
+    "at each epoch": {"size": 48, "args": {"save_strategy": "epoch", "eval_strategy": "epoch"}},
+    "whole passes": {"size": 48},
+    "memory": {"holdfast": {"every": "holdfast.Every(memory=1)", "memory": "holdfast.Memory()"}},
+    "memory, at each epoch": {
+        "size": 48,
+        "args": {"save_strategy": "epoch", "eval_strategy": "epoch"},
+        "holdfast": {"every": "holdfast.Every(memory=1)", "memory": "holdfast.Memory()"},
+    },
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_without_length(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """A pass has 6 steps, and one batch more of which the Trainer keeps the gradients for the next; each
+    pass has an order of its own."""
+    given = {"streams": True, "noisy": True, **STREAMS[name]}
+    own = uninterrupted(ranks, tmp_path, 1, given)
+    for moment in (11, 14, 15, 16, 17, 18, 29, 31, 33, 40):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        compare(ranks, folder, own, 1, given, moment)
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+def test_a_stream_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """The first one reads it for both; where each does, it is told that samples at random may be others."""
+    own_args = {"per_device_train_batch_size": 2}
+    given = {"streams": True, "noisy": True, "args": own_args}
+    own = uninterrupted(ranks, tmp_path, 2, given)
+    for moment in (11, 16, 29):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        compare(ranks, folder, own, 2, given, moment)
+    assert "each rank reads the stream" not in ranks.log.read_text()
+    alone = {**given, "args": {**own_args, "accelerator_config": {"dispatch_batches": False}}}
+    options, _ = run_of(tmp_path, "alone", **alone)
+    assert ranks.run(options, 2) == [0, 0]
+    assert "each rank reads the stream" in ranks.log.read_text()
+
+
+@pytest.mark.soak
+def test_a_stream_is_killed_twice_at_one_place(ranks: Ranks, tmp_path: Path) -> None:
+    """What a restart saves at once, as it was in memory alone, leads on as well."""
+    given = {"streams": True, "noisy": True, **STREAMS["memory"]}
+    own = uninterrupted(ranks, tmp_path, 1, given)
+    options, journal = run_of(tmp_path, "killed", **given)
+    for die in (35, 1, 1):
+        ranks.die({**options, "die": die}, 1)
+    assert ranks.run(options) == [0]
+    assert losses(journal.read()) == losses(own.read())
+    assert journal.read()[-1] == own.read()[-1]
+
+
+@pytest.mark.soak
+def test_a_stream_is_saved_at_the_end_of_each_epoch(ranks: Ranks, tmp_path: Path) -> None:
+    options, _ = run_of(tmp_path, "run", streams=True, size=48, args={"save_strategy": "epoch"})
+    assert ranks.run(options) == [0]
+    assert holdfast.steps(tmp_path / "run" / "holdfast") == [6, 12, 18, 24, 26]
+
+
+def trained(folder: Path, data: Any, *callbacks: Any, **given: Any) -> Any:
+    """A training in this process."""
+    transformers = pytest.importorskip("transformers")
+    from holdfast.integrations.transformers import with_holdfast
+
+    args = transformers.TrainingArguments(str(folder), report_to=[], use_cpu=True, **given)
+    trainer = with_holdfast(transformers.Trainer)(
+        Net(), args, train_dataset=data, eval_dataset=Data(8), callbacks=list(callbacks)
+    )
+    return trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.soak
+def test_gradients_that_a_pass_leaves_are_told(tmp_path: Path) -> None:
+    given = {"save_strategy": "epoch", "max_steps": 3, "per_device_train_batch_size": 4}
+    with pytest.warns(holdfast.HoldfastWarning, match="step 1 is saved while gradients are"):
+        trained(tmp_path, Stream(Data(12)), gradient_accumulation_steps=2, **given)
+
+
+@pytest.mark.soak
+def test_a_run_that_a_callback_had_ended_is_told(tmp_path: Path) -> None:
+    """The Trainer trains on, and its callbacks begin anew."""
+    transformers = pytest.importorskip("transformers")
+
+    class Ends(transformers.EarlyStoppingCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == 4
+
+    given = {"eval_strategy": "steps", "metric_for_best_model": "loss", "eval_steps": 100}
+    given |= {"save_steps": 2, "max_steps": 8}
+    assert trained(tmp_path, Data(64), Ends(1), **given).global_step == 4
+    with pytest.warns(holdfast.HoldfastWarning) as told:
+        assert trained(tmp_path, Data(64), Ends(1), **given).global_step == 8
+    texts = [str(one.message) for one in told]
+    assert any("had ended this run at step 4" in text for text in texts)
+    assert any("Ends: begins anew" in text for text in texts)
 
 
 @pytest.mark.soak

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,21 @@ class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         x = self.x[i] + 0.1 * torch.randn(WIDTH) if self.noisy else self.x[i]
         return {"x": x, "labels": self.y[i]}
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The same, without a length, in an order that follows from the number of the pass."""
+
+    def __init__(self, data: Data) -> None:
+        self.data, self.epoch = data, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        for number in torch.randperm(len(self.data), generator=generator).tolist():
+            yield self.data[number]
 
 
 class Block(nn.Module):

@@ -60,7 +60,7 @@ class Part(nn.Module):
 
 
 class Numbers(IterableDataset):  # type: ignore[type-arg]
-    """Batches of a rank; its position is its state."""
+    """Batches of a rank, with noise of the default generator; its position is its state."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.at = rank, 0
@@ -69,7 +69,7 @@ class Numbers(IterableDataset):  # type: ignore[type-arg]
         while True:
             made = torch.Generator().manual_seed(1000 * self.at + self.rank)
             self.at += 1
-            yield torch.randn(8, generator=made)
+            yield torch.randn(8, generator=made) + 0.1 * torch.randn(8)
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}

@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 import holdfast
 from holdfast.integrations.transformers import with_holdfast
-from trainers.tiny import Data, Journal, Net, Texts, die_at, digest
+from trainers.tiny import Data, Journal, Net, Stream, Texts, die_at, digest
 
 
 class Tell(TrainerCallback):  # type: ignore[misc]
@@ -127,6 +127,8 @@ def main(options: dict[str, Any]) -> None:
         "eval_dataset": Data(8),
         "callbacks": callbacks,
     }
+    if options.get("streams"):
+        kwargs["train_dataset"] = Stream(kwargs["train_dataset"])
     if options.get("are_stateful"):
         kwargs["train_dataset"].state_dict = dict
     if options.get("lora"):

@@ -354,6 +354,10 @@ class LoaderDraws:
         self._over: set[int] = set()
         """Numbers of the loaders whose pass was in its last batch when the restored step was saved."""
         self._is_to_put_back = False
+        self._loaded: dict[str, Any] | None = None
+        """The restored state, until a pass begins."""
+        self._last: Any = None
+        """The loader of the last pass, of which GradientState has a weak reference."""
         self._state = accelerator.gradient_state
         self._state._add_dataloader = self._begin
         self._state._remove_dataloader = self._end
@@ -361,6 +365,8 @@ class LoaderDraws:
     # -- as state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        if self._loaded is not None:
+            return self._loaded
         passes, over = [], []
         for loader in dict.fromkeys(self._state.dataloader_references):
             now = None if loader is None else vars(loader).get("_holdfast")
@@ -379,6 +385,7 @@ class LoaderDraws:
         for loader, order in zip(self._of._dataloaders, saved["orders"]):
             _put_order(loader, order)
         self._saved, self._is_to_put_back = list(saved.get("passes", ())), True
+        self._loaded = saved
         self._over = set(saved.get("over", ()))
         if saved.get("active") is not None:  # of a step that has one pass, and not how far it is
             one = {"loader": saved["active"], "done": -1, "order": saved["orders"][saved["active"]]}
@@ -394,11 +401,13 @@ class LoaderDraws:
     def forget(self) -> None:
         """Let no later pass go on where the restored step was."""
         self._saved, self._over, self._is_to_put_back = [], set(), False
+        self._loaded = self._last = None
 
     # -- as loaders go on ---------------------------------------------------------------------------
 
     def _begin(self, loader: Any) -> None:
         type(self._state)._add_dataloader(self._state, loader)
+        self._loaded, self._last = None, loader
         samplers = loader.batch_sampler, loader.sampler
         left_out = max(getattr(sampler, "skip_batches", 0) for sampler in samplers)
         before = None if self._is_to_put_back else self._rng.state_dict()

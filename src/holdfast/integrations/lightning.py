@@ -24,7 +24,6 @@ with all tensors gathered, and for sharded models not at all.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 from collections.abc import Collection
@@ -47,14 +46,11 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from holdfast.arguments import path_of
-from holdfast.checkpoint.claiming import newest_claim
-from holdfast.checkpoint.names import manifest_key, read_head
-from holdfast.checkpoint.notes import read_notes, unpin
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
-from holdfast.codec.digest import hexdigest
 from holdfast.errors import (
     Corrupt,
     HoldfastError,
@@ -64,6 +60,29 @@ from holdfast.errors import (
     warn_user,
 )
 from holdfast.format import extras
+from holdfast.integrations.lightning_loops import (
+    IN_EPOCH,
+    LoopPlace,
+    Metrics,
+    forget,
+    go_on,
+    place_of,
+)
+from holdfast.integrations.lightning_pointers import (
+    ANEW,
+    Pointer,
+    beside,
+    claimed_by,
+    digest_of,
+    is_last,
+    label_of,
+    read_pointer,
+    remove_pointer,
+    replaced_by,
+    settle_left,
+    unpin_path,
+    write_pointer,
+)
 from holdfast.looking import open as open_step
 from holdfast.looking import run_of, steps
 from holdfast.once import load, save
@@ -81,16 +100,14 @@ NEWEST = "newest"
 """The `ckpt_path` of the newest step in any tier; where there is none, training begins afresh."""
 NEVER = Every(durable=1_000_000_000)
 """The frequencies at which a Checkpointer saves of its own accord, where Lightning alone says when."""
-_ANEW = "the run had gone back to an earlier step: what the path named is gone, so remove it"
-_MAGIC = b'{"holdfast":'
+METRICS = "holdfast.metrics"
+"""The key of what was logged, among the parts of a checkpoint of Lightning's."""
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {
     "path",
     "state",
     "mesh",
     "sigterm_s",
 }
-
-Pointer = dict[str, Any]
 
 
 def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -> Any:
@@ -143,6 +160,12 @@ class _Saving:
     """True if the checkpoint that is being loaded is Lightning's own."""
     _resumed: Any = None
     """The state of the loop over epochs that a fit goes on from."""
+    _place = LoopPlace.OTHER
+    """The place in the loop where that state was saved."""
+    _metrics: Any = None
+    """The metrics logged by then; None in a step of an earlier version."""
+    _told: Collection[str] = ()
+    """The texts that this fit has warned with, each once."""
     _begins_anew = True
     _has_begun = False
     """True once a fit has its own step or begins: what saves before, as Tuner does, tries things out."""
@@ -157,7 +180,12 @@ class _Saving:
         super().setup(trainer)  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
             self._homes, self._resumed, self._begins_anew = {}, None, True
-            self._has_begun = False
+            self._has_begun, self._place, self._metrics, self._told = (
+                False,
+                LoopPlace.OTHER,
+                None,
+                set(),
+            )
             # what callbacks save comes after the one and before the other
             trainer.callbacks = [_Begin(), *trainer.callbacks, _Steps()]
 
@@ -166,7 +194,7 @@ class _Saving:
         self._has_begun = True
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         for callback in callbacks if self._is_first else ():
-            _settle_left(getattr(callback, "dirpath", None))
+            settle_left(getattr(callback, "dirpath", None))
 
     def on_train_start(self) -> None:
         """Called when the loader has begun its pass, and before the first batch is fetched."""
@@ -208,6 +236,8 @@ class _Saving:
     def at_batch_end(self, step: int) -> None:
         for home in (self._homes or {}).values() if step != self._step else ():
             if (home.at and home.at[0]) != step or "delta" in self._options:
+                if self._options["every"] is not NEVER:
+                    self._tell_of_losses(step)
                 home.ckpt.step(step)
             home.settle()
         self._step = step
@@ -220,6 +250,7 @@ class _Saving:
                 home.close(sys.exc_info() if failed else (None, None, None))
         finally:
             self._homes = None
+            forget(trainer.fit_loop)
             trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, _Begin | _Steps)]
             super().teardown()  # type: ignore[misc]
 
@@ -234,7 +265,7 @@ class _Saving:
             if weights_only:
                 few = options.keys() & {"when_busy", "on_error", "replicas", "deadline_s"}
                 options = {name: options[name] for name in few} | {"keep": Keep(last=1)}
-                options["every"], root = NEVER, _beside(root, "weights")
+                options["every"], root = NEVER, beside(root, "weights")
             state = self._state(rest, weights_only=weights_only)
             self._homes[weights_only] = _Home(self, root, rest, state, options)
         return self._homes[weights_only]
@@ -259,8 +290,11 @@ class _Saving:
         return {}
 
     def rest_of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint of Lightning's without weights and optimizers.  UsageError if hooks changed them."""
+        """A checkpoint of Lightning's without weights and optimizers, with what was logged.  UsageError if
+        hooks changed the weights."""
         checkpoint.pop("optimizer_states", None)
+        if "callbacks" in checkpoint:
+            checkpoint[METRICS] = Metrics(self.lightning_module.trainer).state_dict()
         if changed := self._changed(checkpoint.pop("state_dict")):
             raise UsageError(
                 f"on_save_checkpoint() of the LightningModule or of a callback changed {changed!r} in the "
@@ -290,6 +324,8 @@ class _Saving:
             )
         rest, path = self.rest_of(checkpoint), self.broadcast(str(filepath))  # type: ignore[attr-defined]
         weights_only = "callbacks" not in rest
+        if not weights_only:
+            self._tell_of_losses(rest["global_step"])
         has_home = self._homes is not None and self._has_begun
         home = self._home(weights_only=weights_only) if has_home else None
         if home is not None and home.has_room(rest["global_step"]):
@@ -308,10 +344,43 @@ class _Saving:
         save(root, self._state(own, weights_only=weights_only), step=rest["global_step"])
         if self._is_first:
             pointer = {"step": rest["global_step"], "weights_only": weights_only}
-            before = _read(path)
-            _write(path, {"root": root, **pointer})
+            before = read_pointer(path)
+            write_pointer(path, {"root": root, **pointer})
             if before is not None and before["root"] != root:
-                _unpin(before["root"], path)
+                unpin_path(before["root"], path)
+
+    def _tell_of_losses(self, step: int) -> None:
+        """Warn, once of each, of what a save in the midst of an epoch has not got."""
+        module = self.lightning_module
+        trainer, begin = module.trainer, f"step {step} has not got "
+        loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+        batch = loop.batch_progress.current
+        is_after_one = 0 < batch.ready == batch.processed
+        if module.automatic_optimization and is_after_one and loop._should_accumulate():
+            self._tell_once(
+                f"{begin}the gradients that are accumulated: runs that go on from it take the next step "
+                "without them",
+                hint="save after whole steps: val_check_interval as a multiple of accumulate_grad_batches",
+            )
+        is_at_batch_end = is_after_one and batch.completed < batch.processed
+        hook = "on_train_batch_end" if is_at_batch_end else "on_validation_end"
+        if (is_at_batch_end or trainer.validating) and is_overridden(hook, module):
+            self._tell_once(
+                f"{begin}what {hook}() of the LightningModule does, which comes after the save: runs that "
+                "go on from it leave that out",
+                hint="do it before: in optimizer_step(), or in that hook of a callback",
+            )
+        for name in Metrics(trainer).left_out() if epoch.processed < epoch.started else ():
+            self._tell_once(
+                f"{begin}the sum of {name!r} over the epoch so far, as it is a torchmetrics.Metric or of a "
+                "group of ranks: runs that go on from it have that of the rest of the epoch",
+            )
+
+    def _tell_once(self, text: str, hint: str | None = None) -> None:
+        what = text.partition(" has not got ")[2] or text
+        if self._is_first and what not in self._told:
+            self._told = {*self._told, what}
+            warn_user(text, hint=hint)
 
     def _settle(self) -> None:
         """Wait for all saves, and have their paths written."""
@@ -320,15 +389,15 @@ class _Saving:
             home.settle()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        pointer = _read(filepath) if self._is_first else None
+        pointer = read_pointer(filepath) if self._is_first else None
         if pointer is None:
             super().remove_checkpoint(filepath)  # type: ignore[misc]
             return
         path, homes = str(filepath), list((self._homes or {}).values())
         home = next((h for h in homes if h.root == pointer["root"]), homes[0] if homes else None)
         if home is None:
-            _unpin(pointer["root"], path)
-            self.delete_root_of(path, _remove(path))
+            unpin_path(pointer["root"], path)
+            self.delete_root_of(path, remove_pointer(path))
         else:
             home.remove(path)
 
@@ -347,7 +416,7 @@ class _Saving:
 
     def _root_of(self, path: str) -> str:
         """The root beside, of the one step that only this path names."""
-        return _beside(self._root, f"{Path(path).stem}-{_digest(path)}")
+        return beside(self._root, f"{Path(path).stem}-{digest_of(path)}")
 
     # -- loading
 
@@ -360,12 +429,10 @@ class _Saving:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = self.broadcast(str(checkpoint_path))  # type: ignore[attr-defined]
         self._settle()
-        here = None if path == NEWEST or not self._is_first else _read(path)
-        pointer, replaced = self.broadcast((here, _replaced(here)))  # type: ignore[attr-defined]
-        if replaced and (
-            self._homes is None or pointer["root"] != self._root or not _is_last(path)
-        ):
-            raise NotRecoverable(f"{path} {replaced}", hint=_ANEW)
+        here = None if path == NEWEST or not self._is_first else read_pointer(path)
+        pointer, replaced = self.broadcast((here, replaced_by(here)))  # type: ignore[attr-defined]
+        if replaced and (self._homes is None or pointer["root"] != self._root or not is_last(path)):
+            raise NotRecoverable(f"{path} {replaced}", hint=ANEW)
         if replaced:
             warn_user(f"{path} {replaced}: training goes on from the newest step")
             path, pointer = NEWEST, None
@@ -386,13 +453,25 @@ class _Saving:
             return _Nothing({"pytorch-lightning_version": lightning_version})
         self._begins_anew = False
         if "callbacks" in (pointer or {}) and rest["global_step"] == step:
-            rest["callbacks"] = extras.decode(pointer["callbacks"], _tensor)
+            self._take_over(step, rest["callbacks"], extras.decode(pointer["callbacks"], _tensor))
         return {**rest, "state_dict": self.lightning_module_state_dict()}
+
+    def _take_over(self, step: int, states: dict[str, Any], newer: dict[str, Any]) -> None:
+        """Take callbacks' states as of when a path was saved.  Where what came between the save of its step
+        and that is done again, the others are told of it again, so only those of paths are taken."""
+        if self._place is LoopPlace.OTHER:
+            states |= newer
+            return
+        for callback in self.lightning_module.trainer.checkpoint_callbacks:
+            key = callback.state_key
+            if key in newer and newer[key] != states.get(key):
+                states[key] = newer[key]
+                callback._last_global_step_saved = step  # it has a path of it
 
     def _restore(self, path: str, step: int | None) -> Any:
         """Restore the fit's own step; return the rest of it, None if there was no step."""
         self._has_begun, home = True, self._home(weights_only=False)
-        if step is not None and _is_last(path):
+        if step is not None and is_last(path):
             newest = home.ckpt.find()
             reached = 0 if newest is None else newest.step
             if reached < step and not home.has(step):
@@ -414,7 +493,9 @@ class _Saving:
         home.at = int(restored), self.writes()
         if not restored.replayed and self._lies_in_root(home, restored):
             home.go_on_from(int(restored), rest)
-        self._resumed = rest["loops"]["fit_loop"]
+        self._resumed, self._metrics = rest["loops"]["fit_loop"], rest.get(METRICS)
+        if self._metrics is not None:
+            self._place = place_of(self._resumed, was_validating=self._metrics["validating"])
         return rest
 
     def _lies_in_root(self, home: _Home, restored: Any) -> bool:
@@ -434,25 +515,44 @@ class _Saving:
         stateful loader is at its end, and the next epoch would have no batches.  Of an epoch that was
         counted as done Lightning does not load the loaders' states, which lead to the next order.
         """
-        loop, ckpt = self.lightning_module.trainer.fit_loop, self._home(weights_only=False).ckpt
-        batches = resumed["epoch_loop.batch_progress"]
+        trainer, ckpt = self.lightning_module.trainer, self._home(weights_only=False).ckpt
+        loop, batches = trainer.fit_loop, resumed["epoch_loop.batch_progress"]
         done, is_last = batches["current"], batches["is_last_batch"]
-        at_batch_end = is_last and done["completed"] < done["processed"]
-        if at_batch_end:
+        is_old = is_last and done["completed"] < done["processed"]  # a step of an earlier version
+        if is_old:
             loop.reset_restart_stage()  # a new epoch begins, and is counted as one
-        is_new = at_batch_end or (is_last and not loop.restarting)
+        is_new = is_old or self._place is LoopPlace.EPOCH or (is_last and not loop.restarting)
         loaders, epoch = loop._combined_loader.flattened, loop.epoch_progress.current.processed
         told = [_set_sampler_epoch(loader, epoch) for loader in loaders if epoch]
         has_epochs = told and not is_last and any(map(_has_epochs, loaders))
         is_stateful = any(hasattr(loader, "load_state_dict") for loader in loaders)
         states = resumed["state_dict"].get("combined_loader") if is_stateful else None
-        if states and (has_epochs or (is_new and not at_batch_end)):
+        if states and (has_epochs or (is_new and not is_old)):
             loop._combined_loader._load_state_dicts(states)
             iter(loop._data_fetcher)
         if done["processed"]:
             _restore_rng(ckpt)
         if is_new:
             iter(loop._data_fetcher)
+        if self._metrics is not None:
+            is_same = self._metrics["ranks"] == trainer.world_size
+            at = resumed["epoch_progress"]["current"]
+            has_begun = at["processed"] < at["started"] and done["completed"] > 0
+            is_open = has_begun or self._place in IN_EPOCH
+            if is_open and not is_same:
+                self._tell_once(
+                    f"the sums of metrics over the epoch begin anew: {self._metrics['ranks']} ranks had "
+                    f"them, and there are {trainer.world_size}"
+                )
+            Metrics(trainer).load_state_dict(self._metrics, has_sums=is_same, is_in_epoch=is_open)
+            if is_open:
+                loop._restarting = False  # as in `go_on`
+            if missing := go_on(loop, self._place):
+                self._tell_once(
+                    f"the step has no metric {missing!r}, so what ReduceLROnPlateau makes of it at the end "
+                    "of an epoch is left out",
+                    hint="save when it was logged",
+                )
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         if self._is_foreign:
@@ -557,10 +657,10 @@ class _Home:
             self.at = step, self.strategy.writes()
         is_first = self.strategy.is_global_zero
         if is_first and not get_filesystem(path).exists(path):
-            coming = {**pointer, **_claimed_by(self.root), "is_coming": True}
-            _write(path, coming)  # first: it tells a restart of the pin
+            coming = {**pointer, **claimed_by(self.root), "is_coming": True}
+            write_pointer(path, coming)  # first: it tells a restart of the pin
         try:
-            self.ckpt.pin(step, f"{_label(path)}{step}")
+            self.ckpt.pin(step, f"{label_of(path)}{step}")
         except NotFound:
             pass  # the save has failed already, which it says itself
         except HoldfastError as error:
@@ -600,23 +700,23 @@ class _Home:
     def _point(self, path: str, pointer: Pointer) -> None:
         if self._is_good:
             run = run_of(self.root, pointer["step"])
-            before = _read(path)
-            _write(path, pointer if run is None else {**pointer, "run": run})
+            before = read_pointer(path)
+            write_pointer(path, pointer if run is None else {**pointer, "run": run})
             self.strategy.delete_root_of(path, before)
             self._forget(path, but=pointer["step"])
-        elif (_read(path) or {}).get("is_coming"):
+        elif (read_pointer(path) or {}).get("is_coming"):
             self._remove(path)
 
     def _remove(self, path: str) -> None:
         self._forget(path)  # first: a step that no path names would be kept for ever
-        self.strategy.delete_root_of(path, _remove(path))
+        self.strategy.delete_root_of(path, remove_pointer(path))
 
     def _forget(self, path: str, but: int | None = None) -> None:
         """Unpin what a path named, also in a run that was killed before it could."""
         coming = {
             pointer["step"] for other, pointer, save in self._waiting if save and other == path
         }
-        _unpin(self.root, path, {but, *coming})
+        unpin_path(self.root, path, {but, *coming})
 
     def close(self, error: Any) -> None:
         try:
@@ -636,123 +736,6 @@ def _has_epochs(loader: Any) -> bool:
     return any(hasattr(getattr(loader, name, None), "set_epoch") for name in ("sampler", "dataset"))
 
 
-# -- pointers
-
-
-def _write(path: str, pointer: Pointer) -> None:
-    files, root = get_filesystem(path), pointer["root"]
-    if "://" in path:
-        files.pipe_file(path, json.dumps({"holdfast": 1, **pointer}).encode())
-        return
-    folder = os.path.realpath(os.path.dirname(path))
-    os.makedirs(folder, exist_ok=True)
-    if "://" not in root:
-        root = os.path.relpath(root, folder)  # folders may move together
-    temporary = f"{path}.{os.getpid()}.new"
-    with open(temporary, "wb") as file:
-        file.write(json.dumps({"holdfast": 1, **pointer, "root": root}).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _read(path: Any) -> Pointer | None:
-    """The pointer in a file; None if there is no file or it is no pointer."""
-    files = get_filesystem(path)
-    if not files.isfile(path):
-        return None
-    with files.open(path, "rb") as file:
-        begin = file.read(len(_MAGIC))
-        if begin != _MAGIC:
-            return None
-        pointer: Pointer = json.loads(begin + file.read())
-    if "://" not in pointer["root"]:
-        folder = os.path.dirname(os.path.realpath(path))
-        pointer["root"] = os.path.realpath(os.path.join(folder, pointer["root"]))
-    return pointer
-
-
-def _settle_left(folder: Any) -> None:
-    """Have the paths in a folder name their steps that a killed run had not seen committed.  Those whose
-    steps are not there are removed; where that cannot be told, they stay as they are."""
-    files = get_filesystem(folder or "")
-    for found in files.ls(folder, detail=False) if folder and files.isdir(folder) else ():
-        path = f"{folder}/{os.path.basename(found)}"
-        pointer = None if os.path.islink(path) else _read(path)
-        if pointer is None or not pointer.pop("is_coming", False):
-            continue
-        step = pointer["step"]
-        try:
-            saved = read_head(open_store(pointer["root"]), step, manifest_key(step))
-        except HoldfastError as error:
-            warn_user(f"{path} names step {step}, of which nothing can be told now: {error}")
-            continue
-        if saved is None or (saved.is_proved and saved.run != pointer.get("run", saved.run)):
-            _unpin(pointer["root"], path)
-            _remove(path)
-        elif saved.is_proved:
-            _write(path, {**pointer, "run": saved.run})
-
-
-def _is_last(path: str) -> bool:
-    return Path(path).stem.startswith("last")
-
-
-def _replaced(pointer: Pointer | None) -> str:
-    """Say so if the step that is there was saved by another run than the one that a pointer names."""
-    if pointer is None or "run" not in pointer:
-        return ""
-    step, run = pointer["step"], run_of(pointer["root"], pointer["step"])
-    if run in (None, pointer["run"]):
-        return ""
-    what = (
-        "of which the save was not finished; the one there is of"
-        if "is_coming" in pointer
-        else ("which was saved anew by")
-    )
-    return f"names step {step} of run {pointer['run']}, {what} run {run}"
-
-
-def _claimed_by(root: str) -> Pointer:
-    """The part of a pointer that says which run is at work in a root, if that can be told."""
-    with suppress(HoldfastError):
-        claim = newest_claim(open_store(root))
-        return {} if claim is None else {"run": claim.run}
-    return {}
-
-
-def _remove(path: str) -> Pointer | None:
-    """Remove a pointer; return what it was."""
-    pointer, files = _read(path), get_filesystem(path)
-    if pointer is not None or os.path.islink(path):
-        files.rm_file(path)
-    return pointer
-
-
-def _beside(root: str, name: str) -> str:
-    path, mark, options = root.partition("?")
-    return f"{path.rstrip('/')}-{name}{mark}{options}"
-
-
-def _digest(path: str) -> str:
-    return hexdigest(path.encode())[:8]
-
-
-def _label(path: str) -> str:
-    """The beginning of the labels of steps that a path names; the rest is the step."""
-    return f"{ascii(Path(path).stem)[1:-1][-50:]} {_digest(path)} "
-
-
-def _unpin(root: str, path: str, but: Collection[int | None] = ()) -> None:
-    """Unpin what a path named."""
-    try:
-        for label, step in read_notes(open_store(root)).live_labels.items():
-            if label.startswith(_label(path)) and step not in but:
-                unpin(open_store(root), label)
-    except HoldfastError as error:
-        warn_user(f"{path}: what it named before stays pinned, so it is not deleted: {error}")
-
-
 def _plain(callbacks: Any) -> Any:
     """States of callbacks as JSON; None if there are none, or they have tensors of more than one number."""
     try:
@@ -763,7 +746,7 @@ def _plain(callbacks: Any) -> Any:
 
 def _own_parts(rest: dict[str, Any]) -> dict[str, Any]:
     """Return the plain values that hooks, and not loops and callbacks, have in a checkpoint, as JSON."""
-    moving = ("callbacks", "loops", "lr_schedulers", "epoch")
+    moving = ("callbacks", "loops", "lr_schedulers", "epoch", METRICS)
     return {name: _plain(value) for name, value in rest.items() if name not in moving}
 
 
@@ -787,9 +770,11 @@ _load = lightning_saving.pl_load
 
 
 def _load_also_pointers(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
-    pointer = _read(path) if isinstance(path, (str, Path)) and str(path)[:4] != "http" else None
-    if replaced := _replaced(pointer):
-        raise NotRecoverable(f"{path} {replaced}", hint=_ANEW)
+    pointer = (
+        read_pointer(path) if isinstance(path, (str, Path)) and str(path)[:4] != "http" else None
+    )
+    if replaced := replaced_by(pointer):
+        raise NotRecoverable(f"{path} {replaced}", hint=ANEW)
     if pointer is None:
         return _load(path, map_location=map_location, weights_only=weights_only)
     with open_step(pointer["root"], step=pointer["step"]) as step:

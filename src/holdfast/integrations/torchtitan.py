@@ -7,14 +7,15 @@ training goes on.  The manager is a subclass of torchtitan's, for what that one 
 Hugging Face's files, by the model's adapter, and steps that torchtitan has saved itself, which a run goes
 on from as long as holdfast has none in the folder.
 
-    the first batch of a pass     draws a seed from the default generator
-    the first forward after it    is what the restored generators are for, so they are put back once more
-                                  there: a hook on the first model part, which takes itself away
+    a loader's iterator is made    draws a seed from the default generator, after the restore
+    its first batch                is what the restored generators are for, so they are put back once more
+                                   before it is fetched; for other loaders, before the first forward pass
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ class HoldfastCheckpointManager(CheckpointManager):
     save_future: Future[None] | None
     ckpt: Checkpointer | None = None
     """The Checkpointer; None with `load_only`."""
+    _to_forget: list[Callable[[], Any]]
+    """Calls that take away what waits for the first batch."""
 
     def __init__(self, config: Any, *, ft_manager: Any = None, **parts: Any) -> None:
         if ft_manager is not None and ft_manager.enabled:
@@ -65,7 +68,7 @@ class HoldfastCheckpointManager(CheckpointManager):
                 hint="use torchtitan's TorchFTCheckpointManager with torchft",
             )
         super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **parts)
-        self.config = config
+        self.config, self._to_forget = config, []
         if not self.enable:
             return
         optimizers = list(
@@ -143,15 +146,32 @@ class HoldfastCheckpointManager(CheckpointManager):
         load(root, wanted, step=step, on_resize=rules)
 
     def _restore_generators_later(self) -> None:
-        hooks: list[Any] = []
+        """Put the generators back once more, before the first batch or, at the latest, forward pass."""
+        loader: Any = self.states.get(DATALOADER)
+        self._forget_to_restore()
+        make = getattr(loader, "_get_iterator", None)
 
         def put_back(*_: Any) -> None:
-            while hooks:
-                hooks.pop().remove()
+            if not self._to_forget:
+                return  # they were
+            self._forget_to_restore()
             with suppress(UsageError):  # saved by another number of ranks: they stay as they are
                 self.ckpt.restore_rng()  # type: ignore[union-attr]
 
-        hooks += [part.register_forward_pre_hook(put_back) for part in self._live[MODEL]]
+        def made() -> Any:
+            return _before_its_first_batch(make(), put_back)  # type: ignore[misc]
+
+        hooks = [part.register_forward_pre_hook(put_back) for part in self._live[MODEL]]
+        self._to_forget = [hook.remove for hook in hooks]
+        if make is not None:
+            loader._get_iterator = made
+            self._to_forget.append(lambda: vars(loader).pop("_get_iterator", None))
+        if getattr(loader, "_iterator", None) is not None:  # of which its state was asked
+            _before_its_first_batch(loader._iterator, put_back)
+
+    def _forget_to_restore(self) -> None:
+        while self._to_forget:
+            self._to_forget.pop()()
 
     # -- saving
 
@@ -194,3 +214,18 @@ class HoldfastCheckpointManager(CheckpointManager):
         super()._close()
         if self.ckpt is not None:
             self.ckpt.__exit__(*sys.exc_info())
+
+
+def _before_its_first_batch(iterator: Any, call: Callable[[], None]) -> Any:
+    """Return the iterator of a loader, which calls that once before it fetches."""
+    fetch = getattr(type(iterator), "_next_data", None)
+    if fetch is None:
+        return iterator
+
+    def first() -> Any:
+        vars(iterator).pop("_next_data", None)
+        call()
+        return fetch(iterator)
+
+    iterator._next_data = first
+    return iterator

@@ -23,12 +23,14 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gather
@@ -77,9 +79,11 @@ class _Holdfast(_Mixin):
         self._root = os.fspath(root or os.path.join(self.args.output_dir, "holdfast"))
         self._checkpointer: Any = None
         self._found: Any = None
-        self._must_save = self._is_restored = False
-        self._last_step = 0
+        self._must_save = self._is_restored = self._has_begun = False
+        self._last_step = self._last_saved = 0
+        self._pass = _PassOverData()
         self._metrics: dict[str, float] = {}
+        self._metrics_step = 0
         if self.args.enable_jit_checkpoint:
             self._take_over_sigterm()
         self._check_usable()
@@ -194,13 +198,54 @@ class _Holdfast(_Mixin):
             )
         return found
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
-        position = super()._init_training_state(*args, **kwargs)
+    def _init_training_state(
+        self, max_steps: int, steps_per_pass: int, num_passes: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        position = super()._init_training_state(
+            max_steps, steps_per_pass, num_passes, *args, **kwargs
+        )
         if self._found is not None:
-            saved = json.loads(self._found.extras["trainer"]["json"])
+            found = self._found.extras["trainer"]
+            saved = json.loads(found["json"])
             self.state.best_model_checkpoint = saved["best_model_checkpoint"]
-        self._last_step = self.state.global_step
+            if saved["global_step"] < max_steps:
+                self._tell_of_callbacks(saved)
+            if num_passes == sys.maxsize and "position" in found:
+                number, done = found["position"]
+                done *= self.args.gradient_accumulation_steps
+                position = number, 0 if self.args.ignore_data_skip else done
+        self._must_save = self._has_begun = False
+        self._last_step, self._last_saved = self.state.global_step, -1
+        self._pass = _PassOverData(is_stream=num_passes == sys.maxsize)
+        self._begin_pass(*position)
         return position
+
+    def _begin_pass(self, number: int, num_batches: int) -> None:
+        """Note that a pass goes on after so many batches."""
+        done = num_batches // self.args.gradient_accumulation_steps
+        self._pass.begin(number, self.state.global_step - done)
+
+    @property
+    def _position(self) -> list[int]:
+        """The pass over the data, and the number of updates made in it."""
+        return [self._pass.number, self.state.global_step - self._pass.began]
+
+    def _tell_of_callbacks(self, saved: dict[str, Any]) -> None:
+        """Warn of callbacks whose state the Trainer leaves behind, and of a run that one had ended."""
+        if not self.args.should_save:
+            return
+        states, step = saved["stateful_callbacks"], saved["global_step"]
+        names = {type(c).__name__ for c in self.callback_handler.callbacks} & states.keys()
+        if names and not self.args.restore_callback_states_from_checkpoint:
+            warn_user(
+                f"{', '.join(sorted(names))}: begins anew, without what it counted up to step {step}",
+                hint="TrainingArguments(restore_callback_states_from_checkpoint=True)",
+            )
+        control = states.get("TrainerControl") or {}
+        if step < saved["max_steps"] and control.get("args", {}).get("should_training_stop"):
+            warn_user(
+                f"a callback had ended this run at step {step}, and it trains on, as the Trainer does"
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> Any:
         if self._found is None:  # else all is restored at once, when all is there
@@ -210,6 +255,14 @@ class _Holdfast(_Mixin):
         prepared = super()._prepare_for_training(
             max_steps, loader, None if self._found is not None else resume
         )
+        self._pass.data = prepared[1].dataset
+        is_read_by_each = self._pass.is_stream and self.args.world_size > 1
+        if is_read_by_each and not isinstance(prepared[1], DataLoaderDispatcher):
+            warn_user(
+                "each rank reads the stream: where its samples are drawn at random, a run that goes on in "
+                "the middle of a pass has others there than the uninterrupted one",
+                hint="accelerator_config={'dispatch_batches': True}, which is the default for streams",
+            )
         checkpointer = self._checkpointer
         checkpointer.state.update(self._parts())
         if self.args.should_save:
@@ -264,19 +317,28 @@ class _Holdfast(_Mixin):
         else:
             self._draws.put_back()
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
         if self._found is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = (
                 True  # it had ended; the Trainer would take a step more
             )
             return
         self._losses.put_back()
-        super()._run_epoch(*args, **kwargs)
+        goes_on = epoch == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
+        self._begin_pass(epoch, kwargs["steps_trained_in_current_epoch"] if goes_on else 0)
+        self._has_begun = True
+        super()._run_epoch(*args, epoch=epoch, **kwargs)
+        if self._pass.is_over or self.control.should_epoch_stop:
+            self._begin_pass(epoch + 1, 0)
         self._between_steps()
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        self._between_steps()
-        return super().get_batch_samples(*args, **kwargs)
+    def get_batch_samples(self, iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
+        if not self._pass.is_over:  # else the epoch ends first, evaluates, and may save
+            self._between_steps()
+        found = super().get_batch_samples(iterator, num_batches, *args, **kwargs)
+        loaders = self.accelerator.gradient_state.dataloader_references
+        self._pass.go_on(len(found[0]) == num_batches, loaders)
+        return found
 
     # -- saving -------------------------------------------------------------------------------------
 
@@ -297,29 +359,49 @@ class _Holdfast(_Mixin):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         metrics = super()._evaluate(*args, **kwargs)
-        if self.state.global_step != self._last_step:  # else it is the one before the first step
+        if self._metrics_step != self.state.global_step:
+            self._metrics, self._metrics_step = {}, self.state.global_step
+        if self._has_begun:  # else it is the one before the first step
             self._metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         return metrics
 
     def _between_steps(self) -> None:
         """Save if a save is due, or was asked for in the step that has ended."""
         step, checkpointer = self.state.global_step, self._checkpointer
-        if checkpointer is None or step == self._last_step:
+        if checkpointer is None or not (self._must_save or step != self._last_step):
             return
-        self._last_step = step
+        is_new, self._last_step = step != self._last_step, step
         must_save, self._must_save = self._must_save, False
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics if self._metrics_step == step else {}
         if must_save:  # once more: an epoch that ends with this step was evaluated after it
             self._name_the_best()
         durable = checkpointer.every.durable
-        checkpointer.step(step)
-        if must_save and (durable is None or step % durable != 0):
+        if is_new:
+            checkpointer.step(step)
+            if durable is not None and step % durable == 0:
+                self._last_saved = step
+        if must_save and self._last_saved != step:
+            self._tell_of_gradients(step)
             checkpointer.save(step)
+            self._last_saved = step
         with suppress(NotFound):  # the save was left out, which has been told
             if must_save and metrics:
                 checkpointer.metrics(step, **metrics)
             if must_save and self.state.best_global_step == step:
                 checkpointer.pin(step, "best")
+
+    def _tell_of_gradients(self, step: int) -> None:
+        """Warn, once, of a save at the end of a pass whose last batches have made no update."""
+        if self.accelerator.gradient_state.sync_gradients or self._pass.has_told_of_gradients:
+            return
+        self._pass.has_told_of_gradients = True
+        warn_user(
+            f"step {step} is saved while gradients are accumulated, which no checkpoint has: the last "
+            "batches of a pass over the stream make no update, and runs that go on from it take the next "
+            "step without them",
+            hint="save_strategy='steps', or a stream whose number of batches divides by "
+            "gradient_accumulation_steps",
+        )
 
     def _load_best_model(self) -> None:
         best = self._best_step()
@@ -341,6 +423,28 @@ class _Holdfast(_Mixin):
             return super()._finalize_training(*args, **kwargs)
         finally:
             self.args.save_total_limit = limit
+
+
+class _PassOverData:
+    """The pass over the training data that is under way, for streams without length."""
+
+    def __init__(self, *, is_stream: bool = False) -> None:
+        self.is_stream = is_stream
+        self.data: Any = None
+        self.number = self.began = 0
+        """Its number, and what `global_step` was when it began."""
+        self.is_over = self.has_told_of_gradients = False
+
+    def begin(self, number: int, step: int) -> None:
+        self.number, self.began, self.is_over = number, step, False
+
+    def go_on(self, is_whole: bool, loaders: Any) -> None:
+        """Note that batches for a step were fetched; `is_whole`: as many as it should have."""
+        if self.is_stream:
+            ended = (
+                d.end_of_dataloader for d in loaders if d is not None and d.dataset is self.data
+            )
+            self.is_over |= not is_whole or any(ended)
 
 
 class HoldfastTrainer(_Holdfast, Trainer):
@@ -398,7 +502,8 @@ class _TrainerProgress:
         del self._logged[max(len(state.log_history) - 8, 0) :]
         self._logged += [json.dumps(entry) for entry in state.log_history[len(self._logged) :]]
         text = json.dumps(values)
-        return {"json": f'{text[:-1]}, "log_history": [{", ".join(self._logged)}]}}'}
+        log = ", ".join(self._logged)
+        return {"json": f'{text[:-1]}, "log_history": [{log}]}}', "position": self._of._position}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Nothing: the Trainer has had it before the model was made."""
@@ -415,6 +520,8 @@ class _Losses:
 
     def state_dict(self) -> dict[str, Any]:
         of = self._of
+        if self._saved is not None:  # it is saved again before training goes on
+            return self._saved
         return {
             "sum": float(getattr(of, "_tr_loss", 0.0)),
             "logged": getattr(of, "_globalstep_last_logged", 0),

@@ -1,0 +1,162 @@
+"""The paths that Lightning knows: small files, each of which names a step.
+
+    top/epoch=1.ckpt     {"holdfast": 1, "root": "../gpt", "step": 200, "run": 1}
+
+A step is pinned, in the root, under the name of each path that names it, so that it stays as long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+from holdfast.checkpoint.claiming import newest_claim
+from holdfast.checkpoint.names import manifest_key, read_head
+from holdfast.checkpoint.notes import read_notes, unpin
+from holdfast.codec.digest import hexdigest
+from holdfast.errors import HoldfastError, warn_user
+from holdfast.looking import run_of
+from holdfast.store import open_store
+
+__all__ = [
+    "ANEW",
+    "Pointer",
+    "beside",
+    "claimed_by",
+    "digest_of",
+    "is_last",
+    "label_of",
+    "read_pointer",
+    "remove_pointer",
+    "replaced_by",
+    "settle_left",
+    "unpin_path",
+    "write_pointer",
+]
+
+ANEW = "the run had gone back to an earlier step: what the path named is gone, so remove it"
+_MAGIC = b'{"holdfast":'
+
+Pointer: TypeAlias = dict[str, Any]
+"""The content of such a file; `run`, for another run may save the step anew; `is_coming`: the step was not
+committed when it was written; `callbacks`: their states, of a path that came later than the step."""
+
+
+def write_pointer(path: str, pointer: Pointer) -> None:
+    files, root = get_filesystem(path), pointer["root"]
+    if "://" in path:
+        files.pipe_file(path, json.dumps({"holdfast": 1, **pointer}).encode())
+        return
+    folder = os.path.realpath(os.path.dirname(path))
+    os.makedirs(folder, exist_ok=True)
+    if "://" not in root:
+        root = os.path.relpath(root, folder)  # folders may move together
+    temporary = f"{path}.{os.getpid()}.new"
+    with open(temporary, "wb") as file:
+        file.write(json.dumps({"holdfast": 1, **pointer, "root": root}).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_pointer(path: Any) -> Pointer | None:
+    """The pointer in a file; None if there is no file or it is no pointer."""
+    files = get_filesystem(path)
+    if not files.isfile(path):
+        return None
+    with files.open(path, "rb") as file:
+        begin = file.read(len(_MAGIC))
+        if begin != _MAGIC:
+            return None
+        pointer: Pointer = json.loads(begin + file.read())
+    if "://" not in pointer["root"]:
+        folder = os.path.dirname(os.path.realpath(path))
+        pointer["root"] = os.path.realpath(os.path.join(folder, pointer["root"]))
+    return pointer
+
+
+def settle_left(folder: Any) -> None:
+    """Have the paths in a folder name their steps that a killed run had not seen committed.  Those whose
+    steps are not there are removed; where that cannot be told, they stay as they are."""
+    files = get_filesystem(folder or "")
+    for found in files.ls(folder, detail=False) if folder and files.isdir(folder) else ():
+        path = f"{folder}/{os.path.basename(found)}"
+        pointer = None if os.path.islink(path) else read_pointer(path)
+        if pointer is None or not pointer.pop("is_coming", False):
+            continue
+        step = pointer["step"]
+        try:
+            saved = read_head(open_store(pointer["root"]), step, manifest_key(step))
+        except HoldfastError as error:
+            warn_user(f"{path} names step {step}, of which nothing can be told now: {error}")
+            continue
+        if saved is None or (saved.is_proved and saved.run != pointer.get("run", saved.run)):
+            unpin_path(pointer["root"], path)
+            remove_pointer(path)
+        elif saved.is_proved:
+            write_pointer(path, {**pointer, "run": saved.run})
+
+
+def is_last(path: str) -> bool:
+    return Path(path).stem.startswith("last")
+
+
+def replaced_by(pointer: Pointer | None) -> str:
+    """Say so if the step that is there was saved by another run than the one that a pointer names."""
+    if pointer is None or "run" not in pointer:
+        return ""
+    step, run = pointer["step"], run_of(pointer["root"], pointer["step"])
+    if run in (None, pointer["run"]):
+        return ""
+    what = (
+        "of which the save was not finished; the one there is of"
+        if "is_coming" in pointer
+        else ("which was saved anew by")
+    )
+    return f"names step {step} of run {pointer['run']}, {what} run {run}"
+
+
+def claimed_by(root: str) -> Pointer:
+    """The part of a pointer that says which run is at work in a root, if that can be told."""
+    with suppress(HoldfastError):
+        claim = newest_claim(open_store(root))
+        return {} if claim is None else {"run": claim.run}
+    return {}
+
+
+def remove_pointer(path: str) -> Pointer | None:
+    """Remove a pointer; return what it was."""
+    pointer, files = read_pointer(path), get_filesystem(path)
+    if pointer is not None or os.path.islink(path):
+        files.rm_file(path)
+    return pointer
+
+
+def beside(root: str, name: str) -> str:
+    path, mark, options = root.partition("?")
+    return f"{path.rstrip('/')}-{name}{mark}{options}"
+
+
+def digest_of(path: str) -> str:
+    return hexdigest(path.encode())[:8]
+
+
+def label_of(path: str) -> str:
+    """The beginning of the labels of steps that a path names; the rest is the step."""
+    return f"{ascii(Path(path).stem)[1:-1][-50:]} {digest_of(path)} "
+
+
+def unpin_path(root: str, path: str, but: Collection[int | None] = ()) -> None:
+    """Unpin what a path named."""
+    try:
+        for label, step in read_notes(open_store(root)).live_labels.items():
+            if label.startswith(label_of(path)) and step not in but:
+                unpin(open_store(root), label)
+    except HoldfastError as error:
+        warn_user(f"{path}: what it named before stays pinned, so it is not deleted: {error}")
