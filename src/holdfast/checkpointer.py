@@ -41,7 +41,7 @@ from holdfast.roots import open_shared, require_native_root
 from holdfast.saving import Save
 from holdfast.schedule import Every, every_of
 from holdfast.state.collecting import RunState
-from holdfast.state.live import RULES, Live, State, check_keys, is_loader, stages
+from holdfast.state.live import RULES, Live, State, check_keys, loaded_states
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
 from holdfast.tiers import Tiers
@@ -485,14 +485,15 @@ class Checkpointer:
             origin = origin_of(self._root, source, self._tiers.group)
         if self._steering is not None:
             self._steering.lost(*restart.survey.lost_with_nodes())
-        with span("restore") as fields:
+        with loaded_states.noted(), span("restore") as fields:
             if origin is not None:
                 fields["source"] = origin
                 restored = restart.from_source(origin, step, patterns)
             else:
                 restored = restart.to(step if found is None else found)
             fields["step"] = int(restored)
-        self._go_on_from(restart, restored, must_save=keep_source and origin is not None)
+            loaded_states.ask()
+            self._go_on_from(restart, restored, must_save=keep_source and origin is not None)
         self._restored = restored
         return restored
 
@@ -541,18 +542,13 @@ class Checkpointer:
         )
         generators = Rng().state_dict()
         saves = must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None))
-        protects = not saves and memory is not None and restart.needs_protection()
-        for value in self.state.values() if saves or protects else ():
-            if is_loader(value) and stages(value) is None:
-                value.state_dict()  # the first time that it is asked, it may draw
-        Rng().load_state_dict(generators)
         if saves:
             self._begin(int(restored), must=True)
-        elif protects and memory is not None:
+        elif memory is not None and restart.needs_protection():
             self._snapshot(int(restored), memory)
         if records is not None:
             records.prepare()
-        Rng().load_state_dict(generators)
+        Rng().load_state_dict(generators)  # a loader that was not loaded may draw when it is asked
 
     # -- ending -----------------------------------------------------------------------------------
 

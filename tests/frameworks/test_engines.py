@@ -1,4 +1,4 @@
-"""DeepSpeed's engines pass the suite that others are given."""
+"""DeepSpeed's engines and Megatron-Core's models pass the suite that others are given."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import pytest
 
 from ports import free_port
 
-SUITE = Path(__file__).with_name("deepspeed_suite.py")
+FOLDER = Path(__file__).parent
 DEADLINE_S = 500
+NUM_TESTS = 11
+"""The tests of the suite."""
 
 
 @pytest.mark.distributed
-def test_deepspeed_passes_the_suite(tmp_path: Path) -> None:
-    """In a process of its own: DeepSpeed, once imported, changes what other tests do."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(SUITE)]
+@pytest.mark.parametrize(("name", "num_classes"), [("deepspeed", 2), ("megatron", 3)])
+def test_an_engine_passes_the_suite(name: str, num_classes: int, tmp_path: Path) -> None:
+    """In a process of its own: what each changes, once imported, is not for other tests."""
+    suite = FOLDER / f"{name}_suite.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite)]
     done = subprocess.run(
         [*command, f"--basetemp={tmp_path / 'suite'}"],
         env=os.environ | {"SUITE_PORT": str(free_port())},
@@ -28,4 +32,4 @@ def test_deepspeed_passes_the_suite(tmp_path: Path) -> None:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout[-8000:]
-    assert "22 passed" in done.stdout
+    assert f"{NUM_TESTS * num_classes} passed" in done.stdout

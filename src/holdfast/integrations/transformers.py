@@ -524,7 +524,7 @@ class _Losses:
             return self._saved
         return {
             "sum": float(getattr(of, "_tr_loss", 0.0)),
-            "logged": getattr(of, "_globalstep_last_logged", 0),
+            "logged": getattr(of, "_globalstep_last_logged", of.state.global_step),
             "flos": of.current_flos,
         }
 

@@ -6,6 +6,7 @@ Planned, and refused where it must be, before any tensor is read; put back when 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from holdfast.state.live import (
     in_order,
     is_optimizer,
     is_stateful,
+    loaded_states,
     outline_tensor,
     parts_of,
     stages,
@@ -465,6 +467,7 @@ class ExtrasRestorer:
                 put_plain_states(value, source, tree, pairs, self._decode, self._live.unfit)
         elif is_stateful(value):
             with naming(key, value, "load_state_dict"):
+                loaded_states.note(value, partial(self._decode, tree))
                 value.load_state_dict(self._decode(tree))
         else:
             self.state[key] = self._merge(key, value, tree)

@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.format import extras
-from holdfast.state.live import is_stateful
+from holdfast.state.live import is_stateful, loaded_states
 from holdfast.state.own_errors import naming
 
 LIVE, OBJECT = "$live", "$object"
@@ -48,6 +49,7 @@ class Nested:
         """Put the states into the objects."""
         for slot in self.slots:
             with naming(slot.path, slot.live, "load_state_dict"):
+                loaded_states.note(slot.live, partial(decode, slot.tree))
                 slot.live.load_state_dict(decode(slot.tree))
 
     def has(self, name: str) -> bool:

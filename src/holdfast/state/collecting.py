@@ -27,6 +27,7 @@ from holdfast.state.live import (
     is_optimizer,
     is_stateful,
     kind_of,
+    loaded_states,
     sources_in,
     stages,
     unwrap,
@@ -218,7 +219,7 @@ def add_plain(live: Live, key: str, value: Any, on_resize: dict[str, str] | None
         if rule or is_loader(value):
             live.rules[key] = rule or "ask"
         with naming(key, value, "state_dict"):
-            saved = value.state_dict()
+            saved = loaded_states.of(value)
         live.extras[key] = encode(live, key, saved, inline=True)
     elif isinstance(value, torch.Tensor):
         live.add(key, "tensor", value, steady=False)

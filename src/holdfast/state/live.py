@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -191,6 +192,45 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
+
+
+class LoadedStates:
+    """The states that objects were given by a restore, until the script goes on.
+
+    Asked before that, many tell another one: a loader begins a pass, with what it draws for it and with the
+    order of its sampler's epoch, or tells of its beginning.  What a restore itself saves comes from here.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[Any, Callable[[], Any]]] | None = None
+        self._is_asked = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what objects are given."""
+        self._states = {}
+        try:
+            yield
+        finally:
+            self._states, self._is_asked = None, False
+
+    def ask(self) -> None:
+        """Take what was noted for the states of these objects from now on."""
+        self._is_asked = True
+
+    def note(self, value: Any, state: Callable[[], Any]) -> None:
+        """Note that an object is given a state, which `state()` makes anew each time."""
+        if self._states is not None:
+            self._states[id(value)] = value, state
+
+    def of(self, value: Any) -> Any:
+        """Return the state of an object: what was noted, or what it says itself."""
+        noted = self._states.get(id(value)) if self._states is not None and self._is_asked else None
+        return value.state_dict() if noted is None else noted[1]()
+
+
+loaded_states = LoadedStates()
+"""The states of this process, in whose training thread one restore is made at a time."""
 
 
 def is_loader(value: Any) -> bool:
@@ -488,7 +528,7 @@ def encode(
     for path, leaf, into in sorted(objects, key=itemgetter(0)):
         name = f"{key}.{path}" if path else key
         with naming(name, leaf, "state_dict"):
-            saved = leaf.state_dict()
+            saved = loaded_states.of(leaf)
         into["$object"] = encode(live, name, saved, inline=True, depth=depth + 1)
     return tree
 
