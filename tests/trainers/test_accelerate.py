@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import holdfast
 from trainers.forked import Ranks
@@ -212,3 +213,29 @@ def test_hooks_of_checkpoints_are_refused(register: str, tmp_path: Path) -> None
     with pytest.raises(holdfast.errors.UsageError, match="register_for_checkpointing"):
         attach(with_one, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.soak
+def test_a_stateful_loader_is_saved_again_before_it_goes_on(tmp_path: Path) -> None:
+    """It is where it was."""
+    pytest.importorskip("torchdata")
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    from holdfast.integrations.accelerate import attach
+
+    def run(*, loads: bool, num_batches: int) -> list[list[int]]:
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        model = torch.nn.Linear(1, 1)
+        loader, model = accelerator.prepare(torch.utils.data.DataLoader(range(12)), model)
+        attach(accelerator, tmp_path / "root")
+        at = int(accelerator.load_state()) if loads else 0
+        seen = [one.tolist() for _, one in zip(range(num_batches), loader)]
+        accelerator.save_state(str(tmp_path / f"checkpoint-{at + 1}"))
+        accelerator.end_training()
+        return seen
+
+    first = run(loads=False, num_batches=3)
+    assert run(loads=True, num_batches=0) == []
+    assert (first, run(loads=True, num_batches=2)) == ([[0], [1], [2]], [[3], [4]])

@@ -184,6 +184,8 @@ class _Attached:
 def state_of(accelerator: Any) -> dict[str, Any]:
     """Return what an Accelerator has prepared and registered, as a state for holdfast."""
     loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]
+    for loader in loaders:
+        _tell_what_was_loaded(loader)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         for engine in accelerator._models:
             check_engine(engine)
@@ -200,6 +202,16 @@ def state_of(accelerator: Any) -> dict[str, Any]:
         for role, values in roles.items()
         for number, value in enumerate(values)
     }
+
+
+def _tell_what_was_loaded(loader: Any) -> None:
+    """Have a loader's state be the loaded one until it goes on: Accelerate keeps that of its beginning."""
+
+    def load_state_dict(saved: dict[str, Any]) -> None:
+        type(loader).load_state_dict(loader, saved)
+        loader.dl_state_dict = saved
+
+    loader.load_state_dict = load_state_dict
 
 
 def bare(wrapped: Any) -> Any:

@@ -467,7 +467,8 @@ class ExtrasRestorer:
                 put_plain_states(value, source, tree, pairs, self._decode, self._live.unfit)
         elif is_stateful(value):
             with naming(key, value, "load_state_dict"):
-                loaded_states.note(value, partial(self._decode, tree))
+                if not any(True for _ in referred(tree)):  # records follow an object's own tensors
+                    loaded_states.note(value, partial(self._decode, tree))
                 value.load_state_dict(self._decode(tree))
         else:
             self.state[key] = self._merge(key, value, tree)

@@ -49,7 +49,8 @@ class Nested:
         """Put the states into the objects."""
         for slot in self.slots:
             with naming(slot.path, slot.live, "load_state_dict"):
-                loaded_states.note(slot.live, partial(decode, slot.tree))
+                if not any(True for _ in extras.referred(slot.tree)):
+                    loaded_states.note(slot.live, partial(decode, slot.tree))
                 slot.live.load_state_dict(decode(slot.tree))
 
     def has(self, name: str) -> bool:

@@ -198,7 +198,8 @@ class LoadedStates:
     """The states that objects were given by a restore, until the script goes on.
 
     Asked before that, many tell another one: a loader begins a pass, with what it draws for it and with the
-    order of its sampler's epoch, or tells of its beginning.  What a restore itself saves comes from here.
+    order of its sampler's epoch, or tells of its beginning.  What a restore itself saves comes from here,
+    but for states with large or sharded tensors: these are the objects' own.
     """
 
     def __init__(self) -> None:
