@@ -541,8 +541,7 @@ class Checkpointer:
             delta is not None and delta.parent is not None
         )
         generators = Rng().state_dict()
-        saves = must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None))
-        if saves:
+        if must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None)):
             self._begin(int(restored), must=True)
         elif memory is not None and restart.needs_protection():
             self._snapshot(int(restored), memory)

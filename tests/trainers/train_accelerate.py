@@ -19,7 +19,7 @@ from accelerate.utils import (
 
 import holdfast
 from holdfast.integrations.accelerate import attach
-from trainers.tiny import Data, Journal, Net, die_at, digest
+from trainers.tiny import Data, Journal, Net, Stream, die_at, digest
 
 EPOCHS = 3
 KEPT: list[Any] = []
@@ -53,22 +53,11 @@ class Position:
         self.done = saved["done"]
 
 
-class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
-    """Samples in an order that follows from the number of the epoch."""
-
-    def __init__(self, data: Data) -> None:
-        self.data, self.epoch = data, 0
+class SizedStream(Stream):
+    """A stream that has a length."""
 
     def __len__(self) -> int:
         return len(self.data)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(self.epoch)
-        for number in torch.randperm(len(self.data), generator=generator).tolist():
-            yield self.data[number]
 
 
 class Ordered(torch.utils.data.Sampler[int]):
@@ -144,7 +133,7 @@ def main(options: dict[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, options.get("period", 5))
     data: Any = Data(options.get("size", 50), noisy=options.get("noisy", False))
     loader = torch.utils.data.DataLoader(
-        Stream(data) if options.get("streams") else data,
+        SizedStream(data) if options.get("streams") else data,
         batch_size=options.get("batch", 4),
         shuffle=None if options.get("streams") or options.get("ordered") else True,
         sampler=Ordered(len(data)) if options.get("ordered") else None,

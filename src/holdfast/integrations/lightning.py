@@ -180,12 +180,8 @@ class _Saving:
         super().setup(trainer)  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
             self._homes, self._resumed, self._begins_anew = {}, None, True
-            self._has_begun, self._place, self._metrics, self._told = (
-                False,
-                LoopPlace.OTHER,
-                None,
-                set(),
-            )
+            self._has_begun, self._place = False, LoopPlace.OTHER
+            self._metrics, self._told = None, ()
             # what callbacks save comes after the one and before the other
             trainer.callbacks = [_Begin(), *trainer.callbacks, _Steps()]
 

@@ -257,7 +257,8 @@ class _Holdfast(_Mixin):
         )
         self._pass.data = prepared[1].dataset
         is_read_by_each = self._pass.is_stream and self.args.world_size > 1
-        if is_read_by_each and not isinstance(prepared[1], DataLoaderDispatcher):
+        dispatches = isinstance(prepared[1], DataLoaderDispatcher)
+        if is_read_by_each and not dispatches and self.args.should_save:
             warn_user(
                 "each rank reads the stream: where its samples are drawn at random, a run that goes on in "
                 "the middle of a pass has others there than the uninterrupted one",

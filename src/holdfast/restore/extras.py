@@ -6,7 +6,6 @@ Planned, and refused where it must be, before any tensor is read; put back when 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -467,8 +466,7 @@ class ExtrasRestorer:
                 put_plain_states(value, source, tree, pairs, self._decode, self._live.unfit)
         elif is_stateful(value):
             with naming(key, value, "load_state_dict"):
-                if not any(True for _ in referred(tree)):  # records follow an object's own tensors
-                    loaded_states.note(value, partial(self._decode, tree))
+                loaded_states.note(value, tree, self._decode)
                 value.load_state_dict(self._decode(tree))
         else:
             self.state[key] = self._merge(key, value, tree)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -49,8 +48,7 @@ class Nested:
         """Put the states into the objects."""
         for slot in self.slots:
             with naming(slot.path, slot.live, "load_state_dict"):
-                if not any(True for _ in extras.referred(slot.tree)):
-                    loaded_states.note(slot.live, partial(decode, slot.tree))
+                loaded_states.note(slot.live, slot.tree, decode)
                 slot.live.load_state_dict(decode(slot.tree))
 
     def has(self, name: str) -> bool:

@@ -15,6 +15,7 @@ import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -219,10 +220,11 @@ class LoadedStates:
         """Take what was noted for the states of these objects from now on."""
         self._is_asked = True
 
-    def note(self, value: Any, state: Callable[[], Any]) -> None:
-        """Note that an object is given a state, which `state()` makes anew each time."""
-        if self._states is not None:
-            self._states[id(value)] = value, state
+    def note(self, value: Any, tree: Any, decode: Callable[[Any], Any]) -> None:
+        """Note that an object is given what `decode(tree)` makes, anew each time.  Where the tree refers to
+        tensors, nothing is noted: records follow the object's own."""
+        if self._states is not None and not any(True for _ in extras.referred(tree)):
+            self._states[id(value)] = value, partial(decode, tree)
 
     def of(self, value: Any) -> Any:
         """Return the state of an object: what was noted, or what it says itself."""
