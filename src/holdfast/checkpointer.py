@@ -48,6 +48,7 @@ from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
     from holdfast.delta.options import Delta
+    from holdfast.format.manifest import Manifest
     from holdfast.memory.options import Memory
     from holdfast.memory.tier import MemoryTier
     from holdfast.policy.tuning import Auto
@@ -303,6 +304,15 @@ class Checkpointer:
         call = "Checkpointer.save"
         return attached(self._files or {}, files, metrics, call, complain, reads=is_first)
 
+    def _attached_before(self, snapshot: Manifest | None) -> Attached | None:
+        """Return what a save adds to the step of a restored snapshot, which had metrics."""
+        if snapshot is None or self._tiers.group.rank != 0:
+            return None
+        from holdfast.saving.attaching import metrics_of
+
+        store, files = self._tiers.store, tuple(self._files or ())
+        return self._attached(metrics_of(store, snapshot, files, self._notices.warn))
+
     def _begin(
         self,
         step: int,
@@ -542,7 +552,8 @@ class Checkpointer:
         )
         generators = Rng().state_dict()
         if must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None)):
-            self._begin(int(restored), must=True)
+            added = self._attached_before(restart.snapshot())
+            self._begin(int(restored), must=True, added=added)
         elif memory is not None and restart.needs_protection():
             self._snapshot(int(restored), memory)
         if records is not None:

@@ -39,6 +39,7 @@ from holdfast.survey import Survey, gone
 if TYPE_CHECKING:
     from holdfast.delta.log import RecordedStep
     from holdfast.delta.segment import Identity
+    from holdfast.format.manifest import Manifest
     from holdfast.tiers import Tiers
 
 
@@ -295,6 +296,14 @@ class Restart:
         return tier_of(candidate), candidate.run, candidate.step, attempt
 
     # -- what follows -----------------------------------------------------------------------------
+
+    def snapshot(self) -> Manifest | None:
+        """The manifest of the snapshot in memory that is live now; None if it is not one, or recorded steps
+        lead on from it."""
+        taken, snapshots = self.taken, self.survey.snapshots
+        if taken is None or not taken.in_memory or snapshots is None or self.num_replayed:
+            return None
+        return snapshots.find(taken.attempt)
 
     def leaves_behind(self) -> bool:
         """True if there is anything newer than the state that was reached."""

@@ -116,7 +116,9 @@ class Steering:
         self._flying.append((tier, save, 0.0))
 
     def lost(self, snapshot: str, num_nodes: int) -> None:
-        """Note that a restart found `num_nodes` nodes without their part of a snapshot."""
+        """Note that a restart found `num_nodes` nodes without their part of a snapshot.  What it takes is
+        not counted as a step's time."""
+        self._since = None
         if self._group.rank != 0 or not num_nodes or snapshot == self._kept.lost_of:
             return
         self._kept = msgspec.structs.replace(self._kept, lost_of=snapshot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -54,7 +55,10 @@ def collected(target: str, *paths: str) -> str:
     assert done.returncode == 0, done.stderr
     (marked, *_) = re.findall(r"-m pytest .*-m (?:\"(.*?)\"|(\w+))", done.stdout)
     told = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "".join(marked), *paths]
-    return subprocess.run(told, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    return subprocess.run(
+        told, cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    ).stdout
 
 
 def test_what_is_not_run_is_run_anyway() -> None:

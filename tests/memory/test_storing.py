@@ -172,3 +172,30 @@ def test_files_labels_and_calls_of_saves_by_way_of_memory(run: Callable[..., Run
     opened = holdfast.open(one.root)
     assert (opened.step, dict(opened.files)) == (1, {"config.json": b"{}"})
     assert opened.metrics == {"loss": 0.5}
+
+
+def test_what_memory_alone_has_is_saved_anew_with_its_metrics(tmp_path: Path, node: Client) -> None:
+    """And with the files that are declared; those that were given to `save` are told of."""
+    root = tmp_path / "root"
+
+    def begun() -> holdfast.Checkpointer:
+        return holdfast.Checkpointer(
+            root,
+            {"x": {"t": torch.arange(4)}},
+            every=holdfast.Every(memory=1, durable=100),
+            memory=holdfast.Memory("none"),
+            files={"config.json": b"{}"},
+        )
+
+    one = begun()
+    one.save(7, metrics={"loss": 0.5}, files={"note.txt": b"good"}).wait(60)
+    one.metrics(7, rank=2)
+    one.__exit__(RuntimeError, RuntimeError("a collective has failed"), None)
+    (root / "steps/0000000007/manifest.json").unlink()  # as if it had not been committed
+    with begun() as two:
+        assert two.restore().tier == "memory"
+        with pytest.warns(HoldfastWarning, match="saved anew from memory, and without note.txt"):
+            two.wait()
+    opened = holdfast.open(root)
+    assert opened.step == 7 and opened.metrics == {"loss": 0.5, "rank": 2}
+    assert dict(opened.files) == {"config.json": b"{}"}

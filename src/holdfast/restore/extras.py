@@ -32,6 +32,7 @@ from holdfast.restore.nested import (
     is_object,
     nested,
     not_its_state,
+    put_state,
 )
 from holdfast.restore.targets import RestoreOptions, empty_in, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
@@ -46,7 +47,6 @@ from holdfast.state.live import (
     in_order,
     is_optimizer,
     is_stateful,
-    loaded_states,
     outline_tensor,
     parts_of,
     stages,
@@ -465,9 +465,7 @@ class ExtrasRestorer:
             if not source.by_master:
                 put_plain_states(value, source, tree, pairs, self._decode, self._live.unfit)
         elif is_stateful(value):
-            with naming(key, value, "load_state_dict"):
-                loaded_states.note(value, tree, self._decode)
-                value.load_state_dict(self._decode(tree))
+            put_state(key, value, tree, self._decode)
         else:
             self.state[key] = self._merge(key, value, tree)
 

@@ -47,13 +47,20 @@ class Nested:
     def put(self, decode: Callable[[Any], Any]) -> None:
         """Put the states into the objects."""
         for slot in self.slots:
-            with naming(slot.path, slot.live, "load_state_dict"):
-                loaded_states.note(slot.live, slot.tree, decode)
-                slot.live.load_state_dict(decode(slot.tree))
+            put_state(slot.path, slot.live, slot.tree, decode)
 
     def has(self, name: str) -> bool:
         """True if the tensor `name` is in an object's state."""
         return any(name.startswith(f"{slot.path}.") for slot in self.slots)
+
+
+def put_state(path: str, value: Any, tree: Any, decode: Callable[[Any], Any]) -> None:
+    """Load an object's saved state by its `load_state_dict`."""
+    with naming(path, value, "load_state_dict"):
+        loaded_states.note(value, tree, decode)
+        if type(value).__name__ == "OptimizerParamScheduler":
+            value.num_steps = 0  # Megatron's adds the steps that it loads to those that it has
+        value.load_state_dict(decode(tree))
 
 
 def is_object(value: Any) -> bool:

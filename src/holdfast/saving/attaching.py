@@ -11,18 +11,20 @@ as `on_error` says.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import nan
 from typing import Any, TypeAlias, Union
 
 from holdfast.arguments import function_of, path_of, shown, unfit
 from holdfast.checkpoint.attached import pack
 from holdfast.checkpoint.names import step_prefix
 from holdfast.checkpoint.notes import Values, values_of
+from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import HoldfastError, StoreError, UsageError
 from holdfast.format.checking import is_safe_name
-from holdfast.format.manifest import MAX_ATTACHED, PackEntry
+from holdfast.format.manifest import MAX_ATTACHED, Manifest, PackEntry
 from holdfast.store import Store
 
 FileSource: TypeAlias = Union[bytes, bytearray, str, "os.PathLike[str]", Callable[[], bytes]]
@@ -145,6 +147,29 @@ def attached(
         complain(error)
         contents = {}
     return Attached(contents, values)
+
+
+def metrics_of(
+    store: Store, snapshot: Manifest, files: Collection[str], warn: Callable[[str], object]
+) -> dict[str, float]:
+    """Return the metrics of the step that a snapshot in memory is of: they are in its manifest and in
+    notes.  Its files are not in memory: `warn` is called with a text about those that `files` has not got.
+    """
+    lost = (
+        sorted({f.name for f in snapshot.attached.files} - set(files))
+        if snapshot.attached is not None
+        else []
+    )
+    if lost:
+        warn(
+            f"step {snapshot.step} is saved anew from memory, and without {', '.join(lost)}: files "
+            "that are given to save() are in storage only"
+        )
+    try:
+        return Checkpoint(store, snapshot).metrics
+    except HoldfastError as error:
+        warn(f"step {snapshot.step} is saved anew without the metrics that were noted: {error}")
+        return {name: nan if v is None else v for name, v in snapshot.metrics.items()}
 
 
 def _read(name: str, source: FileSource) -> bytes:
