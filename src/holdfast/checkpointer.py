@@ -311,7 +311,7 @@ class Checkpointer:
         from holdfast.saving.attaching import metrics_of
 
         store, files = self._tiers.store, tuple(self._files or ())
-        return self._attached(metrics_of(store, snapshot, files, self._notices.warn))
+        return self._attached(metrics_of(store, snapshot, files, self._notices.warn) or None)
 
     def _begin(
         self,
@@ -327,12 +327,8 @@ class Checkpointer:
         self._check_open()
         added = added or self._attached()
         memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
-        if delta is not None and delta.parent is not None and step < delta.parent[1]:
-            raise UsageError(
-                f"step {step} comes before step {delta.parent[1]}, and records lead on from it: from "
-                "another state they would lead elsewhere",
-                hint="save under the number of the step that was made",
-            )
+        if delta is not None:
+            delta.check_save(step)
         with span("save.call", step=step):
             if memory is not None:
                 save = memory.begin(

@@ -675,6 +675,26 @@ def buffers_that_nobody_sends_are_told(root: Path) -> None:
         saver(state := {"m": net}, replicas="verify", on_error="raise")(root / "2", state, 1)
 
 
+def commits_are_called_for_on_every_rank(root: Path) -> None:
+    """Once each, in order, when the step is there for all to read."""
+    run, told = Run(root / "run"), list[int]()
+
+    def call(step: int) -> None:
+        assert step in holdfast.steps(str(run.root))
+        told.append(step)
+
+    with run.ckpt:
+        run.ckpt.on_commit(call)
+        for step in (1, 2, 3):
+            run.train()
+            run.ckpt.save(step)
+        run.ckpt.wait()
+        assert told == [1, 2, 3]
+        run.train()
+        run.ckpt.save(4)
+    assert told == [1, 2, 3, 4]
+
+
 CASES = [
     snapshots_are_of_the_moment_of_the_call,
     a_write_in_the_window_fails_aloud,
@@ -698,6 +718,7 @@ CASES = [
     replicas_are_proved_once,
     buffers_are_those_of_rank_0,
     buffers_that_nobody_sends_are_told,
+    commits_are_called_for_on_every_rank,
     a_rank_that_never_saves_is_named_in_time,
 ]
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,10 @@ def test_files_labels_and_calls_of_saves_by_way_of_memory(run: Callable[..., Run
     assert opened.metrics == {"loss": 0.5}
 
 
-def test_what_memory_alone_has_is_saved_anew_with_its_metrics(tmp_path: Path, node: Client) -> None:
+@pytest.mark.parametrize("has_more", [True, False])
+def test_what_memory_alone_has_is_saved_anew_with_its_metrics(
+    tmp_path: Path, node: Client, has_more: bool
+) -> None:
     """And with the files that are declared; those that were given to `save` are told of."""
     root = tmp_path / "root"
 
@@ -184,18 +188,23 @@ def test_what_memory_alone_has_is_saved_anew_with_its_metrics(tmp_path: Path, no
             {"x": {"t": torch.arange(4)}},
             every=holdfast.Every(memory=1, durable=100),
             memory=holdfast.Memory("none"),
-            files={"config.json": b"{}"},
+            files={"config.json": b"{}"} if has_more else None,
         )
 
     one = begun()
-    one.save(7, metrics={"loss": 0.5}, files={"note.txt": b"good"}).wait(60)
-    one.metrics(7, rank=2)
+    if has_more:
+        one.save(7, metrics={"loss": 0.5}, files={"note.txt": b"good"}).wait(60)
+        one.metrics(7, rank=2)
+    else:
+        one.save(7).wait(60)
     one.__exit__(RuntimeError, RuntimeError("a collective has failed"), None)
     (root / "steps/0000000007/manifest.json").unlink()  # as if it had not been committed
     with begun() as two:
         assert two.restore().tier == "memory"
-        with pytest.warns(HoldfastWarning, match="saved anew from memory, and without note.txt"):
+        told = "saved anew from memory, and without note.txt"
+        with pytest.warns(HoldfastWarning, match=told) if has_more else nullcontext():
             two.wait()
     opened = holdfast.open(root)
-    assert opened.step == 7 and opened.metrics == {"loss": 0.5, "rank": 2}
-    assert dict(opened.files) == {"config.json": b"{}"}
+    assert opened.step == 7
+    assert opened.metrics == ({"loss": 0.5, "rank": 2} if has_more else {})
+    assert dict(opened.files) == ({"config.json": b"{}"} if has_more else {})

@@ -67,6 +67,24 @@ def test_a_rank_of_two_nodes_is_killed(tmp_path: Path) -> None:
         assert "rank 1 on node0 failed" in run.job.agents[b].text()
 
 
+def test_a_rank_of_two_nodes_is_stopped(tmp_path: Path) -> None:
+    """Those of both nodes wait for it, and both launchers see that no rank steps: it alone is replaced."""
+    with Cluster(2, tmp_path / "nodes", head=True) as cluster:
+        a, b = cluster.nodes
+        run = Run(cluster, tmp_path, nnodes="2", nproc=2, words=["--hang-s=5"])
+        before = run.on([a, b], 4)
+        run.kill(b, 1, signal.SIGSTOP)
+        after = run.on([a, b], 4, after=time.time())
+        run.end([a, b])
+        run.check([a, b])
+        begun(before, after)
+        assert pids(before[3:]) <= pids(before) - pids(after)
+        assert gone(run, before, after) <= pids(before[3:])
+        said = [run.job.agents[node].text() for node in (a, b)]
+        assert any("no rank has done a step for 5 s" in text for text in said)
+        assert all("attempt 2 begins with 4 ranks" in text for text in said)
+
+
 def test_an_exception_on_one_node_is_no_failure_of_the_other(tmp_path: Path) -> None:
     """All processes go on; what the exception did to the ranks of the other node is of no account."""
     with Cluster(2, tmp_path / "nodes", head=True) as cluster:

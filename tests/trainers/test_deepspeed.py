@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,13 +17,9 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
 pytest.importorskip("deepspeed")
 
 from .forked import Ranks
-from .options import Run
+from .killing import KILLS, STEPS, killed, losses_of, run_of, same
 
 pytestmark = [pytest.mark.distributed, pytest.mark.soak, pytest.mark.timeout(3600)]
-
-KILLS = 10
-STEPS = 120
-DEADLINE_S = 900
 
 
 @pytest.fixture(scope="module")
@@ -34,54 +29,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield found
 
 
-def killed(ranks: Ranks, run: Run, num: int, chance: random.Random) -> None:
-    """Run until some losses are known, and a moment longer; then kill the ranks, one after the other.  Some
-    must run still."""
-    lines, more = len(lines_of(run)), chance.randrange(8)
-    pids = ranks.start(asdict(run), num)
-    until = time.monotonic() + DEADLINE_S
-    while len(lines_of(run)) <= lines + more and None in (codes := ranks.codes(pids)):
-        assert not any(codes), ranks.errors()
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    time.sleep(chance.random() / 20)
-    ranks.kill(chance.sample(pids, len(pids)))
-    assert -9 in ranks.codes(pids)
-
-
-def lines_of(run: Run) -> list[str]:
-    texts = [path.read_text() for path in Path(run.out).glob("losses-*")]
-    return [line for text in texts for line in text.splitlines(keepends=True) if line[-1] == "\n"]
-
-
-def losses_of(run: Run) -> dict[tuple[int, int], set[str]]:
-    """By step and half of the batch, all values that the loss had, at the first try and at every other."""
-    found: dict[tuple[int, int], set[str]] = {}
-    for line in lines_of(run):
-        step, half, loss = line.split()
-        found.setdefault((int(step), int(half)), set()).add(loss)
-    return found
-
-
-def same(run: Run, alone: Run) -> None:
-    expected = losses_of(alone)
-    assert len(expected) == 2 * STEPS and all(len(values) == 1 for values in expected.values())
-    assert losses_of(run) == expected
-    assert Path(run.out, "final").read_text() == Path(alone.out, "final").read_text()
-
-
-def run_of(folder: Path, **given: Any) -> Run:
-    folder.mkdir()
-    return Run(steps=STEPS, out=str(folder), **given)
-
-
 @pytest.mark.parametrize(
     ("num", "stage", "dtype", "memory"),
     [
         (1, 1, "fp16", False),
         (2, 1, "bf16", False),
-        (2, 2, "bf16", True),
-        (2, 3, "bf16", False),
+        (2, 2, "fp16", True),
+        (2, 3, "fp16", False),
         (2, 0, "fp32", False),
     ],
 )
@@ -99,7 +53,22 @@ def test_killed_at_ten_moments(
     same(run, alone)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("model", "stage"), [("moe", 2), ("pipe", 1)])
+def test_experts_and_stages_killed_at_ten_moments(
+    ranks: Ranks, tmp_path: Path, model: str, stage: int
+) -> None:
+    given: dict[str, Any] = {"stage": stage, "dtype": "bf16", "model": model}
+    alone = run_of(tmp_path / "alone", **given)
+    ranks.finish(asdict(alone), 2)
+    run = run_of(tmp_path / "run", root=str(tmp_path / "root"), **given)
+    chance = random.Random(model)
+    for _ in range(KILLS):
+        killed(ranks, run, 2, chance)
+    ranks.finish(asdict(run), 2)
+    same(run, alone)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "bf16"), (3, "bf16")])
 def test_killed_on_two_ranks_and_on_one(
     ranks: Ranks, tmp_path: Path, stage: int, dtype: str
 ) -> None:

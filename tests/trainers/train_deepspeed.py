@@ -26,10 +26,13 @@ import holdfast
 from distributed.engines import gathered
 from holdfast.integrations.deepspeed import attach
 
+from .deepspeed_parts import BUILD, batches, own_weights
 from .options import Run
 
 
 def engine_of(run: Run) -> Any:
+    if run.model:
+        return BUILD[run.model]({"ep_size": 2, "stage": run.stage, "dtype": run.dtype}, 0)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 33), nn.Tanh(), nn.Dropout(run.dropout), nn.Linear(33, 31), nn.Linear(31, 4)
@@ -61,7 +64,12 @@ def train(engine: Any, run: Run, losses: Any) -> None:
     dtype = next(engine.module.parameters()).dtype
     while engine.global_steps < run.steps:
         step = engine.global_steps
-        for half in (rank,) if world == 2 else (0, 1):
+        if run.model == "pipe":
+            made = torch.Generator().manual_seed(step)
+            loss = engine.train_batch(data_iter=batches(made, dtype))
+            print(step + 1, rank, loss.item().hex(), file=losses, flush=True)
+        halves = (rank,) if world == 2 else (0, 1)
+        for half in () if run.model == "pipe" else halves:
             made = torch.Generator().manual_seed(2 * step + half)
             x = torch.randn(4, 16, generator=made).to(dtype)
             loss = engine(x).float().square().mean()
@@ -71,9 +79,13 @@ def train(engine: Any, run: Run, losses: Any) -> None:
         time.sleep(run.pause_s)
 
 
-def digest(engine: Any) -> str:
-    """Of every master and every optimizer state."""
+def digest(engine: Any, run: Run) -> str:
+    """Of every master and every optimizer state; of the weights of this rank, if it has a part of them."""
     found = hashlib.sha256()
+    if run.model:
+        for name, tensor in sorted(own_weights(engine, run.model).items()):
+            found.update(name.encode() + tensor.float().numpy().tobytes())
+        return found.hexdigest()
     for name, tensor in sorted(gathered(engine).items()):
         found.update(name.encode() + tensor.numpy().tobytes())
     return found.hexdigest()
@@ -105,7 +117,7 @@ def main(options: dict[str, Any]) -> None:
         assert engine.global_steps > 0
     with open(out / f"losses-{os.getpid()}", "w") as losses:
         train(engine, run, losses)
-    final = digest(engine)
+    final = digest(engine, run)
     if ckpt is not None:
         ckpt.close()
     if get_rank() == 0:

@@ -35,7 +35,7 @@ URL is a folder of checkpoints; URL@STEP one step of it, URL alone the newest. C
 systems are found by what is there, or named by a prefix: dcp:PATH, deepspeed:PATH, megatron:PATH, \
 huggingface:PATH, torch:PATH.
 
-Exit codes: 0 fine, 1 a problem was found, 2 wrong usage. All verbs take --json."""
+Exit codes: 0 fine, 1 a problem was found, 2 wrong usage. All verbs but run take --json."""
 _CALL = re.compile(r"^[a-z_.]*\((.*?=.*?)\): must be ", re.DOTALL)
 """Start of an error for an argument; who typed a command knows the argument, not the Python call."""
 

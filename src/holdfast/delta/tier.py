@@ -434,6 +434,22 @@ class DeltaTier:
             except Exception as error:
                 self._fail(error)
 
+    def check_save(self, step: int) -> None:
+        """UsageError if a full save under this number would not be of the state that records lead to."""
+        before = -1 if self.parent is None else self.parent[1]
+        if step < before:
+            raise UsageError(
+                f"step {step} comes before step {before}, and records lead on from it: from another state "
+                "they would lead elsewhere",
+                hint="save under the number of the step that was made",
+            )
+        if step == before and self._capture.open is not None:
+            raise UsageError(
+                f"step {step} was recorded, and an optimizer has made a step since: this is another state, "
+                "from which records would lead elsewhere",
+                hint="save before the next optimizer step, or under its number",
+            )
+
     def _check_number(self, step: int, before: int) -> None:
         """UsageError for a step that was done, under a number at which it could not be found."""
         if self._capture.open is not None:
