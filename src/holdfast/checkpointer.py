@@ -48,7 +48,6 @@ from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
     from holdfast.delta.options import Delta
-    from holdfast.format.manifest import Manifest
     from holdfast.memory.options import Memory
     from holdfast.memory.tier import MemoryTier
     from holdfast.policy.tuning import Auto
@@ -304,14 +303,14 @@ class Checkpointer:
         call = "Checkpointer.save"
         return attached(self._files or {}, files, metrics, call, complain, reads=is_first)
 
-    def _attached_before(self, snapshot: Manifest | None) -> Attached | None:
-        """Return what a save adds to the step of a restored snapshot, which had metrics."""
-        if snapshot is None or self._tiers.group.rank != 0:
+    def _attached_before(self, restart: Restart) -> Attached | None:
+        """Return what a save adds to a restored step, which is saved anew: what that step had."""
+        if self._tiers.group.rank != 0 or (step := restart.elsewhere()) is None:
             return None
-        from holdfast.saving.attaching import metrics_of
+        from holdfast.saving.attaching import attached_to
 
-        store, files = self._tiers.store, tuple(self._files or ())
-        return self._attached(metrics_of(store, snapshot, files, self._notices.warn) or None)
+        metrics, files = attached_to(step, self._files or (), self._notices.warn)
+        return self._attached(metrics or None, files or None)
 
     def _begin(
         self,
@@ -536,7 +535,7 @@ class Checkpointer:
         it, if it was in the nodes' memory only or `must_save`."""
         delta, memory = self._tiers.delta, self._tiers.memory
         if restart.leaves_behind():
-            self._tiers.leave_behind()
+            self._tiers.leave_behind(None if restart.taken is None else restart.taken.step)
         records = None if restart.reached is None or self.every.delta is None else delta
         if records is not None and restart.reached is not None:
             records.begin_from(restart.reached)
@@ -548,7 +547,7 @@ class Checkpointer:
         )
         generators = Rng().state_dict()
         if must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None)):
-            added = self._attached_before(restart.snapshot())
+            added = self._attached_before(restart)
             self._begin(int(restored), must=True, added=added)
         elif memory is not None and restart.needs_protection():
             self._snapshot(int(restored), memory)

@@ -39,7 +39,6 @@ from holdfast.survey import Survey, gone
 if TYPE_CHECKING:
     from holdfast.delta.log import RecordedStep
     from holdfast.delta.segment import Identity
-    from holdfast.format.manifest import Manifest
     from holdfast.tiers import Tiers
 
 
@@ -297,13 +296,16 @@ class Restart:
 
     # -- what follows -----------------------------------------------------------------------------
 
-    def snapshot(self) -> Manifest | None:
-        """The manifest of the snapshot in memory that is live now; None if it is not one, or recorded steps
-        lead on from it."""
+    def elsewhere(self) -> Checkpoint | None:
+        """The step that is live now, if it was read from memory or from the home behind the root; None if
+        not, or if recorded steps were done again after it."""
         taken, snapshots = self.taken, self.survey.snapshots
-        if taken is None or not taken.in_memory or snapshots is None or self.num_replayed:
+        if taken is None or self.num_replayed:
             return None
-        return snapshots.find(taken.attempt)
+        if taken.in_memory and snapshots is not None:
+            return Checkpoint(self.tiers.store, snapshots.find(taken.attempt))
+        store = self.survey.home(taken)
+        return Checkpoint(store, read_manifest(store, taken.step)) if taken.home else None
 
     def leaves_behind(self) -> bool:
         """True if there is anything newer than the state that was reached."""

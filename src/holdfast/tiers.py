@@ -77,7 +77,8 @@ class Tiers:
         if upload is not None:
             from holdfast.uploading.upload import Upload
 
-            self.upload = Upload(store, upload, group, self.claim, upload_keep or Keep())
+            steps, behind = self.durable.steps, upload_keep or Keep()
+            self.upload = Upload(steps, upload, group, self.claim, behind)
 
     def _take(self) -> tuple[Claim, bool]:
         """Take the homes of the run.  Collective."""
@@ -118,10 +119,11 @@ class Tiers:
             )
         self.durable.steps.also_tidy = partial(mark_log, max_bytes=options.bound)
         if self.upload is not None:
-            self.upload.keep_records(self.durable.steps, options, self.delta.way.flush)
+            self.upload.keep_records(options, self.delta.way.flush)
 
-    def leave_behind(self) -> None:
-        """Go on as a new run after going back: what it saves now is newer than what it left."""
+    def leave_behind(self, base: int | None) -> None:
+        """Go on as a new run, after going back to a full step, `base`, and records: what it saves now is
+        newer than what it left."""
         if self.memory is not None:
             self.memory.settle(self.group.deadline_s)
         self.durable.settle(self.group.deadline_s)
@@ -129,7 +131,7 @@ class Tiers:
             self.claim, _ = self._take()
             self.durable.adopt(self.claim)
             if self.upload is not None:
-                self.upload.home.claim = self.claim
+                self.upload.home.go_on(self.claim, base)
         if self.delta is not None:
             self.delta.adopt(self.run)
         if self.memory is not None:

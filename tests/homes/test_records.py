@@ -31,6 +31,7 @@ from holdfast.errors import NotFound
 from holdfast.store import LocalStore, MemoryStore
 from holdfast.store.contract import reads_of
 from holdfast.store.views import JoinedStore
+from holdfast.uploading.behind import HomeBehind
 from holdfast.uploading.records import RecordUpload
 from homes import until
 
@@ -111,6 +112,73 @@ def test_a_run_that_goes_back_saves_what_the_home_behind_has_not(tmp_path: Path)
     with begin(run, Every(durable=100, delta=1)) as ckpt:
         assert ckpt.restore() == 15
     check_equal(run.everything(), expected)
+
+
+def test_a_step_that_was_given_up_takes_no_place_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is uploaded after the run went back: what the new records lead on from stays there."""
+    gate, copy = threading.Event(), HomeBehind.copy
+
+    def held(home: HomeBehind, manifest: Any, wanted: Any, **more: Any) -> int:
+        assert manifest.step != 20 or gate.wait(60)
+        return copy(home, manifest, wanted, **more)
+
+    monkeypatch.setattr(HomeBehind, "copy", held)
+    root, behind = tmp_path / "root", tmp_path / "behind"
+
+    def begin(run: Plain) -> holdfast.Checkpointer:
+        every, delta = Every(durable=10, delta=1), Delta(upload_every_s=0.05)
+        keep = {"upload": behind, "upload_keep": holdfast.Keep(last=1)}
+        return holdfast.Checkpointer(root, run.state, every=every, delta=delta, **keep)
+
+    run = Plain()
+    with begin(run) as ckpt:
+        train(ckpt, run, range(1, 11), 0.01)
+        until(lambda: holdfast.steps(behind) == [10])
+        train(ckpt, run, range(11, 21), 0.01)
+        ckpt.wait()
+        assert ckpt.restore(10) == 10
+        gate.set()
+        expected = train(ckpt, run, range(11, 16), 0.02)[15]
+    assert holdfast.steps(behind) == [10, 20]
+    root.rename(tmp_path / "lost")
+    run = Plain()
+    with begin(run) as ckpt:
+        assert ckpt.restore() == 15
+    check_equal(run.everything(), expected)
+
+
+def test_a_step_from_behind_keeps_its_metrics_and_files(tmp_path: Path) -> None:
+    """The root has it no more: it is saved anew there, and uploaded again."""
+    root, behind = tmp_path / "root", tmp_path / "behind"
+
+    def begin(run: Plain) -> holdfast.Checkpointer:
+        every, keep = Every(durable=100, delta=1), holdfast.Keep(last=1)
+        return holdfast.Checkpointer(
+            root, run.state, every=every, delta=Delta(), upload=behind, keep=keep
+        )
+
+    run = Plain()
+    with begin(run) as ckpt:
+        train(ckpt, run, range(1, 10), 0.01)
+        run.step(10)
+        ckpt.step(10)
+        ckpt.save(10, metrics={"loss": 0.5}, files={"note.txt": b"good"})
+        ckpt.wait()
+        until(lambda: 10 in holdfast.steps(behind))
+        ckpt.metrics(10, accuracy=0.9)
+        train(ckpt, run, range(11, 21), 0.01)
+        ckpt.save(20)
+    run = Plain()
+    with begin(run) as ckpt:
+        restored = ckpt.restore(10)
+        assert restored == 10 and restored.tier == "upload"
+        train(ckpt, run, range(11, 14), 0.01)
+    for home in (root, behind):
+        step = holdfast.open(home, step=10)
+        assert step.metrics == {"loss": 0.5, "accuracy": 0.9}
+        assert dict(step.files) == {"note.txt": b"good"}
 
 
 def test_a_step_that_has_metrics_is_not_saved_anew(tmp_path: Path) -> None:

@@ -201,10 +201,58 @@ def test_what_memory_alone_has_is_saved_anew_with_its_metrics(
     (root / "steps/0000000007/manifest.json").unlink()  # as if it had not been committed
     with begun() as two:
         assert two.restore().tier == "memory"
-        told = "saved anew from memory, and without note.txt"
+        told = "saved anew without note.txt, which cannot be read"
         with pytest.warns(HoldfastWarning, match=told) if has_more else nullcontext():
             two.wait()
     opened = holdfast.open(root)
     assert opened.step == 7
     assert opened.metrics == ({"loss": 0.5, "rank": 2} if has_more else {})
     assert dict(opened.files) == ({"config.json": b"{}"} if has_more else {})
+
+
+class Interrupted:
+    """It is interrupted as it is asked for its state, once."""
+
+    def __init__(self) -> None:
+        self.is_due = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_save_that_is_interrupted_is_over(tmp_path: Path, node: Client, has_memory: bool) -> None:
+    """Those after it are made, and a restore within the handler of the interrupt does not wait for it."""
+    one = Interrupted()
+    ckpt = holdfast.Checkpointer(
+        tmp_path / "root",
+        {"x": {"t": torch.arange(4)}, "one": one},
+        every=holdfast.Every(memory=1, durable=100) if has_memory else 100,
+        memory=holdfast.Memory("none") if has_memory else None,
+        when_busy="skip",
+    )
+    with ckpt, listen(lambda event: seen.append(event.name)):
+        seen: list[str] = []
+        ckpt.save(1).wait(60)
+        one.is_due = True
+        try:
+            ckpt.save(2)
+        except KeyboardInterrupt:
+            assert ckpt.restore() == 1
+        if has_memory:
+            one.is_due = True
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.step(2)
+            seen.clear()
+            for step in range(3, 90):  # it ends in the background
+                ckpt.step(step)
+                ckpt.wait()
+            assert "snapshot.committed" in seen
+        ckpt.step(100)
+    assert holdfast.steps(tmp_path / "root") == [1, 100]

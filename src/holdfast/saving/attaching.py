@@ -24,7 +24,7 @@ from holdfast.checkpoint.notes import Values, values_of
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import HoldfastError, StoreError, UsageError
 from holdfast.format.checking import is_safe_name
-from holdfast.format.manifest import MAX_ATTACHED, Manifest, PackEntry
+from holdfast.format.manifest import MAX_ATTACHED, PackEntry
 from holdfast.store import Store
 
 FileSource: TypeAlias = Union[bytes, bytearray, str, "os.PathLike[str]", Callable[[], bytes]]
@@ -149,27 +149,29 @@ def attached(
     return Attached(contents, values)
 
 
-def metrics_of(
-    store: Store, snapshot: Manifest, files: Collection[str], warn: Callable[[str], object]
-) -> dict[str, float]:
-    """Return the metrics of the step that a snapshot in memory is of: they are in its manifest and in
-    notes.  Its files are not in memory: `warn` is called with a text about those that `files` has not got.
+def attached_to(
+    step: Checkpoint, declared: Collection[str], warn: Callable[[str], object]
+) -> tuple[dict[str, float], dict[str, bytes]]:
+    """Return the metrics and files that a restored step has, which is saved anew.
+
+    Those of a snapshot in memory have come to storage only if its save got so far: `warn` is called with a
+    text about what cannot be read, but for files that are `declared`, which are taken as they are now.
     """
-    lost = (
-        sorted({f.name for f in snapshot.attached.files} - set(files))
-        if snapshot.attached is not None
-        else []
-    )
+    number, files = step.manifest.step, dict[str, bytes]()
+    lost = list[str]()
+    for name in step.files:
+        try:
+            files[name] = step.files[name]
+        except HoldfastError:
+            lost += [name] if name not in declared else []
     if lost:
-        warn(
-            f"step {snapshot.step} is saved anew from memory, and without {', '.join(lost)}: files "
-            "that are given to save() are in storage only"
-        )
+        warn(f"step {number} is saved anew without {', '.join(lost)}, which cannot be read")
     try:
-        return Checkpoint(store, snapshot).metrics
+        return step.metrics, files
     except HoldfastError as error:
-        warn(f"step {snapshot.step} is saved anew without the metrics that were noted: {error}")
-        return {name: nan if v is None else v for name, v in snapshot.metrics.items()}
+        warn(f"step {number} is saved anew without the metrics that were noted: {error}")
+        metrics = {k: nan if v is None else v for k, v in step.manifest.metrics.items()}
+        return metrics, files
 
 
 def _read(name: str, source: FileSource) -> bytes:

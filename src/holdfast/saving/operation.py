@@ -234,6 +234,10 @@ class SaveOperation:
                 self.replica = self.companion.replica(self)
         except Exception as error:
             self.error = error
+        except BaseException as interrupt:
+            self.error = HoldfastError(f"interrupted by {type(interrupt).__name__}")
+            self.window.done()
+            raise
         if self.replica is not None or busy or self.request.is_rehearsal:
             self.window.done()
 

@@ -68,11 +68,14 @@ class Saver:
         return SaveOperation(self, tier, self._number, request, companion=companion, on_end=on_end)
 
     def begin(self, op: SaveOperation, describe_live: Callable[[], Live]) -> Save:
-        """Start an operation: blocks as `SaveOperation.collect`, then goes on in the background."""
-        op.collect(describe_live)
-        if not op.request.busy:  # else the copy under way still needs the window before
-            self._gate.window = op.window
-        self._worker.submit(op.guarded, op.run)
+        """Start an operation: blocks as `SaveOperation.collect`, then goes on in the background; there it
+        also ends if it was interrupted, as by Ctrl-C, so that nobody waits for it."""
+        try:
+            op.collect(describe_live)
+        finally:
+            if not op.request.busy:  # else the copy under way still needs the window before
+                self._gate.window = op.window
+            self._worker.submit(op.guarded, op.run)
         return op.save
 
     def settle(self, limit_s: float | None) -> None:

@@ -44,6 +44,8 @@ class RootSteps:
         """Held while a step is committed, deleted or pinned."""
         self.pinned: set[tuple[str, int, int]] = set()
         """Labels that this process has given to steps on their way, each with the run and the step."""
+        self.reading: set[int] = set()
+        """Steps that are being copied to another home: nothing deletes them meanwhile."""
         self.news: list[str] = []
         """Messages that the user is to be told."""
         self._is_blind = False
@@ -97,6 +99,22 @@ class RootSteps:
         if self._rank == 0:
             self.worker.submit(self._tidy, op.number, op.step, op.outcome.replaced)
 
+    def tidy_again(self) -> None:
+        """Delete what stayed because it was being read; in the background, or here after `close`."""
+        try:
+            self.worker.submit(self._tidy_read)
+        except RuntimeError:
+            self._tidy_read()
+
+    def _tidy_read(self) -> None:
+        try:
+            with self._lock:
+                watched = tuple(self._watched.values())
+            with self._keys() as keys:
+                self._prune(keys, watched)
+        except Exception as error:
+            emit("tidy.failed", error=str(error))
+
     def tidy_log(self) -> None:
         """Tidy up what goes with the steps, if there is anything."""
         if self.also_tidy is not None:
@@ -131,6 +149,7 @@ class RootSteps:
         from holdfast.checkpoint.pruning import prune
 
         try:
+            spare = (*spare, *self.reading)
             return prune(self.store, self._keep, spare=spare, lock=self.committing, keys=keys)
         except FormatError as error:
             if not self._is_blind:

@@ -51,6 +51,8 @@ class HomeBehind:
         self.store = store
         self.claim = claim
         """This run's claim, on both homes."""
+        self._base: int | None = None
+        """The step that the run went back to, until one of its own is here: its records lead on from it."""
         self.committing = threading.Lock()
         """Held while a step is committed, and by whoever takes the homes under another number."""
         self.also_tidy: Callable[[RootKeys, list[Saved]], None] | None = None
@@ -64,6 +66,10 @@ class HomeBehind:
         self._replaced: str | None = None
         """The attempt that the step uploaded last was of before."""
         self._keep = keep
+
+    def go_on(self, claim: Claim, base: int | None) -> None:
+        """Go on as another run, which went back to step `base`.  While `committing` is held."""
+        self.claim, self._base = claim, base
 
     # -- which step -------------------------------------------------------------------------------
 
@@ -105,6 +111,8 @@ class HomeBehind:
             self._known.begin(manifest.step)
             self._replaced = commit(self.store, manifest, self.claim, data)
             self._known.add(manifest)
+            if manifest.run == self.claim.run:
+                self._base = None
         self.newest = Saved(manifest.run, manifest.step)
 
     # -- tidying ----------------------------------------------------------------------------------
@@ -119,7 +127,8 @@ class HomeBehind:
             ):
                 discard(self.store, step, self._replaced, keys)
                 self._carry(keys)
-                gone = prune(self.store, self._keep, keys=keys)
+                spare = () if self._base is None else (self._base,)
+                gone = prune(self.store, self._keep, spare=spare, keys=keys)
                 sweep(self.store, self.claim, ALL, keys)
                 if self.also_tidy is not None:
                     self.also_tidy(keys, [s for s in keys.saved if s.step not in gone])

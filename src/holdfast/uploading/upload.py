@@ -99,12 +99,15 @@ class Upload:
     All ranks call its methods in the same order.
     """
 
-    def __init__(self, root: Store, store: Store, group: Group, claim: Claim, keep: Keep) -> None:
-        """Begins with what the root has and the store has not."""
+    def __init__(
+        self, steps: RootSteps, store: Store, group: Group, claim: Claim, keep: Keep
+    ) -> None:
+        """Begins with what the root has and the store has not.  `steps`: those of the root."""
         self.group = group
-        self.home = HomeBehind(root, store, claim, keep)
+        self.home = HomeBehind(steps.store, store, claim, keep)
+        self._steps = steps
         self._waiting = WaitingSaves()
-        self._news = UploadNews(root, store, group.rank)
+        self._news = UploadNews(steps.store, store, group.rank)
         self._records: RecordUpload | None = None
         self._num_rounds = 0
         self._is_closing = False
@@ -130,17 +133,15 @@ class Upload:
         """Upload the step of a save when it is committed, unless a newer one is by then."""
         save.add_done_callback(partial(self._done, self._waiting.next_number()))
 
-    def keep_records(
-        self, steps: RootSteps, options: Delta, flush: Callable[[float], None]
-    ) -> None:
-        """Upload records, too.  `steps`: the steps of the root, whose log keeps what leads on from
-        the newest step uploaded, unless uploads fail.  `flush`: as of `RecordUpload`."""
+    def keep_records(self, options: Delta, flush: Callable[[float], None]) -> None:
+        """Upload records, too.  The root's log keeps what leads on from the newest step uploaded, unless
+        uploads fail.  `flush`: as of `RecordUpload`."""
         from holdfast.delta.log import mark_log
         from holdfast.uploading.records import RecordUpload
 
         home, every_s = self.home, options.upload_every_s
         mark = partial(mark_log, max_bytes=options.bound)
-        steps.also_tidy = lambda keys, saved: mark(keys, [*saved, *self._needed()])
+        self._steps.also_tidy = lambda keys, saved: mark(keys, [*saved, *self._needed()])
         home.also_tidy = mark
         self._records = RecordUpload(
             home.root, home.store, self.group, every_s, flush=flush, news=self.news
@@ -223,6 +224,9 @@ class Upload:
         except Exception as error:  # the other ranks cannot be reached
             outcome = RoundOutcome("again", WireError.of(error))
         self._tell(choice, outcome, time.monotonic() - began)
+        if self.group.rank == 0 and self._steps.reading:
+            self._steps.reading = set()
+            self._steps.tidy_again()
         if outcome.verdict in ("again", "ended"):
             self._has_ended = outcome.verdict == "ended"
             return False
@@ -245,6 +249,7 @@ class Upload:
         """Rank 0: the newest that all know, as it lies in the root now."""
         known = min((decode_msgpack(a, Newest) for a in answers), key=lambda k: k.number)
         step = known.step if known.number else self.home.left_by_others()
+        self._steps.reading = set() if step is None else {step}
         attempt = None if step is None else self.home.attempt_of(step)
         if step is None or attempt is None:
             return msgspec.msgpack.encode(Choice(known.number))
