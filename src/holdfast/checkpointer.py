@@ -303,15 +303,6 @@ class Checkpointer:
         call = "Checkpointer.save"
         return attached(self._files or {}, files, metrics, call, complain, reads=is_first)
 
-    def _attached_before(self, restart: Restart) -> Attached | None:
-        """Return what a save adds to a restored step, which is saved anew: what that step had."""
-        if self._tiers.group.rank != 0 or (step := restart.elsewhere()) is None:
-            return None
-        from holdfast.saving.attaching import attached_to
-
-        metrics, files = attached_to(step, self._files or (), self._notices.warn)
-        return self._attached(metrics or None, files or None)
-
     def _begin(
         self,
         step: int,
@@ -547,8 +538,8 @@ class Checkpointer:
         )
         generators = Rng().state_dict()
         if must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None)):
-            added = self._attached_before(restart)
-            self._begin(int(restored), must=True, added=added)
+            had = restart.attached(self._files or (), self._notices.warn)
+            self._begin(int(restored), must=True, added=self._attached(*had))
         elif memory is not None and restart.needs_protection():
             self._snapshot(int(restored), memory)
         if records is not None:

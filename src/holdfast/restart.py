@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -296,7 +296,23 @@ class Restart:
 
     # -- what follows -----------------------------------------------------------------------------
 
-    def elsewhere(self) -> Checkpoint | None:
+    def attached(
+        self, declared: Collection[str], warn: Callable[[str], object]
+    ) -> tuple[dict[str, float] | None, dict[str, bytes] | None]:
+        """Return, on rank 0, the metrics and files of the step that is live now, for a save of it anew,
+        which keeps its labels.  `declared`: files that such a save has anyway; `warn` is called with a text
+        about others that cannot be read."""
+        step = self._elsewhere() if self.tiers.group.rank == 0 else None
+        if step is None:
+            return None, None
+        from holdfast.saving import labels
+        from holdfast.saving.attaching import attached_to
+
+        labels.adopt(self.tiers.durable.steps, step.manifest.step)
+        metrics, files = attached_to(step, declared, warn)
+        return metrics or None, files or None
+
+    def _elsewhere(self) -> Checkpoint | None:
         """The step that is live now, if it was read from memory or from the home behind the root; None if
         not, or if recorded steps were done again after it."""
         taken, snapshots = self.taken, self.survey.snapshots

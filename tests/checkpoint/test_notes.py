@@ -16,8 +16,9 @@ import holdfast
 from holdfast.checkpoint import notes
 from holdfast.checkpoint.pruning import delete_step, prunable, prune
 from holdfast.cli.main import run
-from holdfast.errors import Corrupt, HoldfastError, NotFound, UsageError
+from holdfast.errors import Corrupt, HoldfastError, NotFound, StoreError, UsageError
 from holdfast.store import LocalStore, MemoryStore, Store, open_store
+from holdfast.testing import Faulty
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -66,6 +67,72 @@ def test_a_save_in_flight_is_pinned(tmp_path) -> None:
             if step == 2:
                 ckpt.pin(step, "best")
     assert holdfast.steps(url) == [2, 5]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_label_of_a_save_in_flight_keeps_the_former_step(
+    tmp_path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the save is committed; if it fails, the label names that step again, and says so."""
+    gate = threading.Event()
+
+    def hold(op: str, key: str) -> Exception | None:
+        if op == "create" and "0000000200" in key:
+            assert gate.wait(60)
+            return StoreError("the disk is gone") if fails else None
+        return None
+
+    store = Faulty(open_store(str(tmp_path)), hold)
+    monkeypatch.setattr("holdfast.roots.open_store", lambda url: store)
+    keep = holdfast.Keep(last=1)
+    with holdfast.Checkpointer(
+        str(tmp_path), {"x": torch.ones(3)}, keep=keep, on_error="warn"
+    ) as ckpt:
+        ckpt.save(100).wait(60)
+        ckpt.pin(100, "best")
+        save = ckpt.save(200)
+        ckpt.pin(200, "best")
+        assert notes.read_notes(store).pinned == {200: ["best"], 100: ["best (before 200)"]}
+        gate.set()
+        if fails:
+            with pytest.raises(HoldfastError):
+                save.wait(60)
+            with pytest.warns(holdfast.HoldfastWarning, match="'best' names step 100 again"):
+                ckpt.wait()
+        else:
+            save.wait(60)
+        ckpt.save(300).wait(60)
+        ckpt._tiers.durable.settle(60)
+        expected = 100 if fails else 200
+        assert holdfast.steps(str(tmp_path)) == [expected, 300]
+        assert notes.read_notes(store).live_labels == {"best": expected}
+
+
+@pytest.mark.parametrize("had_one", [True, False])
+def test_a_label_of_a_save_that_never_ended(root: Store, had_one: bool) -> None:
+    """Another run's step of that number does not get it."""
+    saved(root, [100])
+    if had_one:
+        notes.pin(root, 100, "best")
+    notes.pin(root, 200, "best", coming=[200])
+    with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}) as ckpt:
+        assert ckpt.restore() == 100
+        ckpt.save(200).wait(60)
+        again = "names step 100 again" if had_one else "is taken away"
+        with pytest.warns(holdfast.HoldfastWarning, match=f"step 200 had .* {again}"):
+            ckpt.wait()
+    assert notes.read_notes(root).live_labels == ({"best": 100} if had_one else {})
+
+
+def test_a_label_that_moves_or_goes_keeps_nothing(root: Store) -> None:
+    saved(root, [100, 150])
+    notes.pin(root, 100, "best")
+    notes.pin(root, 200, "best", coming=[200])
+    notes.pin(root, 150, "best")
+    assert notes.read_notes(root).live_labels == {"best": 150}
+    notes.pin(root, 200, "best", coming=[200])
+    assert notes.unpin(root, "best")
+    assert notes.read_notes(root).live_labels == {}
 
 
 def test_what_is_not_there_is_not_pinned(root: Store) -> None:

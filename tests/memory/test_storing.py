@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.notes import read_notes
 from holdfast.errors import AgentUnreachable, HoldfastWarning
 from holdfast.events import listen
 from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
+from holdfast.store import open_store
 from memory.agents import agent
 
 pytestmark = pytest.mark.slow
@@ -195,6 +197,7 @@ def test_what_memory_alone_has_is_saved_anew_with_its_metrics(
     if has_more:
         one.save(7, metrics={"loss": 0.5}, files={"note.txt": b"good"}).wait(60)
         one.metrics(7, rank=2)
+        one.pin(7, "best")
     else:
         one.save(7).wait(60)
     one.__exit__(RuntimeError, RuntimeError("a collective has failed"), None)
@@ -208,6 +211,7 @@ def test_what_memory_alone_has_is_saved_anew_with_its_metrics(
     assert opened.step == 7
     assert opened.metrics == ({"loss": 0.5, "rank": 2} if has_more else {})
     assert dict(opened.files) == ({"config.json": b"{}"} if has_more else {})
+    assert read_notes(open_store(str(root))).live_labels == ({"best": 7} if has_more else {})
 
 
 class Interrupted:

@@ -55,6 +55,9 @@ _LOG = re.compile(
 )
 ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
 
+NOTES_KEY = "steps/notes.json"
+"""Labels and metrics of a root's steps; see `notes`."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Saved:
@@ -106,7 +109,7 @@ class Known:
         self.last: tuple[int, set[str]] = (-1, set())
         """The step that was committed last, and the keys of its files."""
         self.has_notes = False
-        """True if this process has noted anything of the steps."""
+        """True if this process has noted anything of the steps, or seen that there are notes."""
         self.stated: dict[int, tuple[int, object]] = {}
         """What `pruning` has read in manifests, by step, with its run."""
         self._saved: dict[int, Saved] = {}

@@ -11,6 +11,12 @@ to show it: where nothing is noted, it costs no request.
 * *must*: metrics are noted with the run of the step: another run's step of that number has not got them.
 
 A label that was taken away stays as null, so that it goes in the home behind the root, too.
+
+A label that moves to a step on its way keeps the former one until that is committed, by a second label:
+
+    pin(200, "best")     {"best":200,"best (before 200)":100}
+    committed            {"best":200}
+    failed               {"best":100}                also if another run saves a step 200 of its own later
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import msgspec
 
 from holdfast.arguments import number_of, shown, text_of, unfit
 from holdfast.checkpoint.names import (
+    NOTES_KEY,
     RootKeys,
     describe,
     manifest_key,
@@ -39,7 +46,6 @@ from holdfast.format.manifest import Manifest
 from holdfast.store import Store
 from holdfast.wire import decode_json
 
-NOTES_KEY = "steps/notes.json"
 MOST_CHARS = 100
 """Most characters of a label, and of the name of a metric."""
 MAX_BYTES = 64 << 20
@@ -183,10 +189,21 @@ def pin(
     `lock`: held by whoever deletes steps in this process.  `second_look_s`: of other processes nobody
     knows what they are deleting, so look once more after that time.
     """
+
+    def edit(notes: Notes) -> Notes:
+        former, kept = notes.labels.get(label), _kept_for(notes, label)
+        if not is_coming:
+            return with_labels(notes, {label: step, **dict.fromkeys(kept, None)})
+        moves = former is not None and former != step
+        return with_labels(
+            notes, {label: step, **({_before(label, step): former} if moves else {})}
+        )
+
     with lock or nullcontext():
+        is_coming = step in coming and not is_there(store, step)
         if step not in coming:
             check_there(store, step)
-        change(store, lambda notes: with_labels(notes, {label: step}))
+        change(store, edit)
     if step in coming:
         return
     if second_look_s:
@@ -198,39 +215,89 @@ def pin(
         raise
 
 
+def _before(label: str, step: int) -> str:
+    """The label of the step that `label` named before it moved to one on its way."""
+    return f"{label} (before {step})"
+
+
+def _kept_for(notes: Notes, label: str) -> list[str]:
+    """The labels that keep steps which `label` named before."""
+    pattern = re.compile(re.escape(label) + r" \(before \d+\)")
+    return [other for other in notes.live_labels if pattern.fullmatch(other)]
+
+
+def is_there(store: Store, step: int) -> bool:
+    """True if a step is committed."""
+    try:
+        check_there(store, step)
+    except NotFound:
+        return False
+    return True
+
+
+def conclude(store: Store, step: int, labels: Collection[str], *, is_saved: bool) -> list[str]:
+    """Let labels name a step for good that they were given to on its way; or, if it `is_saved` not, what
+    they named before.  Return what the user is to be told."""
+    found: list[str] = []
+
+    def edit(notes: Notes) -> Notes:
+        kept = {k: notes.labels.get(_before(k, step)) for k in labels}
+        changes = {_before(k, step): None for k, former in kept.items() if former is not None}
+        back = {} if is_saved else {k: kept[k] for k in labels if notes.labels.get(k) == step}
+        found[:] = [f"the label {k!r} {_again(former)}" for k, former in back.items()]
+        return with_labels(notes, {**changes, **back})
+
+    try:
+        change(store, edit)
+    except HoldfastError as error:
+        return [f"what labels of step {step} name is not known: {error}"]
+    return [f"step {step} was not saved: {'; '.join(found)}"] if found else []
+
+
+def _again(former: int | None) -> str:
+    return "is taken away" if former is None else f"names step {former} again"
+
+
 def unpin(store: Store, label: str) -> bool:
     """Take a label away; False if there was none of that name."""
     there: list[bool] = []
 
     def edit(notes: Notes) -> Notes:
         there[:] = [notes.labels.get(label) is not None]
-        return with_labels(notes, {label: None}) if there[0] else notes
+        gone = dict.fromkeys([label, *_kept_for(notes, label)], None)
+        return with_labels(notes, gone) if there[0] else notes
 
     change(store, edit)
     return there[0]
 
 
 def release(
-    store: Store, by: Manifest, replaced: str, spare: Collection[tuple[str, int, int]]
+    store: Store, by: Manifest, replaced: str | None, spare: Collection[tuple[str, int, int]]
 ) -> list[str]:
-    """Take away the labels of a step whose attempt `replaced` was another run's, but for `spare`: labels,
-    each with the run and the step that it was given to.  Return what the user is to be told."""
-    former = parse_attempt(replaced)
-    if former is None or former[0] == by.run:
+    """Take away the labels of a step whose attempt `replaced` was another run's, or of which another run's
+    save never ended (None), but for `spare`: labels, each with the run and the step that it was given to.
+    Return what the user is to be told."""
+    former = None if replaced is None else parse_attempt(replaced)
+    if replaced is not None and (former is None or former[0] == by.run):
         return []
-    found: list[str] = []
+    of = f"step {by.step}" if former is None else f"step {by.step} of run {former[0]}"
+    found: dict[str, int | None] = {}
 
     def edit(notes: Notes) -> Notes:
-        found[:] = [k for k in notes.pinned.get(by.step, ()) if (k, by.run, by.step) not in spare]
-        return with_labels(notes, dict.fromkeys(found, None))
+        given = [k for k in notes.pinned.get(by.step, ()) if (k, by.run, by.step) not in spare]
+        found.clear()
+        found.update((k, notes.labels.get(_before(k, by.step))) for k in given)
+        kept = [_before(k, by.step) for k, step in found.items() if step is not None]
+        return with_labels(notes, {**found, **dict.fromkeys(kept, None)})
 
     try:
         change(store, edit)
     except HoldfastError as error:
-        return [f"step {by.step} of run {former[0]} is replaced; its labels are not known: {error}"]
-    labels = ", ".join(map(repr, found))
-    said = f"step {by.step} of run {former[0]} had the label {labels}, and was saved anew by run {by.run}"
-    return [f"{said}: the label is taken away"] if found else []
+        return [f"{of} is replaced; its labels are not known: {error}"]
+    return [
+        f"{of} had the label {label!r}, and was saved anew by run {by.run}: the label {_again(step)}"
+        for label, step in found.items()
+    ]
 
 
 def with_labels(notes: Notes, labels: Mapping[str, int | None]) -> Notes:

@@ -495,7 +495,7 @@ class MemoryTier:
     def _ended(self, op: SaveOperation, error: BaseException | None) -> None:
         """Note that an operation is over."""
         if op.request.durable:
-            self.durable.steps.let_go(op)
+            self.durable.steps.let_go(op, error)
         if op.request.durable and not op.save.skipped:
             self._last_save = max(self._last_save, (op.number, error is not None))
 

@@ -8,6 +8,7 @@ import msgspec
 
 from holdfast.checkpoint.names import (
     AND_LOG,
+    NOTES_KEY,
     Known,
     RootKeys,
     Saved,
@@ -187,6 +188,8 @@ def saved_steps(
     def see() -> list[Saved]:
         keys = RootKeys(store, below=AND_LOG if records else ["steps/"])
         log.extend(keys.below("log/") if records else ())
+        if known is not None and NOTES_KEY in keys.keys:
+            known.has_notes = True
         return keys.saved
 
     def look() -> bytes:

@@ -98,7 +98,7 @@ class Durable:
         step_prefix(step)
         busy = self.steps.is_saving and (not must or (yields and self._is_stuck(step)))
         request = Request(step, busy=busy, yields=yields, attached=attached)
-        op = self.saver.operation(self, request, on_end=lambda op, _: self.steps.let_go(op))
+        op = self.saver.operation(self, request, on_end=self.steps.let_go)
         self.steps.watch_over(op)
         return self.saver.begin(op, describe_live)
 

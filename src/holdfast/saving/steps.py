@@ -60,10 +60,15 @@ class RootSteps:
         with self._lock:
             self._watched[op.number] = op.step
 
-    def let_go(self, op: SaveOperation) -> None:
+    def let_go(self, op: SaveOperation, error: BaseException | None) -> None:
         """Say that the operation has ended."""
         with self._lock:
             self._watched.pop(op.number, None)
+        was_left_out = op.save.skipped or (error is not None and not op.outcome.is_uncertain)
+        if was_left_out and self._rank == 0 and self.pinned:
+            from holdfast.saving import labels
+
+            self.news += labels.left_out(self, op.step)
 
     def commit(self, op: SaveOperation, make: Callable[[], Manifest]) -> dict[int, WireError]:
         """Make a step exist, all the files of which are written.  On rank 0; returns its error, by rank.
@@ -76,10 +81,10 @@ class RootSteps:
                 self.known.begin(op.step)
                 op.outcome.replaced = commit(self.store, manifest, self.claim)
                 self.known.add(manifest)
-                if self.claim is not None and op.outcome.replaced is not None:
-                    from holdfast.checkpoint.notes import release
+                if self.claim and (op.outcome.replaced is not None or self.known.has_notes):
+                    from holdfast.saving import labels
 
-                    self.news += release(self.store, manifest, op.outcome.replaced, self.pinned)
+                    self.news += labels.committed(self, op, manifest)
         except Exception as error:
             op.outcome.is_uncertain = isinstance(error, (Unavailable, Deadline))
             return {0: WireError.of(error, "commit")}
