@@ -124,6 +124,23 @@ def test_a_label_of_a_save_that_never_ended(root: Store, had_one: bool) -> None:
     assert notes.read_notes(root).live_labels == ({"best": 100} if had_one else {})
 
 
+@pytest.mark.parametrize("saved_in_between", [True, False])
+def test_a_label_of_two_saves_in_flight(root: Store, saved_in_between: bool) -> None:
+    saved(root, [100])
+    notes.pin(root, 100, "best")
+    notes.pin(root, 200, "best", coming=[200])
+    notes.pin(root, 300, "best", coming=[200, 300])
+    if saved_in_between:
+        saved(root, [200])
+    assert not notes.conclude(root, 200, ["best"], is_saved=saved_in_between)
+    before = 200 if saved_in_between else 100
+    assert notes.read_notes(root).labels == {"best": 300, "best (before 300)": before}
+    notes.conclude(root, 300, ["best"], is_saved=False)
+    assert notes.read_notes(root).labels == {"best": before}
+    (told,) = notes.conclude(root, before, ["best"], is_saved=False)
+    assert told == f"step {before} was not saved: the label 'best' is taken away"
+
+
 def test_a_label_that_moves_or_goes_keeps_nothing(root: Store) -> None:
     saved(root, [100, 150])
     notes.pin(root, 100, "best")

@@ -191,13 +191,11 @@ def pin(
     """
 
     def edit(notes: Notes) -> Notes:
-        former, kept = notes.labels.get(label), _kept_for(notes, label)
+        former = notes.labels.get(label)
         if not is_coming:
-            return with_labels(notes, {label: step, **dict.fromkeys(kept, None)})
-        moves = former is not None and former != step
-        return with_labels(
-            notes, {label: step, **({_before(label, step): former} if moves else {})}
-        )
+            return with_labels(notes, {label: step, **dict.fromkeys(_kept_for(notes, label), None)})
+        own = {} if former in (None, step) else {_before(label, step): former}
+        return with_labels(notes, {label: step, **own})
 
     with lock or nullcontext():
         is_coming = step in coming and not is_there(store, step)
@@ -215,6 +213,9 @@ def pin(
         raise
 
 
+_BEFORE = re.compile(r"(.*) \(before \d+\)")
+
+
 def _before(label: str, step: int) -> str:
     """The label of the step that `label` named before it moved to one on its way."""
     return f"{label} (before {step})"
@@ -222,8 +223,17 @@ def _before(label: str, step: int) -> str:
 
 def _kept_for(notes: Notes, label: str) -> list[str]:
     """The labels that keep steps which `label` named before."""
-    pattern = re.compile(re.escape(label) + r" \(before \d+\)")
-    return [other for other in notes.live_labels if pattern.fullmatch(other)]
+    matches = ((other, _BEFORE.fullmatch(other)) for other in notes.live_labels)
+    return [other for other, match in matches if match and match[1] == label]
+
+
+def _former(store: Store, notes: Notes, label: str, step: int) -> int | None:
+    """The committed step that `label` named before it moved to `step`; maybe by way of another one that was
+    being saved."""
+    former = notes.labels.get(_before(label, step))
+    if former is None or is_there(store, former):
+        return former
+    return _former(store, notes, label, former)
 
 
 def is_there(store: Store, step: int) -> bool:
@@ -241,11 +251,18 @@ def conclude(store: Store, step: int, labels: Collection[str], *, is_saved: bool
     found: list[str] = []
 
     def edit(notes: Notes) -> Notes:
-        kept = {k: notes.labels.get(_before(k, step)) for k in labels}
-        changes = {_before(k, step): None for k, former in kept.items() if former is not None}
-        back = {} if is_saved else {k: kept[k] for k in labels if notes.labels.get(k) == step}
-        found[:] = [f"the label {k!r} {_again(former)}" for k, former in back.items()]
-        return with_labels(notes, {**changes, **back})
+        found.clear()
+        changes: dict[str, int | None] = {}
+        for label in labels:
+            is_here, former = notes.labels.get(label) == step, _former(store, notes, label, step)
+            kept = _kept_for(notes, label)
+            if is_saved:
+                changes |= dict.fromkeys(kept if is_here else [_before(label, step)], None)
+                continue
+            changes |= {k: former for k in (label, *kept) if notes.labels.get(k) == step}
+            changes[_before(label, step)] = None
+            found.extend([f"the label {label!r} {_again(former)}"] if is_here else [])
+        return with_labels(notes, changes)
 
     try:
         change(store, edit)
@@ -286,9 +303,9 @@ def release(
     def edit(notes: Notes) -> Notes:
         given = [k for k in notes.pinned.get(by.step, ()) if (k, by.run, by.step) not in spare]
         found.clear()
-        found.update((k, notes.labels.get(_before(k, by.step))) for k in given)
-        kept = [_before(k, by.step) for k, step in found.items() if step is not None]
-        return with_labels(notes, {**found, **dict.fromkeys(kept, None)})
+        found.update((k, _former(store, notes, k, by.step)) for k in given)
+        kept = [other for k in given for other in _kept_for(notes, k)]
+        return with_labels(notes, {**dict.fromkeys(kept, None), **found})
 
     try:
         change(store, edit)
@@ -301,7 +318,15 @@ def release(
 
 
 def with_labels(notes: Notes, labels: Mapping[str, int | None]) -> Notes:
-    return msgspec.structs.replace(notes, labels={**notes.labels, **labels})
+    """The notes with some labels changed.  Those that kept a step until a save ended are not remembered."""
+    found = {**notes.labels, **labels}
+    gone = [k for k, step in found.items() if step is None and _is_for_another(k, found)]
+    return msgspec.structs.replace(notes, labels={k: s for k, s in found.items() if k not in gone})
+
+
+def _is_for_another(label: str, labels: Mapping[str, int | None]) -> bool:
+    """True for a label that keeps the step which another one named before."""
+    return (match := _BEFORE.fullmatch(label)) is not None and match[1] in labels
 
 
 def check_there(store: Store, step: int) -> None:
@@ -374,8 +399,9 @@ def carry(
 
     With `replace` labels that were taken away go there as well: it is the same run's other home.
     """
-    wanted = {label: step for label, step in source.labels.items() if step in steps}
-    gone = {label for label, step in source.labels.items() if step is None} if replace else set()
+    own = {k: step for k, step in source.labels.items() if not _is_for_another(k, source.labels)}
+    wanted = {label: step for label, step in own.items() if step in steps}
+    gone = {label for label, step in own.items() if step is None} if replace else set()
     measured = {step: m for step, m in source.metrics.items() if step in steps}
     left: list[str] = []
 
