@@ -174,7 +174,7 @@ class _Conversion:
     told: Told | None
 
     def __post_init__(self) -> None:
-        self.identity = _identity(self.source, self.to, self.options)
+        self.identity = self._identity_now()
         self.bucket: BucketTarget | None = None
         if "://" in self.target:
             self.bucket = bucket_for(self.target, self.to, self.identity, self.source.step)
@@ -183,9 +183,13 @@ class _Conversion:
         """The mark, and the folder of what is written."""
         self.work = LocalStore(os.path.join(self.partial.root, "files"), durable=False)
 
+    def _identity_now(self) -> str:
+        return _identity(self.source, self.target, self.to, self.options)
+
     def run(self) -> Converted:
         begin = time.monotonic()
         with converting_ranks() as ranks:
+            ranks.check_same(self.source.step, self.identity)
             plan = self._plan()
             files = plan.outfiles if isinstance(plan, Consolidation) else list(plan.files)
             there = len(files)
@@ -405,7 +409,7 @@ class _Conversion:
         self._check_source(self._remove_partial)
 
     def _check_source(self, clear: Callable[[], object]) -> None:
-        if _identity(self.source, self.to, self.options) != self.identity:
+        if self._identity_now() != self.identity:
             clear()
             raise Corrupt(
                 f"{self.source.store.url} has changed while it was converted",
@@ -453,8 +457,9 @@ def _has(store: LocalStore, file: Outfile) -> bool:
         return False
 
 
-def _identity(source: Checkpoint, to: str, options: WriteOptions) -> str:
-    """Return a digest of the source's state and what is asked: a begun conversion with it is this one."""
+def _identity(source: Checkpoint, target: str, to: str, options: WriteOptions) -> str:
+    """Return a digest of the source's state and what is asked: a begun conversion with it is this one.  Of
+    the source's folder what is the target's does not count."""
     manifest = hexdigest(encode(source.manifest))
     files: list[Any] = []
     if isinstance(source.store, Sections):  # listed anew: they may have changed since it was opened
@@ -463,7 +468,11 @@ def _identity(source: Checkpoint, to: str, options: WriteOptions) -> str:
         keys = origin.list()
         if isinstance(origin, OneFile):  # and what it names, if it is an index
             origin, keys = origin.inner, sorted({*keys, *map(file_of, source.manifest.files)})
-        files = [(key, *_stamp(origin, key)) for key in keys]
+        inner = origin.inner if isinstance(origin, ListedFolder) else origin
+        folder = inner.root if isinstance(inner, LocalStore) else inner.url
+        own = target.removeprefix(f"{folder.rstrip('/')}/")
+        below = f"{own}/", f"{own}{PARTIAL}/"
+        files = [(k, *_stamp(origin, k)) for k in keys if k != own and not k.startswith(below)]
     asked = (options.max_file_bytes, options.dtype, options.key)
     names = [(w.name, w.also) for w in weights(source, options)] if options.rename else []
     told = repr((source.store.url, manifest, files, to, asked, names, __version__))

@@ -52,3 +52,14 @@ def test_an_error_ends_all(source: Path, tmp_path: Path) -> None:
     assert ran.status not in (0, None)
     assert "in the way" in "".join(ran.output.values())
     assert (tmp_path / "d.partial/mine").read_text() == "mine"
+
+
+def test_ranks_that_open_different_steps(source: Path, tmp_path: Path) -> None:
+    """A training may commit one between their looks at what is the newest."""
+    steps = tmp_path / "steps"
+    for step in (1, 2):
+        holdfast.save(steps, {"model": torch.nn.Linear(30, 30)}, step=step)
+    ran = launch("converting_apart", 2, steps, tmp_path / "d")
+    assert ran.status not in (0, None)
+    assert "rank 1 has opened step 2, and rank 0 step 1" in "".join(ran.output.values())
+    assert not (tmp_path / "d").exists()

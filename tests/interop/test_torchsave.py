@@ -338,6 +338,24 @@ def test_tied_weights_load_into_tied_weights(tmp_path: Path) -> None:
     )
 
 
+def test_states_of_shared_weights_are_theirs(tmp_path: Path) -> None:
+    """torch counts a weight at the first place where a module has it."""
+    torch.manual_seed(0)
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    old = nn.Sequential(one, other, one)
+    optimizer = torch.optim.AdamW(old.parameters())
+    old(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    saved = {"model": old.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "x.pt")
+    shared = nn.Linear(4, 4)
+    new = nn.Sequential(shared, nn.Linear(4, 4), shared)
+    fresh = torch.optim.AdamW(new.parameters())
+    holdfast.load(tmp_path / "x.pt", {"model": new, "optim": fresh})
+    for p, q in zip(old.parameters(), new.parameters(), strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg"], fresh.state[q]["exp_avg"])
+
+
 def test_arrays_in_newer_pickles(tmp_path: Path) -> None:
     saved = {"w": torch.ones(2), "a": np.arange(6, dtype="f4").reshape(2, 3).T, "s": np.int64(3)}
     torch.save(saved, tmp_path / "x.pt", pickle_protocol=5)

@@ -16,6 +16,7 @@ from holdfast.errors import AgentUnreachable, HoldfastWarning
 from holdfast.events import listen
 from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
+from holdfast.saving.durable import Durable
 from holdfast.store import open_store
 from memory.agents import agent
 
@@ -175,6 +176,27 @@ def test_files_labels_and_calls_of_saves_by_way_of_memory(run: Callable[..., Run
     opened = holdfast.open(one.root)
     assert (opened.step, dict(opened.files)) == (1, {"config.json": b"{}"})
     assert opened.metrics == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("node", [IMAGE_BYTES * 5 // 2], indirect=True)
+def test_an_image_stays_while_files_are_written(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come to storage before the agent is told to write the image."""
+    write = Durable.write_attached
+
+    def late(durable: Durable, op: Any) -> None:
+        time.sleep(0.5)
+        write(durable, op)
+
+    monkeypatch.setattr(Durable, "write_attached", late)
+    one = run(files={"config.json": b"{}"})
+    save = one.ckpt.save(1)
+    for step in range(2, 30):
+        one.ckpt.step(step)
+        time.sleep(0.05)
+    save.wait(60)
+    assert holdfast.steps(one.root) == [1]
 
 
 @pytest.mark.parametrize("has_more", [True, False])

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -259,3 +260,33 @@ def test_nothing_is_overwritten(source: str, tmp_path: Path, to: str) -> None:
         holdfast.convert(source, tmp_path / "y", to=to)
     assert (tmp_path / "y.partial/mine").read_text() == "mine"
     assert (tmp_path / "x/mine").read_text() == "mine"
+
+
+def test_a_target_below_its_source(source: str, tmp_path: Path) -> None:
+    """What the conversion itself writes there is no change of the source."""
+    holdfast.convert(source, tmp_path / "dcp", to="dcp")
+    with holdfast.open(tmp_path / "dcp") as step:
+        expected = step.read("model.emb.weight")
+    for name in ("one", "deep/er"):
+        target = tmp_path / "dcp" / name
+        holdfast.convert(tmp_path / "dcp", target, to="universal")
+        assert np.array_equal(holdfast.open(target).read("model.emb.weight"), expected)
+
+
+def test_tensors_are_not_written_as_their_names(tmp_path: Path) -> None:
+    """Settings of an optimizer, and items of lists, that are tensors: refused by name."""
+    model = nn.Linear(2, 2)
+    optim = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    saved = {"model": model.state_dict(), "optimizer": optim.state_dict()}
+    torch.save(saved, tmp_path / "lr.pt")
+    torch.save({"model": model.state_dict(), "q": [torch.ones(20_000)]}, tmp_path / "list.pt")
+    for name, told in (
+        ("lr", r"param_groups\.0\.lr: a tensor"),
+        ("list", "q: a tensor at a place"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            holdfast.convert(tmp_path / f"{name}.pt", tmp_path / "d", to="dcp")
+    with pytest.raises(UsageError, match="param_groups"):
+        holdfast.convert(tmp_path / "lr.pt", tmp_path / "d", to="deepspeed")

@@ -71,7 +71,15 @@ def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str]
     with open_checkpoint(url, step=step) as source:
         found = weights(source, WriteOptions(key=key))
     new = rules.renamed([name for w in found for name in (w.name, *w.also)])
-    return lambda name: new.get(name, name)
+
+    def renamed(name: str) -> str:
+        if name not in new:  # which was not there a moment ago
+            raise UsageError(
+                f"{url} has got another step meanwhile", hint="name the step: URL@STEP"
+            )
+        return new[name]
+
+    return renamed
 
 
 def _show(made: Converted, verified: bool) -> None:

@@ -295,6 +295,9 @@ def _tensors(states: Any) -> list[Tensor]:
 
 
 def _parameters(model: list[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of what can be parameters in a state dict, tied ones once."""
-    once = {t.same if t.same is not None else n: (n, t) for n, t in reversed(model)}
-    return parameters([(n, t.dtype, t.shape) for n, t in reversed(once.values())])
+    """Return names and shapes of what can be parameters in a state dict, tied ones once: under the first
+    name and at its place, as `parameters()` counts them."""
+    once: dict[str, tuple[str, Tensor]] = {}
+    for name, tensor in model:
+        once.setdefault(name if tensor.same is None else tensor.same, (name, tensor))
+    return parameters([(n, t.dtype, t.shape) for n, t in once.values()])

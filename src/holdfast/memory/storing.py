@@ -59,10 +59,12 @@ class Storing:
     def _store(self, op: SaveOperation, file: FileEntry | None, manifest: bytes) -> None:
         """Have the agent write the image to storage, then commit together."""
         tier, client = self._tier, self._tier.agent.client
-        self.handed_over.set()
         try:
             with span("persist", step=op.step, bytes=file.bytes if file else 0):
-                tier.durable.write_attached(op)  # before any agent could commit late
+                try:
+                    tier.durable.write_attached(op)  # before any agent could commit late
+                finally:
+                    self.handed_over.set()
                 if file is not None and op.error is None:
                     client.ask(self._order(op, file))
         except Exception as failed:

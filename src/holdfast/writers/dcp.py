@@ -145,18 +145,46 @@ def _values(extras: dict[str, Any], tied: set[str]) -> Iterator[tuple[Path, Any]
             yield from _optimizer(key, tree["$optimizer"], tied)
         else:
             referred = {path for _, path in _referred(tree, (key,))}
-            pairs = _flat((key,), decode(tree, plain_tensor))
-            yield from ((path, v) for path, v in pairs if path not in referred)
+            pairs = _flat((key,), decode(tree, _with_names))
+            yield from ((path, _proper(path, v)) for path, v in pairs if path not in referred)
 
 
 def _optimizer(key: str, body: Any, tied: set[str]) -> Iterator[tuple[Path, Any]]:
     for i, group in enumerate(body["groups"]):
-        for name, value in decode(group["hyper"], plain_tensor).items():
-            yield (key, "param_groups", i, name), value
+        for name, value in decode(group["hyper"], _with_names).items():
+            path = (key, "param_groups", i, name)
+            yield path, _proper(path, value)
         yield (key, "param_groups", i, "params"), [p for p in group["params"] if p not in tied]
     for param, states in body["state"].items():
-        for name, value in decode(states, plain_tensor).items() if param not in tied else ():
-            yield (key, "state", param, name), value
+        for name, value in decode(states, _with_names).items() if param not in tied else ():
+            path = (key, "state", param, name)
+            yield path, _proper(path, value)
+
+
+class _TensorName(str):
+    """The name of a tensor that a value refers to."""
+
+
+def _with_names(tag: str, body: Any) -> Any:
+    """Do as `plain_tensor`, but tell the names of tensors from texts."""
+    if tag == "$at":
+        return _TensorName(body)
+    if tag in ("$object", "$quantized"):
+        return decode(body, _with_names)
+    return plain_tensor(tag, body)
+
+
+def _proper(path: Path, value: Any) -> Any:
+    """Return the value.  UsageError if it holds a tensor, which would be written as its name."""
+    if isinstance(value, _TensorName):
+        raise UsageError(
+            f"{'.'.join(map(str, path))}: a tensor at a place where DCP is not given one",
+            hint="--to universal keeps it",
+        )
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _proper(path, inner)
+    return value
 
 
 def _flat(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:

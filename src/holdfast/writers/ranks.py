@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint.outfiles import Outfile
-from holdfast.errors import AgentError
+from holdfast.errors import AgentError, UsageError
 from holdfast.wire import WireError, decode_msgpack
 
 DEADLINE_S = 3600.0
@@ -51,6 +51,25 @@ class Ranks:
             return b"true" if work() else b""
 
         return bool(self._group.ask(f"convert/{name}", b"", decide, DEADLINE_S))
+
+    def check_same(self, step: int, identity: str) -> None:
+        """Check that all have opened the same step of one source, which may have got another meanwhile.
+        UsageError on all of them if not."""
+
+        def decide(answers: list[bytes]) -> bytes:
+            found = [decode_msgpack(a, tuple[int, str]) for a in answers]
+            other = next((r for r, one in enumerate(found) if one != found[0]), None)
+            if other is not None:
+                raise UsageError(
+                    f"rank {other} has opened step {found[other][0]}, and rank 0 step {found[0][0]}, or "
+                    "the source has changed between",
+                    hint="name the step, as URL@STEP, and convert what nobody writes to",
+                )
+            return b""
+
+        if self._group is not None:
+            mine = msgspec.msgpack.encode((step, identity))
+            self._group.ask("convert/source", mine, decide, DEADLINE_S)
 
     @contextmanager
     def all(self, name: str) -> Iterator[None]:
