@@ -546,6 +546,13 @@ class Checkpointer:
             records.prepare()
         Rng().load_state_dict(generators)  # a loader that was not loaded may draw when it is asked
 
+    def _went_back(self, to_step: int) -> None:
+        """Go on as a new run if this one has saved a newer step than the live state, which came by other
+        calls than `restore`: else what is saved now would sort before it.  Collective; blocks."""
+        here = self._tiers.run, to_step
+        if any(one.end > here for one in self._restart("load").survey.candidates):
+            self._tiers.leave_behind(to_step)
+
     # -- ending -----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:

@@ -298,6 +298,39 @@ def went_back(root: str) -> None:
         assert path == f"{folder}/global_step2"
 
 
+def went_back_in_part(root: str) -> None:
+    """What is saved after a load of weights and counters is newer than the steps that it left behind."""
+    other, deepspeeds = (str(Path(root).parent / name) for name in ("other", "deepspeeds"))
+    engine = engine_of()
+    with attach(engine, other):
+        train(engine, 2)
+        engine.save_checkpoint(f"{other}-points")
+    engine = engine_of()
+    train(engine, 2)
+    engine.save_checkpoint(deepspeeds)
+    for number, (folder, tag, options) in enumerate(
+        [
+            (None, "global_step2", {"load_optimizer_states": False}),
+            (f"{other}-points", None, {}),
+            (deepspeeds, None, {}),
+        ]
+    ):
+        own = f"{root}-{number}"
+        engine = engine_of()
+        with attach(engine, own, keep=holdfast.Keep(last=1, every=2)) as ckpt:
+            for _ in range(4):
+                train(engine, 1)
+                engine.save_checkpoint(own)
+            assert engine.load_checkpoint(folder or own, tag, **options)[0] is not None
+            assert engine.global_steps == 2
+            train(engine, 1)
+            engine.save_checkpoint(own)
+            ckpt.wait()
+        assert 3 in holdfast.steps(own), (folder, holdfast.steps(own))
+        with attach(engine_of(1), own) as ckpt:
+            assert ckpt.state["model"].load_checkpoint(own)[0] == f"{own}/global_step3", folder
+
+
 def late_pointer(root: str) -> None:
     """Two ranks, of which the first writes pointers, and takes a second: both go on from the same one."""
     write = integration._write_pointer
@@ -477,6 +510,7 @@ CASES = {
         twice,
         after_every,
         went_back,
+        went_back_in_part,
         replaced,
         deepspeeds_own,
         universal,

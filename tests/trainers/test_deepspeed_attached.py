@@ -35,6 +35,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         "after_every",
         "replaced",
         "went_back",
+        "went_back_in_part",
         "deepspeeds_own",
         "universal",
         "behind",
@@ -48,6 +49,10 @@ def test_attached(ranks: Ranks, tmp_path: Path, case: str) -> None:
 
 def test_two_ranks_go_on_from_the_same_pointer(ranks: Ranks, tmp_path: Path) -> None:
     ranks.finish({"case": "late_pointer", "root": str(tmp_path / "root")}, 2)
+
+
+def test_two_ranks_go_back_in_part(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.finish({"case": "went_back_in_part", "root": str(tmp_path / "root")}, 2)
 
 
 def test_killed_before_each_write_beside_the_root(ranks: Ranks, tmp_path: Path) -> None:

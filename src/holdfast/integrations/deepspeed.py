@@ -494,6 +494,7 @@ class AttachedEngine:
         if wanted.counters:
             for name, value in self.client.counters.items():
                 setattr(self.engine, name, value)
+            self.ckpt._went_back(self.engine.global_steps)
         return found
 
     def _expect(self, extras: dict[str, Any]) -> None:
@@ -600,7 +601,7 @@ class AttachedEngine:
     def _load_by_deepspeed(
         self, folder: str, tag: str | None, wanted: Wanted, custom_load_fn: Any
     ) -> Loaded:
-        return self._by_deepspeed(
+        loaded = self._by_deepspeed(
             folder,
             tag,
             load_module_strict=wanted.strict,
@@ -609,6 +610,8 @@ class AttachedEngine:
             load_module_only=not wanted.counters,
             custom_load_fn=custom_load_fn,
         )
+        self.ckpt._went_back(self.engine.global_steps)
+        return loaded
 
     def _is_root(self, folder: str) -> bool:
         return _same(os.fspath(folder), self.root)

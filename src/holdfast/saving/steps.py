@@ -104,21 +104,12 @@ class RootSteps:
         if self._rank == 0:
             self.worker.submit(self._tidy, op.number, op.step, op.outcome.replaced)
 
-    def tidy_again(self) -> None:
-        """Delete what stayed because it was being read; in the background, or here after `close`."""
+    def tidy_again(self, step: int) -> None:
+        """Delete what stayed while a step was being read; in the background, or here after `close`."""
         try:
-            self.worker.submit(self._tidy_read)
+            self.worker.submit(self._tidy, -1, step, None)
         except RuntimeError:
-            self._tidy_read()
-
-    def _tidy_read(self) -> None:
-        try:
-            with self._lock:
-                watched = tuple(self._watched.values())
-            with self._keys() as keys:
-                self._prune(keys, watched)
-        except Exception as error:
-            emit("tidy.failed", error=str(error))
+            self._tidy(-1, step, None)
 
     def tidy_log(self) -> None:
         """Tidy up what goes with the steps, if there is anything."""

@@ -226,7 +226,7 @@ class Upload:
         self._tell(choice, outcome, time.monotonic() - began)
         if self.group.rank == 0 and self._steps.reading:
             self._steps.reading = set()
-            self._steps.tidy_again()
+            self._steps.tidy_again(choice.step)
         if outcome.verdict in ("again", "ended"):
             self._has_ended = outcome.verdict == "ended"
             return False
