@@ -331,6 +331,28 @@ def went_back_in_part(root: str) -> None:
             assert ckpt.state["model"].load_checkpoint(own)[0] == f"{own}/global_step3", folder
 
 
+def accumulated(root: str) -> None:
+    """An engine that accumulates more begins a batch with each part of a step that it loads."""
+
+    def accumulating(number: int) -> Any:
+        sizes = {"train_batch_size": number, "gradient_accumulation_steps": number}
+        return engine_of(**sizes)
+
+    engine = accumulating(4)
+    with attach(engine, root):
+        train(engine, 12)
+        engine.save_checkpoint(root)
+    for options in ({}, {"load_optimizer_states": False}):
+        engine = accumulating(8)
+        with attach(engine, root):
+            engine.load_checkpoint(root, **options)
+            assert engine.global_steps == 3 and engine.micro_steps == 8, options
+            train(engine, 7)
+            assert engine.global_steps == 3, options
+            train(engine, 1)
+            assert engine.global_steps == 4, options
+
+
 def late_pointer(root: str) -> None:
     """Two ranks, of which the first writes pointers, and takes a second: both go on from the same one."""
     write = integration._write_pointer
@@ -511,6 +533,7 @@ CASES = {
         after_every,
         went_back,
         went_back_in_part,
+        accumulated,
         replaced,
         deepspeeds_own,
         universal,

@@ -36,6 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         "replaced",
         "went_back",
         "went_back_in_part",
+        "accumulated",
         "deepspeeds_own",
         "universal",
         "behind",

@@ -46,7 +46,7 @@ from holdfast.errors import (
 )
 from holdfast.patience import bounded
 from holdfast.roots import require_native_root
-from holdfast.state.deepspeed import COUNTERS, is_engine, zero_of
+from holdfast.state.deepspeed import COUNTERS, is_engine, put_counters, zero_of
 from holdfast.state.trainable import trainable_only
 from holdfast.store import open_store
 from holdfast.wire import WireError
@@ -492,8 +492,7 @@ class AttachedEngine:
         self._expect(looking.open(root, step=step).extras)
         found = once.load(root, state, step=step, strict=wanted.strict)
         if wanted.counters:
-            for name, value in self.client.counters.items():
-                setattr(self.engine, name, value)
+            put_counters(self.engine, self.client.counters)
             self.ckpt._went_back(self.engine.global_steps)
         return found
 

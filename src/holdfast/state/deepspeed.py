@@ -74,10 +74,7 @@ class Zero(Source):
 
     def put_extras(self, saved: dict[str, Any]) -> None:
         """Put back what `extras` gave.  A static loss scale stays as it is configured."""
-        for name in COUNTERS:
-            setattr(self.engine, name, saved.get(name, getattr(self.engine, name)))
-        steps = self.engine.gradient_accumulation_steps()
-        self.engine.micro_steps -= self.engine.micro_steps % steps  # no gradients are kept
+        put_counters(self.engine, saved)
         if self._is_dynamic:
             for name, value in saved.get("loss_scaler", {}).items():
                 if hasattr(self._scaler, name):
@@ -142,6 +139,14 @@ class Zero(Source):
                 for own in (p.data, getattr(p, "ds_tensor", None)):
                     if own is not None:
                         own.data.fill_(float("nan"))
+
+
+def put_counters(engine: Any, saved: Mapping[str, Any]) -> None:
+    """Put back an engine's counters, those that were saved, at the beginning of a batch as it is
+    accumulated here: no gradients are kept."""
+    for name in COUNTERS:
+        setattr(engine, name, saved.get(name, getattr(engine, name)))
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
 
 
 # -- recognising ----------------------------------------------------------------------------------
