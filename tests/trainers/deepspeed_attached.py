@@ -218,6 +218,26 @@ def twice(root: str) -> None:
         assert engine.load_checkpoint(f"{root}-2") == (f"{root}-2/global_step2", {"epoch": 2})
 
 
+def kept_as_given(root: str) -> None:
+    """What a caller changes after a save is not in it, though another save of the step follows."""
+    last, best = (str(Path(root).parent / name) for name in ("last", "best"))
+    engine, history = engine_of(), {"loss": [1.0], "ema": torch.ones(2)}
+    with attach(engine, root):
+        train(engine, 1)
+        engine.save_checkpoint(last, client_state={"history": history})
+        history["loss"].append(2.0)
+        history["ema"].zero_()
+        engine.save_checkpoint(best, client_state={"history": history})
+        history["loss"].append(3.0)
+        engine.load_checkpoint(last)[1]["history"]["loss"].append(4.0)
+        engine.save_checkpoint(root)
+    for folder, losses, ema in ((last, [1.0], 1.0), (best, [1.0, 2.0], 0.0)):
+        with attach(engine_of(1), root) as ckpt:
+            _, client = ckpt.state["model"].load_checkpoint(folder)
+        assert client["history"]["loss"] == losses, (folder, client)
+        assert client["history"]["ema"].tolist() == [ema] * 2, (folder, client)
+
+
 def after_every(root: str) -> None:
     """What is given at a step counts more than what `every=` had saved there; a pointer to a step that is
     gone is mended though its tag is the same."""
@@ -530,6 +550,7 @@ CASES = {
         branched,
         elsewhere,
         twice,
+        kept_as_given,
         after_every,
         went_back,
         went_back_in_part,

@@ -32,6 +32,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         "branched",
         "elsewhere",
         "twice",
+        "kept_as_given",
         "after_every",
         "replaced",
         "went_back",

@@ -29,7 +29,9 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 import holdfast.checkpointer as core
 from holdfast import looking, once
@@ -221,7 +223,7 @@ class ClientState:
 
     def give(self, values: dict[str, Any], *, latest: bool, folder: str, tag: str) -> None:
         """Keep `values` with the save that begins next, under a tag in a folder; "" is the root."""
-        self._given = {"values": values, "latest": latest, "folder": folder, "tag": tag}
+        self._given = {"values": _copied(values), "latest": latest, "folder": folder, "tag": tag}
 
     def clear(self) -> None:
         """Let the next save be one of the engine's own."""
@@ -239,7 +241,7 @@ class ClientState:
     def state_dict(self) -> dict[str, Any]:
         given, (step, before) = self._given, self._kept
         if given is None:
-            values = {} if self._ask is None else dict(self._ask())
+            values = {} if self._ask is None else _copied(self._ask())
             given = {"values": values, "latest": True}
         if step != self._engine.global_steps:
             before = []
@@ -264,7 +266,21 @@ class ClientState:
         saves = [one for one in found if tag is not None and _place_of(one) == (folder, tag)]
         saves = saves or [one for one in found if one["latest"]] or found
         own = [one for one in saves if _place_of(one)[0] == folder]
-        return dict((own or saves)[-1]["values"]) if saves else {}
+        return _copied((own or saves)[-1]["values"]) if saves else {}
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of what a caller keeps: another save of the step writes it once more, as it is now."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        try:
+            return deepcopy(leaf)
+        except Exception:  # the save refuses it by its name
+            return leaf
+
+    return {key: tree_map(copied, value) for key, value in values.items()}
 
 
 def _saves_of(client: dict[str, Any]) -> list[dict[str, Any]]:
