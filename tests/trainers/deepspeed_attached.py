@@ -373,6 +373,33 @@ def accumulated(root: str) -> None:
             assert engine.global_steps == 4, options
 
 
+def unwritable(root: str) -> None:
+    """A pointer that cannot be written is told and tried again; others are written."""
+    blocked, free = (Path(root).parent / name for name in ("blocked", "free"))
+    blocked.write_text("a file")
+    engine = engine_of()
+
+    def save(*tags: tuple[Path, str]) -> None:
+        train(engine, 1)
+        for folder, tag in tags:
+            engine.save_checkpoint(str(folder), tag)
+        ckpt.wait()
+
+    with attach(engine, root) as ckpt:
+        with pytest.warns(holdfast.HoldfastWarning, match="a does not point to step 1"):
+            save((blocked, "a"), (free, "b"))
+        assert json.loads((free / "b/holdfast.json").read_text())["step"] == 1
+        with pytest.warns(holdfast.HoldfastWarning, match="c does not point to step 2"):
+            save((blocked, "c"))
+        with pytest.warns(holdfast.HoldfastWarning, match="a does not point to step 1"):
+            engine.load_checkpoint(root)
+        blocked.unlink()
+        save((free, "d"))
+        for tag, step in (("a", 1), ("c", 2)):
+            assert json.loads((blocked / tag / "holdfast.json").read_text())["step"] == step
+        assert (blocked / "latest").read_text() == "c"
+
+
 def late_pointer(root: str) -> None:
     """Two ranks, of which the first writes pointers, and takes a second: both go on from the same one."""
     write = integration._write_pointer
@@ -555,6 +582,7 @@ CASES = {
         went_back,
         went_back_in_part,
         accumulated,
+        unwritable,
         replaced,
         deepspeeds_own,
         universal,

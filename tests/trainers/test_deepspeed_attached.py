@@ -38,6 +38,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         "went_back",
         "went_back_in_part",
         "accumulated",
+        "unwritable",
         "deepspeeds_own",
         "universal",
         "behind",

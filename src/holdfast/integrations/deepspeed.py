@@ -322,6 +322,8 @@ class AttachedEngine:
     client: ClientState
     has_every: bool
     pending: list[Pending] = field(default_factory=list)
+    unwritten: list[Pending] = field(default_factory=list)
+    """Saves that are committed, and whose pointers could not be written."""
     told_of_frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -372,7 +374,7 @@ class AttachedEngine:
             self.ckpt.pin(step, name)
         if not is_root:
             self.pending.append(Pending(save, os.fspath(folder), name, latest))
-        self._point()
+        self._point(again=True)
         return True
 
     def _leave_out_frozen(self) -> None:
@@ -386,24 +388,37 @@ class AttachedEngine:
         trainable_only(self.engine.module)
         self.client.leaves_out = True
 
-    def _point(self) -> None:
-        """Write the pointers to steps that have been committed; rank 0's work."""
+    def _point(self, *, again: bool = False) -> None:
+        """Write the pointers to steps that have been committed; rank 0's work.  `again`: also those that
+        could not be written, in their order, so that the newest is written last."""
         done = [one for one in self.pending if one.save.done()]
         self.pending = [
             one for one in self.pending if one not in done
         ]  # others may have ended since
+        if again:
+            done, self.unwritten = [*self.unwritten, *done], []
         for one in done:
             if one.save.error is None and self.engine.global_rank == 0:
-                step = one.save.step
-                pointed = Pointed(self.root, step, one.tag, looking.run_of(self.root, step))
-                _write_pointer(pointed, one.folder, one.latest)
+                self._point_to(one)
+
+    def _point_to(self, one: Pending) -> None:
+        """Write a pointer, or keep it for the next save or load if it cannot be written."""
+        if one.latest:  # what could not be written before is the latest no more
+            self.unwritten = [
+                older._replace(latest=older.latest and older.folder != one.folder)
+                for older in self.unwritten
+            ]
+        step = one.save.step
+        pointed = Pointed(self.root, step, one.tag, looking.run_of(self.root, step))
+        if not _has_written(pointed, one.folder, one.latest):
+            self.unwritten.append(one)
 
     # -- loading ----------------------------------------------------------------------------------
 
     def load(self, folder: str, tag: Any, wanted: Wanted, custom_load_fn: Any) -> Loaded:
         """Do what `load_checkpoint` does."""
         self.ckpt.wait()
-        self._point()
+        self._point(again=True)
         is_root, tag = self._is_root(folder), None if tag is None else str(tag)
         found = self.ckpt.find() if is_root else None
         is_newest = tag is None
@@ -429,7 +444,7 @@ class AttachedEngine:
             is_own = _same(newest.root, self.root)
             if is_newest and self.engine.global_rank == 0:
                 if newest != self._pointed(folder, latest):
-                    _write_pointer(newest, folder, True)
+                    _has_written(newest, folder, True)
         elif tag is None:
             restored = self._load_newest(found, wanted)
         else:
@@ -686,6 +701,19 @@ def _is_deepspeeds(folder: str, tag: str | None) -> bool:
 def _is_pointer(folder: str, tag: str | None) -> bool:
     """True if this tag points to a step of a root."""
     return tag is not None and Path(folder, tag, POINTER).exists()
+
+
+def _has_written(pointed: Pointed, folder: str, latest: bool) -> bool:
+    """Write a pointer; tell it and return False if that cannot be: on one rank, so nothing is raised."""
+    try:
+        _write_pointer(pointed, folder, latest)
+    except OSError as error:
+        warn_user(
+            f"{folder}: {pointed.tag} does not point to step {pointed.step}, which is saved: {error}",
+            hint=f"each save_checkpoint and load_checkpoint tries again; {pointed.root} has the step",
+        )
+        return False
+    return True
 
 
 def _write_pointer(pointed: Pointed, folder: str, latest: bool) -> None:
