@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from holdfast.dcp.values import StandIn, decode, encode, named
+from holdfast.dcp.values import StandIn, encode, listed, named
 from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.format.manifest import TensorEntry
@@ -176,14 +176,14 @@ def listing(
             flat: (tuple(path), stand_ins[name]) for flat, (path, name) in table["tensors"].items()
         }
         return found | {
-            flat: (tuple(path), decode(tree, stand_ins))
+            flat: (tuple(path), listed(tree, stand_ins))
             for flat, (path, tree) in table["values"].items()
         }
     states = {t.name: t.state for t in tensors}
     try:
         flat, paths = flatten_state_dict(_nested(stand_ins, states, aliases, trees))
     except ValueError:  # DCP would name two things alike
-        flat = {**stand_ins, **{k: decode(v, stand_ins) for k, v in trees.items()}}
+        flat = {**stand_ins, **{k: listed(v, stand_ins) for k, v in trees.items()}}
         paths = {name: (name,) for name in flat}
     paths |= {name: tuple(path) for name, path in table.get("paths", {}).items()}
     return {name: (paths[name], value) for name, value in flat.items()}
@@ -202,7 +202,7 @@ def _nested(
         if key in optimizers:
             out[key] = _optimizer(tree["$optimizer"], stand_ins)
         else:
-            _place(out, key, decode(tree, stand_ins))
+            _place(out, key, listed(tree, stand_ins))
     inside = {name for tree in trees.values() for name in extras.referred(tree)}
     for name, stand_in in stand_ins.items():
         key, _, rest = name.partition(".")
@@ -235,10 +235,10 @@ def _number(param: str) -> Any:
 
 def _optimizer(body: Any, stand_ins: dict[str, StandIn]) -> dict[str, Any]:
     groups = [
-        {**decode(g["hyper"], stand_ins), "params": [_number(p) for p in g["params"]]}
+        {**listed(g["hyper"], stand_ins), "params": [_number(p) for p in g["params"]]}
         for g in body["groups"]
     ]
-    state = {_number(p): decode(of, stand_ins) for p, of in body["state"].items()}
+    state = {_number(p): listed(of, stand_ins) for p, of in body["state"].items()}
     return {"state": state, "param_groups": groups}
 
 

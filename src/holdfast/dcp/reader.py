@@ -24,11 +24,12 @@ from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
 from holdfast.dcp.ids import CheckpointId, step_of_id
 from holdfast.dcp.names import Listing, listing
-from holdfast.dcp.values import Pickles, StandIn
+from holdfast.dcp.values import Pickles, StandIn, filled, held_in
 from holdfast.errors import HoldfastError
 from holdfast.layout import Box
 from holdfast.looking import open as open_step
 from holdfast.restore.targets import target_of
+from holdfast.state.placed import torch_dtype
 from holdfast.store import open_store, split_prefix
 
 
@@ -105,7 +106,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
         """Read, verify and place all that the plan wants.  Blocks."""
         if isinstance(plan.storage_data, int) and plan.storage_data != self.checkpoint.step:
             self._go_back(plan.storage_data)
-        saved, values = self.checkpoint, Pickles()
+        saved, values, held = self.checkpoint, Pickles(), self._held(plan)
         wants: list[Want] = []
         taken: dict[int, tuple[ReadItem, torch.Tensor]] = {}
         """Items whose tensors are to be filled, by address: a planner may hand out one buffer for many."""
@@ -120,7 +121,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
         for item in plan.items:
             value = self._listing[item.storage_index.fqn][1]
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, values.pickled(value))
+                planner.load_bytes(item, values.pickled(filled(value, held)))
                 continue
             target = planner.resolve_tensor(item)
             address = _address(target) or -len(taken) - 1
@@ -138,6 +139,23 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _held(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
+        """Read the tensors that lie inside values, by the names that values have for them."""
+        saved, found = self.checkpoint, {}
+        wants: list[Want] = []
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO:
+                continue
+            for name in held_in(self._listing[item.storage_index.fqn][1]):
+                number = saved.index(name)
+                entry = saved.manifest.tensors[number]
+                found[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+                if found[name].numel():
+                    box = Box((0,) * len(entry.shape), entry.shape)
+                    wants.append(Want(number, box, target_of(found[name], entry.dtype)))
+        read_alone(saved.images, wants)
+        return found
 
     def _go_back(self, step: int) -> None:
         """Load another step than this rank has planned for: a newer one was committed between two looks."""

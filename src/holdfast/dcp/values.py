@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,59 @@ def named(name: str, dtype: str, shape: tuple[int, ...]) -> StandIn:
     return found
 
 
-def decode(tree: Any, tensors: dict[str, StandIn]) -> Any:
-    """A value of extras; tensors of the checkpoint that it refers to are their stand-ins."""
+_WHOLE = frozenset(("$tuple", "$deque", "$set", "$frozenset"))
+"""Tags of values that DCP does not look into: it knows dicts and lists."""
+
+
+class WithTensors:
+    """A value that holds tensors where DCP does not look for any: it is loaded as one, with them."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+
+def listed(tree: Any, tensors: dict[str, StandIn]) -> Any:
+    """A value of extras as DCP lists it: tensors that it refers to are stand-ins, what DCP does not look
+    into and holds tensors is a `WithTensors`."""
+
+    def marked(tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [marked(one) for one in tree]
+        if not isinstance(tree, dict):
+            return tree
+        if len(tree) == 1 and not _WHOLE.isdisjoint(tree):
+            return {"$held": tree} if any(extras.referred(tree)) else tree
+        return {key: marked(one) for key, one in tree.items()}
+
+    return decode(marked(tree), tensors)
+
+
+def held_in(value: Any) -> Iterator[str]:
+    """The names of tensors that a value has to be filled with."""
+    if isinstance(value, WithTensors):
+        yield from extras.referred(value.tree)
+    elif isinstance(value, StandIn):
+        yield value.saved_name
+    elif isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from held_in(one)
+
+
+def filled(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """A value with the tensors that `held_in` names."""
+    if isinstance(value, WithTensors):
+        return decode(value.tree, tensors)
+    if isinstance(value, StandIn):
+        return tensors[value.saved_name]
+    if isinstance(value, list):
+        return [filled(one, tensors) for one in value]
+    if isinstance(value, dict) and any(held_in(value)):
+        return {key: filled(one, tensors) for key, one in value.items()}
+    return value
+
+
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """A value of extras, with the tensors of the checkpoint that it refers to."""
 
     def on_other(tag: str, body: Any) -> Any:
         match tag:
@@ -85,6 +137,8 @@ def decode(tree: Any, tensors: dict[str, StandIn]) -> Any:
                 return outline_tensor(body)
             case "$at" if body in tensors:
                 return tensors[body]
+            case "$held":
+                return WithTensors(body)
             case "$dtype":
                 return torch_dtype(body)
             case "$object":
