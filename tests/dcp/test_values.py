@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
-from holdfast.dcp import Reader
+from holdfast.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -44,16 +48,79 @@ def flat(value: Any) -> Any:
     return value
 
 
+def loaded(root: Path) -> dict[str, Any]:
+    """All that the newest step has, without a state to load it into."""
+    state: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=Reader(root), planner=planner, no_dist=True)
+    return state
+
+
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_tensors_in_tuples_have_their_values(tmp_path: Path, is_empty: bool) -> None:
     holdfast.save(tmp_path, {"lstm": held(), "w": N}, step=1)
-    state: dict[str, Any] = {}
     if is_empty:
-        planner = _EmptyStateDictLoadPlanner()
-        _load_state_dict(state, storage_reader=Reader(tmp_path), planner=planner, no_dist=True)
+        state = loaded(tmp_path)
     else:
         state = {"lstm": held(), "w": N.clone()}
         for tensor in (state["w"], *state["lstm"]["carry"][:2], state["lstm"]["lists"][0]):
             tensor.zero_()
         dcp.load(state, storage_reader=Reader(tmp_path), no_dist=True)
     assert flat(state) == flat({"lstm": held(), "w": N})
+
+
+@pytest.fixture
+def added() -> Iterator[Any]:
+    """What the user has declared safe: a class of numpy's arrays, as Megatron-Core does."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals([np.ndarray])
+    yield np.ndarray
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(before)
+
+
+VALUES = {
+    "a": [1, 2.5, "b", None, b"bytes", b"", 3 + 4j],
+    "n": {"x": np.arange(3.0), "s": np.float32(2), "d": deque(maxlen=2)},
+    "e": (torch.ones(2, dtype=torch.bfloat16), torch.float16, {1, 2}, Counter("aab")),
+}
+EXPECTED = {key: repr(value) for key, value in VALUES.items()}
+
+
+def test_what_the_user_has_declared_safe_stays(tmp_path: Path, added: Any) -> None:
+    """It stays after a save, and during one, though others are at work."""
+    before, errors = set(torch.serialization.get_safe_globals()), []
+
+    def save(number: int) -> None:
+        try:
+            for step in range(10):
+                state = {"number": number, **VALUES}
+                writer = Writer(tmp_path / str(number))
+                dcp.save(state, storage_writer=writer, checkpoint_id=str(step), no_dist=True)
+                assert set(torch.serialization.get_safe_globals()) == before
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for number in range(2):
+        found = loaded(tmp_path / str(number))
+        assert found.pop("number") == number
+        assert {key: repr(value) for key, value in found.items()} == EXPECTED
+
+
+class Strange:
+    """An object that is no plain data."""
+
+
+@pytest.mark.parametrize("value", [Strange(), Strange, print, [slice(1)]])
+def test_what_is_no_plain_data_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(
+        CheckpointException, match=r"v: is no plain data \(Unsupported global: GLOBAL"
+    ):
+        dcp.save({"v": value}, storage_writer=Writer(tmp_path), no_dist=True)
+    assert not holdfast.steps(tmp_path)

@@ -9,10 +9,15 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch._weights_only_unpickler import _get_user_allowed_globals as _users_globals
+from torch.serialization import _load, _open_zipfile_reader
 
 from holdfast.errors import FormatError, UsageError
 from holdfast.format import extras
@@ -25,22 +30,37 @@ HINT = (
 )
 
 
-def _kinds_of_data() -> list[Any]:
-    """What pickles of plain data may name that torch's unpickler does not know by itself."""
+@cache
+def _data_globals() -> dict[str, Any]:
+    """What pickles of plain data may name, beside what torch's own unpickler knows."""
     array = np.zeros(1).__reduce__()[0]
     scalar = np.float64(1).__reduce__()[0]
-    kinds = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDUSmM"}
-    return [array, scalar, np.ndarray, np.dtype, deque, bytes, io.BytesIO, *kinds]
+    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDUSmM"}
+    kinds: list[Any] = [array, scalar, np.ndarray, np.dtype, deque, bytes, io.BytesIO, *dtypes]
+    return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+
+
+@cache
+def _unpickler() -> ModuleType:
+    """The module of torch's restricted unpickler once more, with a table of its own beside the user's.
+
+    The one that `torch.load` goes by is for the whole process, and other threads load by it.
+    """
+    spec: Any = find_spec("torch._weights_only_unpickler")
+    own = module_from_spec(spec)
+    spec.loader.exec_module(own)
+    vars(own)["_get_user_allowed_globals"] = lambda: {**_data_globals(), **_users_globals()}
+    return own
 
 
 def encoded(data: io.BytesIO, name: str) -> Any:
     """The JSON tree of a value that torch.save has written.  UsageError for what is no plain data."""
     data.seek(0)
     try:
-        with torch.serialization.safe_globals(_kinds_of_data()):
-            value = torch.load(data, map_location="cpu", weights_only=True)
+        with _open_zipfile_reader(data) as archive:
+            value = _load(archive, "cpu", _unpickler(), encoding="utf-8")
     except Exception as error:
-        why = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or str(error)
+        why = str(error).partition("\n")[0]
         raise UsageError(f"{name}: is no plain data ({why[:200]})", hint=HINT) from None
     return encode(value, name)
 
