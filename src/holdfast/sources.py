@@ -120,6 +120,10 @@ class Source(Protocol):
         """Put back what `extras` gave, in this run or another."""
         return
 
+    def lacking(self, saved: dict[str, Any]) -> list[str]:
+        """Texts of what this run goes on from, and `extras` of another has not given."""
+        return []
+
     def refresh(self) -> None:
         """Make the model's own weights from the masters, after a restore.  May be collective."""
         return

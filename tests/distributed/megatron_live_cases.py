@@ -255,6 +255,45 @@ def what_modules_say_besides_is_refused(root: Path) -> None:
     holdfast.load(root / "ours", state_of(run))
 
 
+def each_optimizer_of_a_chain_has_its_own_loss_scale(root: Path) -> None:
+    """One may have backed off alone; in a chain of another length all have the first one's."""
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+
+    def scales(run: Run) -> list[tuple[float, int]]:
+        scalers = [one.grad_scaler for one in run.optimizer.chained_optimizers]
+        return [(float(one.scale), one._growth_tracker) for one in scalers]
+
+    setup = replace(MOE, ep=2, fp16=True, distributed=True)
+    run = Run(setup)
+    run.train(1)
+    assert len(scales(run)) == 2
+    holdfast.save(root / "same", state_of(run), step=1)
+    same = scales(run)
+    for _ in range(2):  # its hysteresis
+        run.optimizer.chained_optimizers[1].grad_scaler.update(True)
+    saved = scales(run)
+    assert saved[1][0] == saved[0][0] / 2
+    holdfast.save(root / "other", state_of(run), step=1)
+    for folder, expected in (("other", saved), ("same", same)):
+        again = Run(setup, seed=5)
+        holdfast.load(root / folder, state_of(again))
+        assert scales(again) == expected, folder
+    one = Run(replace(FP16, layers=2))
+    for optimizer in one.optimizer.chained_optimizers:
+        optimizer.grad_scaler = ConstantGradScaler(8.0)
+    holdfast.save(root / "constant", state_of(one), step=1)
+    holdfast.load(root / "constant", state_of(one))
+    dynamic = Run(replace(FP16, layers=2), seed=5)
+    before, weights = scales(dynamic), [p.detach().clone() for p in dynamic.gpt.parameters()]
+    message = r"optim\.engine\.grad_scaler: saved without growth_tracker, .*constant loss_scale"
+    with pytest.raises(StateMismatch, match=message):
+        holdfast.load(root / "constant", state_of(dynamic))
+    assert all(torch.equal(p, w) for p, w in zip(dynamic.gpt.parameters(), weights))
+    holdfast.load(root / "constant", state_of(dynamic), strict=False)
+    assert scales(dynamic) == before
+    assert not all(torch.equal(p, w) for p, w in zip(dynamic.gpt.parameters(), weights))
+
+
 def into_plain_modules(root: Path) -> None:
     """By names alone, a norm by either of its two: not Megatron's module, and torch's own optimizer."""
     for name in ("save_fp32_tp2_pp2", "save_bf16_tp2_zero", "save_moe_ep2_zero"):
@@ -344,6 +383,7 @@ CASES = [
     another_model_is_refused,
     what_needs_cuda_is_refused_by_name,
     what_modules_say_besides_is_refused,
+    each_optimizer_of_a_chain_has_its_own_loss_scale,
     into_plain_modules,
     from_a_plain_optimizer_of_ones_own,
 ]

@@ -107,6 +107,8 @@ class ExtrasRestorer:
     def _find_missing(self) -> None:
         manifest = self.checkpoint.manifest
         for key, value in in_order(self.state).items():
+            if self.options.strict:
+                self.problems.lines += self._lacking(f"{key}.engine", self._live.sources.of(value))
             if is_optimizer(value) and key in manifest.extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
@@ -131,6 +133,13 @@ class ExtrasRestorer:
                     )
                 elif not optional:
                     self.problems.missing.append(key)
+
+    def _lacking(self, name: str, source: Source) -> list[str]:
+        """Problems of a framework with its counters, loss scalers and the like, if there are any."""
+        tree = self.checkpoint.manifest.extras.get(name)
+        if source.saves_rest or tree is None:
+            return []
+        return [f"{name}.{text}" for text in source.lacking(self._decode(tree))]
 
     def _has_common(self, optimizer: Any) -> bool:
         """True if an optimizer can have state that belongs to no parameter, and that is saved."""

@@ -92,15 +92,42 @@ class Megatron(Source):
     # -- what is neither a weight nor its state ------------------------------------------------
 
     def extras(self) -> dict[str, Any]:
-        """The loss scaler; Megatron's optimizers know no scheduler."""
-        scalers = [o.grad_scaler for o in self.optimizers if getattr(o, "grad_scaler", None)]
-        return {"grad_scaler": scalers[0].state_dict()} if scalers else {}
+        """The loss scalers; Megatron's optimizers know no scheduler.  Those of a chain see other gradients,
+        so one may have backed off: then each is told, beside the first one's, which is of all else."""
+        states = [scaler.state_dict() for scaler in self._scalers]
+        if not states:
+            return {}
+        numbers = [{name: float(value) for name, value in state.items()} for state in states]
+        each = {"grad_scalers": states} if any(one != numbers[0] for one in numbers) else {}
+        return {"grad_scaler": states[0], **each}
 
     def put_extras(self, saved: dict[str, Any]) -> None:
-        """Put back what `extras` gave."""
-        for optimizer in self.optimizers:
-            if getattr(optimizer, "grad_scaler", None) and "grad_scaler" in saved:
-                optimizer.grad_scaler.load_state_dict(saved["grad_scaler"])
+        """Put back what `extras` gave.  A scaler of which too little was saved stays as configured."""
+        for scaler, state in self._pairs(saved):
+            if scaler.state_dict().keys() <= state.keys():
+                scaler.load_state_dict(state)
+
+    def lacking(self, saved: dict[str, Any]) -> list[str]:
+        """Texts of what loss scalers go on from, and a constant loss scale has not."""
+        texts = (
+            f"grad_scaler: saved without {', '.join(sorted(missing))}, as of a constant loss_scale, and "
+            "here it is dynamic; strict=False begins with initial_loss_scale"
+            for scaler, state in self._pairs(saved)
+            if (missing := scaler.state_dict().keys() - state.keys())
+        )
+        return list(dict.fromkeys(texts))
+
+    @property
+    def _scalers(self) -> list[Any]:
+        found = (getattr(one, "grad_scaler", None) for one in self.optimizers)
+        return [scaler for scaler in found if scaler]
+
+    def _pairs(self, saved: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+        """Scalers with what was saved of each, or of the first if there were more or fewer."""
+        scalers, states = self._scalers, saved.get("grad_scalers", [])
+        if len(states) != len(scalers):
+            states = [saved["grad_scaler"]] * len(scalers) if "grad_scaler" in saved else []
+        return list(zip(scalers, states))
 
     # -- after a restore -----------------------------------------------------------------------
 
