@@ -20,6 +20,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from holdfast.dcp.values import StandIn, encode, listed, named
 from holdfast.errors import UsageError
 from holdfast.format import extras
+from holdfast.format.extras import DCP_NAMES
 from holdfast.format.manifest import TensorEntry
 from holdfast.interop.dcptree import (
     Leaf,
@@ -33,8 +34,8 @@ from holdfast.interop.dcptree import (
     with_lists,
 )
 
-TABLE = "dcp.names"
-"""Extra that lists what `listing` would call otherwise."""
+OWN = (("common",), ("engine",))
+"""Paths in an optimizer at which holdfast keeps values of its own."""
 
 Listing = dict[str, tuple[Path, Any]]
 """The path and the value of each flat name, or a stand-in for a tensor."""
@@ -133,9 +134,12 @@ def _param(name: str) -> str:
 
 
 def _optimizer_extras(keys: set[str], leaves: dict[Path, Any]) -> dict[str, Any]:
+    """One extra for each optimizer; what lies deeper in a state, or beside states and groups, is one by
+    itself."""
     numbered: dict[str, dict[int, dict[str, Any]]] = {key: {} for key in keys}
     by_param: dict[str, dict[str, dict[str, Any]]] = {key: {} for key in keys}
     states: dict[str, dict[str, dict[str, Any]]] = {key: {} for key in keys}
+    found: dict[str, Any] = {}
     for path, tree in leaves.items():
         match hyper_of(path) or state_of(path):
             case (key, int(i), what):
@@ -145,8 +149,12 @@ def _optimizer_extras(keys: set[str], leaves: dict[Path, Any]) -> dict[str, Any]
             case (key, param, what):
                 states[key].setdefault(_param(param), {})[what] = tree
             case _:
-                raise UsageError(f"{spelled(path)}: is no group and no state of an optimizer")
-    found = {}
+                if path[1:] in OWN:
+                    raise UsageError(
+                        f"{spelled(path)}: holdfast has values of its own under this name",
+                        hint="give it another one",
+                    )
+                found[spelled(path)] = tree
     for key in keys:
         groups = [
             {
@@ -170,7 +178,7 @@ def listing(
     stand_ins = {t.name: named(t.name, t.dtype, t.shape) for t in tensors}
     stand_ins |= {alias: stand_ins[name] for alias, name in aliases.items()}
     trees = dict(trees)
-    table = trees.pop(TABLE, {})
+    table = trees.pop(DCP_NAMES, {})
     if "tensors" in table:
         found: Listing = {
             flat: (tuple(path), stand_ins[name]) for flat, (path, name) in table["tensors"].items()
@@ -245,7 +253,7 @@ def _optimizer(body: Any, stand_ins: dict[str, StandIn]) -> dict[str, Any]:
 def table_for(
     expected: Listing, tensors: Iterable[TensorEntry], trees: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return what `TABLE` has to say so that `listing` gives what was saved; None if it does so without.
+    """Return the extra with which `listing` gives what was saved; None if it does so without.
 
     `expected`: the path of each flat name, and the stand-in of a tensor, or the tree of a value.
     """

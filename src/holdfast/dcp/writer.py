@@ -34,11 +34,12 @@ from holdfast.checkpoint.tidying import Keep, discard
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
 from holdfast.dcp.gathered import Gathered
 from holdfast.dcp.ids import CheckpointId, step_of_id
-from holdfast.dcp.names import TABLE, Listing, StateDictNames, table_for
+from holdfast.dcp.names import Listing, StateDictNames, table_for
 from holdfast.dcp.values import encoded, named
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.format.checking import check
+from holdfast.format.extras import DCP_NAMES
 from holdfast.format.image import plan_image
 from holdfast.format.manifest import (
     VERSION,
@@ -397,7 +398,7 @@ def _manifest(
         tensors=tensors,
         aliases={},
         files=tuple(sorted((w.file for w in written if w.file), key=lambda f: f.rank)),
-        extras=extras if table is None else {**extras, TABLE: table},
+        extras=extras if table is None else {**extras, DCP_NAMES: table},
         per_rank={},
     )
     check(manifest)  # what no reader would take is not committed

@@ -12,7 +12,7 @@ import numpy as np
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import HoldfastError, LayoutError, StateMismatch, warn_user
 from holdfast.events import emit
-from holdfast.format.extras import MADE_OF
+from holdfast.format.extras import DCP_NAMES, MADE_OF
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
 from holdfast.restore.targets import RestoreOptions, is_known
@@ -204,6 +204,7 @@ def _combine(
         more = dict.fromkeys(n for f in found for n in f.unexpected)
         untouched += [f"unexpected in the checkpoint: {n}" for n in more]
         untouched += _unexpected(checkpoint, found, live, options)
+        untouched += _beside_states(checkpoint, live, options)
         untouched += _left_out_in_vain(checkpoint, found, live, options)
     if options.strict:
         lines += untouched
@@ -259,6 +260,17 @@ def _unexpected(
             hint = _near(name, live.tensors) if len(out) < MAX_HINTS else ""
             out.append(f"unexpected in the checkpoint: {name}{hint}")
     return out
+
+
+def _beside_states(checkpoint: Checkpoint, live: Live, options: RestoreOptions) -> list[str]:
+    """Values that `dcp.save` has written of an optimizer, and that no live one has a place for: they lie
+    deeper in a state, or beside states and groups."""
+    saved = checkpoint.manifest.extras
+    if options.only is not None or DCP_NAMES not in saved:
+        return []
+    trees = {key: saved.get(key) for key in live.keys}
+    begins = tuple(f"{k}." for k, t in trees.items() if isinstance(t, dict) and "$optimizer" in t)
+    return [f"unexpected in the checkpoint: {name}" for name in saved if name.startswith(begins)]
 
 
 def _unexpected_extras(
