@@ -216,6 +216,46 @@ def test_hooks_of_checkpoints_are_refused(register: str, tmp_path: Path) -> None
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    "name", ["prepare_model", "prepare_optimizer", "prepare_scheduler", "by hand"]
+)
+def test_what_is_prepared_by_itself_is_saved(name: str, tmp_path: Path) -> None:
+    """Each of the objects is prepared after all the others once, by the method for its kind, and saved by
+    `save_state` and by `step`."""
+    from accelerate import Accelerator
+
+    from holdfast.integrations.accelerate import attach
+
+    def made() -> tuple[Any, list[Any]]:
+        accelerator = attach(Accelerator(cpu=True), tmp_path / "root")
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        objects: dict[str, Any] = {"prepare_model": model, "prepare_optimizer": optimizer}
+        objects["prepare_scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        last = objects.pop(name, None)
+        prepared = [getattr(accelerator, method)(one) for method, one in objects.items()]
+        if last is not None:
+            prepared.append(getattr(accelerator, name)(last))
+        else:
+            accelerator._custom_objects.append(torch.optim.lr_scheduler.StepLR(optimizer, 3))
+        return accelerator, prepared
+
+    expected = {"model", "optimizer", "scheduler"} | ({"custom"} if name == "by hand" else set())
+    accelerator, _ = made()
+    accelerator.save_state("step_1")
+    if name != "by hand":
+        accelerator.holdfast.save(2)
+    accelerator.end_training()
+    for step in holdfast.steps(tmp_path / "root"):
+        with holdfast.open(tmp_path / "root", step=step) as saved:
+            parts = {part.partition(".")[0] for part in [*saved.names(), *saved.extras]}
+        assert expected <= parts
+    accelerator, _ = made()
+    assert accelerator.load_state() == (1 if name == "by hand" else 2)
+    accelerator.end_training()
+
+
+@pytest.mark.soak
 def test_a_stateful_loader_is_saved_again_before_it_goes_on(tmp_path: Path) -> None:
     """It is where it was."""
     pytest.importorskip("torchdata")

@@ -45,6 +45,15 @@ from holdfast.state.rng import Rng
 
 __all__ = ["attach"]
 
+_CHANGING = (
+    "prepare_model",
+    "prepare_data_loader",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "register_for_checkpointing",
+    "free_memory",
+)
+"""The methods, beside `prepare`, that change what an accelerator has."""
 MOST_SAMPLERS = 10
 """Samplers inside of each other that are looked into."""
 
@@ -91,7 +100,7 @@ class _Attached:
         self.load_native = accelerator.load_state
         accelerator.holdfast = self.checkpointer
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
-        for name in ("register_for_checkpointing", "free_memory"):
+        for name in _CHANGING:
             setattr(accelerator, name, self._followed_by_a_look(getattr(accelerator, name)))
         prepare = self._followed_by_a_look(accelerator.prepare)
 
@@ -145,6 +154,7 @@ class _Attached:
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True) -> str:
         """Save durably, in the background; the step's number is the one that the folder's name ends with,
         or the next one where checkpoints are named automatically.  Returns that step's place."""
+        self.look()  # its lists may have been changed by hand
         project = self.accelerator.project_configuration
         automatic = project.automatic_checkpoint_naming
         step = project.iteration if automatic else _number_in(output_dir, "save_state")
@@ -173,6 +183,7 @@ class _Attached:
         if isinstance(input_dir, (str, os.PathLike)) and os.path.isdir(input_dir):
             self.load_native(input_dir, load_kwargs, **load_model_func_kwargs)
             return None
+        self.look()
         step = None if input_dir is None else _number_in(input_dir, "load_state")
         restored = self.checkpointer.restore(step)
         self.last_step = int(restored)
