@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -53,6 +53,10 @@ class Settings:
     accumulate: int = 1
     dies: int = 0
     """The write into `paths` before which, or if negative after which, the process is killed."""
+    sums: bool = False
+    """Whether a mean over the epoch is logged."""
+    stream: bool = False
+    """Whether each rank draws its data from a stateful stream of its own."""
     fabric: bool = False
     """Whether four steps are done with Fabric instead."""
 
@@ -79,9 +83,13 @@ class Net(L.LightningModule):
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         loss = (self.net(batch[0]) - 1).square().mean()
         self.log("loss", loss)
+        self.log_sums(loss)
         if self.global_rank == 0:
             print("L", self.global_step, number, loss.item().hex(), flush=True)
         return loss
+
+    def log_sums(self, loss: torch.Tensor) -> None:
+        """Nothing here."""
 
     def validation_step(self, batch: Any, number: int) -> None:
         self.log("val", (self.net(batch[0]) - 1).square().mean(), sync_dist=True)
@@ -89,6 +97,43 @@ class Net(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=False)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+class Summing(Net):
+    """Logs a mean over epoch and ranks, and tells what has become of it at the end of the epoch."""
+
+    def log_sums(self, loss: torch.Tensor) -> None:
+        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        mean = self.trainer.callback_metrics["mean"].item()
+        if self.global_rank == 0:
+            print("L mean", self.current_epoch, mean.hex(), flush=True)
+
+
+class Drawn(torch.utils.data.IterableDataset[Any]):
+    """Samples that are drawn from a generator, whose state is that of this stream.  It has a length, for
+    Lightning fetches a batch ahead of one without."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = seeded(seed)
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.given < 24:
+            self.given += 1
+            yield (torch.randn(8, generator=self.generator),)
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.given = saved["given"]
+        self.generator.set_state(saved["generator"])
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -242,8 +287,15 @@ def main(text: str) -> None:
         return
     L.seed_everything(4, verbose=False)
     train, valid = loaders()
+    if settings.stream:
+        train = StatefulDataLoader(Drawn(int(os.environ["RANK"])), batch_size=2)
     trainer = trainer_of(settings, Digest(), checkpoints(settings))
-    trainer.fit(Net(settings.width), train, valid, ckpt_path=settings.ckpt_path)
+    trainer.fit(
+        (Summing if settings.sums else Net)(settings.width),
+        train,
+        valid,
+        ckpt_path=settings.ckpt_path,
+    )
 
 
 if __name__ == "__main__":

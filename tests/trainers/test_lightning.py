@@ -102,6 +102,29 @@ def test_killed_ten_times_it_is_the_uninterrupted_run(
     raise AssertionError(f"{ranks.num_kills - kills} of 10 kills")
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("every", [{}, {"durable": 1}], ids=["paths", "steps"])
+def test_each_rank_has_its_own_sums_and_data(
+    every: dict[str, int], stream: bool, tmp_path: Path, ranks: Ranks
+) -> None:
+    """After a kill in mid-epoch, the mean over the epoch and all ranks is that of the uninterrupted run."""
+    more: dict[str, Any] = {"sums": True, "stream": stream, "epochs": 2, "save_every": 1}
+    own = ranks.printed(
+        settings(tmp_path, "ddp", root="", paths=f"{tmp_path}/own", **more).text(), 2
+    )
+    run = settings(tmp_path, "ddp", ckpt_path="newest", every=every, **more)
+    if every:
+        run.save_every = 1000
+    seen = ranks.printed(run.text(), 2, 7)
+    kept = max(holdfast.steps(run.root))
+    assert 0 < kept < 12 and not any(line.startswith("END ") for line in seen)
+    seen += ranks.printed(run.text(), 2)
+    assert [line.split()[1] for line in seen if line.startswith("BEGIN")] == ["0", str(kept)]
+    assert losses(seen) == losses(own)
+    assert {"mean 0", "mean 1"} <= losses(own).keys()
+    assert value(seen, "END") == value(own, "END")
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("sign", [1, -1], ids=["before", "after"])
 def test_killed_at_each_write_of_a_path(sign: int, tmp_path: Path, ranks: Ranks) -> None:

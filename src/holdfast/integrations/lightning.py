@@ -268,6 +268,8 @@ class _Saving:
 
     def _state(self, rest: _Rest, *, weights_only: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"model": self.lightning_module, "lightning": rest}
+        if not weights_only:
+            state["lightning_rank"] = rest.of_rank
         optimizers = [] if weights_only else self.optimizers  # type: ignore[attr-defined]
         if optimizers:
             state["optim"] = optimizers[0] if len(optimizers) == 1 else list(optimizers)
@@ -444,7 +446,7 @@ class _Saving:
             all_of_it = self._homes is not None and not (pointer or {}).get("weights_only")
             state = self._state(own, weights_only=not all_of_it)
             load(root, state, step=step, strict=module.strict_loading)
-            rest = own.value
+            rest = own.take()
         if rest is None:
             return _Nothing({"pytorch-lightning_version": lightning_version})
         self._begins_anew = False
@@ -483,7 +485,7 @@ class _Saving:
                     hint=f'fit(ckpt_path="{NEWEST}") takes the newest of all tiers',
                 )
         restored = home.ckpt.restore(step)
-        rest, home.rest.value = home.rest.value, None
+        rest = home.rest.take()
         if not restored.found:
             return None
         home.at = int(restored), self.writes()
@@ -583,22 +585,68 @@ class _Nothing(dict[str, Any]):
 
 
 class _Rest:
-    """The parts of a checkpoint of Lightning's besides weights and states of optimizers."""
+    """The parts of a checkpoint of Lightning's besides weights and states of optimizers.
+
+    They are the first rank's, as in Lightning's own; `of_rank` is saved after them, by its key.
+    """
 
     on_resize = "rank0"
 
     def __init__(self, trainer: Any = None) -> None:
         self._trainer = trainer
         self.value: Any = None
+        self.newest: Any = None
+        """The parts that were saved last, unless they were given as `value`."""
+        self.of_rank = _OfRank(self)
 
     def state_dict(self) -> Any:
         if self.value is not None or self._trainer is None:
             return self.value
         checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return self._trainer.strategy.rest_of(checkpoint)
+        self.newest = self._trainer.strategy.rest_of(checkpoint)
+        return self.newest
 
     def load_state_dict(self, state: Any) -> None:
         self.value = state
+
+    def take(self) -> Any:
+        """Return what was loaded, with this rank's own parts in the place of the first one's."""
+        rest, self.value = self.value, None
+        own, self.of_rank.loaded = self.of_rank.loaded, None
+        for (*path, name), value in zip(_OWN, own or ()):
+            if value is not None:
+                inner = rest
+                for key in path:
+                    inner = inner[key]
+                inner[name] = value
+        return rest
+
+
+_OWN = ((METRICS,), ("loops", "fit_loop", "state_dict", "combined_loader"))
+"""The places, in a checkpoint of Lightning's, of what differs between ranks."""
+
+
+class _OfRank:
+    """The parts that each rank has of its own: the sums of metrics, and where its loaders are."""
+
+    on_resize = "fresh"
+
+    def __init__(self, rest: _Rest) -> None:
+        self._rest = rest
+        self.loaded: Any = None
+
+    def state_dict(self) -> list[Any]:
+        rest = self._rest.newest if self._rest.value is None else self._rest.value
+        found = []
+        for path in _OWN:
+            value = rest
+            for key in path:
+                value = value.get(key, {})
+            found.append(value or None)
+        return found
+
+    def load_state_dict(self, saved: list[Any]) -> None:
+        self.loaded = saved
 
 
 class _Home:
